@@ -1,0 +1,57 @@
+# make demo                 train a small language model on real text (makes .venv first)
+# make demo PYTHON=python   with another interpreter; a torch it can import is kept
+# make test                 lint, types and every test but the slow ones
+# make test-slow            the slow ones
+# Written for make 3.81, which macOS ships.
+
+# the first Python that is new enough; python.org, Debian, conda and pyenv name it differently
+FIND_PYTHON = for p in python3 python python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; exit; }; done; \
+	echo 'no-python-3.11-or-newer-found--name-one-with-PYTHON='
+
+# PYTHON from the command line or the environment is an order; without one, an environment that exists is kept
+ifneq ($(strip $(PYTHON)),)
+SETUP_FLAGS := --rebuild-for-other-python
+else
+PYTHON := $(shell if test -f .venv/installed.json && .venv/bin/python -c ''; then echo .venv/bin/python; \
+	else $(FIND_PYTHON); fi)
+endif
+
+SETUP := $(PYTHON) tools/environment.py $(SETUP_FLAGS)
+# modules are run with -m: tools that came with a kept torch's environment have no script here
+VENV := .venv/bin
+
+.PHONY: help demo digits test test-slow lint docs clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+demo:
+	@$(SETUP) --extras demo
+	@$(VENV)/python -m paceline demo
+
+digits:
+	@$(SETUP) --extras demo
+	@$(VENV)/python -m paceline demo digits
+
+lint:
+	@$(SETUP) --extras dev
+	@$(VENV)/python -m ruff check .
+	@$(VENV)/python -m mypy
+
+test: lint
+	@$(VENV)/python -m pytest -m "not slow"
+
+# pytest's status 5: no test of that kind
+test-slow:
+	@$(SETUP) --extras dev
+	@$(VENV)/python -m pytest -m slow || test $$? -eq 5
+
+# the parts of the documentation that are made from the code
+docs:
+	@$(SETUP) --extras dev
+	@$(VENV)/python tools/docs.py
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Arguments and the plan made from them. Standard library and PyYAML only."""

@@ -1,0 +1,349 @@
+"""From what a command line, YAML, JSON or a script gives to the value an option holds.
+
+Every function takes the option's name and the raw value, returns the value to keep, and raises ValueError naming
+option, value and what would be right.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import operator
+import os
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from paceline.args.accelerator_config import AcceleratorConfig
+from paceline.args.choices import TOKEN_COUNTS, DebugOption, OptimizerNames
+from paceline.args.errors import did_you_mean, wrong_value
+from paceline.args.sections import Options
+
+TRUE_WORDS = frozenset({"true", "yes", "y", "t", "on", "1"})
+FALSE_WORDS = frozenset({"false", "no", "n", "f", "off", "0"})
+
+
+def plain_scalar(value: Any) -> Any:
+    """The Python number behind a numpy scalar or a 0-d array or tensor; anything else as it is."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+def to_bool(name: str, value: Any) -> bool:
+    """True and False, 1 and 0, and their usual words."""
+    value = plain_scalar(value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    if isinstance(value, str) and value.strip().lower() in TRUE_WORDS | FALSE_WORDS:
+        return value.strip().lower() in TRUE_WORDS
+    raise wrong_value(name, value, "give true or false")
+
+
+def to_float(name: str, value: Any) -> float:
+    """A number; an integer stays one (500 is not turned into 500.0). NaN is refused."""
+    value = plain_scalar(value)
+    if isinstance(value, str):
+        text = value.strip().replace("_", "")
+        try:
+            value = int(text)
+        except ValueError:
+            try:
+                value = float(text)
+            except ValueError:
+                raise wrong_value(name, value, "give a number") from None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise wrong_value(name, value, "give a number")
+    return value
+
+
+def to_int(name: str, value: Any) -> int:
+    """A whole number; 1e4 and "10_000" are ones too."""
+    number = to_float(name, value)
+    if isinstance(number, float):
+        if not number.is_integer():
+            raise wrong_value(name, value, "give a whole number")
+        return int(number)
+    return operator.index(number)
+
+
+def to_str(name: str, value: Any, choices: typing.Sequence[str] | None = None) -> str:
+    """Text; a path or a number becomes its text. `choices` are matched without regard to case."""
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if choices is not None:
+        return to_choice(name, value, choices)
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise wrong_value(name, value, "give text")
+    return str(value)
+
+
+def to_choice(name: str, value: Any, choices: typing.Iterable[str]) -> str:
+    """One of `choices`. YAML reads a bare `no` as false, so false stands for 'no' where that is a choice."""
+    allowed = [str(choice) for choice in choices]
+    if isinstance(value, Enum):
+        value = value.value
+    if value is False and "no" in allowed:
+        return "no"
+    text = str(value).strip().lower()
+    for choice in allowed:
+        if text == choice.lower():
+            return choice
+    raise wrong_value(name, value, f"choose one of {', '.join(allowed)}", did_you_mean(text, allowed))
+
+
+def to_list(name: str, value: Any, choices: typing.Sequence[str] | None = None) -> list[Any]:
+    """A list of text, from a list, JSON, or words separated by commas."""
+    if isinstance(value, str):
+        text = value.strip()
+        if text.startswith("["):
+            value = parse_json(name, text)
+        else:
+            value = [word.strip() for word in text.split(",") if word.strip()]
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise wrong_value(name, value, "give a list")
+    return [to_str(name, item, choices) for item in value]
+
+
+def to_mapping(name: str, value: Any) -> Any:
+    """A dict, from a dict, JSON, or the path of a JSON file. Other objects (a config class) are kept as they are."""
+    if not isinstance(value, (str, Path)):
+        return value
+    text = str(value).strip()
+    if text.startswith("{"):
+        return revive_scalars(parse_json(name, text))
+    if not Path(text).expanduser().is_file():
+        raise wrong_value(name, value, "give a dict, a JSON object, or the path of a JSON file")
+    content = parse_json(name, Path(text).expanduser().read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise wrong_value(name, value, "the file holds no JSON object")
+    return content
+
+
+def parse_json(name: str, text: str) -> Any:
+    """JSON, or an error that names the option."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise wrong_value(name, text, f"it is not valid JSON ({error})") from None
+
+
+def revive_scalars(value: Any) -> Any:
+    """Numbers and booleans that a shell's quoting left as text inside JSON: {"a": "2"} means {"a": 2}."""
+    if isinstance(value, dict):
+        return {key: revive_scalars(item) for key, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(value)
+        except ValueError:
+            continue
+    return value
+
+
+def union_members(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the hint alone."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def coerce(name: str, value: Any, hint: Any, choices: typing.Sequence[str] | None = None) -> Any:
+    """The value of an option whose type is `hint`.
+
+    Raises:
+        ValueError: it cannot be one.
+    """
+    members = union_members(hint)
+    if value is None:
+        if type(None) in members:
+            return None
+        raise wrong_value(name, value, "give a value, or leave it out for the default")
+    enums = [member for member in members if isinstance(member, type) and issubclass(member, Enum)]
+    if enums:
+        return enums[0](to_choice(name, value, [member.value for member in enums[0]]))
+    origins = {typing.get_origin(member) or member for member in members}
+    if dict in origins:
+        return to_mapping(name, value)
+    if list in origins and not (str in origins and isinstance(value, str)):
+        return to_list(name, value, choices)
+    converters: list[tuple[Any, Callable[..., Any]]] = [(bool, to_bool), (int, to_int), (float, to_float)]
+    for kind, convert in converters:
+        if kind in origins:
+            return convert(name, value)
+    return to_str(name, value, choices) if str in origins else value
+
+
+# Options whose values need more than their type says.
+
+
+def to_report_list(name: str, value: Any) -> list[str]:
+    """Names of reporters; "none" is the empty list, "all" stays for the registry to resolve."""
+    names = [] if value is None else to_list(name, value)
+    if len(names) > 1 and ("none" in names or "all" in names):
+        raise wrong_value(name, value, "'none' and 'all' stand alone")
+    return [] if names == ["none"] else names
+
+
+def to_debug_list(name: str, value: Any) -> list[DebugOption]:
+    """Diagnoses, from a list or from words separated by spaces or commas."""
+    if isinstance(value, str) and not value.strip().startswith("["):
+        value = value.replace(",", " ").split()
+    words = to_list(name, value or [])
+    return [DebugOption(to_choice(name, word, [member.value for member in DebugOption])) for word in words]
+
+
+def to_token_count(name: str, value: Any) -> str:
+    """Which input tokens are counted; a truth value means all or none."""
+    if isinstance(value, str) and value.strip().lower() in TRUE_WORDS | FALSE_WORDS:
+        value = to_bool(name, value)
+    if value is True:
+        return "all"
+    return to_choice(name, value, TOKEN_COUNTS)
+
+
+def to_accelerator_config(name: str, value: Any) -> AcceleratorConfig:
+    """Our settings object, from one of another library, a dict, JSON, a file, or nothing."""
+    if isinstance(value, AcceleratorConfig):
+        return value
+    if isinstance(value, type):
+        raise wrong_value(name, value, f"give an object: {value.__name__}()")
+    if hasattr(value, "to_dict"):
+        value = value.to_dict()
+    settings = to_mapping(name, {} if value is None else value)
+    if not isinstance(settings, dict):
+        raise wrong_value(name, value, "give a dict, a JSON object, or the path of a JSON file")
+    known = {field.name for field in fields(AcceleratorConfig)}
+    return AcceleratorConfig.from_dict({key: item for key, item in settings.items() if key in known or item})
+
+
+def to_optimizer(name: str, value: Any) -> OptimizerNames:
+    """An optimizer's name; that of a retired implementation means its successor."""
+    if value == "adamw_hf":
+        value = OptimizerNames.ADAMW_TORCH
+    return OptimizerNames(to_choice(name, value, [member.value for member in OptimizerNames]))
+
+
+def to_folder(name: str, value: Any) -> str:
+    """A folder, with ~ expanded."""
+    return os.path.expanduser("trainer_output" if value is None else to_str(name, value))
+
+
+def to_token(name: str, value: Any) -> str | None:
+    """A secret. The placeholder that stands for it in files is no secret, and none."""
+    return None if value in (None, f"<{name.upper()}>") else to_str(name, value)
+
+
+def keep_bool(name: str, value: Any) -> Any:
+    """True and False where the type is text, in whatever form they come."""
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return value if isinstance(value, list) else to_str(name, value)
+
+
+def keep_config(name: str, value: Any) -> Any:
+    """A dict or the path of a file that another library reads; JSON becomes a dict."""
+    return to_mapping(name, value) if isinstance(value, str) and value.strip().startswith("{") else value
+
+
+def number_or_zero(name: str, value: Any) -> float:
+    """A number for which None has always meant 0."""
+    return 0 if value is None else to_float(name, value)
+
+
+def list_or_empty(name: str, value: Any) -> list[Any]:
+    """A list for which None has always meant an empty one."""
+    return [] if value is None else to_list(name, value, CHOICES.get(name))
+
+
+SPECIAL: dict[str, Callable[[str, Any], Any]] = {
+    "accelerator_config": to_accelerator_config,
+    "debug": to_debug_list,
+    "deepspeed": keep_config,
+    "eval_delay": number_or_zero,
+    "fsdp": keep_bool,
+    "fsdp_config": keep_config,
+    "hub_token": to_token,
+    "include_for_metrics": list_or_empty,
+    "include_num_input_tokens_seen": to_token_count,
+    "max_grad_norm": number_or_zero,
+    "optim": to_optimizer,
+    "output_dir": to_folder,
+    "parallelism_config": keep_config,
+    "report_to": to_report_list,
+    "resume_from_checkpoint": keep_bool,
+    "trackio_static_space_id": keep_bool,
+}
+CHOICES: dict[str, list[str]] = {
+    field.name: field.metadata["choices"] for field in fields(Options) if "choices" in field.metadata
+}
+
+
+@functools.cache
+def own_hints() -> dict[str, Any]:
+    """The types of paceline's options."""
+    return typing.get_type_hints(Options)
+
+
+@functools.cache
+def hints_of(cls: type) -> dict[str, Any]:
+    """The types of the fields that a subclass adds; empty where its annotations cannot be resolved."""
+    try:
+        hints = typing.get_type_hints(cls)
+    except Exception:  # A local class under postponed annotations: its fields are then left as they were given.
+        return {}
+    return {name: hint for name, hint in hints.items() if name not in own_hints()}
+
+
+def coerce_option(cls: type, name: str, value: Any) -> Any:
+    """The value that the option `name` of the arguments class `cls` holds when given `value`.
+
+    Fields that a subclass adds are only helped: text becomes the number, truth value or enum member the type asks
+    for; anything else is theirs to judge.
+    """
+    if name in SPECIAL:
+        return SPECIAL[name](name, value)
+    if name in own_hints():
+        return coerce(name, value, own_hints()[name], CHOICES.get(name))
+    hint = hints_of(cls).get(name)
+    if hint is None or not isinstance(value, str):
+        return value
+    wanted = union_members(hint)
+    is_scalar = any(kind in wanted for kind in (bool, int, float))
+    is_enum = any(isinstance(kind, type) and issubclass(kind, Enum) for kind in wanted)
+    return coerce(name, value, hint) if (is_scalar and str not in wanted) or is_enum else value
+
+
+def as_plain(value: Any) -> Any:
+    """`value` in the types that JSON and YAML know, as far as that is possible; containers are copied."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {(key.value if isinstance(key, Enum) else key): as_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [as_plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    value = plain_scalar(value)
+    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
+        return str(value).removeprefix("torch.")
+    for method in ("to_dict", "to_json"):
+        if hasattr(value, method) and not isinstance(value, type):
+            return as_plain(getattr(value, method)())
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_plain(getattr(value, field.name)) for field in fields(value)}
+    return value

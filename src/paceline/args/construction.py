@@ -1,0 +1,62 @@
+"""How an arguments object is made: older names translated, unknown ones refused with the nearest right one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import MISSING, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.args.errors import did_you_mean
+from paceline.args.older_names import OLDER_NAMES, translate
+
+
+@functools.cache
+def parameters_of(initializer: Any) -> tuple[frozenset[str], bool]:
+    """The keywords that an `__init__` takes, and whether it takes any."""
+    parameters = inspect.signature(initializer).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return frozenset(parameter.name for parameter in parameters), takes_any
+
+
+def defaults_of(cls: type) -> dict[str, Any]:
+    """The fields of an arguments class, with their defaults."""
+    defaults: dict[str, Any] = {}
+    for item in fields(cls) if is_dataclass(cls) else ():
+        if item.init:
+            default = item.default_factory() if item.default_factory is not MISSING else item.default
+            defaults[item.name] = None if default is MISSING else default
+    return defaults
+
+
+def checked_keywords(cls: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """`given` under the names that `cls` takes.
+
+    Raises:
+        TypeError: a name is unknown; the message holds the nearest known one.
+    """
+    names, takes_any = parameters_of(cls.__init__)
+    if names.issuperset(given):
+        return given
+    known = defaults_of(cls)
+    result = translate(given, {**dict.fromkeys(names), **known}, cls.__name__)
+    unknown = [] if takes_any else [name for name in result if name not in names]
+    if unknown:
+        hint = did_you_mean(unknown[0], [*known, *OLDER_NAMES])
+        raise TypeError(f"{cls.__name__} has no option {unknown[0]!r}{hint}")
+    return result
+
+
+class ArgumentsMeta(type):
+    """Checks the keywords of a call before any `__init__`, that of a subclass included, sees them."""
+
+    if not TYPE_CHECKING:  # Checkers read the signature of __init__, which is the true one.
+
+        def __call__(cls, *values: Any, **given: Any) -> Any:
+            return super().__call__(*values, **checked_keywords(cls, given))
+
+        @property
+        def __signature__(cls) -> inspect.Signature:
+            """The signature of `__init__`, which the `__call__` above would hide."""
+            signature = inspect.signature(cls.__init__)
+            return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -1,0 +1,238 @@
+"""One table of the names that options had before, and of those that are gone."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.args.coercion import to_bool, to_float, to_list, to_str
+from paceline.args.errors import UnsupportedOption, wrong_value
+
+logger = logging.getLogger(__name__)
+
+
+def same(value: Any) -> Any:
+    """The value as it is."""
+    return value
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """An option that works under another name.
+
+    Attributes:
+        new: the option it is now.
+        convert: the new option's value for one of the old; None where the old value asked for nothing.
+        read: the old option's value for one of the new, for code that reads the old attribute.
+        defaults_then: values of the new option that counted as "not set" when the old name was in use.
+        is_overruled: an explicit value of the new option wins silently over the old (it did so then, too).
+        merge: joins the old option's value with an explicit one of the new.
+    """
+
+    new: str
+    convert: Callable[[Any], Any] = same
+    read: Callable[[Any], Any] = same
+    defaults_then: tuple[Any, ...] = ()
+    is_overruled: bool = False
+    merge: Callable[[Any, Any], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Retired:
+    """An option that is gone.
+
+    Attributes:
+        remedy: what to use instead.
+        accepted: values that ask for nothing beyond what happens anyway; they are taken without a word.
+    """
+
+    remedy: str
+    accepted: tuple[Any, ...]
+
+
+def ratio_to_steps(value: Any) -> float | None:
+    """A share of all updates, for `warmup_steps`. The whole of them (1.0) must not be read as one step."""
+    ratio = to_float("warmup_ratio", value)
+    if not 0 <= ratio <= 1:
+        raise wrong_value("warmup_ratio", value, "give a share of all updates, from 0 to 1; or use warmup_steps")
+    return min(ratio, math.nextafter(1.0, 0.0)) or None
+
+
+def when_true(name: str, new_value: Any) -> Callable[[Any], Any]:
+    """A converter for a switch that is now one value of another option."""
+    return lambda value: new_value if value is not None and to_bool(name, value) else None
+
+
+def add_inputs(old: list[str], given: Any) -> list[str]:
+    """`inputs` beside what include_for_metrics asks for already."""
+    asked = [] if given is None else to_list("include_for_metrics", given)
+    return [*asked, *(item for item in old if item not in asked)]
+
+
+def one_setting(name: str) -> Callable[[Any], Any]:
+    """A converter for an option that is now one key of a dict."""
+    return lambda value: None if value is None else {name: value}
+
+
+def join_settings(old: dict[str, Any], given: Any) -> Any:
+    """Settings given under their older names beside a dict of them."""
+    return {**given, **old} if isinstance(given, dict) else old
+
+
+AMP_ONLY = "mixed precision is torch's own autocast: set bf16=True or fp16=True and leave this option out"
+OLDER_NAMES: Mapping[str, Renamed | Retired] = {
+    # Renamed.
+    "_n_gpu": Retired("paceline drives one device per process; start one process per device", (-1, 0, 1)),
+    "adafactor": Renamed(
+        "optim",
+        when_true("adafactor", "adafactor"),
+        lambda optim: optim == "adafactor",
+        ("adamw_hf", "adamw_torch", "adamw_torch_fused"),
+    ),
+    "dispatch_batches": Renamed(
+        "accelerator_config",
+        one_setting("dispatch_batches"),
+        lambda config: config.dispatch_batches,
+        (),
+        False,
+        join_settings,
+    ),
+    "evaluate_during_training": Renamed(
+        "eval_strategy", when_true("evaluate_during_training", "steps"), lambda strategy: strategy == "steps", ("no",)
+    ),
+    "evaluation_strategy": Renamed("eval_strategy", defaults_then=("no",)),
+    "group_by_length": Renamed(
+        "train_sampling_strategy",
+        when_true("group_by_length", "group_by_length"),
+        lambda strategy: strategy == "group_by_length",
+    ),
+    "include_inputs_for_metrics": Renamed(
+        "include_for_metrics",
+        when_true("include_inputs_for_metrics", ["inputs"]),
+        lambda names: "inputs" in names,
+        merge=add_inputs,
+    ),
+    "include_tokens_per_second": Renamed(
+        "include_num_input_tokens_seen",
+        when_true("include_tokens_per_second", "all"),
+        lambda count: count != "no",
+        is_overruled=True,
+    ),
+    "label_smoothing": Renamed("label_smoothing_factor"),
+    "no_cuda": Renamed("use_cpu", when_true("no_cuda", True)),
+    "per_gpu_eval_batch_size": Renamed("per_device_eval_batch_size"),
+    "per_gpu_train_batch_size": Renamed("per_device_train_batch_size"),
+    "push_to_hub_model_id": Renamed("hub_model_id"),
+    "push_to_hub_token": Renamed("hub_token", lambda value: None if value in (None, "<PUSH_TO_HUB_TOKEN>") else value),
+    "split_batches": Renamed(
+        "accelerator_config",
+        one_setting("split_batches"),
+        lambda config: config.split_batches,
+        (),
+        False,
+        join_settings,
+    ),
+    "torchdynamo": Renamed("torch_compile_backend"),
+    "warmup_ratio": Renamed(
+        "warmup_steps",
+        lambda value: None if value is None else ratio_to_steps(value),
+        lambda steps: steps if steps < 1 else 0.0,
+        is_overruled=True,
+    ),
+    "xpu_backend": Renamed("ddp_backend"),
+    # Retired.
+    "fp16_backend": Retired(AMP_ONLY, (None, "auto", "amp", "cuda_amp", "cpu_amp")),
+    "fp16_opt_level": Retired(AMP_ONLY, (None, "O1")),
+    "fsdp_min_num_params": Retired("set fsdp_config={'min_num_params': ...}", (None, 0)),
+    "fsdp_transformer_layer_cls_to_wrap": Retired(
+        "set fsdp_config={'transformer_layer_cls_to_wrap': [...]}", (None, "")
+    ),
+    "half_precision_backend": Retired(AMP_ONLY, (None, "auto", "amp", "cuda_amp", "cpu_amp")),
+    "jit_mode_eval": Retired("set torch_compile=True", (None, False)),
+    "mp_parameters": Retired("SageMaker's model parallelism is not supported; use torchrun", (None, "")),
+    "overwrite_output_dir": Retired("leave it out", (None, False, True)),
+    "past_index": Retired("let the model's forward keep such a state itself", (None, -1)),
+    "push_to_hub_organization": Retired("set hub_model_id='organization/name'", (None, "")),
+    "ray_scope": Retired("set the environment variable RAY_SCOPE", (None, "last")),
+    "save_safetensors": Retired(
+        "weights are always written as safetensors; for another file call torch.save(model.state_dict(), path)",
+        (None, True),
+    ),
+    "sharded_ddp": Retired("set fsdp", (None, "", [], False)),
+    "tpu_metrics_debug": Retired("leave it out", (None, False)),
+    "tpu_num_cores": Retired("set the environment variable TPU_NUM_CORES, or tell the launcher", (None,)),
+    "use_ipex": Retired("set torch_compile=True", (None, False)),
+    "use_legacy_prediction_loop": Retired("leave it out; there is one prediction loop", (None, False)),
+    "use_mps_device": Retired(
+        "the device is found without it; set use_cpu=True to stay on the CPU", (None, False, True)
+    ),
+}
+
+
+def translate(given: dict[str, Any], known: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """The keyword arguments `given` under today's names.
+
+    Args:
+        given: keyword arguments as the caller wrote them.
+        known: the fields of the class that is made, with their defaults. A class that has a field under one of the
+            older names keeps it.
+        owner: name of the class, for messages.
+
+    Raises:
+        UnsupportedOption: a retired option asks for something.
+        ValueError: an option is given under both names, with different values.
+    """
+    result = {name: value for name, value in given.items() if name in known or name not in OLDER_NAMES}
+    for name, value in given.items():
+        if name in result:
+            continue
+        entry = OLDER_NAMES[name]
+        if isinstance(entry, Retired):
+            check_retired(name, value, entry)
+            continue
+        new_value = None if value is None else entry.convert(value)
+        if new_value is None:
+            continue
+        logger.warning("%s(%s=%r) is now %s=%r", owner, name, mask(name, value), entry.new, mask(name, new_value))
+        result[entry.new] = settle(name, new_value, entry, result, known)
+    return result
+
+
+def mask(name: str, value: Any) -> Any:
+    """A value fit for a log: secrets are left out."""
+    return "<hidden>" if name.endswith("token") else value
+
+
+def check_retired(name: str, value: Any, entry: Retired) -> None:
+    """Accept a retired option whose value asks for nothing.
+
+    Raises:
+        UnsupportedOption: it asks for something.
+    """
+    # As text, because a command line gives text.
+    if str(value).lower() not in {str(item).lower() for item in entry.accepted}:
+        raise UnsupportedOption(f"{name}={value!r} is not supported any more: {entry.remedy}.")
+
+
+def settle(name: str, new_value: Any, entry: Renamed, result: dict[str, Any], known: Mapping[str, Any]) -> Any:
+    """The value of the new option where the old one, and perhaps both, were given."""
+    if entry.new not in result:
+        return new_value
+    given = result[entry.new]
+    if entry.merge is not None:
+        return entry.merge(new_value, given)
+    is_unset = given in (None, known.get(entry.new), *entry.defaults_then)
+    if is_unset or to_text(given) == to_text(new_value):
+        return new_value
+    if entry.is_overruled:
+        logger.info("%s is overruled by %s=%r", name, entry.new, given)
+        return given
+    raise ValueError(f"{name}={new_value!r} and {entry.new}={given!r} are one option: give {entry.new} only.")
+
+
+def to_text(value: Any) -> str:
+    """A value for comparison, whether it came from a script or from a command line."""
+    return to_str("value", value) if isinstance(value, str) else str(value)

@@ -1,0 +1,282 @@
+"""Every decision of a run, made once from the arguments and the size of the data, frozen, and told in words."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from paceline.args.choices import IntervalStrategy
+from paceline.args.errors import UnsupportedOption
+from paceline.args.rules import check, derived_values
+from paceline.args.sections import Options
+
+__all__ = ["Plan", "UnsupportedOption", "check", "resolve", "resolve_warmup"]
+
+
+UNCOUNTED = {"no": "never", "epoch": "at each end of an epoch", "best": "when an evaluation is the best yet"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions of one run.
+
+    Attributes:
+        micro_batch_size: samples per process in one training micro-batch.
+        eval_batch_size: samples per process in one evaluation batch.
+        accumulation: micro-batches per update.
+        world_size: processes that share the data.
+        global_batch_size: samples per update, over all processes.
+        updates_per_epoch: updates in one pass over the data, the last one perhaps of fewer micro-batches; None where
+            the length is unknown.
+        micro_batches_per_epoch: micro-batches of one process in one pass, as the loader counts them; None: unknown.
+        max_steps: updates of the run.
+        num_epochs: passes that the loop begins, at most; `sys.maxsize` where the length is unknown.
+        num_train_epochs: passes asked for, or what max_steps amounts to.
+        samples_per_epoch: samples in one pass, over all processes; None where unknown.
+        warmup_steps: updates of warmup.
+        logging_strategy, eval_strategy, save_strategy: when each happens.
+        logging_steps, eval_steps, save_steps: updates between two of each; at least 1.
+        logging_first_step: the first update is logged too.
+        eval_on_start: evaluate before the first update.
+        eval_delay: no evaluation before so many epochs, or updates where eval_strategy is "steps".
+        precision: "full", "bf16" or "fp16".
+        eval_dtype: format that the whole model is cast to for evaluation, "bf16" or "fp16"; None: none.
+        max_grad_norm: L2 norm that gradients are clipped to; 0: not clipped.
+        seed, data_seed: of everything random, and of the order of the data.
+        average_tokens_across_devices: losses are divided by the count of targets over all processes.
+        loss_weight: what a returned loss is a mean over; None: found out on the first batches.
+        nonfinite_policy: what is done about a loss or gradient that is not finite.
+        leave_out_non_finite: the logged mean is over the finite losses, where there are any.
+        auto_find_batch_size: go on with half the micro-batch when memory runs out.
+        metric_for_best_model, greater_is_better: how the best model is found; None where nothing asks for it.
+        notes: one sentence for each decision worth telling.
+    """
+
+    micro_batch_size: int
+    eval_batch_size: int
+    accumulation: int
+    world_size: int
+    global_batch_size: int
+    updates_per_epoch: int | None
+    micro_batches_per_epoch: int | None
+    max_steps: int
+    num_epochs: int
+    num_train_epochs: float
+    samples_per_epoch: int | None
+    warmup_steps: int
+    logging_strategy: str
+    eval_strategy: str
+    save_strategy: str
+    logging_steps: int
+    eval_steps: int
+    save_steps: int
+    logging_first_step: bool
+    eval_on_start: bool
+    eval_delay: float
+    precision: str
+    eval_dtype: str | None
+    max_grad_norm: float
+    seed: int
+    data_seed: int
+    average_tokens_across_devices: bool
+    loss_weight: str | None
+    nonfinite_policy: str
+    leave_out_non_finite: bool
+    auto_find_batch_size: bool
+    metric_for_best_model: str | None
+    greater_is_better: bool | None
+    notes: tuple[str, ...] = ()
+
+    def halved(self) -> Plan:
+        """The plan with micro-batches of half the size, rounded up, and twice as many: the same samples per update.
+
+        Raises:
+            ValueError: a micro-batch is one sample already.
+        """
+        if self.micro_batch_size == 1:
+            raise ValueError("A micro-batch of one sample cannot be halved: memory is too small for one sample.")
+        size = (self.micro_batch_size + 1) // 2
+        note = (
+            f"Memory ran out: micro-batches of {size} instead of {self.micro_batch_size} samples, "
+            f"{self.accumulation * 2} instead of {self.accumulation} per update; still {self.global_batch_size} "
+            "samples per update."
+        )
+        return replace(self, micro_batch_size=size, accumulation=self.accumulation * 2, notes=(*self.notes, note))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in JSON's types."""
+        return {**asdict(self), "notes": list(self.notes)}
+
+    def describe(self) -> str:
+        """The plan in a few lines of text."""
+        processes = f" x {self.world_size} processes" if self.world_size > 1 else ""
+        epoch = "unknown length" if self.updates_per_epoch is None else f"{self.updates_per_epoch:,} per epoch"
+        samples = "" if self.samples_per_epoch is None else f", {self.samples_per_epoch:,} samples each"
+        epochs = "" if self.updates_per_epoch is None else f" ({self.num_train_epochs:g} epochs{samples})"
+        clip = f"gradients clipped to norm {self.max_grad_norm:g}" if self.max_grad_norm else "gradients not clipped"
+        seeds = f"seed {self.seed}" + (f", data seed {self.data_seed}" if self.data_seed != self.seed else "")
+        lines = [
+            f"updates    {self.max_steps:,}{epochs}, {epoch}, warmup {self.warmup_steps:,}",
+            f"samples    {self.global_batch_size:,} per update = {self.micro_batch_size} x {self.accumulation} "
+            f"micro-batches{processes}",
+            f"numbers    {self.precision} precision, {clip}, {seeds}",
+            f"log        {self._interval('logging')}",
+            f"evaluate   {self._interval('eval')}, batches of {self.eval_batch_size}",
+            f"save       {self._interval('save')}",
+            *(f"note       {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
+
+    def _interval(self, kind: str) -> str:
+        strategy = getattr(self, f"{kind}_strategy")
+        if strategy == IntervalStrategy.STEPS:
+            return f"every {getattr(self, f'{kind}_steps'):,} updates"
+        return UNCOUNTED[strategy]
+
+
+@dataclass(frozen=True)
+class Duration:
+    """How long the run is."""
+
+    updates_per_epoch: int | None
+    max_steps: int
+    num_epochs: int
+    num_train_epochs: float
+
+
+def resolve(
+    args: Options, *, world_size: int = 1, micro_batches_per_epoch: int | None, samples_per_epoch: int | None = None
+) -> Plan:
+    """Make the plan of a run.
+
+    Args:
+        args: the arguments, as they are now.
+        world_size: processes that share the data.
+        micro_batches_per_epoch: training micro-batches of one process in one epoch; None where unknown.
+        samples_per_epoch: training samples in one epoch over all processes; None where unknown.
+
+    Raises:
+        ValueError: the arguments break a rule, or the length of the run cannot be known.
+        UnsupportedOption: an option asks for what this version does not do.
+    """
+    check(args)
+    notes: list[str] = []
+    derived = derived_values(args)
+    duration = resolve_duration(args, micro_batches_per_epoch, notes)
+    logging_steps = resolve_interval("logging_steps", args.logging_steps, duration.max_steps, notes)
+    eval_steps, save_steps = resolve_eval_and_save(args, logging_steps, duration.max_steps, notes)
+    if args.logging_strategy == IntervalStrategy.STEPS and logging_steps > duration.max_steps > 0:
+        notes.append(
+            f"logging_steps={logging_steps} is more than the {duration.max_steps} updates of the run: no training loss "
+            "is logged before the end."
+        )
+    return Plan(
+        micro_batch_size=args.per_device_train_batch_size,
+        eval_batch_size=args.per_device_eval_batch_size,
+        accumulation=args.gradient_accumulation_steps,
+        world_size=world_size,
+        global_batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size,
+        updates_per_epoch=duration.updates_per_epoch,
+        micro_batches_per_epoch=micro_batches_per_epoch,
+        max_steps=duration.max_steps,
+        num_epochs=duration.num_epochs,
+        num_train_epochs=duration.num_train_epochs,
+        samples_per_epoch=samples_per_epoch,
+        warmup_steps=note_warmup(args, duration.max_steps, notes),
+        logging_strategy=str(args.logging_strategy),
+        eval_strategy=str(args.eval_strategy),
+        save_strategy=str(args.save_strategy),
+        logging_steps=logging_steps,
+        eval_steps=eval_steps,
+        save_steps=save_steps,
+        logging_first_step=args.logging_first_step,
+        eval_on_start=args.eval_on_start,
+        eval_delay=args.eval_delay,
+        precision="fp16" if args.fp16 else "bf16" if args.bf16 else "full",
+        eval_dtype="fp16" if args.fp16_full_eval else "bf16" if args.bf16_full_eval else None,
+        max_grad_norm=args.max_grad_norm,
+        seed=args.seed,
+        data_seed=args.seed if args.data_seed is None else args.data_seed,
+        average_tokens_across_devices=args.average_tokens_across_devices,
+        loss_weight=args.loss_weight,
+        nonfinite_policy=args.nonfinite_policy,
+        leave_out_non_finite=args.logging_nan_inf_filter,
+        auto_find_batch_size=args.auto_find_batch_size,
+        metric_for_best_model=derived.get("metric_for_best_model"),
+        greater_is_better=derived.get("greater_is_better", args.greater_is_better),
+        notes=tuple(notes),
+    )
+
+
+def resolve_duration(args: Options, micro_batches: int | None, notes: list[str]) -> Duration:
+    """Updates and epochs from max_steps, num_train_epochs and the length of the data."""
+    if micro_batches is None:
+        if args.max_steps < 0:
+            raise ValueError(
+                f"max_steps={args.max_steps} is not possible here: the training data has no length, so the end of "
+                "the run is unknown. Set max_steps to a number of updates."
+            )
+        return Duration(None, args.max_steps, sys.maxsize, float(sys.maxsize))
+    if micro_batches == 0:
+        raise ValueError(
+            "The training data gives no batch: it is empty, or has fewer samples than one batch while "
+            f"dataloader_drop_last={args.dataloader_drop_last}."
+        )
+    accumulation = args.gradient_accumulation_steps
+    updates = math.ceil(micro_batches / accumulation)
+    rest = micro_batches % accumulation
+    if rest:
+        notes.append(
+            f"The last update of each epoch takes {rest} of {accumulation} micro-batches, weighted as they are."
+        )
+    if args.max_steps < 0:
+        max_steps = math.ceil(args.num_train_epochs * updates)
+        if max_steps == 0:
+            notes.append("num_train_epochs=0: nothing is trained.")
+        return Duration(updates, max_steps, math.ceil(args.num_train_epochs), float(args.num_train_epochs))
+    epochs = args.max_steps / updates
+    notes.append(
+        f"max_steps={args.max_steps} decides the length of the run, {epochs:.2f} epochs; num_train_epochs does not."
+    )
+    return Duration(updates, args.max_steps, math.ceil(epochs), epochs)
+
+
+def resolve_interval(name: str, steps: float, max_steps: int, notes: list[str]) -> int:
+    """Updates between two of something; a share of all updates is rounded up, to at least 1."""
+    if steps >= 1 or steps == 0:
+        return max(1, int(steps))
+    updates = max(1, math.ceil(max_steps * steps))
+    notes.append(f"{name}={steps} of {max_steps} updates: every {updates}.")
+    return updates
+
+
+def resolve_eval_and_save(args: Options, logging_steps: int, max_steps: int, notes: list[str]) -> tuple[int, int]:
+    """Updates between evaluations and between checkpoints; where the best model counts, the second is a multiple."""
+    if args.eval_steps:
+        eval_steps = resolve_interval("eval_steps", args.eval_steps, max_steps, notes)
+    else:
+        eval_steps = logging_steps
+    save_steps = resolve_interval("save_steps", args.save_steps, max_steps, notes)
+    is_tied = args.load_best_model_at_end and args.save_strategy == args.eval_strategy == IntervalStrategy.STEPS
+    if is_tied and save_steps % eval_steps:
+        # Two shares that divide each other need not do so once rounded to updates.
+        save_steps = eval_steps * max(1, round(save_steps / eval_steps))
+        notes.append(f"Checkpoints every {save_steps} updates, so that each falls on an evaluation.")
+    return eval_steps, save_steps
+
+
+def resolve_warmup(warmup_steps: float, max_steps: int) -> int:
+    """Updates of warmup, from a number of updates or a share of all of them (below 1, rounded up)."""
+    return int(warmup_steps) if warmup_steps >= 1 else math.ceil(max_steps * warmup_steps)
+
+
+def note_warmup(args: Options, max_steps: int, notes: list[str]) -> int:
+    """Updates of warmup, with a note where they fill the run."""
+    updates = resolve_warmup(args.warmup_steps, max_steps)
+    if updates >= max_steps > 0:
+        notes.append(f"warmup_steps={args.warmup_steps}: the learning rate is still rising when the run ends.")
+    elif 0 < args.warmup_steps < 1:
+        notes.append(f"warmup_steps={args.warmup_steps} of {max_steps} updates: {updates}.")
+    return updates

@@ -1,0 +1,263 @@
+"""Every rule an option must keep, alone or with others. No torch, no files, no environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+from paceline.args.accelerator_config import AcceleratorConfig
+from paceline.args.choices import IntervalStrategy, SaveStrategy, SchedulerType
+from paceline.args.errors import UnsupportedOption
+from paceline.args.sections import Options
+
+# name: (smallest value, largest value or None, whether the largest itself is allowed)
+LIMITS: dict[str, tuple[float, float | None, bool]] = {
+    "per_device_train_batch_size": (1, None, True),
+    "per_device_eval_batch_size": (1, None, True),
+    "gradient_accumulation_steps": (1, None, True),
+    "num_train_epochs": (0, None, True),
+    "learning_rate": (0, None, True),
+    "warmup_steps": (0, None, True),
+    "weight_decay": (0, None, True),
+    "adam_beta1": (0, 1, False),
+    "adam_beta2": (0, 1, False),
+    "adam_epsilon": (0, None, True),
+    "max_grad_norm": (0, None, True),
+    "label_smoothing_factor": (0, 1, False),
+    "neftune_noise_alpha": (0, None, True),
+    "torch_empty_cache_steps": (1, None, True),
+    "logging_steps": (0, None, True),
+    "eval_steps": (0, None, True),
+    "save_steps": (0, None, True),
+    "keep_best": (0, None, True),
+    "keep_every_steps": (0, None, True),
+    "keep_every_hours": (0, None, True),
+    "eval_delay": (0, None, True),
+    "eval_accumulation_steps": (1, None, True),
+    "eval_spill_gb": (0, None, True),
+    "dataloader_num_workers": (0, None, True),
+    "dataloader_prefetch_factor": (1, None, True),
+    "ddp_bucket_cap_mb": (1, None, True),
+    "ddp_timeout": (1, None, True),
+    "seed": (0, 2**32 - 1, True),
+    "data_seed": (0, 2**63 - 1, True),
+}
+
+
+def check_limits(options: Options) -> None:
+    """Numbers within their range."""
+    for name, (low, high, is_closed) in LIMITS.items():
+        value = getattr(options, name)
+        if value is None:
+            continue
+        if value < low:
+            raise ValueError(f"{name}={value} is not possible: it must be at least {low}.")
+        if high is not None and (value > high or (value == high and not is_closed)):
+            bound = "at most" if is_closed else "below"
+            raise ValueError(f"{name}={value} is not possible: it must be {bound} {high}.")
+    if options.max_steps == 0:
+        raise ValueError(
+            f"max_steps={options.max_steps} is not possible: give a number of updates, "
+            "or -1 for as many as num_train_epochs takes."
+        )
+
+
+def check_precision(options: Options) -> None:
+    """One number format at a time."""
+    if options.fp16 and options.bf16:
+        raise ValueError("fp16=True and bf16=True exclude each other: keep one (bf16 needs no loss scaling).")
+    if options.fp16_full_eval and options.bf16_full_eval:
+        raise ValueError("fp16_full_eval=True and bf16_full_eval=True exclude each other: keep one.")
+
+
+def check_intervals(options: Options) -> None:
+    """Steps that make sense wherever a strategy counts steps."""
+    for kind in ("logging", "eval", "save"):
+        steps = getattr(options, f"{kind}_steps")
+        if getattr(options, f"{kind}_strategy") != IntervalStrategy.STEPS:
+            continue
+        if kind == "eval" and not steps:
+            steps = options.logging_steps  # The documented fall-back.
+        if not steps:
+            raise ValueError(
+                f"{kind}_steps={steps} is not possible with {kind}_strategy='steps': give a number of updates or a "
+                f"share of them below 1; {kind}_strategy='no' turns it off."
+            )
+        if steps > 1 and steps != int(steps):
+            raise ValueError(f"{kind}_steps={steps} is not possible: above 1 it must be a whole number of updates.")
+
+
+def check_best_model(options: Options) -> None:
+    """A best model needs evaluations, each with a checkpoint that it can be loaded from."""
+    is_never_evaluated = options.eval_strategy == IntervalStrategy.NO
+    if options.save_strategy == SaveStrategy.BEST and is_never_evaluated:
+        raise ValueError("save_strategy='best' needs evaluations: set eval_strategy to 'steps' or 'epoch'.")
+    if not options.load_best_model_at_end or options.save_strategy == SaveStrategy.BEST:
+        return
+    if is_never_evaluated:
+        raise ValueError(
+            "load_best_model_at_end=True needs evaluations: set eval_strategy and save_strategy to 'steps' or 'epoch'."
+        )
+    if options.eval_strategy != options.save_strategy:
+        raise ValueError(
+            f"load_best_model_at_end=True needs a checkpoint for each evaluation, but eval_strategy="
+            f"'{options.eval_strategy}' and save_strategy='{options.save_strategy}' differ: make them equal, or set "
+            "save_strategy='best'."
+        )
+    if options.eval_strategy == IntervalStrategy.STEPS:
+        check_save_multiple(options.save_steps, options.eval_steps or options.logging_steps)
+
+
+def check_save_multiple(save_steps: float, eval_steps: float) -> None:
+    """Checkpoints fall on evaluations."""
+    problem = f"load_best_model_at_end=True needs save_steps={save_steps} to be a multiple of eval_steps={eval_steps}"
+    if (save_steps < 1) != (eval_steps < 1):
+        raise ValueError(f"{problem}; a share of all updates and a number of updates cannot be compared: use one kind.")
+    # Decimals, because 0.3 % 0.1 is not 0 in binary.
+    if Decimal(str(save_steps)) % Decimal(str(eval_steps)) != 0:
+        raise ValueError(f"{problem}; change one of them, or set save_strategy='best'.")
+
+
+def check_schedule(options: Options) -> None:
+    """Schedules that follow an evaluation metric need evaluations."""
+    follows_metric = options.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+    if follows_metric and options.eval_strategy == IntervalStrategy.NO:
+        raise ValueError(
+            f"lr_scheduler_type='{options.lr_scheduler_type}' follows the evaluations: set eval_strategy to 'steps' or "
+            "'epoch'."
+        )
+
+
+def check_loading(options: Options) -> None:
+    """Settings of worker processes need worker processes."""
+    if options.dataloader_num_workers > 0:
+        return
+    for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context"):
+        value = getattr(options, name)
+        if value:
+            raise ValueError(f"{name}={value!r} needs worker processes: set dataloader_num_workers, or leave it out.")
+
+
+def check_switches(options: Options) -> None:
+    """Switches that mean nothing without another."""
+    if options.compile_regions and not options.torch_compile:
+        raise ValueError("compile_regions=True says how to compile: set torch_compile=True too.")
+    if options.enable_jit_checkpoint and not options.stop_signals:
+        raise ValueError(
+            "enable_jit_checkpoint=True is what stop_signals does: leave stop_signals at True, or leave it out."
+        )
+    if options.keep_best and options.eval_strategy == IntervalStrategy.NO:
+        raise ValueError(f"keep_best={options.keep_best} needs evaluations: set eval_strategy to 'steps' or 'epoch'.")
+    if options.keep_best_metric is not None and not options.keep_best:
+        raise ValueError(
+            f"keep_best_metric={options.keep_best_metric!r} says what keep_best goes by: set keep_best to a number of "
+            "checkpoints, or leave it out."
+        )
+    if options.optim_target_modules and not str(options.optim).startswith(("galore", "apollo")):
+        raise ValueError(
+            f"optim_target_modules={options.optim_target_modules!r} is read by the GaLore and APOLLO optimizers only, "
+            f"not by optim='{options.optim}': leave it out, or freeze parameters with requires_grad_(False)."
+        )
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value asks for nothing: empty, or a dict of values that ask for nothing."""
+    if isinstance(value, dict):
+        return all(is_off(item) for item in value.values())
+    return not value
+
+
+def is_default(*accepted: Any) -> Callable[[Any], bool]:
+    """Whether a value is one of those that ask for nothing."""
+    return lambda value: value in accepted
+
+
+ONE_PROCESS = "this version trains on one process without sharding; leave it out"
+NO_HUB = "this version does not push; leave it out and upload the output folder with huggingface_hub"
+NO_TRACKIO = "the Trackio reporter is not here yet; leave it out and use report_to='tensorboard', 'jsonl' or 'csv'"
+# name: (whether the value asks for nothing, what to do instead)
+UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "fsdp": (is_off, ONE_PROCESS),
+    "fsdp_config": (is_off, ONE_PROCESS),
+    "deepspeed": (is_off, ONE_PROCESS),
+    "parallelism_config": (is_off, ONE_PROCESS),
+    "push_to_hub": (is_off, NO_HUB),
+    "hub_model_id": (is_off, NO_HUB),
+    "hub_strategy": (is_default("every_save"), NO_HUB),
+    "hub_always_push": (is_off, NO_HUB),
+    "hub_private_repo": (is_off, NO_HUB),
+    "hub_revision": (is_off, NO_HUB),
+    "project": (is_default("huggingface"), NO_TRACKIO),
+    "trackio_space_id": (is_default(None, "trackio"), NO_TRACKIO),
+    "trackio_bucket_id": (is_off, NO_TRACKIO),
+    "trackio_static_space_id": (is_off, NO_TRACKIO),
+    "debug": (is_off, "leave it out; torch.autograd.set_detect_anomaly finds where a NaN comes from"),
+    "skip_memory_metrics": (is_default(True), "leave it at True; the progress display shows the memory in use"),
+}
+
+
+def check_supported(options: Options) -> None:
+    """Options that later versions bring.
+
+    Raises:
+        UnsupportedOption: one of them asks for something.
+    """
+    for name, (asks_nothing, remedy) in UNSUPPORTED.items():
+        value = getattr(options, name)
+        if not asks_nothing(value):
+            raise UnsupportedOption(f"{name}={value!r} is not supported: {remedy}.")
+    config = options.accelerator_config
+    if isinstance(config, AcceleratorConfig) and config.changed():
+        raise UnsupportedOption(
+            f"accelerator_config={config.changed()!r} is not supported: one process reads all data, in an order that "
+            "is a function of the seed; leave it out."
+        )
+
+
+CHECKS = (
+    check_limits,
+    check_precision,
+    check_intervals,
+    check_best_model,
+    check_schedule,
+    check_loading,
+    check_switches,
+    check_supported,
+)
+
+
+def check(options: Options) -> None:
+    """Check every rule.
+
+    Raises:
+        ValueError: a rule is broken; the message names the options, their values and what to set instead.
+        UnsupportedOption: an option asks for what this version does not do.
+    """
+    for rule in CHECKS:
+        rule(options)
+
+
+def derived_values(options: Options) -> dict[str, Any]:
+    """What follows from other options where it was not given: scripts and callbacks read these from the arguments."""
+    values: dict[str, Any] = {}
+    if options.eval_strategy != IntervalStrategy.NO:
+        values["do_eval"] = True
+    if options.eval_strategy == IntervalStrategy.STEPS and not options.eval_steps:
+        values["eval_steps"] = options.logging_steps
+    needs_metric = (
+        options.load_best_model_at_end
+        or options.save_strategy == SaveStrategy.BEST
+        or options.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+    )
+    metric = options.metric_for_best_model or ("loss" if needs_metric else None)
+    if metric is not None:
+        values["metric_for_best_model"] = metric
+        if options.greater_is_better is None:
+            values["greater_is_better"] = not metric.endswith("loss")
+    if options.torch_compile or options.torch_compile_mode or options.torch_compile_backend:
+        values["torch_compile"] = True
+        values["torch_compile_backend"] = options.torch_compile_backend or "inductor"
+    if options.use_cpu:
+        values["dataloader_pin_memory"] = False
+    return values

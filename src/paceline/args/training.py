@@ -1,0 +1,450 @@
+"""TrainingArguments: every option under the flat names users know, with what scripts ask of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Self
+
+from paceline.args import serialize
+from paceline.args.choices import (
+    LOG_LEVELS,
+    HubStrategy,
+    IntervalStrategy,
+    OptimizerNames,
+    ParallelMode,
+    SaveStrategy,
+    SchedulerType,
+)
+from paceline.args.coercion import coerce_option
+from paceline.args.construction import ArgumentsMeta
+from paceline.args.older_names import OLDER_NAMES, Renamed
+from paceline.args.plan import check, resolve_warmup
+from paceline.args.rules import check_supported, derived_values
+from paceline.args.sections import Options
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.distributed.world import World
+
+logger = logging.getLogger(__name__)
+ALIASES = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+
+
+@dataclass(repr=False)
+class TrainingArguments(Options, metaclass=ArgumentsMeta):
+    """All options of a run; each is explained where it is declared, in `paceline.args.sections`, and by `--help`.
+
+    Names of earlier releases of transformers are understood. Values are converted to the option's type, when the
+    object is made and when an attribute is set; the rules between options are checked when the object is made and
+    again when a run starts. Making arguments touches no device, no file and no global state.
+
+    Raises:
+        TypeError: an unknown option; the nearest known one is named.
+        ValueError: a value that is not possible, or options that contradict each other.
+        UnsupportedOption: an option that this version cannot honour.
+    """
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            self.__dict__[item.name] = coerce_option(type(self), item.name, getattr(self, item.name))
+        for old, new in ALIASES.items():
+            if getattr(self, new) is None:
+                self.__dict__[new] = getattr(self, old)
+        if self.activation_checkpointing is None:
+            self.activation_checkpointing = False
+        for old, new in ALIASES.items():
+            self.__dict__[old] = getattr(self, new)
+        if self.disable_tqdm is None:
+            self.disable_tqdm = logging.getLogger("paceline").getEffectiveLevel() > logging.WARNING
+        for kind in ("logging", "eval", "save"):
+            steps = getattr(self, f"{kind}_steps")
+            if isinstance(steps, float) and steps.is_integer() and steps > 1:
+                self.__dict__[f"{kind}_steps"] = int(steps)
+        self._given: dict[str, Any] = {}
+        self._assigned: frozenset[str] = frozenset()
+        self._derive()
+        check(self)
+
+    def _derive(self) -> None:
+        """Fill what follows from other options, and remember what was there. What was assigned since stays."""
+        self.__dict__.update(self._given)
+        derived = {name: value for name, value in derived_values(self).items() if name not in self._assigned}
+        changed = [name for name, value in derived.items() if getattr(self, name) != value]
+        self.__dict__["_given"] = {name: getattr(self, name) for name in changed}
+        self.__dict__.update(derived)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_given" not in self.__dict__:  # While it is made; __post_init__ sees to all of it.
+            super().__setattr__(name, value)
+            return
+        entry = OLDER_NAMES.get(name)
+        if isinstance(entry, Renamed) and name not in self.__dict__:
+            if entry.read(getattr(self, entry.new)) != value:
+                new_value = entry.convert(value)
+                setattr(self, entry.new, getattr(type(self), entry.new) if new_value is None else new_value)
+            return
+        name = ALIASES.get(name, name)
+        if name not in self.__dataclass_fields__:
+            super().__setattr__(name, value)
+            return
+        self.__dict__[name] = coerce_option(type(self), name, value)
+        for old, new in ALIASES.items():
+            self.__dict__[old] = getattr(self, new)
+        self.__dict__["_assigned"] = self._assigned | {name}
+        self.__dict__["_given"] = {key: item for key, item in self._given.items() if key != name}
+        self._derive()
+
+    def __getattr__(self, name: str) -> Any:
+        """Older names read the option they are now. Reached only where no attribute of that name exists."""
+        entry = OLDER_NAMES.get(name)
+        if isinstance(entry, Renamed) and "_given" in self.__dict__:
+            return entry.read(getattr(self, entry.new))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        lines = [f"    {name}={value!r},\n" for name, value in sorted(self.to_dict().items())]
+        return f"{type(self).__name__}(\n{''.join(lines)})"
+
+    # Numbers.
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples per process in one training micro-batch."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples per process in one evaluation batch."""
+        return self.per_device_eval_batch_size
+
+    @property
+    def ddp_timeout_delta(self) -> timedelta:
+        """`ddp_timeout` as a duration."""
+        return timedelta(seconds=self.ddp_timeout)
+
+    @property
+    def mixed_precision(self) -> str:
+        """The autocast format: "no", "fp16" or "bf16"."""
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else "no"
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Updates of warmup in a run of `num_training_steps` updates."""
+        return resolve_warmup(self.warmup_steps, num_training_steps)
+
+    # The device and the processes: the first question asked starts them.
+
+    def _world(self) -> World:
+        from paceline.distributed.world import current_world  # The one sanctioned upward call (docs/architecture.md).
+
+        return current_world(self)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._world().device
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        """The device of this process, under the name some scripts touch to start it."""
+        return self.device
+
+    @property
+    def n_gpu(self) -> int:
+        """Accelerators that this process drives: 0 or 1."""
+        return self._world().n_gpu
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self._world().world_size
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process among all."""
+        return self._world().process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine."""
+        return self._world().local_process_index
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """Whether several processes share the work."""
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this process writes the log."""
+        return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes files."""
+        return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """Whether the trainer moves the model to the device; None: it decides. To be overridden."""
+        return None
+
+    @property
+    def _no_sync_in_gradient_accumulation(self) -> bool:
+        """Whether gradients are exchanged with the last micro-batch of an update only."""
+        return True
+
+    def get_process_log_level(self) -> int:
+        """The logging level of this process, as a number of the `logging` module."""
+        level = LOG_LEVELS[self.log_level if self.should_log else self.log_level_replica]
+        return logging.getLogger("paceline").getEffectiveLevel() if level == -1 else level
+
+    @contextlib.contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Let the first process do the work in the block before all others.
+
+        Args:
+            local: the first process of each machine, rather than the first of all.
+            desc: the work, for the log.
+        """
+        index = self.local_process_index if local else self.process_index
+        logger.debug("process %d: %s", index, desc)
+        yield  # One process is always first; `world_size` refuses more for now.
+
+    # To and from plain values.
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options in plain types; secrets as placeholders."""
+        return serialize.options_to_dict(self)
+
+    def to_json_string(self) -> str:
+        """`to_dict` as JSON."""
+        return serialize.to_json_text(self.to_dict())
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """`to_dict` and the batch sizes, as numbers, truth values and text only: what trackers take."""
+        values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        return {name: item if type(item) in (bool, int, float, str) else str(item) for name, item in values.items()}
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write the options to a JSON file."""
+        serialize.write_text(path, self.to_json_string() + "\n")
+
+    def to_yaml(self, path: str | os.PathLike[str]) -> None:
+        """Write the options to a YAML file."""
+        serialize.write_text(path, serialize.to_yaml_text(self.to_dict()))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Make arguments from a dict such as `to_dict` gives, of this package or of transformers."""
+        return cls(**serialize.without_placeholders(values))
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> Self:
+        """Make arguments from a JSON file."""
+        return cls.from_dict(serialize.read_mapping(path))
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
+        """Make arguments from a YAML file."""
+        return cls.from_dict(serialize.read_mapping(path))
+
+    # Setters: a group of options in one call, each call returning the arguments. What is not named takes the
+    # default shown, as in transformers.
+
+    def set_training(
+        self,
+        learning_rate: float = 5e-5,
+        batch_size: int = 8,
+        weight_decay: float = 0,
+        num_epochs: float = 3,
+        max_steps: int = -1,
+        gradient_accumulation_steps: int = 1,
+        seed: int = 42,
+        activation_checkpointing: bool = False,
+        gradient_checkpointing: bool | None = None,
+    ) -> Self:
+        """Set what is trained and how much; sets `do_train`."""
+        return self._set(
+            do_train=True,
+            learning_rate=learning_rate,
+            per_device_train_batch_size=batch_size,
+            weight_decay=weight_decay,
+            num_train_epochs=num_epochs,
+            max_steps=max_steps,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            seed=seed,
+            activation_checkpointing=(
+                activation_checkpointing if gradient_checkpointing is None else gradient_checkpointing
+            ),
+        )
+
+    def set_evaluate(
+        self,
+        strategy: str | IntervalStrategy = "no",
+        steps: int = 500,
+        batch_size: int = 8,
+        accumulation_steps: int | None = None,
+        delay: float | None = None,
+        loss_only: bool = False,
+    ) -> Self:
+        """Set when and how the model is evaluated; sets `do_eval`."""
+        self._set(
+            do_eval=strategy != IntervalStrategy.NO,
+            eval_strategy=strategy,
+            eval_steps=self._counted("eval", strategy, steps),
+            per_device_eval_batch_size=batch_size,
+            eval_accumulation_steps=accumulation_steps,
+            eval_delay=delay,
+            prediction_loss_only=loss_only,
+        )
+        return self
+
+    def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> Self:
+        """Set how predictions are made; sets `do_predict`."""
+        return self._set(do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only)
+
+    def set_save(
+        self,
+        strategy: str | SaveStrategy = "steps",
+        steps: int = 500,
+        total_limit: int | None = None,
+        on_each_node: bool = False,
+    ) -> Self:
+        """Set when checkpoints are written and how many are kept."""
+        return self._set(
+            save_strategy=strategy,
+            save_steps=self._counted("save", strategy, steps),
+            save_total_limit=total_limit,
+            save_on_each_node=on_each_node,
+        )
+
+    def set_logging(
+        self,
+        strategy: str | IntervalStrategy = "steps",
+        steps: int = 500,
+        report_to: str | list[str] = "none",
+        level: str = "passive",
+        first_step: bool = False,
+        nan_inf_filter: bool = False,
+        on_each_node: bool = False,
+        replica_level: str = "passive",
+    ) -> Self:
+        """Set what is logged, when and where."""
+        return self._set(
+            logging_strategy=strategy,
+            logging_steps=self._counted("logging", strategy, steps),
+            report_to=report_to,
+            log_level=level,
+            logging_first_step=first_step,
+            logging_nan_inf_filter=nan_inf_filter,
+            log_on_each_node=on_each_node,
+            log_level_replica=replica_level,
+        )
+
+    def set_push_to_hub(
+        self,
+        model_id: str,
+        strategy: str | HubStrategy = "every_save",
+        token: str | None = None,
+        private_repo: bool | None = None,
+        always_push: bool = False,
+        revision: str | None = None,
+    ) -> Self:
+        """Set what is pushed to the hub; sets `push_to_hub`."""
+        self._set(
+            push_to_hub=True,
+            hub_model_id=model_id,
+            hub_strategy=strategy,
+            hub_token=token,
+            hub_private_repo=private_repo,
+            hub_always_push=always_push,
+            hub_revision=revision,
+        )
+        check_supported(self)
+        return self
+
+    def set_optimizer(
+        self,
+        name: str | OptimizerNames = "adamw_torch",
+        learning_rate: float = 5e-5,
+        weight_decay: float = 0,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        args: str | None = None,
+    ) -> Self:
+        """Set the optimizer."""
+        return self._set(
+            optim=name,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            adam_beta1=beta1,
+            adam_beta2=beta2,
+            adam_epsilon=epsilon,
+            optim_args=args,
+        )
+
+    def set_lr_scheduler(
+        self,
+        name: str | SchedulerType = "linear",
+        num_epochs: float = 3.0,
+        max_steps: int = -1,
+        warmup_steps: float = 0,
+    ) -> Self:
+        """Set the schedule of the learning rate, and with it the length of the run."""
+        return self._set(
+            lr_scheduler_type=name, num_train_epochs=num_epochs, max_steps=max_steps, warmup_steps=warmup_steps
+        )
+
+    def set_dataloader(
+        self,
+        train_batch_size: int = 8,
+        eval_batch_size: int = 8,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        pin_memory: bool = True,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        multiprocessing_context: str | None = None,
+        in_order: bool = True,
+        auto_find_batch_size: bool = False,
+        ignore_data_skip: bool = False,
+        sampler_seed: int | None = None,
+    ) -> Self:
+        """Set how data is loaded."""
+        return self._set(
+            per_device_train_batch_size=train_batch_size,
+            per_device_eval_batch_size=eval_batch_size,
+            dataloader_drop_last=drop_last,
+            dataloader_num_workers=num_workers,
+            dataloader_pin_memory=pin_memory,
+            dataloader_persistent_workers=persistent_workers,
+            dataloader_prefetch_factor=prefetch_factor,
+            dataloader_multiprocessing_context=multiprocessing_context,
+            dataloader_in_order=in_order,
+            auto_find_batch_size=auto_find_batch_size,
+            ignore_data_skip=ignore_data_skip,
+            data_seed=sampler_seed,
+        )
+
+    def _set(self, **values: Any) -> Self:
+        """Set several options; each is converted as on construction."""
+        for name, value in values.items():
+            setattr(self, name, value)
+        return self
+
+    @staticmethod
+    def _counted(kind: str, strategy: str, steps: int) -> int:
+        """The number of updates between two of something that is counted in updates."""
+        if strategy == IntervalStrategy.STEPS and steps == 0:
+            raise ValueError(f"{kind}_steps=0 is not possible with {kind}_strategy='steps': give a number of updates.")
+        return steps

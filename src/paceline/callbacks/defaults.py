@@ -1,0 +1,28 @@
+"""Which callbacks a Trainer has: flow and reporters, the user's, and a display."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.callbacks.flow import DefaultFlowCallback
+from paceline.callbacks.notebook import NotebookProgressCallback
+from paceline.callbacks.printer import PrinterCallback
+from paceline.callbacks.progress import ProgressCallback, is_notebook
+from paceline.callbacks.reporters import find_reporters
+
+DISPLAYS = (ProgressCallback, PrinterCallback, NotebookProgressCallback)
+
+
+def with_defaults(callbacks: Sequence[Any], args: Any) -> list[Any]:
+    """The user's callbacks between the default ones; a display of the user's own takes the place of the default one.
+
+    Args:
+        callbacks: objects or classes.
+        args: `report_to` and `disable_tqdm` are read.
+    """
+    everyone = [DefaultFlowCallback, *find_reporters(args.report_to), *callbacks]
+    if not any(isinstance(c, DISPLAYS) or (isinstance(c, type) and issubclass(c, DISPLAYS)) for c in callbacks):
+        bar = NotebookProgressCallback if is_notebook() else ProgressCallback
+        everyone.append(PrinterCallback if args.disable_tqdm else bar)
+    return everyone

@@ -1,0 +1,43 @@
+"""When to log, evaluate, save and stop, by default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.core.events import TrainerCallback, ignores_keywords
+from paceline.core.state import TrainerControl, TrainerState
+
+
+class DefaultFlowCallback(TrainerCallback):
+    """Raises the flags that the `*_strategy` and `*_steps` options ask for.
+
+    `state.max_steps` and `state.*_steps` are read at each step, so that another callback can change them on the way; a
+    count of 0 means never. At the last step of a training whose evaluation goes by steps there is an evaluation, and
+    likewise a checkpoint, due or not.
+    """
+
+    @ignores_keywords
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        step = state.global_step
+        is_last = step >= state.max_steps
+        if args.logging_strategy == "steps" and state.logging_steps > 0 and step % state.logging_steps == 0:
+            control.should_log = True
+        if step == 1 and args.logging_first_step:
+            control.should_log = True
+        wants_evaluation = args.eval_strategy == "steps" and step >= args.eval_delay
+        if wants_evaluation and (is_last or (state.eval_steps > 0 and step % state.eval_steps == 0)):
+            control.should_evaluate = True
+        if args.save_strategy == "steps" and (is_last or (state.save_steps > 0 and step % state.save_steps == 0)):
+            control.should_save = True
+        if is_last:
+            control.should_training_stop = True
+        return control
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        if args.logging_strategy == "epoch":
+            control.should_log = True
+        if args.eval_strategy == "epoch" and state.epoch >= args.eval_delay:
+            control.should_evaluate = True
+        if args.save_strategy == "epoch":
+            control.should_save = True
+        return control

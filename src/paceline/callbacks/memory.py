@@ -1,0 +1,54 @@
+"""How much memory this process holds, cheaply enough to show it while training."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from paceline.core.optional import is_installed, require
+
+_STATM = "/proc/self/statm"
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+def process_bytes() -> int | None:
+    """Resident memory of this process in bytes; None where neither Linux's /proc nor psutil can tell. Some 10 us."""
+    try:
+        with open(_STATM, encoding="ascii") as file:
+            return int(file.read().split()[1]) * _PAGE_BYTES
+    except OSError:
+        pass
+    if not is_installed("psutil"):
+        return None
+    return int(require("psutil", "memory").Process().memory_info().rss)
+
+
+def accelerator_bytes() -> int | None:
+    """Memory that torch holds tensors in on the current accelerator, in bytes; None without one.
+
+    Does not wait for the device, and imports nothing: where torch is not loaded there is nothing to count.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if torch.cuda.is_initialized():
+        return int(torch.cuda.memory_allocated())
+    mps = getattr(torch, "mps", None)
+    if mps is not None and torch.backends.mps.is_available():
+        return int(mps.current_allocated_memory())
+    return None
+
+
+def describe_memory() -> str:
+    """`"RAM 1.2 GB, GPU 3.4 GB"`, the parts that are known."""
+    parts = [("RAM", process_bytes()), ("GPU", accelerator_bytes())]
+    return ", ".join(f"{label} {format_bytes(count)}" for label, count in parts if count is not None)
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with three significant digits in the largest fitting unit of 1024."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TB"

@@ -1,0 +1,256 @@
+"""Progress and a table of metrics in a notebook."""
+
+from __future__ import annotations
+
+import html
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.callbacks.speed import format_seconds, length_of
+from paceline.core.events import TrainerCallback, ignores_keywords
+from paceline.core.optional import is_installed, require
+from paceline.core.state import TrainerControl, TrainerState
+
+NO_VALUE = "No log"
+_UNSHOWN = re.compile(r"(^total_flos|^epoch|_runtime|_per_second|_preparation_time|_mem_.*)$")
+
+
+class NotebookProgressBar:
+    """One HTML progress bar.
+
+    Args:
+        total: steps in all; None where unknown.
+        prefix: text before the bar.
+        leave: whether the bar stays when it is full.
+        parent: the tracker that shows this bar as part of its own display.
+        width: of the bar, in pixels.
+        update_every: seconds between two drawings.
+    """
+
+    def __init__(
+        self,
+        total: int | None,
+        prefix: str | None = None,
+        leave: bool = True,
+        parent: NotebookTrainingTracker | None = None,
+        width: int = 300,
+        update_every: float = 0.5,
+    ) -> None:
+        self.total, self.prefix, self.leave, self.parent, self.width = total, prefix or "", leave, parent, width
+        self.update_every = update_every
+        self.value: int | None = None
+        self.comment: str | None = None
+        self.output: Any = None
+        self._start_time = self._next_draw = time.perf_counter()
+        self._start_value = 0
+
+    def update(self, value: int, force_update: bool = False, comment: str | None = None) -> None:
+        """Go to `value`; draw if it is time to, or if forced."""
+        if self.value is None:
+            self._start_value = value
+        self.value = value
+        if comment is not None:
+            self.comment = comment
+        now = time.perf_counter()
+        if force_update or now >= self._next_draw or (self.total is not None and value >= self.total):
+            self._next_draw = now + self.update_every
+            self.display()
+            if not self.leave and self.total is not None and value >= self.total:
+                self.close()
+
+    def label(self) -> str:
+        """Count, time, time left and speed, in brackets."""
+        value = self.value or 0
+        elapsed = time.perf_counter() - self._start_time
+        done = value - self._start_value
+        text = f"{value}/{self.total}" if self.total is not None else str(value)
+        text += f" {format_seconds(elapsed)}"
+        if done > 0 and elapsed > 0:
+            if self.total is not None:
+                text += f" < {format_seconds(elapsed / done * max(self.total - value, 0))}"
+            text += f", {done / elapsed:.2f} it/s"
+        return f"[{text}, {self.comment}]" if self.comment else f"[{text}]"
+
+    def render(self) -> str:
+        """The bar as HTML."""
+        limits = "" if self.total is None else f" value='{self.value or 0}' max='{self.total}'"
+        style = f"width:{self.width}px; height:20px; vertical-align:middle;"
+        return f"<div>{html.escape(self.prefix)} <progress{limits} style='{style}'></progress> {self.label()}</div>"
+
+    def display(self) -> None:
+        """Draw the bar, or the parent that holds it."""
+        if self.parent is not None:
+            self.parent.display()
+        else:
+            self.output = show_html(self.render(), self.output)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self.parent is None and self.output is not None:
+            show_html("", self.output)
+
+
+class NotebookTrainingTracker(NotebookProgressBar):
+    """A progress bar over a table of metrics, and a second bar while there is an evaluation.
+
+    Args:
+        num_steps: steps of the training.
+        column_names: first columns of the table; more are added as metrics come.
+    """
+
+    def __init__(self, num_steps: int, column_names: Sequence[str] | None = None) -> None:
+        super().__init__(num_steps)
+        self.columns: list[str] = list(column_names or ())
+        self.rows: list[dict[str, Any]] = []
+        self.child_bar: NotebookProgressBar | None = None
+
+    @property
+    def inner_table(self) -> list[list[Any]] | None:
+        """The table as lists, the column names first; None while it has no columns."""
+        if not self.columns:
+            return None
+        return [self.columns, *([row.get(name, NO_VALUE) for name in self.columns] for row in self.rows)]
+
+    def write_line(self, values: Mapping[str, Any]) -> None:
+        """Add a row; one with the same value in the first column as the last row is merged into that."""
+        self.columns += [name for name in values if name not in self.columns]
+        key = self.columns[0]
+        if self.rows and key in values and self.rows[-1].get(key) == values[key]:
+            self.rows[-1].update(values)
+        else:
+            self.rows.append(dict(values))
+
+    def add_child(self, total: int | None, prefix: str | None = None, width: int = 300) -> NotebookProgressBar:
+        """A bar under the table, for an evaluation."""
+        self.child_bar = NotebookProgressBar(total, prefix=prefix, parent=self, width=width)
+        return self.child_bar
+
+    def remove_child(self) -> None:
+        """Take that bar away."""
+        self.child_bar = None
+        self.display()
+
+    def render(self) -> str:
+        table = self.inner_table
+        child = "" if self.child_bar is None else self.child_bar.render()
+        return super().render() + ("" if table is None else html_table(table)) + child
+
+
+class NotebookProgressCallback(TrainerCallback):
+    """Shows training in a notebook: a bar, and a table with a row per evaluation (per log, where there is none).
+
+    Without IPython the rows of the table are printed as text.
+
+    Attributes:
+        training_tracker: the display of the training under way, or None.
+        prediction_bar: the bar of the evaluation or prediction under way, or None.
+    """
+
+    def __init__(self) -> None:
+        self.training_tracker: NotebookTrainingTracker | None = None
+        self.prediction_bar: NotebookProgressBar | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        columns = [_first_column(args), "Training Loss"]
+        if args.eval_strategy != "no":
+            columns.append("Validation Loss")
+        self.training_tracker = NotebookTrainingTracker(state.max_steps, columns)
+        self.training_tracker.update(state.global_step, force_update=True)
+
+    @ignores_keywords
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        tracker = self.training_tracker
+        if tracker is not None:
+            tracker.total = state.max_steps
+            tracker.comment = f"Epoch {state.epoch:.2f}/{state.num_train_epochs}"
+            tracker.update(state.global_step)
+
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        if self.prediction_bar is None:
+            total = length_of(eval_dataloader)
+            tracker = self.training_tracker
+            self.prediction_bar = NotebookProgressBar(total) if tracker is None else tracker.add_child(total)
+        self.prediction_bar.update((self.prediction_bar.value or 0) + 1)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        tracker = self.training_tracker
+        if tracker is not None and args.eval_strategy == "no" and logs and "loss" in logs:
+            self._add_row({tracker.columns[0]: state.global_step, "Training Loss": logs["loss"]})
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        self._close_prediction_bar()
+        column = _first_column(args)
+        losses = [row["loss"] for row in state.log_history if "loss" in row]
+        line: dict[str, Any] = {
+            column: round(state.epoch, 2) if column == "Epoch" else state.global_step,
+            "Training Loss": losses[-1] if losses else NO_VALUE,
+        }
+        for name, value in (metrics or {}).items():
+            if not _UNSHOWN.search(name):
+                line[_column_name(name)] = value
+        self._add_row(line)
+
+    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._close_prediction_bar()
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.training_tracker is not None:
+            self.training_tracker.update(state.global_step, force_update=True)
+            self.training_tracker = None
+
+    def _add_row(self, row: dict[str, Any]) -> None:
+        if not is_installed("IPython"):
+            print(", ".join(f"{name}: {_cell(value)}" for name, value in row.items()), flush=True)
+        if self.training_tracker is not None:
+            self.training_tracker.write_line(row)
+            self.training_tracker.remove_child()
+        else:
+            show_html(html_table([list(row), list(row.values())]))
+
+    def _close_prediction_bar(self) -> None:
+        if self.prediction_bar is not None:
+            self.prediction_bar.close()
+            self.prediction_bar = None
+
+
+def html_table(table: Sequence[Sequence[Any]]) -> str:
+    """Rows as an HTML table, the first one as its head; floats with 6 decimals."""
+    head = "".join(f"<th>{html.escape(str(name))}</th>" for name in table[0])
+    body = "".join("<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in row) + "</tr>" for row in table[1:])
+    return f"<table border='1' class='dataframe'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def show_html(code: str, handle: Any = None) -> Any:
+    """Show HTML in the notebook, in place of what `handle` shows. Returns its handle; None without IPython."""
+    if not is_installed("IPython"):
+        return None
+    display = require("IPython.display", "notebook")
+    if handle is None:
+        return display.display(display.HTML(code), display_id=True)
+    handle.update(display.HTML(code))
+    return handle
+
+
+def _first_column(args: Any) -> str:
+    return "Epoch" if args.eval_strategy == "epoch" else "Step"
+
+
+def _column_name(metric: str) -> str:
+    name = metric.removeprefix("eval_")
+    return "Validation Loss" if name == "loss" else " ".join(part.capitalize() for part in name.split("_"))
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.6f}" if isinstance(value, float) else html.escape(str(value))

@@ -1,0 +1,247 @@
+"""A live display of training in a terminal; lines now and then where the output is a file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any, Protocol, TextIO
+
+from paceline.callbacks.memory import describe_memory
+from paceline.callbacks.printer import readable_logs
+from paceline.callbacks.speed import Speedometer, format_seconds, length_of, samples_per_update
+from paceline.core.events import TrainerCallback, ignores_keywords
+from paceline.core.optional import require
+from paceline.core.state import TrainerControl, TrainerState
+
+REFRESH_SECONDS = 0.5
+BAR_FORMAT = "{desc}: {n_fmt}/{total_fmt} |{bar}| [{elapsed}<{remaining}{postfix}]"  # all of it within 80 columns
+
+
+class Bar(Protocol):
+    """The few verbs of tqdm that are used here; `LineBar` has them too."""
+
+    total: Any
+    n: Any
+
+    def update(self, n: int = 1) -> Any: ...
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> Any: ...
+    def write(self, s: str) -> Any: ...
+    def refresh(self) -> Any: ...
+    def close(self) -> Any: ...
+
+
+class ProgressCallback(TrainerCallback):
+    """Shows step, loss, learning rate, tokens (or samples) per second, time left and memory, and each row of logs.
+
+    On a terminal it is a bar; elsewhere (a file, a pipe) a line every `seconds_between_lines`, so that logs of a
+    cluster job stay readable. Only the first process of the run shows anything.
+
+    Args:
+        max_str_len: longer strings in a row of logs are shown by their length.
+        seconds_between_lines: where there is no terminal.
+        write_logs: whether each row of logs is also written as a line above the bar.
+
+    Attributes:
+        training_bar: the bar of the training, or None.
+        prediction_bar: the bar of the evaluation or prediction under way, or None.
+    """
+
+    reads_checkpoint = False
+
+    def __init__(self, max_str_len: int = 100, seconds_between_lines: float = 30.0, write_logs: bool = True) -> None:
+        self.max_str_len = max_str_len
+        self.seconds_between_lines = seconds_between_lines
+        self.write_logs = write_logs
+        self.training_bar: Bar | None = None
+        self.prediction_bar: Bar | None = None
+        self.current_step = 0
+        self._optimizer: Any = None
+        self._loss, self._rate = "", ""
+        self._speed = Speedometer(1)
+        self._next_refresh = 0.0
+        self._memory, self._next_memory = "", 0.0
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        self.current_step = state.global_step
+        self._close_bars()  # left over from a run that was broken off
+        if not state.is_world_process_zero:
+            return
+        self._optimizer, self._loss, self._rate = optimizer, "", ""
+        self._speed = Speedometer(samples_per_update(args, state))
+        self._speed.mark(state)
+        self.training_bar = self._make_bar(state.max_steps, "train", "step", initial=state.global_step)
+
+    @ignores_keywords
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        bar = self.training_bar
+        if bar is None:
+            return
+        step = state.global_step
+        if time.perf_counter() >= self._next_refresh or step >= state.max_steps:
+            self._show(bar, state)
+        bar.update(step - self.current_step)
+        self.current_step = step
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        bar = self.training_bar
+        if bar is None or not logs:
+            return
+        if isinstance(logs.get("loss"), (int, float)):
+            self._loss = f"loss {logs['loss']:.4g}"
+        if self.write_logs:
+            bar.write(str(readable_logs(logs, self.max_str_len)))
+        self._show(bar, state)
+
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        if self.prediction_bar is None:
+            is_alone = self.training_bar is None
+            self.prediction_bar = self._make_bar(length_of(eval_dataloader), "evaluate", "batch", leave=is_alone)
+        self.prediction_bar.update(1)
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._close_prediction_bar()
+        self._speed.restart(state)
+
+    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._close_prediction_bar()
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._speed.restart(state)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            self._show(self.training_bar, state)
+        self._close_bars()
+        self._optimizer = None
+
+    # ---- the display
+
+    def _show(self, bar: Bar, state: TrainerState) -> None:
+        """Put what is known now beside the bar. At most every half second, so its cost does not count."""
+        now = time.perf_counter()
+        self._next_refresh = now + REFRESH_SECONDS
+        if now >= self._next_memory:
+            self._memory, self._next_memory = describe_memory(), now + 4 * REFRESH_SECONDS
+        self._speed.mark(state)
+        bar.total = state.max_steps  # live: a callback may have changed it
+        if state.global_step < state.max_steps:  # after the last update it is that of an update that never comes
+            self._rate = _learning_rate(self._optimizer)
+        parts = [self._loss, self._rate, self._speed.describe(), self._memory]
+        bar.set_postfix_str(", ".join(part for part in parts if part), refresh=False)
+
+    def _make_bar(self, total: int | None, title: str, unit: str, initial: int = 0, leave: bool = True) -> Bar:
+        if not is_interactive(sys.stderr):
+            return LineBar(total, title, unit, initial, leave, self.seconds_between_lines)
+        # tqdm.std is light; tqdm.auto also draws in notebooks, and brings asyncio with it
+        tqdm = require("tqdm.auto" if is_notebook() else "tqdm.std", "progress").tqdm
+        style: dict[str, Any] = {"dynamic_ncols": True}
+        if total is not None and not is_notebook():
+            style["bar_format"] = BAR_FORMAT
+        bar: Bar = tqdm(total=total, desc=title, unit=unit, initial=initial, leave=leave, **style)
+        return bar
+
+    def _close_prediction_bar(self) -> None:
+        if self.prediction_bar is not None:
+            self.prediction_bar.close()
+            self.prediction_bar = None
+
+    def _close_bars(self) -> None:
+        self._close_prediction_bar()
+        if self.training_bar is not None:
+            self.training_bar.close()
+            self.training_bar = None
+
+
+class LineBar:
+    """A progress bar for outputs that cannot move the cursor: one line per `seconds`, and one at the end.
+
+    Args:
+        total: steps in all; None where unknown.
+        title: what is going on.
+        unit: of what there are `total`.
+        initial: steps done before.
+        leave: whether `close` writes a last line.
+        seconds: between two lines.
+        stream: where the lines about progress go; the standard error by default.
+    """
+
+    def __init__(
+        self,
+        total: int | None,
+        title: str,
+        unit: str,
+        initial: int = 0,
+        leave: bool = True,
+        seconds: float = 30.0,
+        stream: TextIO | None = None,
+    ) -> None:
+        self.total, self.n, self.initial = total, initial, initial
+        self.title, self.unit, self.leave, self.seconds = title, unit, leave, seconds
+        self.stream = sys.stderr if stream is None else stream
+        self.postfix = ""
+        self._start = time.perf_counter()
+        self._next_line = self._start + seconds
+
+    def update(self, n: int = 1) -> None:
+        """Count `n` more, and write a line when one is due."""
+        self.n += n
+        if time.perf_counter() >= self._next_line:
+            self.refresh()
+
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+        """What the next lines say beside the count."""
+        self.postfix = s
+        if refresh:
+            self.refresh()
+
+    def write(self, s: str) -> None:
+        """Write a line of another kind, to the standard output, as tqdm does."""
+        print(s, flush=True)
+
+    def refresh(self) -> None:
+        """Write a line now."""
+        now = time.perf_counter()
+        self._next_line = now + self.seconds
+        elapsed = now - self._start
+        done = f"{self.n}/{self.total}" if self.total else f"{self.n}"
+        times = format_seconds(elapsed)
+        if self.total and self.n > self.initial:
+            left = elapsed / (self.n - self.initial) * max(self.total - self.n, 0)
+            times += f"<{format_seconds(left)}"
+        line = f"{self.title}: {self.unit} {done} [{times}] {self.postfix}"
+        print(line.rstrip(), file=self.stream, flush=True)
+
+    def close(self) -> None:
+        """Write the last line."""
+        if self.leave and self.n > self.initial:
+            self.refresh()
+
+
+def is_notebook() -> bool:
+    """Whether this code runs in a notebook's kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def is_interactive(stream: Any) -> bool:
+    """Whether `stream` can show a moving bar: a terminal with a size (containers may give 0), or a notebook."""
+    if is_notebook():
+        return True
+    try:
+        return bool(stream.isatty()) and min(os.get_terminal_size(stream.fileno())) > 0
+    except (AttributeError, OSError, ValueError):
+        return False
+
+
+def _learning_rate(optimizer: Any) -> str:
+    groups = getattr(optimizer, "param_groups", None)
+    rate = groups[0].get("lr") if groups else None
+    return f"lr {rate:.3g}" if isinstance(rate, float) else ""  # a tensor would have to be waited for

@@ -1,0 +1,117 @@
+"""Reporters by name: the built-in ones, and those that other packages bring.
+
+A package adds one by an entry point of group `paceline.reporters`: its name is the value for `report_to`, its object a
+callback class that can be made without arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from paceline.args.errors import UnsupportedOption, did_you_mean
+from paceline.callbacks.reporters.base import Reporter
+from paceline.callbacks.reporters.csv import CSVReporter
+from paceline.callbacks.reporters.jsonl import JSONLReporter
+from paceline.callbacks.reporters.tensorboard import TensorBoardCallback
+from paceline.core.optional import is_installed
+
+__all__ = ["REPORTERS", "CSVReporter", "JSONLReporter", "Reporter", "TensorBoardCallback", "find_reporters"]
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "paceline.reporters"
+
+REPORTERS: dict[str, type[Reporter]] = {
+    "tensorboard": TensorBoardCallback,
+    "jsonl": JSONLReporter,
+    "csv": CSVReporter,
+}
+
+# Services whose reporters are still to come; each is one entry above when it does.
+_LATER = (
+    "azure_ml",
+    "clearml",
+    "codecarbon",
+    "comet_ml",
+    "dagshub",
+    "dvclive",
+    "flyte",
+    "kubeflow",
+    "mlflow",
+    "neptune",
+    "swanlab",
+    "trackio",
+    "wandb",
+)
+
+
+def find_reporters(report_to: str | Iterable[str] | None) -> list[type[Any]]:
+    """The callback classes that `report_to` names, each once, in its order.
+
+    Args:
+        report_to: a name, several (also in one string, with commas), "all" for every one that can run here, or
+            "none" or None for none.
+
+    Raises:
+        UnsupportedOption: a service whose reporter does not exist here yet.
+        ValueError: no such reporter; the message names the nearest, and how to add one.
+    """
+    names = _names(report_to)
+    if "all" in names:
+        return [*(kind for kind in REPORTERS.values() if _can_run(kind)), *_load_all()]
+    return [_find(name) for name in names if name != "none"]
+
+
+def _names(report_to: str | Iterable[str] | None) -> list[str]:
+    if report_to is None:
+        return []
+    listed = report_to.split(",") if isinstance(report_to, str) else report_to
+    return list(dict.fromkeys(str(getattr(name, "value", name)).strip() for name in listed))
+
+
+def _find(name: str) -> type[Any]:
+    if name in REPORTERS:
+        return REPORTERS[name]
+    installed = _entry_points()
+    if name in installed:
+        return _load(installed[name])
+    if name in _LATER:
+        raise UnsupportedOption(
+            f'report_to="{name}": this reporter is not there yet. Use one of {", ".join(REPORTERS)}, pass the '
+            f"service's own callback in callbacks=[...], or install a package with an entry point "
+            f"{ENTRY_POINT_GROUP}:{name}."
+        )
+    known = [*REPORTERS, *installed, "all", "none"]
+    raise ValueError(f"report_to={name!r}: one of {', '.join(known)} is possible{did_you_mean(name, known) or '.'}")
+
+
+def _can_run(kind: type[Reporter]) -> bool:
+    return not kind.requires or any(is_installed(module) for module in kind.requires)
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in REPORTERS}
+
+
+def _load_all() -> list[type[Any]]:
+    """What the entry points name; one that cannot be loaded was not asked for by name, so it is only told of."""
+    kinds = []
+    for point in _entry_points().values():
+        try:
+            kinds.append(_load(point))
+        except Exception as error:
+            logger.warning('report_to="all": left out %s, which cannot be loaded: %s.', point.name, error)
+    return kinds
+
+
+def _load(point: EntryPoint) -> type[Any]:
+    """The class an entry point names, made safe: an exception in it must not stop a run."""
+    kind = point.load()
+    if not isinstance(kind, type):
+        raise TypeError(f"Entry point {ENTRY_POINT_GROUP}:{point.name} must name a callback class, not {kind!r}.")
+    if getattr(kind, "may_fail", False) is True:
+        return kind
+    return type(kind.__name__, (kind,), {"may_fail": True, "__module__": kind.__module__, "__doc__": kind.__doc__})

@@ -1,0 +1,103 @@
+"""Logs for TensorBoard, through torch's writer or tensorboardX."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.callbacks.reporters.base import Reporter
+from paceline.core.metrics import jsonable
+from paceline.core.optional import is_installed, require
+from paceline.core.state import TrainerControl, TrainerState
+
+
+class TensorBoardCallback(Reporter):
+    """Writes scalars (and strings as text) under `train/`, `eval/` and `test/`, and the arguments as text.
+
+    The folder is `args.logging_dir` where set, else the environment's TENSORBOARD_LOGGING_DIR, else
+    `<output_dir>/runs/<date>_<host>` (and `_<run_name>`). A run that resumes into the same folder hides what lies after
+    its checkpoint.
+
+    Args:
+        tb_writer: a writer to use, with `add_scalar`, `add_text`, `flush`, `close`; else one is made.
+
+    Raises:
+        ImportError: neither tensorboard nor tensorboardX is installed.
+    """
+
+    requires = ("tensorboard", "tensorboardX")
+
+    def __init__(self, tb_writer: Any = None) -> None:
+        if tb_writer is None and not any(is_installed(module) for module in self.requires):
+            require("tensorboard", "tensorboard")  # raises, with what to install
+        self.tb_writer = tb_writer
+        self.logging_dir: str | None = None
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        writer = self._open(args, state)
+        writer.add_text("args", args.to_json_string())
+        config: Any = getattr(model, "config", None)
+        if hasattr(config, "to_json_string"):
+            writer.add_text("model_config", config.to_json_string())
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        writer = self._open(args, state)
+        for name, value in grouped(logs).items():
+            plain = jsonable(value)
+            if isinstance(plain, (bool, int, float)):
+                writer.add_scalar(name, plain, state.global_step)
+            else:
+                writer.add_text(name, str(plain), state.global_step)
+        writer.flush()
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.tb_writer is not None:
+            self.tb_writer.close()
+            self.tb_writer = None
+
+    def _open(self, args: Any, state: TrainerState) -> Any:
+        if self.tb_writer is None:
+            if self.logging_dir is None:
+                self.logging_dir = logging_folder(args, state)
+            purge_step = state.global_step + 1 if state.global_step else None
+            self.tb_writer = _writer_class()(log_dir=self.logging_dir, purge_step=purge_step)
+        return self.tb_writer
+
+
+def logging_folder(args: Any, state: TrainerState) -> str:
+    """Where the event files go."""
+    chosen = getattr(args, "logging_dir", None) or os.environ.get("TENSORBOARD_LOGGING_DIR")
+    if chosen and not state.is_hyper_param_search:
+        return str(Path(chosen).expanduser())
+    name = f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
+    run_name = re.sub(r"[^\w.-]+", "-", str(getattr(args, "run_name", None) or ""))
+    folder = Path(args.output_dir, "runs", f"{name}_{run_name}" if run_name else name)
+    if state.is_hyper_param_search and state.trial_name is not None:
+        folder = folder / state.trial_name
+    return str(folder)
+
+
+def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The names that trackers group by: `eval_x` becomes `eval/x`, `test_x` `test/x`, the rest `train/x`."""
+    names = {}
+    for name, value in logs.items():
+        split, _, rest = name.partition("_")
+        names[f"{split}/{rest}" if split in ("eval", "test") and rest else f"train/{name}"] = value
+    return names
+
+
+def _writer_class() -> Any:
+    if is_installed("torch") and is_installed("tensorboard"):
+        return require("torch.utils.tensorboard", "tensorboard").SummaryWriter
+    return require("tensorboardX", "tensorboard").SummaryWriter

@@ -1,0 +1,119 @@
+"""Whether a state could be one of the object it is for, asked before that takes it.
+
+torch's optimizers and schedules take any state dict, and fail an update later, without a word about the file.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.tensors import CheckpointError
+
+# of torch.optim: what they keep of a parameter has its shape, but for the number of steps
+_ELEMENTWISE = {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+
+
+@contextmanager
+def blame(path: Path) -> Iterator[None]:
+    """What damaged content makes the block raise becomes a CheckpointError that names the file."""
+    try:
+        yield
+    except OSError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if path.name in str(error):
+            raise
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise CheckpointError(f"{path} is damaged, or does not fit this run: {kind}{error}") from error
+
+
+def find_misfit(target: Any, state: Mapping[str, Any]) -> str | None:
+    """What in `state` cannot be a state of `target`, in words; None where nothing is wrong, or nothing is known."""
+    if isinstance(target, torch.optim.Optimizer):
+        return _misfit_of_optimizer(target, state)
+    return next((text for text in _differences(target.state_dict(), state, "")), None)
+
+
+def _misfit_of_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
+    groups, kept = state.get("param_groups"), state.get("state")
+    if not isinstance(groups, list) or not isinstance(kept, dict):
+        return "it has no param_groups or no state"
+    for number, (own, saved) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
+        if not isinstance(saved, dict) or not isinstance(saved.get("params"), list):
+            return f"group {number} has no params"
+        plain = {name: value for name, value in own.items() if name != "params"}
+        for text in _differences(plain, saved, f"group {number}: "):
+            return text
+        for name, value in plain.items():
+            # switches are added to torch from time to time, and have defaults
+            is_needed = isinstance(value, (float, tuple)) and name != "initial_lr"
+            if is_needed and name not in saved:
+                return f"group {number} has no {name}"
+    is_known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _ELEMENTWISE
+    return _misfit_of_elements(optimizer, groups, kept) if is_known else None
+
+
+def _misfit_of_elements(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], kept: Mapping[Any, Any]
+) -> str | None:
+    names: set[str] | None = None
+    for own, saved in zip(optimizer.param_groups, groups, strict=False):
+        for parameter, index in zip(own["params"], saved["params"], strict=False):
+            if isinstance(index, (list, dict, Tensor)) or index not in kept:
+                continue  # a parameter that has had no gradient yet has no state
+            entry = kept[index]
+            if not isinstance(entry, dict):
+                return f"the state of parameter {index} is a {type(entry).__name__}"
+            names = set(entry) if names is None else names
+            if set(entry) != names:
+                return f"the state of parameter {index} has {sorted(map(str, entry))}, another one {sorted(names)}"
+            for name, value in entry.items():
+                if not _can_be_kept(name, value, parameter):
+                    return f"{name} of parameter {index} is {_describe(value)}; its shape is {tuple(parameter.shape)}"
+    return None
+
+
+def _can_be_kept(name: str, value: Any, parameter: Tensor) -> bool:
+    if value is None or (isinstance(value, numbers.Real) and name in ("step", "mu_product", "eta")):
+        return True
+    if not isinstance(value, Tensor):
+        return False
+    if value.is_floating_point() and value.ndim == 0:
+        return True
+    return value.shape == parameter.shape and value.dtype.is_floating_point == parameter.dtype.is_floating_point
+
+
+def _differences(own: Any, saved: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Values of a kind that they cannot be of. Names that only one side has are the owner's business."""
+    for name, value in own.items():
+        if name in saved and not _is_alike(value, saved[name]):
+            yield f"{where}{name} is {_describe(saved[name])} instead of {_describe(value)}"
+
+
+def _is_alike(own: Any, saved: Any) -> bool:
+    if own is None or saved is None:
+        return not isinstance(saved, Tensor)  # which has no truth value
+    if isinstance(own, bool):
+        return isinstance(saved, bool)
+    if isinstance(own, numbers.Real) or (isinstance(own, Tensor) and own.ndim == 0):
+        is_scalar = isinstance(saved, Tensor) and saved.numel() == 1
+        return is_scalar or (isinstance(saved, numbers.Real) and not isinstance(saved, bool))
+    if isinstance(own, (list, tuple)):
+        is_long_enough = isinstance(saved, (list, tuple)) and len(saved) == len(own)
+        return is_long_enough and all(map(_is_alike, own, saved))
+    if isinstance(own, Mapping):
+        return isinstance(saved, Mapping)
+    return True
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    return f"{str(value)[:40]!r}" if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"

@@ -1,0 +1,282 @@
+"""The weights of a plain module as files: safetensors, in shards where they are large, tied tensors stored once.
+
+File names and the index are those that transformers and most tools read. What safetensors cannot hold (a module's
+`get_extra_state`, sparse, quantised or complex tensors) goes to `model_extra_state.pt`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.nn.parameter import is_lazy
+
+from paceline.checkpoint.tensors import CheckpointError, load_json, load_tensors, replacing, save_json, save_tensors
+
+WEIGHTS_NAME = "model.safetensors"
+WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+PICKLED_WEIGHTS_NAME = "pytorch_model.bin"
+PICKLED_WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"
+EXTRA_STATE_NAME = "model_extra_state.pt"
+
+_TIED_KEY = "tied"  # in a file's metadata: JSON, name left out -> name that holds the same tensor
+_OWN_NAMES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|model_extra_state\.pt")
+_DTYPES = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+}
+
+
+@dataclass
+class Sorted:
+    """A state dict, sorted out for its files.
+
+    Attributes:
+        tensors: what safetensors can hold, each with memory of its own.
+        tied: name left out -> name that holds the same tensor.
+        extra: what safetensors cannot hold.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    tied: dict[str, str]
+    extra: dict[str, Any]
+
+
+def write_weights(state_dict: Mapping[str, Any], folder: str | os.PathLike[str], *, max_shard_bytes: int) -> list[str]:
+    """Write a state dict into `folder`: one file, or shards of at most `max_shard_bytes` (a larger tensor: alone).
+
+    Weights that an earlier call left there are removed once the new ones are complete.
+
+    Returns: the names of the files.
+    Raises: ValueError for a tensor without values (meta device); TypeError for extra state that could not be read back;
+        OSError where the disk refuses.
+    """
+    return write_sorted(sort_out(state_dict), folder, max_shard_bytes=max_shard_bytes)
+
+
+def write_sorted(
+    weights: Sorted, folder: str | os.PathLike[str], *, max_shard_bytes: int, apart: Mapping[str, int] | None = None
+) -> list[str]:
+    """Write what `sort_out` gave; raises as `write_weights`.
+
+    Args:
+        apart: names of tensors -> their bytes, for a last shard of their own, which is written only where `weights`
+            has them: the caller puts it there otherwise, under the name that `apart_name` gives.
+    """
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive: the number of bytes in one file")
+    folder, apart = Path(folder), apart or {}
+    os.makedirs(folder, exist_ok=True)
+    tensors = weights.tensors
+    shards = _cut({key: tensor for key, tensor in tensors.items() if key not in apart}, max_shard_bytes)
+    if apart:
+        shards.append(list(apart))
+    tied_text = {_TIED_KEY: json.dumps(weights.tied, sort_keys=True)} if weights.tied else {}
+    names = []
+    for number, shard in enumerate(shards, start=1):
+        name = WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        if all(key in tensors for key in shard):
+            _write_file({key: tensors[key] for key in shard}, folder / name, {"format": "pt", **tied_text})
+        names.append(name)
+    if len(shards) > 1:
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        total = sum(num_bytes(tensor) for key, tensor in tensors.items() if key not in apart) + sum(apart.values())
+        index = {"metadata": {"total_size": total, **tied_text}, "weight_map": dict(sorted(weight_map.items()))}
+        save_json(index, folder / WEIGHTS_INDEX_NAME)
+        names.append(WEIGHTS_INDEX_NAME)
+    if weights.extra:
+        save_tensors(weights.extra, folder / EXTRA_STATE_NAME)
+        names.append(EXTRA_STATE_NAME)
+    for name in os.listdir(folder):
+        if _OWN_NAMES.fullmatch(name) and name not in names:
+            os.unlink(folder / name)
+    return names
+
+
+def apart_name(weights: Sorted, apart: Mapping[str, int], *, max_shard_bytes: int) -> str:
+    """The name of the file in which `write_sorted` keeps the tensors `apart`."""
+    number = len(_cut({key: value for key, value in weights.tensors.items() if key not in apart}, max_shard_bytes)) + 1
+    return f"model-{number:05d}-of-{number:05d}.safetensors"
+
+
+def read_weights(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The state dict in `folder`, on the CPU, or None where there are no weights; safetensors before pickled files.
+
+    Names that were left out because they are tied to another come back with the same tensor.
+
+    Raises: CheckpointError, naming the file that is damaged or missing.
+    """
+    folder = Path(folder)
+    for name, index_name in (
+        (WEIGHTS_NAME, WEIGHTS_INDEX_NAME),
+        (PICKLED_WEIGHTS_NAME, PICKLED_WEIGHTS_INDEX_NAME),
+    ):
+        if (folder / name).is_file():
+            state, tied = read_file(folder / name)
+        elif (folder / index_name).is_file():
+            state, tied = _read_shards(folder / index_name)
+        else:
+            continue
+        for dropped, kept in tied.items():
+            if kept in state:
+                state.setdefault(dropped, state[kept])
+        if (folder / EXTRA_STATE_NAME).is_file():
+            state.update(_named(load_tensors(folder / EXTRA_STATE_NAME), folder / EXTRA_STATE_NAME))
+        return state
+    return None
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors of one file, on the CPU, and which names are tied to which. Raises CheckpointError, naming it."""
+    if path.suffix != ".safetensors":
+        return _named(load_tensors(path), path), {}
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, it is no mapping
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except Exception as error:  # SafetensorError, and what torch raises for a dtype or shape that it does not know
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    return state, _tied_names(metadata)
+
+
+def alias_groups(state_dict: Mapping[str, Any]) -> dict[str, str]:
+    """Names in `state_dict` that hold the very tensor of an earlier name -> that name; views of a part are not that."""
+    first: dict[tuple[Any, ...], str] = {}
+    aliases = {}
+    for name, tensor in state_dict.items():
+        if not isinstance(tensor, torch.Tensor) or is_lazy(tensor) or tensor.layout is not torch.strided:
+            continue
+        if tensor.device.type == "meta" or not tensor.numel():
+            continue
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        kept = first.setdefault(key, name)
+        if kept != name:
+            aliases[name] = kept
+    return aliases
+
+
+def sort_out(state_dict: Mapping[str, Any]) -> Sorted:
+    """Tell apart what goes into which file. Copies nothing but overlapping tensors.
+
+    Raises: ValueError for a tensor without values (lazy, or on the meta device).
+    """
+    tied = alias_groups(state_dict)
+    tensors: dict[str, torch.Tensor] = {}
+    extra: dict[str, Any] = {}
+    storages: set[tuple[Any, int]] = set()
+    for name, value in state_dict.items():
+        if name in tied:
+            continue
+        _require_values(name, value)
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.dtype not in _DTYPES:
+            extra[name] = value
+            continue
+        tensor = value.detach().contiguous()
+        storage = (tensor.device, tensor.untyped_storage().data_ptr())
+        if tensor.numel() and storage in storages:
+            tensor = tensor.clone()  # two parts of one storage; safetensors stores no overlap
+        storages.add(storage)
+        tensors[name] = tensor
+    # A tensor that only the extra file can hold is stored under each of its names there.
+    outside = {name: kept for name, kept in tied.items() if kept not in tensors}
+    extra.update({name: state_dict[name] for name in outside})
+    return Sorted(tensors, {name: kept for name, kept in tied.items() if name not in outside}, extra)
+
+
+def _require_values(name: str, value: Any) -> None:
+    if is_lazy(value):
+        raise ValueError(f"{name} has no shape yet and no values to save: run one batch through the model first")
+    if isinstance(value, torch.Tensor) and value.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device and has no values to save: load or initialise the model")
+
+
+def _cut(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[list[str]]:
+    """Names in order, cut into shards of at most `max_shard_bytes`; at least one shard."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + num_bytes(tensor) > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += num_bytes(tensor)
+    return shards
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the values of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _write_file(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    with replacing(path) as temporary:
+        try:
+            save_file(tensors, str(temporary), metadata=metadata)
+        except SafetensorError as error:
+            found = re.search(r"os error (\d+)", str(error))
+            number = int(found[1]) if found else errno.EIO
+            raise OSError(number, f"{os.strerror(number)} ({error})", str(path)) from error
+
+
+def _read_shards(index_path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    index = load_json(index_path)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index_path} is damaged: it has no weight_map of names to files")
+    state: dict[str, Any] = {}
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name or "\\" in name:
+            raise CheckpointError(f"{index_path} names {name!r}, which is not a file of its folder")
+        path = index_path.parent / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing; {index_path.name} lists it")
+        state.update(read_file(path)[0])
+    absent = [key for key in weight_map if key not in state]
+    if absent:
+        raise CheckpointError(f"{index_path} lists tensors that no shard holds: {_few(absent)}")
+    metadata = index.get("metadata")
+    return state, _tied_names(metadata if isinstance(metadata, dict) else {})
+
+
+def _tied_names(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The map of tied names; empty where another writer left none (the module's own ties then answer)."""
+    try:
+        tied = json.loads(metadata.get(_TIED_KEY, "{}"))
+    except (ValueError, TypeError, RecursionError):
+        return {}
+    if not isinstance(tied, dict):
+        return {}
+    return {name: kept for name, kept in tied.items() if isinstance(kept, str)}
+
+
+def _named(value: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise CheckpointError(f"{path} holds no state dict")
+    return value
+
+
+def _few(names: Iterable[str], most: int = 5) -> str:
+    names = list(names)
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,1 @@
+"""The commands: `paceline demo`, `paceline demo digits`, `paceline train CONFIG.yaml`."""

@@ -1,0 +1,228 @@
+"""The file of `paceline train`: what it may say, and how the command line changes it.
+
+    model: a folder or name for transformers | {model_type: ..., ...} | package.module:factory
+    tokenizer: a folder or name, or package.module:factory (default: the model's)
+    data: files, a folder, or package.module:factory
+    preprocess: package.module:function
+    data_collator, compute_metrics, compute_loss_func, preprocess_logits_for_metrics, trainer: package.module:name
+    callbacks: [package.module:Class, ...]
+    arguments: {learning_rate: 3e-4, ...}        # or the same names at the top level
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped, unused-ignore]
+
+from paceline.args.serialize import read_mapping
+from paceline.cli.errors import UsageError, suggest
+from paceline.cli.options import Given, Known, argument_names, parse_options
+from paceline.cli.references import REFERENCE
+
+# the sections, and the key that a plain string stands for
+SECTIONS: dict[str, str] = {
+    "model": "path",
+    "tokenizer": "path",
+    "data": "train",
+    "preprocess": "factory",
+    "data_collator": "factory",
+    "compute_metrics": "factory",
+    "compute_loss_func": "factory",
+    "preprocess_logits_for_metrics": "factory",
+    "trainer": "factory",
+}
+OTHER_NAMES = {"processing_class": "tokenizer"}
+DATA_KEYS = ("train", "eval", "test", "format", "eval_fraction", "text_column", "block_size", "num_proc")
+FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+@dataclass
+class JobConfig:
+    """A training job as written down.
+
+    Attributes:
+        path: the file; modules and data beside it can be named.
+        sections: what stands under the keys of `SECTIONS`, and `callbacks`.
+        arguments: options of `TrainingArguments`, unchecked.
+    """
+
+    path: Path
+    sections: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where the file lies."""
+        return self.path.parent
+
+    def get(self, name: str) -> Any:
+        return self.sections.get(name)
+
+
+def read_job(words: Sequence[str]) -> tuple[JobConfig, bool]:
+    """The job of `paceline train CONFIG.yaml --option value ...`, and whether to start over.
+
+    Raises:
+        UsageError: there is no such file, key or option.
+    """
+    given = parse_options(words, Known(("CONFIG.yaml",), {"fresh": True}, (*SECTIONS, *OTHER_NAMES)))
+    if not given.positional:
+        raise UsageError("train needs a file: paceline train CONFIG.yaml (`paceline train --help` shows one)")
+    config = read_config(Path(given.positional[0]))
+    apply_overrides(config, given)
+    return config, bool(given.own.get("fresh"))
+
+
+def read_config(path: Path) -> JobConfig:
+    """Read a job from a YAML or JSON file.
+
+    Raises:
+        UsageError: the file is missing or no YAML, or has a key that nothing knows; the nearest known one is named.
+    """
+    try:
+        content = plain_numbers(read_mapping(path))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        text = str(error)
+        raise UsageError(text if str(path) in text else f"{path}: {text}") from error
+    try:
+        return make_config(content, path.resolve())
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def parse_value(where: str, text: str) -> Any:
+    """A value of the command line, read as YAML: numbers, true and false, [lists], {mappings}, else text."""
+    try:
+        return plain_numbers(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise UsageError(f"{where}: {text!r} is no value that YAML can read; put it in quotes") from error
+
+
+def plain_numbers(value: Any) -> Any:
+    """The same nest, with texts like `3e-4` turned into numbers."""
+    if isinstance(value, dict):
+        return {key: plain_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain_numbers(item) for item in value]
+    if isinstance(value, str) and "e" in value.lower() and FLOAT.fullmatch(value):
+        number = float(value)
+        return number if math.isfinite(number) else value
+    return value
+
+
+def make_config(content: Mapping[str, Any], path: Path) -> JobConfig:
+    """Sort the keys of a configuration into sections and arguments, and check every name that can be checked here."""
+    config = JobConfig(path)
+    names = argument_names()
+    for key, value in content.items():
+        name = OTHER_NAMES.get(str(key), str(key))
+        if name == "arguments":
+            _add_arguments(config, value, names)
+        elif name in SECTIONS or name == "callbacks":
+            if name in config.sections:
+                raise UsageError(f"{key!r} and {name!r} are the same: give one of them")
+            config.sections[name] = value
+        elif name in names:
+            _add_argument(config, name, value)
+        else:
+            known = {*SECTIONS, *OTHER_NAMES, "callbacks", "arguments", *names}
+            raise UsageError(f"unknown key {name!r}{suggest(name, known)}")
+    check_sections(config)
+    return config
+
+
+def apply_overrides(config: JobConfig, given: Given) -> None:
+    """Lay the options of a command line over a configuration; they win.
+
+    Raises:
+        UsageError: `--section.key` names a section or key that there is not.
+    """
+    config.arguments.update(given.arguments)
+    for section, key, text in given.sections:
+        section = OTHER_NAMES.get(section, section)
+        value = parse_value(f"--{section}{'.' if key else ''}{key}", text)
+        current = config.sections.get(section)
+        if not key:
+            config.sections[section] = value
+            continue
+        if isinstance(current, str):
+            current = {"factory" if REFERENCE.fullmatch(current) else SECTIONS[section]: current}
+        if current is not None and not isinstance(current, Mapping):
+            raise UsageError(f"--{section}.{key}: {section!r} holds {_kind(current)} and has no keys")
+        config.sections[section] = _put({**(current or {})}, key.split("."), value, f"--{section}.{key}")
+    check_sections(config)
+
+
+def check_sections(config: JobConfig) -> None:
+    """Check what stands under the sections, as far as that is possible without importing anything.
+
+    Raises:
+        UsageError: naming the key.
+    """
+    for name, value in config.sections.items():
+        if name == "callbacks":
+            if not isinstance(value, list):
+                raise UsageError(f"callbacks: a list is needed, not {_kind(value)}")
+        elif not isinstance(value, str | Mapping | None) and not (name == "data" and isinstance(value, list)):
+            raise UsageError(f"{name}: text or a mapping is needed, not {_kind(value)}")
+    data, preprocess = config.get("data"), config.get("preprocess")
+    if isinstance(data, Mapping) and "factory" not in data:
+        _check_keys("data", data, (*DATA_KEYS, "factory"))
+        _check_fraction(data)
+    if isinstance(preprocess, Mapping) and "factory" not in preprocess:
+        raise UsageError("preprocess: 'factory' is missing: the function, as package.module:name")
+
+
+def _check_fraction(data: Mapping[str, Any]) -> None:
+    fraction = data.get("eval_fraction")
+    if fraction is None:
+        return
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
+        raise UsageError(f"data.eval_fraction: {fraction!r} is not between 0 and 1")
+    if "eval" in data:
+        raise UsageError("data: 'eval' and 'eval_fraction' exclude each other")
+
+
+def _add_arguments(config: JobConfig, value: Any, names: set[str]) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        raise UsageError(f"arguments: a mapping is needed, not {_kind(value)}")
+    _check_keys("arguments", value, names)
+    for key, item in value.items():
+        _add_argument(config, key, item)
+
+
+def _add_argument(config: JobConfig, name: str, value: Any) -> None:
+    if name in config.arguments:
+        raise UsageError(f"{name!r} stands twice: at the top level and under 'arguments'")
+    config.arguments[name] = value
+
+
+def _check_keys(where: str, value: Mapping[Any, Any], names: Any) -> None:
+    for key in value:
+        if key not in names:
+            raise UsageError(f"{where}: unknown key {key!r}{suggest(str(key), names)}")
+
+
+def _put(target: dict[str, Any], path: list[str], value: Any, where: str) -> dict[str, Any]:
+    """`target` with a value at a path of keys; nested mappings are copied, never changed."""
+    head, *tail = path
+    if tail:
+        inner = target.get(head, {})
+        if not isinstance(inner, Mapping):
+            raise UsageError(f"{where}: {head!r} holds {_kind(inner)} and has no keys")
+        value = _put({**inner}, tail, value, where)
+    return {**target, head: value}
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"

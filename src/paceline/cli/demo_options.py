@@ -1,0 +1,77 @@
+"""What `paceline demo` may be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.args.training import TrainingArguments
+from paceline.cli.errors import UsageError, suggest
+from paceline.cli.options import Known, parse_options
+
+JOBS = ("text", "digits")
+DEFAULT_PROMPT = "The for statement"
+DEFAULT_SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """The options of a demonstration.
+
+    Attributes:
+        job: `text` or `digits`.
+        fresh: start over.
+        prompt: what the generated sample begins with.
+        seconds: time to train, where the number of steps is not given.
+        arguments: options of `TrainingArguments`.
+    """
+
+    job: str = "text"
+    fresh: bool = False
+    prompt: str = DEFAULT_PROMPT
+    seconds: float = DEFAULT_SECONDS
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_demo_options(words: Sequence[str]) -> DemoOptions:
+    """Read the command line of `paceline demo`.
+
+    Raises:
+        UsageError: an unknown job or option, or a value that makes no sense.
+    """
+    known = Known(positional=("job",), own={"fresh": True, "prompt": False, "seconds": False})
+    given = parse_options(words, known)
+    job = given.positional[0] if given.positional else "text"
+    if job not in JOBS:
+        raise UsageError(f"there is no demonstration {job!r}{suggest(job, JOBS)}")
+    for name in ("prompt", "seconds"):
+        if job != "text" and name in given.own:
+            raise UsageError(f"--{name} has a meaning only for `paceline demo text`")
+    own = given.own
+    return DemoOptions(
+        job, own.get("fresh", False), own.get("prompt", DEFAULT_PROMPT), _seconds(own), given.arguments
+    )
+
+
+def make_arguments(defaults: Mapping[str, Any], options: DemoOptions) -> TrainingArguments:
+    """The job's defaults with the person's options over them.
+
+    Raises:
+        UsageError: an option has a wrong value, or contradicts another.
+    """
+    try:
+        return TrainingArguments(**{**defaults, **options.arguments})
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _seconds(own: Mapping[str, Any]) -> float:
+    text = own.get("seconds", DEFAULT_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"--seconds {text}: give a number above 0")
+    return seconds

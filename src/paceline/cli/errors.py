@@ -1,0 +1,45 @@
+"""What a person typed wrong, said in one sentence instead of a traceback."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+from paceline.args.errors import did_you_mean
+from paceline.core.optional import require
+
+
+class UsageError(Exception):
+    """The command or its configuration cannot be honoured; the message says what to write instead. Exit code 2."""
+
+
+def is_message(error: BaseException) -> bool:
+    """Whether this package raised the error on purpose: its text says what to do, and a traceback adds nothing.
+
+    An error inside a person's own code, or one that Python raised inside ours, is no message.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    is_ours = bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
+    return is_ours and str(frames[-1].line).startswith("raise ")
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the nearest known name, else all of them where they are few, else nothing."""
+    names = sorted(set(known))
+    if hint := did_you_mean(name, names):
+        return hint
+    return f"; known are: {', '.join(names)}" if 0 < len(names) <= 16 else ""
+
+
+def need(module: str, extra: str, why: str) -> ModuleType:
+    """Import an optional package.
+
+    Raises:
+        UsageError: it is missing; the message says why it is needed and which extra installs it.
+    """
+    try:
+        return require(module, extra)
+    except ImportError as error:
+        raise UsageError(f"{why}: {error}") from error

@@ -1,0 +1,178 @@
+"""The model and the tokenizer that a configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from paceline.cli.config import JobConfig
+from paceline.cli.errors import UsageError, need, suggest
+from paceline.cli.references import read_reference
+
+TASKS = {
+    "causal_lm": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "seq2seq_lm": "AutoModelForSeq2SeqLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+    "token_classification": "AutoModelForTokenClassification",
+    "question_answering": "AutoModelForQuestionAnswering",
+    "multiple_choice": "AutoModelForMultipleChoice",
+    "image_classification": "AutoModelForImageClassification",
+    "audio_classification": "AutoModelForAudioClassification",
+    "speech_seq2seq": "AutoModelForSpeechSeq2Seq",
+}
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "vocab.json", "vocab.txt", "spiece.model")
+OWN_KEYS = ("path", "task", "model_type")
+
+
+def find_file(config: JobConfig, name: str) -> Path | None:
+    """A file or folder named in a configuration: in the configuration's folder, else in the current one."""
+    for base in (config.folder, Path.cwd()):
+        found = base / Path(name).expanduser()
+        if found.exists():
+            return found
+    return None
+
+
+def build_tokenizer(config: JobConfig) -> Any:
+    """The tokenizer (or processor): the section's, else the one beside the model's weights, else None.
+
+    Raises:
+        UsageError: the one named cannot be loaded.
+    """
+    section = config.get("tokenizer")
+    reference = read_reference("tokenizer", section)
+    if reference is not None:
+        return reference.call()
+    if section is not None:
+        if isinstance(section, Mapping):
+            _check_keys("tokenizer", section, ("path",))
+            section = section.get("path")
+        return load_tokenizer(config, "tokenizer", str(section))
+    model = config.get("model")
+    name = model.get("path") if isinstance(model, Mapping) else model
+    if not isinstance(name, str) or read_reference("model", model) is not None:
+        return None
+    folder = find_file(config, name)
+    if folder is not None and not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        return None
+    return load_tokenizer(config, "model", name)
+
+
+def load_tokenizer(config: JobConfig, where: str, name: str) -> Any:
+    """A tokenizer of transformers, by folder or name."""
+    transformers = need("transformers", "transformers", where)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(find_file(config, name) or name))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{where}: no tokenizer can be loaded from {name!r}: {_first_line(error)}") from error
+
+
+def build_model(config: JobConfig, tokenizer: Any) -> nn.Module:
+    """The model that the section `model` describes.
+
+    Raises:
+        UsageError: it is missing, has a wrong key, cannot be loaded, or is no `nn.Module`.
+    """
+    section = config.get("model")
+    if section is None:
+        raise UsageError("'model' is missing: folder or name for transformers, {model_type: ...}, package.module:name")
+    reference = read_reference("model", section)
+    if reference is not None:
+        loaded = reference.load()
+        is_finished = isinstance(loaded, nn.Module) and not reference.options
+        model = loaded if is_finished else reference.call(tokenizer=tokenizer)
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"model: {reference.name} gave a {type(model).__name__}; an nn.Module is needed")
+        return model
+    return build_transformers_model(config, {"path": section} if isinstance(section, str) else section, tokenizer)
+
+
+def build_transformers_model(config: JobConfig, section: Mapping[str, Any], tokenizer: Any) -> nn.Module:
+    """A model of transformers: its weights from a folder or name, or fresh ones from `model_type` and its settings."""
+    if ("path" in section) == ("model_type" in section):
+        raise UsageError("model: give one of 'path' (a folder or name), 'model_type' (fresh weights), 'factory'")
+    transformers = need("transformers", "transformers", "model")
+    transformers.utils.logging.disable_progress_bar()  # one per checkpoint would tear the display apart
+    settings = {key: value for key, value in section.items() if key not in OWN_KEYS}
+    if "path" in section:
+        name = str(find_file(config, str(section["path"])) or section["path"])
+        try:
+            shape = transformers.AutoConfig.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"model: {section['path']!r} cannot be loaded: {_first_line(error)}") from error
+        apply_settings(shape, settings)
+        return find_class(transformers, shape, section).from_pretrained(name, config=shape)  # type: ignore[no-any-return]
+    model_type = str(section["model_type"])
+    known = transformers.CONFIG_MAPPING
+    if model_type not in known:
+        raise UsageError(f"model.model_type: there is no {model_type!r}{suggest(model_type, known)}")
+    shape = transformers.AutoConfig.for_model(model_type)
+    if tokenizer is not None and hasattr(shape, "vocab_size"):
+        settings = {**vocabulary_settings(tokenizer, shape), **settings}
+    apply_settings(shape, settings)
+    return find_class(transformers, shape, section).from_config(shape)  # type: ignore[no-any-return]
+
+
+def vocabulary_settings(tokenizer: Any, shape: Any) -> dict[str, Any]:
+    """The size of the vocabulary and the ids of its special tokens: a fresh model has those of its tokenizer."""
+    names = [name for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(shape, name)]
+    return {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name, None) for name in names}}
+
+
+def apply_settings(shape: Any, settings: Mapping[str, Any]) -> None:
+    """Set values of a model's configuration.
+
+    Raises:
+        UsageError: the configuration has no such value; the nearest is named.
+    """
+    known = {*shape.to_dict(), *getattr(shape, "attribute_map", {})} - {"transformers_version", "architectures"}
+    for name, value in settings.items():
+        if name not in known and not hasattr(shape, name):
+            raise UsageError(f"model.{name}: a {shape.model_type} has no {name!r}{suggest(name, {*known, *OWN_KEYS})}")
+        setattr(shape, name, value)
+
+
+def find_class(transformers: Any, shape: Any, section: Mapping[str, Any]) -> Any:
+    """The auto class of the task: as named, else that of the saved model, else a causal language model."""
+    task = section.get("task")
+    if task is None:
+        saved = [_task_of(transformers, name) for name in shape.architectures or ()]
+        task = next(filter(None, saved), "causal_lm")
+    name = str(task).replace("-", "_")
+    if name not in TASKS:
+        raise UsageError(f"model.task: there is no {task!r}{suggest(name, TASKS)}")
+    found = getattr(transformers, TASKS[name])
+    if type(shape) not in found._model_mapping:
+        fitting = [other for other in TASKS if type(shape) in getattr(transformers, TASKS[other])._model_mapping]
+        raise UsageError(f"model.task: a {shape.model_type} cannot do {name!r}; it can: {', '.join(fitting) or 'none'}")
+    return found
+
+
+def _task_of(transformers: Any, class_name: str) -> str | None:
+    endings = {
+        "ForCausalLM": "causal_lm",
+        "LMHeadModel": "causal_lm",
+        "ForMaskedLM": "masked_lm",
+        "ForConditionalGeneration": "seq2seq_lm",
+    }
+    for ending, task in endings.items():
+        if class_name.endswith(ending):
+            return task
+    for task, auto_name in TASKS.items():
+        if class_name.endswith(auto_name.removeprefix("AutoModel")):
+            return task
+    return None
+
+
+def _check_keys(where: str, section: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for key in section:
+        if key not in known:
+            raise UsageError(f"{where}: unknown key {key!r}{suggest(str(key), (*known, 'factory'))}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

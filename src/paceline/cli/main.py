@@ -1,0 +1,94 @@
+"""The command `paceline`: finds the job's module and runs it. Help and version load neither torch nor a job."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from paceline.cli import texts
+from paceline.cli.config import read_job
+from paceline.cli.demo_options import read_demo_options
+from paceline.cli.display import AboveBars
+from paceline.cli.errors import UsageError, is_message, suggest
+from paceline.cli.replay_options import read_replay_options
+
+COMMANDS = ("demo", "train", "verify", "replay")
+HELP_WORDS = ("-h", "--help", "help")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        words: the command line without the program; None: this process's.
+
+    Returns:
+        0 when all went well, 1 when the run could not go on, 2 for a wrong command line or configuration, 130 after
+        Ctrl-C.
+    """
+    words = list(sys.argv[1:] if words is None else words)
+    try:
+        return dispatch(words)
+    except UsageError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader (`| head`) has seen enough; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        print("\npaceline: interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, TypeError, ArithmeticError, MemoryError, ImportError, OSError) as error:
+        if not is_message(error):
+            raise
+        print(f"paceline: {error}", file=sys.stderr)
+        return 1
+
+
+def dispatch(words: list[str]) -> int:
+    """Find the command and run it.
+
+    Raises:
+        UsageError: there is no such command.
+    """
+    if not words or words[0] in HELP_WORDS:
+        print(texts.HELP)
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        print(f"paceline {importlib.import_module('paceline').__version__}")
+        return 0
+    command, *rest = words
+    if command not in COMMANDS:
+        raise UsageError(f"there is no command {command!r}{suggest(command, COMMANDS)}")
+    if any(word in HELP_WORDS[:2] for word in rest):
+        print(texts.help_on(command, rest))
+        return 0
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[AboveBars()])
+    return {"demo": run_demo, "train": run_train, "verify": run_verify, "replay": run_replay}[command](rest)
+
+
+def run_demo(words: list[str]) -> int:
+    """`paceline demo [text|digits]`."""
+    options = read_demo_options(words)  # a wrong option is said before torch is loaded
+    job = importlib.import_module(f"paceline.cli.demo_{options.job}")
+    return int(job.run(options))
+
+
+def run_verify(words: list[str]) -> int:
+    """`paceline verify RUN`."""
+    return int(importlib.import_module("paceline.cli.verify").run(words))
+
+
+def run_replay(words: list[str]) -> int:
+    """`paceline replay RUN --step N`."""
+    options = read_replay_options(words)
+    return int(importlib.import_module("paceline.cli.replay").run(options))
+
+
+def run_train(words: list[str]) -> int:
+    """`paceline train CONFIG.yaml`."""
+    config, fresh = read_job(words)
+    return int(importlib.import_module("paceline.cli.train").run(config, fresh))

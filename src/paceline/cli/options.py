@@ -1,0 +1,144 @@
+"""`--name value` on a command line, before anything is known about types."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.args.coercion import FALSE_WORDS, TRUE_WORDS
+from paceline.args.older_names import OLDER_NAMES
+from paceline.args.sections import Options
+from paceline.cli.errors import UsageError, suggest
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a command takes.
+
+    Attributes:
+        positional: names of the values without `--`, in order.
+        own: the command's own options: name -> True for a switch, False for one that takes a value.
+        sections: names that take `--section.key value`.
+    """
+
+    positional: tuple[str, ...] = ()
+    own: Mapping[str, bool] = field(default_factory=dict)
+    sections: tuple[str, ...] = ()
+
+
+@dataclass
+class Given:
+    """What a person typed.
+
+    Attributes:
+        positional: values without `--`.
+        own: the command's own options.
+        sections: `(section, key, value)` of each `--section.key value`.
+        arguments: options of `TrainingArguments`, as strings, lists of strings, or booleans.
+    """
+
+    positional: list[str] = field(default_factory=list)
+    own: dict[str, Any] = field(default_factory=dict)
+    sections: list[tuple[str, str, str]] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def argument_fields() -> dict[str, dataclasses.Field[Any]]:
+    """The options of `TrainingArguments` by name."""
+    return {item.name: item for item in dataclasses.fields(Options)}
+
+
+def argument_names() -> set[str]:
+    """Every option that `TrainingArguments` takes, older names included."""
+    return set(argument_fields()) | set(OLDER_NAMES)
+
+
+def parse_options(words: Sequence[str], known: Known) -> Given:
+    """Read a command line.
+
+    `--name value`, `--name=value`, `--name` for a switch, `--no_name` for one that is on; `-` and `_` in a name are
+    the same. Options that hold lists take several values.
+
+    Raises:
+        UsageError: an unknown option (the nearest is named), a missing value, or one value too many.
+    """
+    given = Given()
+    fields = argument_fields()
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            _take_positional(word, known, given)
+            continue
+        name, equals, attached = word[2:].partition("=")
+        name = name.replace("-", "_")
+        values = [attached] if equals else []
+        section, dot, key = name.partition(".")
+        if dot:
+            _check(section, known.sections, word)
+            if not all(key.split(".")):
+                raise UsageError(f"{word}: a name is missing beside a dot")
+            given.sections.append((section, key, values[0] if values else _next_value(word, rest)))
+        elif name in known.own:
+            given.own[name] = _own_value(word, known.own[name], values, rest)
+        elif name.startswith("no_") and name not in fields and _is_switch(fields.get(name[3:])):
+            if values:
+                raise UsageError(f"{word}: write --{name} alone, or --{name[3:]} false")
+            given.arguments[name[3:]] = False
+        else:
+            _check(name, {*known.own, *known.sections, *argument_names()}, word)
+            if name in known.sections:
+                given.sections.append((name, "", values[0] if values else _next_value(word, rest)))
+            else:
+                given.arguments[name] = values[0] if values else _argument_value(word, fields.get(name), rest)
+    return given
+
+
+def _take_positional(word: str, known: Known, given: Given) -> None:
+    if len(given.positional) >= len(known.positional):
+        raise UsageError(f"{word!r} is one value too many; options begin with --")
+    given.positional.append(word)
+
+
+def _check(name: str, names: Collection[str], word: str) -> None:
+    if name not in names:
+        raise UsageError(f"there is no option {word.partition('=')[0]}{suggest(name, names)}")
+
+
+def _next_value(word: str, rest: list[str]) -> str:
+    if not rest or rest[0].startswith("--"):
+        raise UsageError(f"{word} needs a value")
+    return rest.pop(0)
+
+
+def _own_value(word: str, is_switch: bool, values: list[str], rest: list[str]) -> Any:
+    if not is_switch:
+        return values[0] if values else _next_value(word, rest)
+    if values:
+        raise UsageError(f"{word}: {word.partition('=')[0]} takes no value")
+    return True
+
+
+def _argument_value(word: str, item: dataclasses.Field[Any] | None, rest: list[str]) -> Any:
+    if _is_switch(item) and (not rest or rest[0].lower() not in TRUE_WORDS | FALSE_WORDS):
+        return True
+    if item is None and (not rest or rest[0].startswith("--")):
+        return True  # an older name: many of those were switches
+    value = _next_value(word, rest)
+    if item is None or not _is_list(item):
+        return value
+    values = [value]
+    while rest and not rest[0].startswith("--"):
+        values.append(rest.pop(0))
+    return values if len(values) > 1 else value
+
+
+def _is_switch(item: dataclasses.Field[Any] | None) -> bool:
+    """Whether an option is on or off (or unset), and nothing else."""
+    return item is not None and {part.strip() for part in str(item.type).split("|")} <= {"bool", "None"}
+
+
+def _is_list(item: dataclasses.Field[Any]) -> bool:
+    return "list[" in str(item.type)

@@ -1,0 +1,145 @@
+"""Names of Python objects in a configuration: `package.module:name`, alone or with keyword arguments."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.errors import UsageError, suggest
+
+REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+KEY = "factory"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An object named in a configuration.
+
+    Attributes:
+        where: the key it stands under, for messages.
+        name: `package.module:name`.
+        options: keyword arguments given beside it.
+    """
+
+    where: str
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def load(self) -> Any:
+        """Import the object.
+
+        Raises:
+            UsageError: there is no such module, or it has no such name. An error inside the module is not caught.
+        """
+        module_name, _, path = self.name.partition(":")
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
+                raise
+            raise UsageError(
+                f"{self.where}: there is no module {error.name!r} (looked for in the configuration's folder, the "
+                "current folder and the installed packages)"
+            ) from error
+        for part in path.split("."):
+            if not hasattr(found, part):
+                public = [name for name in dir(found) if not name.startswith("_")]
+                raise UsageError(f"{self.where}: {module_name} has no {path!r}{suggest(part, public)}")
+            found = getattr(found, part)
+        return found
+
+    def check(self) -> None:
+        """Check that it exists and has a parameter for every option.
+
+        Raises:
+            UsageError: it does not; the nearest right name is given.
+        """
+        self._keywords(self.load(), {})
+
+    def call(self, **offered: Any) -> Any:
+        """Call it with its options, and with those of `offered` that it has a parameter for.
+
+        Raises:
+            UsageError: it has no parameter for one of the options, or needs one that is not given.
+        """
+        target = self.load()
+        if not callable(target):
+            raise UsageError(f"{self.where}: {self.name} is a {type(target).__name__}, not something to call")
+        keywords = self._keywords(target, offered)
+        signature = read_signature(target)
+        if signature is not None:
+            try:
+                signature.bind(**keywords)
+            except TypeError as error:
+                raise UsageError(f"{self.where}: {self.name}: {error}; give it beside {KEY!r}") from error
+        return target(**keywords)
+
+    def bind(self, **offered: Any) -> Any:
+        """The object to use as a function: a class is instantiated, a function gets its options fixed."""
+        target = self.load()
+        if isinstance(target, type):
+            return self.call(**offered)
+        keywords = self._keywords(target, offered)
+        return partial(target, **keywords) if keywords else target
+
+    def _keywords(self, target: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
+        signature = read_signature(target)
+        if signature is None:
+            return dict(self.options)
+        parameters = signature.parameters
+        takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+        for name in self.options:
+            if name not in parameters and not takes_any:
+                raise UsageError(f"{self.where}.{name}: {self.name} takes no {name!r}{suggest(name, parameters)}")
+        return {name: value for name, value in offered.items() if name in parameters} | dict(self.options)
+
+
+def read_reference(where: str, value: Any) -> Reference | None:
+    """A reference from `package.module:name`, or a mapping with `factory:` and keyword arguments; else None."""
+    if isinstance(value, str):
+        return Reference(where, value) if REFERENCE.fullmatch(value) else None
+    if isinstance(value, Mapping) and KEY in value:
+        name = value[KEY]
+        if not isinstance(name, str) or not REFERENCE.fullmatch(name):
+            raise UsageError(f"{where}.{KEY}: {name!r} is not of the form package.module:name")
+        return Reference(where, name, {key: item for key, item in value.items() if key != KEY})
+    return None
+
+
+def require_reference(where: str, value: Any) -> Reference:
+    """Like `read_reference`, where nothing else makes sense.
+
+    Raises:
+        UsageError: the value is no reference.
+    """
+    reference = read_reference(where, value)
+    if reference is None:
+        raise UsageError(
+            f"{where}: {value!r} is not of the form package.module:name (or a mapping with {KEY!r}: "
+            "package.module:name and keyword arguments)"
+        )
+    return reference
+
+
+def read_signature(target: Any) -> inspect.Signature | None:
+    """The signature of a callable, or None where Python knows none."""
+    try:
+        return inspect.signature(target)
+    except (TypeError, ValueError):
+        return None
+
+
+def put_on_path(*folders: Path) -> None:
+    """Make modules that lie in these folders importable, the first folder first."""
+    for folder in reversed(folders):
+        name = str(folder.resolve())
+        if name in sys.path:
+            sys.path.remove(name)
+        sys.path.insert(0, name)

@@ -1,0 +1,118 @@
+"""`paceline replay RUN --step N`: makes one update of a run again, and shows what it was made of."""
+
+from __future__ import annotations
+
+import importlib
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paceline.callbacks.printer import PrinterCallback
+from paceline.cli.display import say
+from paceline.cli.errors import UsageError
+from paceline.cli.jobs import Say, Show
+from paceline.cli.replay_options import ReplayOptions
+from paceline.core.journal import JOURNAL_FILE, NOT_COMPUTED, find_row, read_rows
+from paceline.data.sampling import has_length
+from paceline.replaying import Replayed, replay
+from paceline.trainer import Trainer
+
+WIDTH = 108
+MOST_LINES = 8
+MOST_IDS = 64
+MOST_VALUES = 8
+
+
+def run(options: ReplayOptions, say: Say = say) -> int:
+    """Make the update again and print it; returns the exit code.
+
+    Raises:
+        UsageError: the run's journal does not hold the step, or the run cannot be made again.
+    """
+    job = options.job
+    journal = job.folder / JOURNAL_FILE
+    if find_row(journal, options.step) is None:
+        steps = [row.step for row in read_rows(journal)]
+        held = f"it holds steps {min(steps):,} to {max(steps):,}" if steps else "it is missing or empty"
+        raise UsageError(f"step {options.step:,} is not in {journal}: {held}")
+    overrides = {
+        "output_dir": str(job.folder),
+        "report_to": "none",
+        "disable_tqdm": True,
+        "push_to_hub": False,
+        "resume_from_checkpoint": None,
+    }
+    try:
+        trainer, show = importlib.import_module(f"paceline.cli.{options.module}").rebuild(job, overrides)
+        trainer.remove_callback(PrinterCallback)
+        replayed = replay(trainer, options.step, job.folder, say=say)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{job.folder} cannot be made again: {error}") from error
+    say(describe(replayed))
+    say(describe_samples(trainer, replayed, show, options.shown))
+    return 0
+
+
+def describe(replayed: Replayed) -> str:
+    """The numbers of the update, and whether they are those that were recorded."""
+    recorded = replayed.recorded
+    lines = [f"step {replayed.step:,}, epoch {replayed.epoch + 1}"]
+    for title, name in (("loss", "loss"), ("gradient norm", "grad_norm"), ("learning rate", "learning_rate")):
+        now, then = getattr(replayed, name), getattr(recorded, name)
+        differs = "" if now == then or (now != now and then != then) else f"   (recorded: {_shown(then)})"
+        lines.append(f"  {title:<15}{_shown(now)}{differs}")
+    if replayed.is_exact:
+        lines.append("  bit-exact      yes: all three are as the run recorded them")
+    else:
+        lines.append("  bit-exact      no: code, data, arguments, libraries or the machine have changed since")
+    return "\n".join(lines)
+
+
+def describe_samples(trainer: Trainer, replayed: Replayed, show: Show | None, shown: int) -> str:
+    """The ids of the samples, and a look at the first ones."""
+    ids = replayed.sample_ids
+    dataset = trainer.train_dataset
+    is_indexed = replayed.is_indexed and has_length(dataset) and hasattr(dataset, "__getitem__")
+    kind = "indices in the training set" if is_indexed else "positions in the epoch: these samples have no index"
+    named = " ".join(map(str, ids[:MOST_IDS])) + (f" ... and {len(ids) - MOST_IDS} more" if len(ids) > MOST_IDS else "")
+    text = f"  samples        {len(ids)} ({kind})\n" + textwrap.indent(textwrap.fill(named, WIDTH - 4), "    ")
+    if not is_indexed:
+        return text
+    for index in ids[:shown]:
+        text += f"\n\n  sample {index}\n" + textwrap.indent(look(dataset[index], show), "  | ", lambda line: True)
+    return text
+
+
+def look(sample: Any, show: Show | None) -> str:
+    """A sample in a few lines: as its job shows it, else what lies under each of its names."""
+    if show is not None:
+        try:
+            return _cut(show(sample))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+            pass  # not the kind of sample that this shows
+    if isinstance(sample, Mapping):
+        return _cut("\n".join(f"{name}: {_value(value)}" for name, value in sample.items()))
+    if isinstance(sample, tuple | list):
+        return _cut("\n".join(_value(value) for value in sample))
+    return _cut(_value(sample))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        first = ", ".join(f"{item:.4g}" for item in value.flatten()[:MOST_VALUES].tolist())
+        more = ", ..." if value.numel() > MOST_VALUES else ""
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}: {first}{more}"
+    text = str(value.item() if isinstance(value, torch.Tensor) else value)
+    return text if len(text) <= 3 * WIDTH else text[: 3 * WIDTH] + " ..."
+
+
+def _cut(text: str) -> str:
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, WIDTH, drop_whitespace=False) or [""]]
+    more = [f"... and {len(lines) - MOST_LINES} lines more"] if len(lines) > MOST_LINES + 1 else []
+    return "\n".join((lines[:MOST_LINES] if more else lines) + more)
+
+
+def _shown(value: float) -> str:
+    return "not computed" if value == NOT_COMPUTED else repr(value)

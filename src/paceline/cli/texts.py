@@ -1,0 +1,112 @@
+"""What `--help` prints."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from paceline.cli.options import argument_fields
+
+HELP = """\
+paceline: trains any PyTorch module
+
+  paceline demo                 train a small language model on real text, about two minutes
+  paceline demo digits          classify handwritten digits (needs scikit-learn)
+  paceline train CONFIG.yaml    train what a file describes
+  paceline verify RUN           check every checkpoint of a run
+  paceline replay RUN --step N  make one update of a run again, and show its samples
+  paceline COMMAND --help       more on a command
+  paceline --version            the version
+
+Ctrl-C stops a run with a checkpoint; the same command goes on from there."""
+
+DEMO = """\
+paceline demo [text|digits] [--fresh] [--option value ...]
+
+  text      a small language model on the English that every Python carries (default)
+  digits    scikit-learn's handwritten digits
+
+  --fresh             start over; the earlier run is moved aside
+  --seconds N         text: how long to train where no number of steps is given (default 90)
+  --prompt TEXT       text: what the generated sample begins with
+  --output_dir DIR    where everything goes (default runs/demo, runs/digits)
+
+Every option of TrainingArguments is accepted: --max_steps 200 --learning_rate 1e-3 --bf16 ...
+"paceline demo --help WORD" lists those that have to do with WORD."""
+
+TRAIN = """\
+paceline train CONFIG.yaml [--fresh] [--option value ...] [--section.key value ...]
+
+A configuration:
+
+  model: gpt2-folder                 # a folder or name for transformers,
+  # model: {model_type: gpt2, n_layer: 4, task: causal_lm}      or its configuration,
+  # model: my_package.my_module:make_model                      or your function or class
+  # model: {factory: my_package.my_module:make_model, width: 64}
+  tokenizer: gpt2-folder             # default: the model's folder
+  data: corpus.txt                   # text, JSONL, CSV, Parquet; a folder of datasets.save_to_disk;
+  # data: {train: [a.jsonl, b.jsonl], eval: c.jsonl, text_column: body, block_size: 512, num_proc: 4}
+  # data: {train: corpus.txt, eval_fraction: 0.05}
+  # data: my_package.my_module:make_data      returns a dataset, (train, eval), or {train:, eval:, test:}
+  preprocess: my_module:function     # for datasets.map: {factory: ..., batched: true, num_proc: 4};
+                                     #   what is text after it is tokenised and cut into blocks by itself
+  data_collator: my_module:collate   # also: compute_metrics, compute_loss_func,
+                                     #   preprocess_logits_for_metrics, trainer (a subclass of Trainer)
+  callbacks: [my_module:MyCallback, {factory: paceline:EarlyStoppingCallback, early_stopping_patience: 3}]
+  arguments:                         # TrainingArguments; the names may also stand at the top level
+    output_dir: runs/my-run
+    learning_rate: 3e-4
+
+Modules are looked for in the configuration's folder, the current folder, and what is installed; relative
+files in the configuration's folder, then the current folder. The command line wins over the file.
+A run goes on where it stopped; --fresh starts over. --do_eval and --do_predict without --do_train only
+evaluate, or predict on the test set.
+"paceline train --help WORD" lists the options that have to do with WORD."""
+
+VERIFY = """\
+paceline verify RUN [RUN ...]
+
+Reads every file of every checkpoint in the folder of a run (or of one checkpoint) and compares it with what was
+written. Exit code 1 when something is damaged. A checkpoint of another trainer has no manifest: only its structure
+can be checked."""
+
+REPLAY = """\
+paceline replay RUN --step N [--show M]
+
+Makes one update of a run again, from the newest checkpoint before it, and prints its loss, gradient norm and learning
+rate, whether they are the recorded ones to the last bit, and which samples it saw: what one needs to find the batch
+behind a spike. The run itself is not touched.
+
+  RUN          the folder of a run of `paceline train` or `paceline demo`
+  --step N     the update, as log.jsonl and the progress bar count them
+  --show M     how many of its samples to show (default 3)
+
+For a run of your own script: paceline.replay(trainer, step)."""
+
+TEXTS = {"demo": DEMO, "train": TRAIN, "verify": VERIFY, "replay": REPLAY}
+
+
+def help_on(command: str, words: Sequence[str]) -> str:
+    """The text on a command, or, with a word after `--help`, the options of `TrainingArguments` it occurs in."""
+    if command in ("verify", "replay"):
+        return TEXTS[command]
+    wanted = [word for word in words if not word.startswith("-") and word != "help"]
+    if command == "demo":
+        wanted = [word for word in wanted if word not in ("text", "digits")]
+    else:
+        wanted = [word for word in wanted if not word.endswith((".yaml", ".yml", ".json"))]
+    return list_options(wanted) if wanted else TEXTS[command]
+
+
+def list_options(words: Iterable[str]) -> str:
+    """Name, default and explanation of the options in whose name or explanation one of the words occurs."""
+    wanted = [word.lower().replace("-", "_") for word in words]
+    lines = []
+    for name, item in argument_fields().items():
+        text = str(item.metadata.get("help", ""))
+        if not any(word in name or word.replace("_", " ") in text.lower() for word in wanted):
+            continue
+        default = "[]" if callable(item.default_factory) else str(item.default)
+        lines.append(f"  --{name} (default {default})")
+        lines += textwrap.wrap(text, width=108, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines) if lines else f"no option has to do with {' or '.join(wanted)}"

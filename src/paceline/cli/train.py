@@ -1,0 +1,270 @@
+"""`paceline train CONFIG.yaml`: the same Trainer, put together from a file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.args.errors import UnsupportedOption
+from paceline.args.training import TrainingArguments
+from paceline.cli.config import SECTIONS, JobConfig
+from paceline.cli.display import say
+from paceline.cli.errors import UsageError
+from paceline.cli.job_data import Splits, load_data, preprocess, split_settings
+from paceline.cli.job_model import build_model, build_tokenizer
+from paceline.cli.job_text import tokenize
+from paceline.cli.jobs import Job, Say, Show, is_finished, kept, open_job, train_job, write_results
+from paceline.cli.references import Reference, put_on_path, read_reference, require_reference
+from paceline.data.collators import DefaultDataCollator
+from paceline.distributed.random import set_seed
+from paceline.model.outputs import ModelOutputError
+from paceline.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+STAGES = ("do_train", "do_eval", "do_predict")
+# what a checkpoint has to do with; other sections may change from start to start
+IDENTITY = ("model", "tokenizer", "data", "preprocess", "trainer")
+PREDICTIONS_FILE = "predictions.npz"
+
+
+def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
+    """Train, evaluate and predict as the configuration says; returns the exit code.
+
+    Raises:
+        UsageError: the configuration cannot be honoured.
+    """
+    put_on_path(config.folder, Path.cwd())
+    check_references(config)
+    stages = choose_stages(config.arguments)
+    args = make_arguments(config)
+    folder = Path(str(args.output_dir))
+    identity = {name: config.get(name) for name in IDENTITY if config.get(name) is not None}
+    resume = args.resume_from_checkpoint
+    job = open_job(folder, "train", identity, fresh=fresh, say=say, resume=resume)
+    length = {"max_steps": args.max_steps, "num_train_epochs": args.num_train_epochs}
+    if stages == ("do_train", "do_eval") and resume is None and is_finished(job, length):
+        show_finished(job, args, say)
+        return 0
+    say(f"paceline train {config.path.name}: everything goes to {folder}/")
+    trainer, splits = build_trainer(config, args)
+    check_splits(splits, args, stages, config.arguments)
+    if "do_train" in stages:
+        job.settings["arguments"] = args.to_sanitized_dict()
+        given = kept(config.arguments)
+        job.settings["given"] = {"path": str(config.path), "sections": config.sections, "arguments": given}
+        try:
+            code = train_job(trainer, job, length, say, resume)
+        except (UnsupportedOption, ModelOutputError) as error:
+            raise UsageError(str(error)) from error
+        if code:
+            return code
+        save_training(trainer, splits, job, "do_eval" in stages)
+    else:
+        load_weights(trainer, job, resume, say)
+        if "do_eval" in stages:
+            report(trainer, "eval", trainer.evaluate())
+    if "do_predict" in stages:
+        predict(trainer, splits, folder, say)
+    say(f"\nModel, metrics, log and run.json lie in {folder}/")
+    return 0
+
+
+def check_references(config: JobConfig) -> None:
+    """Find wrong names before anything is moved, loaded or computed."""
+    for name, value in config.sections.items():
+        entries = enumerate(value) if name == "callbacks" else [(None, value)]
+        for i, entry in entries:
+            reference = read_reference(name if i is None else f"{name}[{i}]", entry)
+            if reference is not None and name == "preprocess":
+                reference = split_settings(reference)[0]
+            if reference is not None:
+                reference.check()
+
+
+def choose_stages(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """What is to be done: what `do_train`, `do_eval`, `do_predict` say where one is given; else train and evaluate."""
+    given = [name for name in STAGES if name in arguments]
+    if not any(str(arguments[name]).lower() in ("true", "1", "yes", "on") for name in given):
+        left_out = set(given)
+        return tuple(name for name in ("do_train", "do_eval") if name not in left_out)
+    return tuple(name for name in given if str(arguments[name]).lower() in ("true", "1", "yes", "on"))
+
+
+def check_splits(splits: Splits, args: TrainingArguments, stages: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Whether there is data for everything that is asked for; said before training, not after.
+
+    Raises:
+        UsageError: a split is missing.
+    """
+    found = ", ".join(splits.given())
+    if "do_train" in stages and splits.train is None:
+        raise UsageError(f"data: there is no training split (found: {found})")
+    evaluates = "do_eval" in stages and ("do_eval" in given or "do_train" not in stages)
+    if splits.eval is None and ("do_train" in stages and str(args.eval_strategy) != "no"):
+        raise UsageError(
+            f"eval_strategy={str(args.eval_strategy)!r}: the data has no evaluation split (found: {found}); give "
+            "data.eval or data.eval_fraction, return (train, eval) from a factory, or set eval_strategy: no"
+        )
+    if splits.eval is None and evaluates:
+        raise UsageError(f"do_eval: the data has no evaluation split (found: {found})")
+    if splits.test is None and "do_predict" in stages:
+        raise UsageError(f"do_predict: the data has no test split (found: {found})")
+
+
+def make_arguments(config: JobConfig) -> TrainingArguments:
+    """The arguments; without an `output_dir`, the run goes to `runs/NAME`, after the file.
+
+    Raises:
+        UsageError: an unknown option, or a value that is not possible.
+    """
+    try:
+        return TrainingArguments(**{"output_dir": f"runs/{config.path.stem}", **config.arguments})
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+
+
+def build_trainer(config: JobConfig, args: TrainingArguments) -> tuple[Trainer, Splits]:
+    """Model, data, functions and callbacks, put together. The seed is set before the model is made."""
+    set_seed(args.seed)
+    tokenizer = build_tokenizer(config)
+    model = build_model(config, tokenizer)
+    splits = load_data(config, tokenizer, args.seed)
+    if config.get("preprocess") is not None:
+        preprocess(config, splits, tokenizer)
+    is_blocks = tokenize(config, splits, model, tokenizer)
+    functions = {name: bind(config, name, tokenizer) for name in SECTIONS if is_function(name)}
+    if functions["data_collator"] is None and is_blocks:
+        functions["data_collator"] = DefaultDataCollator()  # nothing to pad, so no padding token is needed
+    trainer_class = find_trainer(config)
+    try:
+        trainer = trainer_class(
+            model=model,
+            args=args,
+            train_dataset=splits.train,
+            eval_dataset=splits.eval,
+            processing_class=tokenizer,
+            callbacks=[make_callback(i, value) for i, value in enumerate(config.get("callbacks") or [])],
+            **functions,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return trainer, splits
+
+
+def rebuild(job: Job, overrides: Mapping[str, Any]) -> tuple[Trainer, Show | None]:
+    """The Trainer of a run as it was at its start, and how to show a sample.
+
+    Raises:
+        UsageError: what the configuration names cannot be found or loaded any more.
+    """
+    given = job.settings["given"]
+    config = JobConfig(Path(given["path"]), given["sections"], {**given["arguments"], **overrides})
+    put_on_path(config.folder, Path.cwd())
+    check_references(config)
+    trainer, splits = build_trainer(config, make_arguments(config))
+    check_splits(splits, trainer.args, ("do_train",), {})
+    decode = getattr(trainer.processing_class, "decode", None)
+    if not callable(decode):
+        return trainer, None
+
+    def show(sample: Any) -> str:
+        return str(decode(sample["input_ids"]))
+
+    return trainer, show
+
+
+def is_function(section: str) -> bool:
+    """Whether a section names a function that the Trainer takes under the same name."""
+    return section not in ("model", "tokenizer", "data", "preprocess", "trainer")
+
+
+def bind(config: JobConfig, name: str, tokenizer: Any) -> Any:
+    """The function that a section names, or None."""
+    value = config.get(name)
+    return None if value is None else require_reference(name, value).bind(tokenizer=tokenizer)
+
+
+def find_trainer(config: JobConfig) -> type[Trainer]:
+    """The class to train with: a subclass of `Trainer`, or itself."""
+    value = config.get("trainer")
+    if value is None:
+        return Trainer
+    reference = require_reference("trainer", value)
+    found = reference.load()
+    if not isinstance(found, type) or not issubclass(found, Trainer):
+        raise UsageError(f"trainer: {reference.name} is no subclass of paceline.Trainer")
+    if reference.options:
+        raise UsageError(f"trainer: {', '.join(reference.options)}: a trainer takes its settings from 'arguments'")
+    return found
+
+
+def make_callback(index: int, value: Any) -> Any:
+    """An entry of `callbacks`: a class (instantiated), or an instance."""
+    reference: Reference = require_reference(f"callbacks[{index}]", value)
+    found = reference.load()
+    return reference.call() if isinstance(found, type) or reference.options else found
+
+
+def save_training(trainer: Trainer, splits: Splits, job: Job, evaluates: bool) -> None:
+    """Keep the model, the history and the metrics."""
+    metrics = write_results(trainer, job, evaluates=evaluates and splits.eval is not None)
+    rows = [row for row in trainer.state.log_history if "train_runtime" in row and "train_loss" in row]
+    if rows:
+        report(trainer, "train", {key: value for key, value in rows[-1].items() if key != "step"})
+    if metrics:
+        report(trainer, "eval", metrics)
+
+
+def report(trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
+    """Print metrics and keep them in a file."""
+    trainer.log_metrics(split, metrics)
+    trainer.save_metrics(split, metrics)
+
+
+def load_weights(trainer: Trainer, job: Job, resume: str | None, say: Say) -> None:
+    """Weights for a run that does not train: of a named checkpoint, else the job's result, else the model's own."""
+    if resume is not None and resume.lower() not in ("true", "false"):
+        source: Path | None = Path(resume)
+    elif resume is not None and resume.lower() == "false":
+        source = None
+    else:
+        source = job.folder if job.finished is not None else job.checkpoint
+    if source is None:
+        say("The model is used as it is configured: nothing was trained here yet.")
+        return
+    say(f"Weights from {source}.")
+    trainer._load_from_checkpoint(str(source))
+
+
+def predict(trainer: Trainer, splits: Splits, folder: Path, say: Say) -> None:
+    """Predict on the test set, and keep predictions and metrics."""
+    output = trainer.predict(splits.test)
+    report(trainer, "test", output.metrics or {})
+    arrays = {"predictions": output.predictions, "label_ids": output.label_ids}
+    kept = {}
+    for name, value in arrays.items():
+        for i, array in enumerate(value if isinstance(value, tuple) else (value,)):
+            if isinstance(array, np.ndarray):
+                kept[f"{name}_{i}" if isinstance(value, tuple) else name] = array
+    np.savez_compressed(folder / PREDICTIONS_FILE, allow_pickle=False, **kept)
+    say(f"Predictions: {folder / PREDICTIONS_FILE}")
+
+
+def show_finished(job: Job, args: TrainingArguments, say: Say) -> None:
+    """Say that there is nothing left to do, what came out, and which options it was not trained with."""
+    assert job.finished is not None
+    say(f"This run is finished: {job.finished['global_step']:,} steps, in {job.folder}/.  (--fresh starts over)")
+    path = job.folder / "all_results.json"
+    if path.is_file():
+        for name, value in json.loads(path.read_text(encoding="utf-8")).items():
+            say(f"  {name} = {value}")
+    before, now = job.settings.get("arguments") or {}, json.loads(json.dumps(args.to_sanitized_dict(), default=str))
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    for name in changed:
+        say(f"Not trained with {name} = {now[name]}: it was {before[name]}.")

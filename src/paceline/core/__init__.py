@@ -1,0 +1,1 @@
+"""What every engine shares: events, state, the loop, schedules, folders. Standard library and numpy only."""

@@ -1,0 +1,622 @@
+"""Events of a run: what callbacks hear, and the handler that calls them.
+
+The handler keeps, for each event, the tuple of the methods that listen, so that an event nobody listens to costs one
+dictionary look-up. It is rebuilt when a callback is added or removed, and when a training starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, SupportsIndex, TypeVar
+
+from paceline.core.state import TrainerControl, TrainerState
+
+logger = logging.getLogger(__name__)
+
+EVENTS: tuple[str, ...] = (
+    "on_init_end",
+    "on_train_begin",
+    "on_train_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_step_begin",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_substep_end",
+    "on_step_end",
+    "on_evaluate",
+    "on_predict",
+    "on_save",
+    "on_log",
+    "on_prediction_step",
+    "on_push_begin",
+)
+
+WANTABLE = frozenset({"loss", "outputs", "inputs"})
+
+
+class TrainerCallback:
+    """Listens to a run. Override the events you need; the rest cost nothing.
+
+    ::
+
+        on_init_end                                     the Trainer is built
+        train():
+            on_train_begin
+            for each epoch:
+                on_epoch_begin
+                for each update:
+                    on_step_begin
+                    for each micro-batch:
+                        forward, backward
+                        on_substep_end                  after each but the last
+                    clip the gradients
+                    on_pre_optimizer_step               the gradients are final
+                    optimizer step
+                    on_optimizer_step                   the gradients are still there
+                    schedule step, zero the gradients, global_step += 1
+                    on_step_end
+                    if control.should_log:              on_log
+                    if control.should_evaluate:         on_prediction_step per batch, on_log, on_evaluate
+                    if control.should_save:             on_save, once the checkpoint is on the disk
+                on_epoch_end                            and what it asks for: log, evaluate, save
+            on_log                                      the numbers of the whole run
+            on_train_end
+        evaluate():  on_prediction_step per batch, on_log, on_evaluate
+        predict():   on_prediction_step per batch, on_predict
+        push_to_hub():  on_push_begin
+
+    Each event gets `args` (the TrainingArguments), `state` (TrainerState) and `control` (TrainerControl), then as
+    keywords `model`, `processing_class` (also as `tokenizer`), `optimizer`, `lr_scheduler`, `train_dataloader` and
+    `eval_dataloader`; `on_log` also `logs`, `on_evaluate` and `on_predict` also `metrics`. Name those you use and
+    take the others with `**kwargs`. `logs` is the callback's own copy; what is added to `metrics` is seen by whoever
+    asked for the evaluation, and by the choice of the best model.
+
+    Raise flags of `control` to steer the run; returning another control replaces it.
+
+    To see more of a step, name it in `wants`: "loss" (of the update; on the device, reading it waits), "inputs" and
+    "outputs" (lists, one entry per micro-batch) come as keywords to `on_step_end`.
+
+    A callback with state defines `state_dict()` and `load_state_dict(state)` (JSON-able), or derives from
+    `ExportableState`. It is saved under `state_key`, by default the class's name.
+
+    Attributes:
+        wants: what else `on_step_end` is given; a subset of {"loss", "outputs", "inputs"}.
+        state_key: the name under which the state is saved; None for the class's name.
+        may_fail: an exception in this callback is logged and the run goes on (reporters); else it ends the run.
+        reads_checkpoint: its `on_save` reads the checkpoint, or writes into it, so training waits until that is there;
+            False where it only wants to know: then it may be called some steps later.
+    """
+
+    wants: frozenset[str] = frozenset()
+    state_key: str | None = None
+    may_fail: bool = False
+    reads_checkpoint: bool = True
+
+    def on_init_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """The Trainer is built."""
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """Training starts, or goes on after a resume: then `state.global_step` is not 0."""
+
+    def on_train_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """Training is over."""
+
+    def on_epoch_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """A pass over the data starts."""
+
+    def on_epoch_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """A pass over the data is over."""
+
+    def on_step_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """An update starts: its micro-batches have been drawn."""
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """The gradients are complete and clipped."""
+
+    def on_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """The optimizer has stepped; the gradients are still there."""
+
+    def on_substep_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """A micro-batch, not the last of its update, has been through backward."""
+
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """An update is done and counted. The place to raise flags."""
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """An evaluation is over; `metrics` has its numbers."""
+
+    def on_predict(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """A prediction is over; `metrics` has its numbers."""
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl | None:
+        """A checkpoint has been written."""
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl | None:
+        """Numbers have been logged; `logs` has them."""
+
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """A batch of an evaluation or prediction is done."""
+
+    def on_push_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """A push to the hub is about to start."""
+
+
+Listener = Callable[..., TrainerControl | None]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def ignores_keywords(method: Method) -> Method:
+    """Mark an event method that uses only args, state and control.
+
+    Where all listeners of an event are marked they are called without keywords: 0.5 us less per call, at each step.
+    """
+    method.ignores_keywords = True  # type: ignore[attr-defined]
+    return method
+
+
+class _FaultBarrier:
+    """Keeps the exceptions of one `may_fail` callback from the run: tells the first, gives up after three in a row."""
+
+    LIMIT = 3
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.in_a_row = 0
+        self.is_reported = False
+
+    def wrap(self, event: str, method: Listener) -> Listener:
+        def guarded(args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl | None:
+            if self.in_a_row >= self.LIMIT:
+                return None
+            try:
+                result = method(args, state, control, **kwargs)
+            except Exception:
+                self.report(event)
+                return None
+            self.in_a_row = 0
+            return result
+
+        return guarded
+
+    def report(self, event: str) -> None:
+        self.in_a_row += 1
+        if not self.is_reported:
+            self.is_reported = True
+            logger.warning("%s failed in %s; the run goes on.", self.name, event, exc_info=True)
+
+
+class _Callbacks(list[Any]):
+    """The list users reach as `callback_handler.callbacks`: whatever changes it also rebuilds the dispatch table."""
+
+    def __init__(self, items: Iterable[Any], changed: Callable[[], None]) -> None:
+        super().__init__(items)
+        self._changed = changed
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        self._changed()
+
+    def extend(self, items: Iterable[Any]) -> None:
+        super().extend(items)
+        self._changed()
+
+    def insert(self, index: SupportsIndex, item: Any) -> None:
+        super().insert(index, item)
+        self._changed()
+
+    def remove(self, item: Any) -> None:
+        super().remove(item)
+        self._changed()
+
+    def pop(self, index: SupportsIndex = -1) -> Any:
+        item = super().pop(index)
+        self._changed()
+        return item
+
+    def clear(self) -> None:
+        super().clear()
+        self._changed()
+
+    def sort(self, **kwargs: Any) -> None:
+        super().sort(**kwargs)
+        self._changed()
+
+    def reverse(self) -> None:
+        super().reverse()
+        self._changed()
+
+    def __setitem__(self, index: Any, item: Any) -> None:
+        super().__setitem__(index, item)
+        self._changed()
+
+    def __delitem__(self, index: SupportsIndex | slice) -> None:
+        super().__delitem__(index)
+        self._changed()
+
+    def __iadd__(self, items: Iterable[Any]) -> _Callbacks:  # type: ignore[misc]
+        self.extend(items)
+        return self
+
+
+_CONTEXT = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+
+
+class CallbackHandler(TrainerCallback):
+    """Calls the callbacks of a run, in the order in which they were added.
+
+    Args:
+        callbacks: objects, or classes to be made into one each.
+        model: given to every event, as are the three below; each can be assigned later.
+        processing_class: tokenizer or processor.
+        optimizer: the optimizer.
+        lr_scheduler: the learning-rate schedule.
+
+    Attributes:
+        table: the methods that listen, by event.
+        kwargs: the keywords that every event is given; kept up to date by assignment to the attributes of these names.
+        wanted: what the callbacks' `wants` name, together.
+    """
+
+    model: Any
+    processing_class: Any
+    optimizer: Any
+    lr_scheduler: Any
+    train_dataloader: Any
+    eval_dataloader: Any
+
+    def __init__(
+        self,
+        callbacks: Iterable[Any],
+        model: Any = None,
+        processing_class: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+    ) -> None:
+        self.kwargs: dict[str, Any] = dict.fromkeys((*_CONTEXT, "tokenizer"))
+        self.table: dict[str, tuple[Listener, ...]] = {}
+        self._keywords: dict[str, dict[str, Any]] = {}  # by event: `kwargs`, or an empty one where nobody uses them
+        self.wanted: frozenset[str] = frozenset()
+        self._barriers: dict[int, _FaultBarrier] = {}
+        self.callbacks: list[Any] = []
+        for callback in callbacks:
+            self.add_callback(callback)
+        self.model = model
+        self.processing_class = processing_class
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.train_dataloader = None
+        self.eval_dataloader = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "callbacks":
+            super().__setattr__(name, _Callbacks(value, self.rebuild))
+            self.rebuild()
+            return
+        super().__setattr__(name, value)
+        if name in _CONTEXT:
+            self.kwargs[name] = value
+            if name == "processing_class":
+                self.kwargs["tokenizer"] = value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "callbacks": list(self.callbacks), "table": {}, "_keywords": {}, "_barriers": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.callbacks = state["callbacks"]
+
+    # ---- the list
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, or an object of a callback class. A second one of a class is added too, with a warning."""
+        added = callback() if isinstance(callback, type) else callback
+        kind = _kind(added)
+        if any(_kind(present) == kind for present in self.callbacks):
+            logger.warning(
+                "A second %s was added. The callbacks are now: %s.",
+                type(added).__name__,
+                ", ".join([*(type(present).__name__ for present in self.callbacks), type(added).__name__]),
+            )
+        self.callbacks.append(added)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Take out and return this callback, or the first of this class; None where there is none."""
+        for index, present in enumerate(self.callbacks):
+            if isinstance(present, callback) if isinstance(callback, type) else present == callback:
+                return self.callbacks.pop(index)
+        return None
+
+    def remove_callback(self, callback: Any) -> None:
+        """Take out this callback, or the first of this class.
+
+        Raises:
+            ValueError: this callback is not there. (A class of which there is none is no error.)
+        """
+        if self.pop_callback(callback) is None and not isinstance(callback, type):
+            raise ValueError(f"{callback!r} is not among the callbacks: {self.callback_list}.")
+
+    @property
+    def callback_list(self) -> str:
+        """The class names of the callbacks, one per line."""
+        return "\n".join(type(callback).__name__ for callback in self.callbacks)
+
+    # ---- dispatch
+
+    def rebuild(self) -> None:
+        """Look up anew which callbacks listen to what.
+
+        Raises:
+            ValueError: a callback's `wants` names something that cannot be had.
+        """
+        wanted: set[str] = set()
+        for callback in self.callbacks:
+            wants = getattr(callback, "wants", ())
+            if isinstance(wants, (frozenset, set, tuple, list)):
+                unknown = set(wants) - WANTABLE
+                if unknown:
+                    raise ValueError(
+                        f"{type(callback).__name__}.wants={sorted(unknown)}: "
+                        f"a callback can ask for {', '.join(sorted(WANTABLE))}."
+                    )
+                wanted.update(wants)
+        self.wanted = frozenset(wanted)
+        events = dict.fromkeys((*EVENTS, *self.table))  # with those that a subclass of the Trainer made up
+        self.table = {}
+        for event in events:
+            self._look_up(event)
+
+    def _look_up(self, event: str) -> None:
+        listeners = [self._listener(callback, event) for callback in self.callbacks if _overrides(callback, event)]
+        self.table[event] = tuple(listeners)
+        without = all(getattr(listener, "ignores_keywords", False) is True for listener in listeners)
+        self._keywords[event] = {} if without else self.kwargs
+
+    def _listener(self, callback: Any, event: str) -> Listener:
+        method: Listener = getattr(callback, event)
+        if getattr(callback, "may_fail", False) is not True:
+            return method
+        barrier = self._barriers.setdefault(id(callback), _FaultBarrier(type(callback).__name__))
+        return barrier.wrap(event, method)
+
+    def listening(self, event: str) -> list[Any]:
+        """The callbacks that do something at `event`."""
+        return [callback for callback in self.callbacks if _overrides(callback, event)]
+
+    def heard(self, event: str) -> bool:
+        """Whether any callback listens to `event`."""
+        return bool(self.table[event])
+
+    def fire(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **extra: Any) -> TrainerControl:
+        """Call the listeners of `event`, in order. Returns the control, or what a callback put in its place."""
+        listeners = self.table[event]
+        if not listeners:
+            return control
+        kwargs = self._keywords[event]
+        logs = None
+        if extra:
+            kwargs = {**self.kwargs, **extra}
+            logs = extra.get("logs")
+        for listener in listeners:
+            if logs is not None:
+                kwargs["logs"] = dict(logs)  # each its own: some reporters take keys out
+            result = listener(args, state, control, **kwargs)
+            if result is not None:
+                control = result
+        return control
+
+    def call_event(
+        self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Call any method of this name that callbacks have, an event of your own included."""
+        if event not in self.table:
+            self._look_up(event)
+        return self.fire(event, args, state, control, **kwargs)
+
+    # ---- the events, each with the flags that it lowers
+
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_init_end", args, state, control, **kwargs)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        self.rebuild()  # methods may have been replaced on the objects since
+        if not any(base.__name__ == "DefaultFlowCallback" for cb in self.callbacks for base in type(cb).__mro__):
+            logger.warning(
+                "No DefaultFlowCallback among the callbacks: nothing is logged, evaluated or saved but what a "
+                "callback asks for. trainer.add_callback(DefaultFlowCallback) puts it back."
+            )
+        control.begin_training()
+        return self.fire("on_train_begin", args, state, control, **kwargs)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_train_end", args, state, control, **kwargs)
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        control.begin_epoch()
+        return self.fire("on_epoch_begin", args, state, control, **kwargs)
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_epoch_end", args, state, control, **kwargs)
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        control.begin_step()
+        return self.fire("on_step_begin", args, state, control, **kwargs)
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        return self.fire("on_pre_optimizer_step", args, state, control, **kwargs)
+
+    def on_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        return self.fire("on_optimizer_step", args, state, control, **kwargs)
+
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_substep_end", args, state, control, **kwargs)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_step_end", args, state, control, **kwargs)
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> TrainerControl:
+        control.should_evaluate = False
+        return self.fire("on_evaluate", args, state, control, metrics=metrics, **kwargs)
+
+    def on_predict(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> TrainerControl:
+        return self.fire("on_predict", args, state, control, metrics=metrics, **kwargs)
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        control.should_save = False
+        return self.fire("on_save", args, state, control, **kwargs)
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> TrainerControl:
+        control.should_log = False
+        return self.fire("on_log", args, state, control, logs={} if logs is None else logs, **kwargs)
+
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        return self.fire("on_prediction_step", args, state, control, **kwargs)
+
+    def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_push_begin", args, state, control, **kwargs)
+
+
+def _kind(callback: Any) -> tuple[str, str]:
+    return type(callback).__module__, type(callback).__qualname__
+
+
+def _overrides(callback: Any, event: str) -> bool:
+    """Whether a callback does something at `event`: it, or a class below the empty base, defines the method."""
+    if event in getattr(callback, "__dict__", ()):
+        return True
+    for cls in type(callback).__mro__:
+        if event in cls.__dict__:
+            is_their_base = cls.__name__ == "TrainerCallback" and cls.__module__ == "transformers.trainer_callback"
+            return cls is not TrainerCallback and not is_their_base
+    return callable(getattr(callback, event, None))
+
+
+# ---- what callbacks remember across a restart
+
+
+def callback_states(handler: CallbackHandler, control: TrainerControl | None = None) -> dict[str, dict[str, Any]]:
+    """The state of every callback that has one, by name; with `control`, its flags under its class name.
+
+    Names are the callbacks' `state_key`, else their class name, with "#2", "#3" ... where they repeat.
+    """
+    states = {name: _state_of(callback) for name, callback in _stateful(handler).items()}
+    if control is not None:
+        states[type(control).__name__] = control.state()
+    return states
+
+
+def restore_callback_states(handler: CallbackHandler, states: Mapping[str, Any], with_arguments: bool = False) -> None:
+    """Give callbacks back the states saved under their names, in place.
+
+    A callback without a saved state starts afresh; a saved state without a callback is left aside, with a warning.
+    Understands transformers' lists of states too.
+
+    Args:
+        handler: has the callbacks.
+        states: what `callback_states` returned, or `TrainerState.stateful_callbacks`.
+        with_arguments: whether an `ExportableState` that also has `load_state_dict` is restored by `from_state`,
+            constructor arguments included, as `restore_callback_states_from_checkpoint` asks for.
+
+    Raises:
+        ValueError: a callback could not take its state; the message names the callback.
+    """
+    saved = dict(states)
+    for key, value in states.items():
+        if isinstance(value, list):
+            del saved[key]
+            saved.update({_numbered(key, number): item for number, item in enumerate(value, start=1)})
+    saved.pop("TrainerControl", None)  # belongs to the loop
+    for name, callback in _stateful(handler).items():
+        if name not in saved:
+            logger.info("The checkpoint has no state for callback %s: it starts afresh.", name)
+            continue
+        try:
+            _restore(callback, name, saved.pop(name), with_arguments)
+        except Exception as error:
+            raise ValueError(
+                f"Callback {name} could not take its state from the checkpoint: {type(error).__name__}: {error}"
+            ) from error
+    if saved:
+        logger.warning("The checkpoint has states for callbacks that are not there now: %s.", ", ".join(sorted(saved)))
+
+
+def _stateful(handler: CallbackHandler) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    counts: dict[str, int] = {}
+    for callback in handler.callbacks:
+        if not (_is_exportable(callback) or _has_state_dict(callback)):
+            continue
+        name = getattr(callback, "state_key", None) or type(callback).__name__
+        counts[name] = counts.get(name, 0) + 1
+        named[_numbered(name, counts[name])] = callback
+    return named
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}#{number}"
+
+
+def _has_state_dict(callback: Any) -> bool:
+    return callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None))
+
+
+def _is_exportable(callback: Any) -> bool:
+    return callable(getattr(callback, "state", None)) and callable(getattr(callback, "from_state", None))
+
+
+def _state_of(callback: Any) -> dict[str, Any]:
+    state: dict[str, Any] = callback.state_dict() if _has_state_dict(callback) else callback.state()
+    return state
+
+
+def _restore(callback: Any, name: str, state: Mapping[str, Any], with_arguments: bool) -> None:
+    if _has_state_dict(callback) and not (with_arguments and _is_exportable(callback)):
+        callback.load_state_dict(state)
+        return
+    present = callback.state().get("args", {})
+    for argument, value in state.get("args", {}).items():
+        if argument in present and present[argument] != value:
+            logger.info("Callback %s: %s=%r, as in the checkpoint.", name, argument, value)
+    # In place: whoever holds the callback goes on holding the one that is called.
+    vars(callback).update(vars(type(callback).from_state(state)))

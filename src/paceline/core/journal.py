@@ -1,0 +1,89 @@
+"""The journal of a run: for every update which samples it saw, its loss, gradient norm and learning rate.
+
+Sixty bytes an update, appended at each log. Which samples an update saw is kept as a range of positions in the order of
+its epoch: that order is a pure function of the seed, so the samples' ids need not be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+JOURNAL_FILE = "journal.bin"
+NOT_COMPUTED = -1.0  # in place of a norm: no norm is negative
+
+
+class UpdateRow(NamedTuple):
+    """One update.
+
+    Attributes:
+        step: `global_step` after it.
+        epoch: whose samples it saw.
+        first: how many samples of the epoch were consumed before it.
+        num_samples: how many it consumed.
+        loss: of the update; NaN where every target was ignored.
+        grad_norm: before clipping; `NOT_COMPUTED` where it was not.
+        learning_rate: that the update was made with.
+        is_counted: whether the update has a loss: False where every target was ignored.
+    """
+
+    step: int
+    epoch: int
+    first: int
+    num_samples: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    is_counted: bool = True
+
+
+FORMAT = np.dtype(
+    [
+        ("step", "<i8"),
+        ("epoch", "<i8"),
+        ("first", "<i8"),
+        ("num_samples", "<i8"),
+        ("loss", "<f8"),
+        ("grad_norm", "<f8"),
+        ("learning_rate", "<f8"),
+        ("is_counted", "<i4"),
+    ]
+)
+
+
+def append_rows(path: Path, rows: Sequence[UpdateRow]) -> None:
+    """Append updates to a journal, which is made where there is none; half a row at its end goes.
+
+    Raises: OSError, when the disk refuses; what was written before is whole.
+    """
+    with path.open("ab") as file:
+        half = file.tell() % FORMAT.itemsize
+        if half:
+            file.truncate(file.tell() - half)
+        file.write(np.array([tuple(row) for row in rows], dtype=FORMAT).tobytes())
+
+
+def read_rows(path: Path) -> list[UpdateRow]:
+    """Every update of a journal; half a row at its end, left by a crash, is passed over."""
+    if not path.is_file():
+        return []
+    content = path.read_bytes()
+    whole = len(content) // FORMAT.itemsize * FORMAT.itemsize
+    rows: Any = np.frombuffer(content[:whole], dtype=FORMAT)
+    return [UpdateRow._make((*row[:-1], bool(row[-1]))) for row in rows.tolist()]
+
+
+def truncate(path: Path, step: int) -> None:
+    """Forget the updates after `step`: the run goes on from there."""
+    kept = [row for row in read_rows(path) if row.step <= step]
+    path.unlink(missing_ok=True)
+    if kept:
+        append_rows(path, kept)
+
+
+def find_row(path: Path, step: int) -> UpdateRow | None:
+    """The update that led to `step`, as it was made last; None where it is not in the journal."""
+    return next((row for row in reversed(read_rows(path)) if row.step == step), None)

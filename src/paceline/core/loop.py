@@ -1,0 +1,312 @@
+"""When: epochs, windows of accumulation, and what is due after each update. Knows no tensors.
+
+    on_train_begin
+    for each epoch:
+        on_epoch_begin
+        for each window of micro-batches that makes one update:
+            on_step_begin
+            engine.step:    [forward, backward, on_substep_end] ... clip, on_pre_optimizer_step, step, on_optimizer_step
+            on_step_end
+            when due:       log -> on_log; evaluate -> on_log, on_evaluate; save -> on_save
+        on_epoch_end, and what is due
+    on_train_end                                                   (fired by whoever finishes the run)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.args.plan import Plan
+from paceline.core.contracts import Engine, Feed, Hooks, Pending, StepOutput
+from paceline.core.events import CallbackHandler
+from paceline.core.journal import NOT_COMPUTED, UpdateRow
+from paceline.core.metrics import best_metric_value, is_better
+from paceline.core.nonfinite import NonFiniteGuard
+from paceline.core.signals import Interrupted, StopSignals
+from paceline.core.state import TrainerControl, TrainerState
+
+logger = logging.getLogger(__name__)
+
+
+class Loop:
+    """Runs the updates of one training run.
+
+    Args:
+        args: the user's arguments, as callbacks see them.
+        plan: every decision; replaced here, and only here, after an out-of-memory.
+        state: live; `max_steps` and the `*_steps` are read at each step.
+        control: live; callbacks raise its flags.
+        handler: the callbacks.
+        engine: does the updates.
+        feed: hands out the data.
+        hooks: logs, evaluates, saves.
+        signals: says whether the run was asked to stop.
+        saves: checkpoints being written behind the training.
+    """
+
+    def __init__(
+        self,
+        *,
+        args: Any,
+        plan: Plan,
+        state: TrainerState,
+        control: TrainerControl,
+        handler: CallbackHandler,
+        engine: Engine,
+        feed: Feed,
+        hooks: Hooks,
+        signals: StopSignals,
+        saves: Pending,
+    ) -> None:
+        self.args, self.plan, self.state, self.control = args, plan, state, control
+        self.handler, self.engine, self.feed, self.hooks, self.signals = handler, engine, feed, hooks, signals
+        self.saves = saves
+        self.start_time = time.time()
+        self.guard = NonFiniteGuard(plan.nonfinite_policy)
+        self.rows: list[UpdateRow] = []  # updates read since the last log
+        self.num_samples = 0  # that this run trained on
+        self.logged: list[tuple[float, int]] = []  # (mean loss, number of updates) of each log of this run
+        self.skipped: set[tuple[int, int]] = set()  # (epoch, first sample) of windows that a rewind left out
+        self._unread: list[tuple[int, int, int, int]] = []  # (step, epoch, first, count) of updates not yet read
+        self._snapshot: Any = None  # the last good state, where the policy is to rewind to it
+        self._split_to: int | None = None  # micro-batch size after an out-of-memory
+        # micro-batches, as the loader gives them, that make one epoch of `state.epoch`; a stream of unknown length is
+        # one epoch as a whole
+        known = plan.micro_batches_per_epoch
+        self.batches_per_epoch = max(known if known is not None else state.max_steps * plan.accumulation, 1)
+
+    def run(self) -> None:
+        """Train until `state.max_steps`, the last epoch, or a request to stop."""
+        self.start_time = time.time()
+        self.control = self.handler.on_train_begin(self.args, self.state, self.control)
+        if self.guard.policy == "rollback":
+            self._snapshot = self.hooks.snapshot()
+        if self.control.should_evaluate:
+            self.finish_pending()
+        elif self.plan.eval_on_start and self.state.global_step == 0:
+            self.evaluate(skip_scheduler=True)
+        # a run that is measured in updates repeats the data until it has made them
+        num_epochs = sys.maxsize if self.args.max_steps > 0 else self.plan.num_epochs
+        while True:
+            while not self.is_over and self.feed.epoch < num_epochs:
+                self.run_epoch(self.feed.epoch)
+            bad = self.collect()
+            if bad is None:
+                break
+            self.rewind(bad)
+        if self.rows:
+            self.summarise()  # logged nowhere, but part of the mean loss of the run
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further update is to be made."""
+        return self.control.should_training_stop or self.state.global_step >= self.state.max_steps
+
+    def run_epoch(self, epoch: int) -> None:
+        """One pass over the data, or what is left of it after a resume."""
+        feed, handler, state, args, signals = self.feed, self.handler, self.state, self.args, self.signals
+        feed.start_epoch(epoch)
+        self.control = control = handler.on_epoch_begin(args, state, self.control)
+        per_epoch = self.batches_per_epoch
+        has_stepped, is_exhausted = feed.batches > 0, False
+        while not (control.should_epoch_stop or control.should_training_stop or state.global_step >= state.max_steps):
+            first = feed.consumed
+            batches, num_items = feed.draw()
+            if not batches:
+                is_exhausted = True
+                break
+            has_stepped = True
+            if self.skipped and (epoch, first) in self.skipped:
+                continue
+            if control.should_log or control.should_evaluate or control.should_save:
+                control.begin_step()
+            if handler.table["on_step_begin"]:
+                self.control = control = handler.fire("on_step_begin", args, state, control)
+            output = self.step(batches, num_items)
+            state.global_step += 1
+            state.epoch = epoch + feed.batches / per_epoch
+            self._unread.append((state.global_step, epoch, first, feed.consumed - first))
+            if self.hooks.count is not None:
+                self.hooks.count(batches)
+            extra = self.extras(batches, output) if handler.wanted else {}
+            self.control = control = handler.fire("on_step_end", args, state, control, **extra)
+            del output, extra  # the model's outputs, where they were wanted: not to be held through the next step
+            if signals.requested is not None:
+                self.heed_signal()
+            if self.saves.is_due:
+                self.saves.settle()
+                control = self.control
+            if control.should_log or control.should_evaluate or control.should_save:
+                self.hooks.act()
+                control = self.control
+                if feed.is_restored:  # rewound: the position may lie in an earlier epoch
+                    return
+        if not has_stepped:
+            logger.warning(
+                "The training data gave no batch in epoch %d: stopping at step %d of %d.",
+                epoch,
+                state.global_step,
+                state.max_steps,
+            )
+            self.control.should_training_stop = True
+        self.end_epoch(is_exhausted or control.should_epoch_stop or feed.batches >= per_epoch)
+
+    def end_epoch(self, is_exhausted: bool) -> None:
+        """Fire the event and do what is due at the end of an epoch; nothing when a signal cut the epoch short."""
+        if self.signals.requested is not None:
+            return
+        if is_exhausted:  # a checkpoint written from now on goes on with the next epoch
+            self.feed.finish_epoch()
+        self.control.begin_step()
+        self.control = self.handler.on_epoch_end(self.args, self.state, self.control)
+        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
+            self.hooks.act()
+
+    # ---- one update
+
+    def step(self, batches: Sequence[Any], num_items: Any) -> StepOutput:
+        """One update; after an out-of-memory the same samples again, in smaller micro-batches."""
+        table = self.handler.table
+        listened = table["on_substep_end"] or table["on_pre_optimizer_step"] or table["on_optimizer_step"]
+        emit = self.emit if listened else None
+        self.engine.keep_outputs = "outputs" in self.handler.wanted
+        self.engine.keep_batches = self.plan.auto_find_batch_size or "inputs" in self.handler.wanted
+        while True:
+            if self._split_to is not None:
+                batches = self.engine.split(batches, self._split_to)
+            try:
+                return self.engine.step(batches, num_items, emit)
+            except Exception as error:
+                if not self.plan.auto_find_batch_size or not self.engine.is_out_of_memory(error):
+                    raise
+                self.shrink(error)
+            # outside the handler: the traceback, which holds the failed step's tensors, is gone
+            self.engine.discard()
+
+    def shrink(self, error: Exception) -> None:
+        """Halve the micro-batch and keep the global batch: a new plan, which only the loop holds."""
+        if self.plan.micro_batch_size <= 1:
+            raise MemoryError(
+                "auto_find_batch_size: out of memory with one sample per micro-batch. Use a smaller model or "
+                "shorter inputs, bf16=True, or activation_checkpointing=True."
+            ) from error
+        self.plan = self.plan.halved()
+        self._split_to = self.plan.micro_batch_size
+        self.state.train_batch_size = self.plan.micro_batch_size
+        logger.warning(
+            "Out of memory: going on with %d samples per micro-batch; the global batch stays %d.",
+            self.plan.micro_batch_size,
+            self.plan.global_batch_size,
+        )
+
+    def emit(self, event: str, **extra: Any) -> None:
+        """Fire an event from inside the engine's step."""
+        self.control = self.handler.fire(event, self.args, self.state, self.control, **extra)
+
+    def extras(self, batches: Sequence[Any], output: StepOutput) -> dict[str, Any]:
+        """What callbacks that listen to on_step_end asked to see."""
+        seen = {"loss": sum(output.losses) if output.losses else None, "inputs": batches, "outputs": output.outputs}
+        return {name: seen[name] for name in self.handler.wanted}
+
+    # ---- what is due
+
+    def log_evaluate_save(self) -> None:
+        """Do what the control's flags ask for, in this order; nothing where it turns out that the run must rewind."""
+        bad = self.collect()
+        if bad is not None:
+            self.rewind(bad)
+            return
+        if self.control.should_log and self.rows:
+            self.hooks.log(self.summarise(), self.start_time)
+        try:
+            if self.control.should_evaluate:
+                self.evaluate()
+        except Interrupted:
+            self.heed_signal()
+        if self.control.should_save:
+            self.control.should_save = False
+            if self.hooks.save():
+                self.control = self.handler.on_save(self.args, self.state, self.control)
+        if self._snapshot is not None:
+            self._snapshot = self.hooks.snapshot()
+
+    def collect(self) -> UpdateRow | None:
+        """Read what the engine gathered, and apply the policy for what is not finite.
+
+        Returns:
+            The update that the run must rewind before, or None.
+        """
+        unread, self._unread = self._unread, []
+        readings = self.engine.read()
+        rows = [UpdateRow(*place, *reading) for place, reading in zip(unread, readings, strict=True)]
+        bad = self.guard.find(rows)
+        if bad is None:
+            self.rows += rows
+            self.num_samples += sum(row.num_samples for row in rows)
+            if rows:
+                self.hooks.record(rows)
+        return bad
+
+    def summarise(self) -> dict[str, float]:
+        """The updates since the last log as one row: mean loss, last gradient norm and learning rate."""
+        rows, self.rows = self.rows, []
+        counted = [row.loss for row in rows if row.is_counted]
+        finite = [loss for loss in counted if math.isfinite(loss)]
+        logs: dict[str, float] = {}
+        if counted:
+            taken = finite if finite and self.plan.leave_out_non_finite else counted
+            logs["loss"] = sum(taken) / len(taken)
+            self.logged.append((logs["loss"], len(taken)))
+        if len(finite) < len(counted):
+            logs["nonfinite_steps"] = len(counted) - len(finite)
+        if rows[-1].grad_norm != NOT_COMPUTED:
+            logs["grad_norm"] = rows[-1].grad_norm
+        logs["learning_rate"] = rows[-1].learning_rate
+        return logs
+
+    def rewind(self, bad: UpdateRow) -> None:
+        """Go back to the last good state; the samples of the bad update are left out when their turn comes again."""
+        self.skipped.add((bad.epoch, bad.first))
+        self.hooks.rewind(self._snapshot, bad)
+        self.control.begin_step()
+        self.control.should_training_stop = self.signals.requested is not None
+        if self.args.max_steps <= 0:  # the epochs are as many updates shorter, and the last one is still to be known
+            self.state.max_steps = min(self.state.max_steps, self.plan.max_steps - self.guard.num_rewinds)
+        logger.warning("Rewound to step %d; %d samples are left out.", self.state.global_step, bad.num_samples)
+
+    def evaluate(self, skip_scheduler: bool = False) -> None:
+        """Evaluate, and decide whether this is the best model so far."""
+        metrics = self.hooks.evaluate(skip_scheduler)
+        self.control.should_evaluate = False
+        is_best = not skip_scheduler and self.note_best(metrics)
+        if self.plan.save_strategy == "best":
+            self.control.should_save = is_best
+
+    def note_best(self, metrics: dict[str, float]) -> bool:
+        """Record the best metric. Returns whether it is this one: strictly better than all before."""
+        name = self.plan.metric_for_best_model
+        if name is None:
+            return False
+        value = best_metric_value(metrics, name)
+        if not is_better(value, self.state.best_metric, bool(self.plan.greater_is_better)):
+            return False
+        self.state.best_metric = value
+        self.state.best_global_step = self.state.global_step
+        return True
+
+    def finish_pending(self) -> None:
+        """Do first what a checkpoint was written in the middle of: an evaluation that a signal cut short."""
+        logger.info("Step %d was left before its evaluation ended: evaluating now.", self.state.global_step)
+        self.control.begin_step()
+        self.control.should_evaluate = True
+        self.hooks.act()
+
+    def heed_signal(self) -> None:
+        """Save at this boundary, if checkpoints are written at all, and train no further."""
+        self.control.should_save = self.plan.save_strategy != "no"
+        self.control.should_training_stop = True

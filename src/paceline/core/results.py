@@ -1,0 +1,31 @@
+"""Metrics on paper: a table for a person, JSON files for a program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.core.metrics import jsonable
+
+
+def print_metrics(split: str, metrics: dict[str, Any]) -> None:
+    """Print metrics one per line, names and values in columns."""
+    width = max((len(name) for name in metrics), default=0)
+    values = {name: str(value) for name, value in metrics.items()}
+    value_width = max((len(value) for value in values.values()), default=0)
+    print(f"***** {split} metrics *****")
+    for name in sorted(values):
+        print(f"  {name:<{width}} = {values[name]:>{value_width}}")
+
+
+def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bool) -> None:
+    """Write `{split}_results.json`; `combined`: also merge into `all_results.json`, where later values win."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = jsonable(metrics)
+    (folder / f"{split}_results.json").write_text(json.dumps(values, indent=4, sort_keys=True), encoding="utf-8")
+    if not combined:
+        return
+    path = folder / "all_results.json"
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    path.write_text(json.dumps({**earlier, **values}, indent=4, sort_keys=True), encoding="utf-8")

@@ -1,0 +1,70 @@
+"""Signals that ask a run to stop: noted at once, obeyed at the next step boundary."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+PREEMPTION_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+
+class Interrupted(Exception):
+    """An evaluation was left because the run was asked to stop. Caught by the loop, never seen by a user."""
+
+
+class StopSignals:
+    """While entered, SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) set `requested`; the handlers before are put back at exit.
+
+    SIGTERM and SIGUSR1 let the run save and end normally, and the handler that stood before is called too. Ctrl-C
+    does the same and is raised as KeyboardInterrupt after the save; a second Ctrl-C is raised at once. Outside the
+    main thread Python allows no handler, so none is installed and one line says so.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.requested: int | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def is_keyboard(self) -> bool:
+        """Whether the stop was asked by Ctrl-C."""
+        return self.requested == signal.SIGINT
+
+    def __enter__(self) -> StopSignals:
+        if not self.enabled:
+            return self
+        if threading.current_thread() is not threading.main_thread():
+            logger.info("Training outside the main thread: SIGTERM and Ctrl-C will not save a checkpoint first.")
+            return self
+        for number in (*PREEMPTION_SIGNALS, signal.SIGINT):
+            before = signal.getsignal(number)
+            # a handler that was not set from Python (None) cannot be chained or put back: leave it in place.
+            # SIGINT ignored on purpose (a job in the background of a shell) stays ignored.
+            if before is None or (number == signal.SIGINT and before == signal.SIG_IGN):
+                continue
+            self._before[number] = before
+            signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.is_keyboard:
+            raise KeyboardInterrupt
+        first, self.requested = self.requested is None, number
+        if first:
+            name = signal.Signals(number).name
+            logger.warning("%s: stopping at the next step boundary, after a checkpoint if saving is on.", name)
+        before = self._before.get(number)
+        if number != signal.SIGINT and callable(before):
+            before(number, frame)

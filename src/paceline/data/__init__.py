@@ -1,0 +1,1 @@
+"""Datasets to batches: order, columns, collation, loading, moving to the device."""

@@ -1,0 +1,363 @@
+"""Handing out training data one update at a time, with a position that survives a restart.
+
+A reader is one pass over a loader. There is one for each way in which a loader can be put back to a place: by index
+(ours, over a dataset with an index), by the state of a stream (ours), by the loader's own `state_dict`, and, for any
+other iterable, by reading again what was read before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from paceline.data.batches import batch_size_of, cut_batch
+from paceline.data.generators import capture_generators, capture_own, generators_at, own_generators, restore_own
+from paceline.data.indexed import IndexedLoader, set_epoch
+from paceline.data.lengths import loader_length, sample_count
+from paceline.data.portable import from_portable, to_portable
+from paceline.data.stream import StreamLoader, reread
+
+logger = logging.getLogger(__name__)
+
+Saved = Mapping[str, Any]
+
+
+class Reader:
+    """Batches of one epoch, counted as they are taken.
+
+    Attributes:
+        consumed: samples taken in this epoch.
+        batches: micro-batches taken in this epoch.
+    """
+
+    iterator: Iterator[Any]
+
+    def __init__(self, consumed: int, batches: int) -> None:
+        self.consumed, self.batches = consumed, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self.iterator)
+        self.consumed += self.count(batch)
+        self.batches += 1
+        return batch
+
+    def count(self, batch: Any) -> int:
+        """Number of samples in the batch just taken."""
+        return batch_size_of(batch)
+
+    def place(self) -> dict[str, Any]:
+        """What restores this reader, beside the number of samples consumed; JSON-able."""
+        return {}
+
+
+class IndexReader(Reader):
+    """Over our loader of a dataset with an index: resumes at any sample, reading none."""
+
+    def __init__(self, loader: IndexedLoader, consumed: int, batches: int, saved: Saved | None) -> None:
+        super().__init__(consumed, batches)
+        indices = loader.batches
+        own = own_generators(loader)
+        own.pop("loader", None)
+        self.sampler = indices.sampler if indices.is_positionable else None
+        # an order that comes out of a generator can be had again only from the same state of the generator
+        self.generators = None
+        if self.sampler is None:
+            self.generators = saved["generators"] if saved and "generators" in saved else capture_generators(own)
+        if saved is not None:
+            if self.sampler is not None and "order" in saved:
+                self.sampler.load_state_dict(saved["order"])
+            with generators_at(self.generators, own):
+                indices.set_position(consumed)
+        self.iterator = iter(loader)
+        self.sizes = indices.sizes  # of this pass, even if someone else starts another
+
+    def __next__(self) -> Any:  # the hot path: one hop less
+        batch = next(self.iterator)
+        self.consumed += self.sizes.popleft()
+        self.batches += 1
+        return batch
+
+    def place(self) -> dict[str, Any]:
+        if self.sampler is not None:
+            return {"order": self.sampler.state_dict()}
+        return {"generators": self.generators}
+
+
+class StreamedReader(Reader):
+    """Over our loader of a stream."""
+
+    def __init__(self, loader: StreamLoader, consumed: int, batches: int, saved: Saved | None) -> None:
+        super().__init__(consumed, batches)
+        self.generators = None
+        if not loader.restores and not loader.num_workers:
+            self.generators = saved["generators"] if saved and "generators" in saved else capture_generators()
+        if saved is None:
+            self.stream = loader.open()
+        else:
+            position = from_portable(saved["stream"]) if "stream" in saved else unread(loader, consumed)
+            loader.set_position(position)
+            with generators_at(self.generators):
+                self.stream = loader.open()
+        self.iterator = self.stream
+        self.sizes = self.stream.sizes
+
+    def count(self, batch: Any) -> int:
+        return self.sizes.popleft()
+
+    def place(self) -> dict[str, Any]:
+        place = {"stream": to_portable(self.stream.position())}
+        return place if self.generators is None else {**place, "generators": self.generators}
+
+
+def unread(loader: StreamLoader, consumed: int) -> dict[str, Any]:
+    """The position of a stream of which only the number of samples read is known."""
+    if loader.num_workers > 1:
+        raise ValueError(
+            f"dataloader_num_workers={loader.num_workers}: the checkpoint does not say how far each worker read into "
+            "the stream. Resume with dataloader_num_workers=0, or set ignore_data_skip=True to begin the epoch anew."
+        )
+    place = {"num_read": consumed, "is_shared": True, "is_ended": False, "dataset": None}
+    return {"num_workers": 0, "last": -1, "workers": [place]}
+
+
+class StatefulReader(Reader):
+    """Over someone else's loader that has `state_dict` and `load_state_dict` (torchdata's, for instance)."""
+
+    def __init__(self, loader: Any, consumed: int, batches: int, saved: Saved | None) -> None:
+        super().__init__(consumed, batches)
+        self.loader = loader
+        self.is_ended = bool(saved and saved.get("is_ended"))
+        if saved is None or "loader" not in saved:
+            self.iterator = iter(loader)
+            return
+        # at its end such a loader stands at the start of the next epoch; torchdata's would draw the same order again
+        if not (self.is_ended and type(loader).__module__.startswith("torchdata.")):
+            loader.load_state_dict(from_portable(saved["loader"]))
+        with generators_at(None):
+            self.iterator = iter(()) if self.is_ended else iter(loader)
+        # not every such loader brings back the generators that the next epoch's order comes from
+        restore_own(saved.get("own") or {}, own_generators(loader))
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except StopIteration:
+            self.is_ended = True
+            raise
+
+    def place(self) -> dict[str, Any]:
+        return {
+            "loader": to_portable(self.loader.state_dict()),
+            "is_ended": self.is_ended,
+            "own": capture_own(own_generators(self.loader)),
+        }
+
+
+class ReplayReader(Reader):
+    """Over any other iterable of batches: what was read is read again, under the generators of the epoch's start."""
+
+    def __init__(self, loader: Any, consumed: int, batches: int, saved: Saved | None) -> None:
+        super().__init__(consumed, batches)
+        own = own_generators(loader)
+        sampler = getattr(loader, "sampler", None)
+        self.fallback_size = getattr(loader, "batch_size", None) or 1
+        self.sampler = sampler if callable(getattr(sampler, "set_position", None)) else None
+        self.generators = saved["generators"] if saved and "generators" in saved else capture_generators(own)
+        if saved is None or not consumed:
+            self.iterator = iter(loader)
+        elif self.sampler is not None:
+            if "order" in saved:
+                self.sampler.load_state_dict(saved["order"])
+            self.sampler.set_position(consumed)
+            self.iterator = iter(loader)
+        else:
+            with generators_at(self.generators, own):
+                self.iterator = self.replay(iter(loader), consumed)
+
+    def replay(self, source: Iterator[Any], consumed: int) -> Iterator[Any]:
+        """The batches after the first `consumed` samples; one that only some of its samples were taken from is cut."""
+        left: list[Any] = []
+        reread(itertools.islice(self.passing(source, consumed, left), consumed), consumed, "samples")
+        return itertools.chain(left, source)
+
+    def passing(self, source: Iterator[Any], consumed: int, left: list[Any]) -> Iterator[None]:
+        """One item per sample read again; what a batch holds beyond `consumed` is put into `left`."""
+        for batch in source:
+            size = self.count(batch)
+            if size > consumed:
+                left.append(cut_batch(batch, size, consumed, size))
+            yield from itertools.repeat(None, min(size, consumed))
+            consumed -= size
+            if consumed <= 0:
+                return
+
+    def count(self, batch: Any) -> int:
+        try:
+            return batch_size_of(batch)
+        except ValueError:
+            return int(self.fallback_size)
+
+    def place(self) -> dict[str, Any]:
+        place = {"generators": self.generators}
+        if self.sampler is not None and hasattr(self.sampler, "state_dict"):
+            place["order"] = self.sampler.state_dict()
+        return place
+
+
+class Feed:
+    """Hands out the micro-batches of one update at a time. Its position counts samples consumed, never prefetched.
+
+    Args:
+        loader: from `make_loader`, or any iterable of batches.
+        accumulation: micro-batches of one update.
+        collect: `(iterator, accumulation) -> (batches, num_items)`: draws the window; the Trainer's get_batch_samples.
+        ignore_data_skip: begin the epoch in progress anew after a restart.
+
+    Attributes:
+        epoch: the epoch in progress.
+        consumed: samples consumed in it.
+        batches: micro-batches consumed in it.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        accumulation: int,
+        collect: Callable[[Iterator[Any], int], tuple[list[Any], Any]],
+        ignore_data_skip: bool = False,
+    ) -> None:
+        self.loader, self.accumulation, self.collect = loader, accumulation, collect
+        self.ignore_data_skip = ignore_data_skip
+        self.epoch = self.consumed = self.batches = 0
+        self._reader: Reader | None = None
+        self._saved: dict[str, Any] | None = None  # a position that the next start_epoch goes to
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether a position was loaded that `start_epoch` has not gone to yet."""
+        return self._saved is not None
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begin an epoch, or go on in the one that was loaded.
+
+        Our loaders leave the global generators as they were; whatever is read again, any loader does.
+
+        Raises:
+            ValueError: the loaded position cannot be reached with this loader; names the option and the remedy.
+        """
+        saved, self._saved = self._saved, None
+        if saved is not None and saved["epoch"] != epoch:
+            saved = None
+        self._reader = None
+        announce_epoch(self.loader, epoch)
+        consumed, batches = (0, 0) if saved is None else place_in(self.loader, saved)
+        if consumed == 0:
+            restore_own((saved or {}).get("own") or {}, own_generators(self.loader))
+            saved = None
+        self.epoch = epoch
+        self._reader = open_reader(self.loader, consumed, batches, saved)
+        self.consumed, self.batches = consumed, batches
+
+    def draw(self) -> tuple[list[Any], Any]:
+        """The next window: (micro-batches, what they were counted as); no batches at the end of the epoch."""
+        reader = self._reader
+        if reader is None:
+            return [], None
+        window = self.collect(itertools.islice(reader, self.accumulation), self.accumulation)
+        self.consumed, self.batches = reader.consumed, reader.batches
+        return window
+
+    def finish_epoch(self) -> None:
+        """Count this epoch as done: a position saved from now on is the start of the next one."""
+        self._reader = None
+        self.epoch, self.consumed, self.batches = self.epoch + 1, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, JSON-able: epoch, samples and micro-batches consumed, and what the loader's kind needs."""
+        if self._saved is not None:
+            return dict(self._saved)
+        place = self._reader.place() if self._reader is not None else self._generators()
+        return {
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "batches": self.batches,
+            "batch_size": getattr(self.loader, "batch_size", None),
+            **place,
+        }
+
+    def _generators(self) -> dict[str, Any]:
+        """The generators that someone else's loader draws the orders of epochs from."""
+        own = own_generators(self.loader)
+        if isinstance(self.loader, IndexedLoader | StreamLoader):
+            own.pop("loader", None)
+        return {"own": capture_own(own)} if own else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position at the next `start_epoch` of its epoch. Only `epoch` and `consumed` are needed."""
+        saved = dict(state)
+        if self.ignore_data_skip:
+            saved = {"epoch": saved["epoch"], "consumed": 0, "batches": 0}
+        self._saved = saved
+        self.epoch, self.consumed, self.batches = saved["epoch"], saved["consumed"], saved.get("batches", 0)
+
+    def close(self) -> None:
+        """Shut the workers down."""
+        self._reader = None
+        if isinstance(self.loader, IndexedLoader | StreamLoader):
+            self.loader.close()
+
+
+def open_reader(loader: Any, consumed: int, batches: int, saved: Saved | None) -> Reader:
+    """The reader for this kind of loader, at its place."""
+    kind: Callable[[Any, int, int, Saved | None], Reader] = ReplayReader
+    if isinstance(loader, IndexedLoader):
+        kind = IndexReader
+    elif isinstance(loader, StreamLoader):
+        kind = StreamedReader
+    elif is_stateful(loader):
+        kind = StatefulReader
+    return kind(loader, consumed, batches, saved)
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether a loader keeps its own position. Loaders that accelerate prepared say so by an attribute."""
+    offers = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+    return offers and bool(getattr(loader, "use_stateful_dataloader", True))
+
+
+def announce_epoch(loader: Any, epoch: int) -> None:
+    """Tell the epoch to everything that shuffles by it, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inner = [getattr(batch_sampler, name, None) for name in ("batch_sampler", "sampler")]
+    holders = [loader, batch_sampler, *inner, getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
+    if isinstance(loader, IndexedLoader):
+        holders = [loader, loader.dataset]
+    elif isinstance(loader, StreamLoader):
+        holders = [loader]
+    told: list[Any] = []
+    for holder in holders:
+        if holder is not None and not any(holder is other for other in told):
+            told.append(holder)
+            set_epoch(holder, epoch)
+
+
+def place_in(loader: Any, saved: Saved) -> tuple[int, int]:
+    """(samples, micro-batches) consumed; micro-batches of the present size, so that the epoch ends at its length."""
+    consumed, batches = int(saved["consumed"]), int(saved.get("batches", 0))
+    batch_size = getattr(loader, "batch_size", None)
+    if batch_size is None or batch_size == saved.get("batch_size"):
+        return consumed, batches
+    num_samples, num_batches = sample_count(loader), loader_length(loader)
+    if num_samples is None or num_batches is None or isinstance(loader, StreamLoader):
+        return consumed, consumed // batch_size
+    left = max(num_samples - consumed, 0)
+    drops = bool(getattr(loader, "drop_last", False)) if isinstance(loader, DataLoader) else False
+    return consumed, max(num_batches - (left // batch_size if drops else -(-left // batch_size)), 0)

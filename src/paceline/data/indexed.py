@@ -1,0 +1,192 @@
+"""Loading datasets with an index: batches of indices that can start anywhere, and seeded workers."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+
+from paceline.data.generators import seed_generators
+from paceline.data.sampling import RebalancedBatches, skip_samples
+
+
+class SeededIndices(list[int]):
+    """The indices of one batch, and the key that a worker seeds its generators with before it reads them."""
+
+    key: tuple[int, int]  # epoch, samples of the epoch before this batch
+
+
+class SeededItems(Dataset[Any]):
+    """A dataset as workers see it: random augmentation depends on (seed, epoch, position), never on the worker.
+
+    So it is the same whatever the number of workers, however far they read ahead, and after a restart.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self.epoch: int | None = None
+
+    def __getitems__(self, indices: SeededIndices) -> list[Any]:
+        epoch, position = indices.key
+        seed_generators(self.seed, epoch, position)
+        if epoch != self.epoch:  # a worker that lives on has the dataset of the epoch it was started in
+            self.epoch = epoch
+            set_epoch(self.dataset, epoch)
+        read_many = getattr(self.dataset, "__getitems__", None)
+        if callable(read_many):
+            rows: list[Any] = read_many(list(indices))
+            return rows
+        return [self.dataset[index] for index in indices]
+
+
+class IndexBatches(Sampler[list[int]]):
+    """Batches of indices from any sampler, and how many samples each holds, in the order they are handed out.
+
+    Args:
+        sampler: gives indices; or lists of them, if `batch_size` is None.
+        batch_size: samples per batch.
+        drop_last: leave out a last batch that is smaller.
+        is_seeded: attach to each batch what a worker seeds its generators with.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int | None, drop_last: bool, is_seeded: bool) -> None:
+        self.sampler, self.batch_size = sampler, batch_size
+        self.drop_last, self.is_seeded = drop_last, is_seeded
+        self.sizes: deque[int] = deque()  # of the batches handed out by the latest iteration
+        self._epoch = 0
+        self._start = 0
+        self._opened: Iterator[Any] | None = None
+
+    @property
+    def is_positionable(self) -> bool:
+        """Whether the sampler can start anywhere, and says what its order depends on."""
+        return all(hasattr(self.sampler, name) for name in ("set_position", "state_dict", "load_state_dict"))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        self._epoch, self._start, self._opened = epoch, 0, None
+        set_epoch(self.sampler, epoch)
+
+    def set_position(self, consumed: int) -> None:
+        """Leave out the first `consumed` samples in the next pass.
+
+        A sampler that can only be read from its start is read at once, so that a generator it draws from is used
+        here and now. No sample is read.
+        """
+        self._start = consumed
+        if hasattr(self.sampler, "set_position"):
+            self.sampler.set_position(consumed)
+        elif self.batch_size is None:
+            self._opened = iter(skip_samples(self.sampler, consumed))
+        else:
+            self._opened = iter(self.sampler)
+            for _ in itertools.islice(self._opened, consumed):
+                pass
+
+    def forget_position(self) -> None:
+        """Let the passes after this one start at the beginning; those that are open go on."""
+        self._start, self._opened = 0, None
+        if hasattr(self.sampler, "set_position"):
+            self.sampler.set_position(0)
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        num = len(self.sampler)
+        if self.batch_size is None:
+            return num
+        return num // self.batch_size if self.drop_last else -(-num // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # not spent here: a DataLoader with workers asks for two iterators and reads the second
+        source = self._opened if self._opened is not None else iter(self.sampler)
+        self.sizes = sizes = deque[int]()
+        return self._walk(source, sizes, self._start)
+
+    def _walk(self, source: Iterator[Any], sizes: deque[int], position: int) -> Iterator[list[int]]:
+        epoch, batch_size = self._epoch, self.batch_size
+        while True:
+            batch: list[int]
+            if batch_size is None:
+                batch = next(source, [])
+            else:
+                batch = list(itertools.islice(source, batch_size))
+                if self.drop_last and len(batch) < batch_size:
+                    return
+            if not batch:
+                return
+            sizes.append(len(batch))
+            if self.is_seeded:
+                seeded = SeededIndices(batch)
+                seeded.key = (epoch, position)
+                position += len(batch)
+                batch = seeded
+            yield batch
+
+
+class IndexedLoader(DataLoader[Any]):
+    """A DataLoader over a dataset with an index, whose next pass can start at any sample.
+
+    The attributes are those of the DataLoader that a user would have built. Batches come from an inner one, over
+    `IndexBatches` and, with workers, `SeededItems`; without workers nothing is added to the path of a batch, and
+    augmentation draws from this process's generators as usual.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        sampler: Any,
+        batch_size: int,
+        drop_last: bool,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        options: dict[str, Any],
+    ) -> None:
+        gives_batches = isinstance(sampler, BatchSampler | RebalancedBatches)
+        if gives_batches:
+            shape: dict[str, Any] = {"batch_sampler": sampler}
+        else:
+            shape = {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last}
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        super().__init__(dataset, collate_fn=collate, generator=generator, **shape, **options)
+        self.seed = seed
+        self.batches = IndexBatches(
+            sampler, None if gives_batches else batch_size, not gives_batches and drop_last, bool(self.num_workers)
+        )
+        self._options = options
+        self._inner: DataLoader[Any] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        self.batches.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        if self._inner is None:
+            self._inner = DataLoader(
+                SeededItems(self.dataset, self.seed) if self.num_workers else self.dataset,
+                batch_sampler=self.batches,
+                collate_fn=self.collate_fn,
+                generator=self.generator,
+                **self._options,
+            )
+        iterator = iter(self._inner)
+        self.batches.forget_position()
+        return iterator
+
+    def close(self) -> None:
+        """Let go of workers that were kept for the next epoch."""
+        self._inner = None
+
+
+def set_epoch(holder: Any, epoch: int) -> None:
+    """Call `set_epoch` where it exists."""
+    method = getattr(holder, "set_epoch", None)
+    if callable(method):
+        method(epoch)

@@ -1,0 +1,140 @@
+"""From a dataset to a loader, as the arguments ask: workers, pinning, prefetching, and an order that can be resumed.
+
+The loaders draw from generators of their own: building or iterating one leaves the global generators alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from paceline.data.batches import batch_size_of, split_batch
+from paceline.data.feed import Feed
+from paceline.data.indexed import IndexedLoader
+from paceline.data.lengths import loader_length, sample_count
+from paceline.data.sampling import has_length, sequential_sampler
+from paceline.data.stream import StreamLoader
+
+__all__ = ["Feed", "batch_size_of", "loader_length", "make_loader", "sample_count", "split_batch"]
+
+logger = logging.getLogger(__name__)
+
+
+def make_loader(
+    dataset: Any,
+    *,
+    batch_size: int,
+    sampler: Any,
+    collate: Callable[[list[Any]], Any],
+    args: Any,
+    train: bool,
+    seed: int,
+) -> DataLoader[Any]:
+    """A DataLoader over any dataset.
+
+    Args:
+        dataset: with an index and a length (a list does), or an iterable of samples.
+        batch_size: samples per batch; a sampler that gives whole batches has its own.
+        sampler: gives indices, or batches of them; None: as the samples lie. Not used for streams.
+        collate: a list of samples to a batch.
+        args: the `dataloader_*` options are read.
+        train: whether the loader is to be resumed exactly; evaluation always runs from the start.
+        seed: of the workers' generators. They are seeded before each batch from (seed, epoch, samples before it).
+            Without workers, augmentation draws from this process's generators, as usual.
+
+    Raises:
+        ValueError: an option that needs workers was given without them; a dataset that is neither kind.
+    """
+    options = worker_options(args)
+    if train and not args.dataloader_in_order:
+        logger.warning(
+            "dataloader_in_order=False: batches come as workers finish them, so neither two runs nor a resumed run "
+            "see them in the same order."
+        )
+    drop_last = bool(args.dataloader_drop_last) and train  # every sample is evaluated, and predicted for
+    if is_stream(dataset):
+        return StreamLoader(
+            dataset, batch_size=batch_size, drop_last=drop_last, collate=collate, seed=seed, options=options
+        )
+    if not hasattr(dataset, "__getitem__") or (sampler is None and not has_length(dataset)):
+        raise ValueError(
+            f"A dataset of type {type(dataset).__name__} can be neither read by index nor iterated. Give it __len__ "
+            "and __getitem__, or __iter__."
+        )
+    return IndexedLoader(
+        dataset,
+        sampler=sampler if sampler is not None else sequential_sampler(len(dataset)),
+        batch_size=batch_size,
+        drop_last=drop_last,
+        collate=collate,
+        seed=seed,
+        options=options,
+    )
+
+
+def check_dataset(dataset: Any) -> None:
+    """Refuse what is often taken for a data set.
+
+    Raises:
+        TypeError: it is a loader, or a dict; the message says what to pass instead.
+    """
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "A DataLoader was given as a dataset: pass its `.dataset` (and its collate_fn as data_collator), or "
+            "override get_train_dataloader or get_eval_dataloader to use the loader as it is."
+        )
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        raise TypeError(
+            f"A {type(dataset).__name__} with {', '.join(map(str, list(dataset)[:8]))} was given as a dataset: pass "
+            "one of its splits, or, if these are columns, a list of samples, each a dict."
+        )
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether samples come by iterating only: an IterableDataset, or any iterable without an index or a length."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    if hasattr(dataset, "__getitem__") and has_length(dataset):
+        return False
+    return hasattr(dataset, "__iter__")
+
+
+def worker_options(args: Any) -> dict[str, Any]:
+    """The options that DataLoader takes about workers and memory, checked.
+
+    Raises:
+        ValueError: an option that only means something with workers, without workers.
+    """
+    num_workers = int(args.dataloader_num_workers)
+    if num_workers == 0:
+        needing = {
+            "dataloader_prefetch_factor": None,
+            "dataloader_persistent_workers": False,
+            "dataloader_multiprocessing_context": None,
+        }
+        for name, neutral in needing.items():
+            if getattr(args, name) != neutral:
+                raise ValueError(
+                    f"{name}={getattr(args, name)!r} needs workers: set dataloader_num_workers to 1 or more, or leave "
+                    f"{name} at {neutral!r}."
+                )
+    return {
+        "num_workers": num_workers,
+        "pin_memory": bool(args.dataloader_pin_memory) and can_pin(args),
+        "persistent_workers": bool(args.dataloader_persistent_workers),
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "in_order": bool(args.dataloader_in_order),
+    }
+
+
+def can_pin(args: Any) -> bool:
+    """Whether pinned memory speeds anything up: there is an accelerator with memory of its own, and it is used."""
+    if args.use_cpu or not torch.accelerator.is_available():
+        return False
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type != "mps"

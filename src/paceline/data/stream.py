@@ -1,0 +1,328 @@
+"""Loading datasets without an index: streams, split over seeded workers, with a position that can be restored.
+
+A stream with `state_dict` and `load_state_dict` is asked for its place; one without is read again from its start.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from paceline.data.generators import seed_generators
+from paceline.data.indexed import set_epoch
+from paceline.data.parts import Part, Share, Watch, next_part, open_parts
+
+logger = logging.getLogger(__name__)
+
+FIRST_REPORT, REPORT_EVERY = 1.0, 10.0  # seconds of reading again, before saying how long it will take
+
+
+class Delivery(NamedTuple):
+    """What a worker hands over. Without samples, it only takes the worker's turn."""
+
+    worker: int
+    num_samples: int
+    place: dict[str, Any]  # where this worker stands after it: num_read, is_shared, is_ended, dataset
+    batch: Any
+
+
+class Stream(IterableDataset[Any]):
+    """Batches of a stream, made where it is read: in the workers, or in this process if there are none.
+
+    Args:
+        dataset: any iterable of samples.
+        batch_size: samples per batch.
+        drop_last: leave out a last batch that is smaller (of each worker).
+        collate: samples to batch.
+        seed: of the workers' generators; a batch is made under (seed, epoch, worker, samples read).
+        clock: int64 of shape (2,), shared with the workers: the epoch, and which pass over the loader this is.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        drop_last: bool,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        clock: torch.Tensor,
+    ) -> None:
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self.collate, self.seed, self.clock = collate, seed, clock
+        self.asks = restores_exactly(dataset)
+        self.resume: dict[str, Any] | None = None  # the position to start from, in the pass `resume["pass"]`
+
+    def __iter__(self) -> Iterator[Delivery]:
+        epoch, number = self.clock.tolist()
+        resume = self.resume if self.resume is not None and self.resume["pass"] == number else None
+        info = get_worker_info()
+        if resume is not None and is_cut_otherwise(resume, info.num_workers if info is not None else 0):
+            return self._read_parts(resume, epoch, info)
+        if info is None:
+            place = resume["workers"][0] if resume is not None else None
+            return self._read_here(self._open(self.dataset, place), place)
+        worker, num_workers = info.id, info.num_workers
+        watch = Watch(info)
+        object.__setattr__(info, "dataset", self.dataset)  # what a stream finds there is itself, as usual
+        place = resume["workers"][worker] if resume is not None else None
+        seed_generators(self.seed, epoch, worker)
+        set_epoch(self.dataset, epoch)
+        share = Share(self._open(self.dataset, place, is_quiet=worker > 0), watch, worker, num_workers)
+        if place is not None:
+            share.num_read, share.is_shared = place["num_read"], place["is_shared"]
+        had_its_turn = resume is not None and worker <= resume["last"]
+        return self._read_share(share, epoch, had_its_turn)
+
+    def _read_parts(self, resume: Mapping[str, Any], epoch: int, info: Any) -> Iterator[Delivery]:
+        """Finish the parts of other workers; see `paceline.data.parts`."""
+        reader, num_readers = (info.id, info.num_workers) if info is not None else (0, 1)
+        if info is not None:
+            seed_generators(self.seed, epoch, reader)
+            set_epoch(self.dataset, epoch)
+
+        def start(dataset: Any, place: Mapping[str, Any] | None) -> Iterator[Any]:
+            return self._open(dataset, place, is_quiet=reader > 0)
+
+        parts = open_parts(self.dataset, resume, reader, num_readers, start)
+        had_its_turn = info is not None and resume["last"] >= 0 and reader <= resume["last"] % num_readers
+        return self._walk_parts(parts, epoch, had_its_turn, is_seeded=info is not None)
+
+    def _walk_parts(self, parts: list[Part], epoch: int, had_its_turn: bool, is_seeded: bool) -> Iterator[Delivery]:
+        if had_its_turn:
+            yield Delivery(0, 0, {}, None)
+        while parts:
+            part = next_part(parts)
+            share = part.share
+            if is_seeded:
+                seed_generators(self.seed, epoch, part.worker, share.num_read)
+            samples = part.take(self.batch_size)
+            if not samples or (self.drop_last and len(samples) < self.batch_size):
+                parts.remove(part)
+                continue
+            yield self._deliver(part.dataset, share, samples)
+
+    def _deliver(self, dataset: Any, share: Share, samples: list[Any]) -> Delivery:
+        batch = self.collate(samples)
+        place = {
+            "num_read": share.num_read,
+            "is_shared": share.is_shared,
+            "is_ended": len(samples) < self.batch_size,
+            "dataset": dataset.state_dict() if self.asks else None,
+        }
+        return Delivery(share.worker, len(samples), place, batch)
+
+    def _open(self, dataset: Any, place: Mapping[str, Any] | None, is_quiet: bool = False) -> Iterator[Any]:
+        """The stream's iterator at a place: restored, or read up to there."""
+        if place is not None and place["is_ended"]:
+            return iter(())  # a dataset at its end may already say that it stands at the start
+        is_restored = place is not None and place.get("dataset") is not None
+        if place is not None and is_restored:
+            dataset.load_state_dict(place["dataset"])
+        source: Iterator[Any] = iter(dataset)
+        if place is not None and not is_restored:
+            reread(source, place["num_read"], "samples", is_quiet)
+        return source
+
+    def _read_here(self, source: Iterator[Any], start: Mapping[str, Any] | None) -> Iterator[Delivery]:
+        num_read = start["num_read"] if start is not None else 0
+        while samples := self._take(source):
+            num_read += len(samples)
+            is_ended = len(samples) < self.batch_size
+            place = {"num_read": num_read, "is_shared": True, "is_ended": is_ended, "dataset": None}
+            yield Delivery(0, len(samples), place, self.collate(samples))
+
+    def _read_share(self, share: Share, epoch: int, had_its_turn: bool) -> Iterator[Delivery]:
+        if had_its_turn:
+            yield Delivery(share.worker, 0, {}, None)
+        while True:
+            seed_generators(self.seed, epoch, share.worker, share.num_read)
+            samples = self._take(share)
+            if not samples:
+                return
+            yield self._deliver(self.dataset, share, samples)
+
+    def _take(self, source: Iterator[Any]) -> list[Any]:
+        samples = list(itertools.islice(source, self.batch_size))
+        return [] if self.drop_last and len(samples) < self.batch_size else samples
+
+
+class StreamLoader(DataLoader[Any]):
+    """A DataLoader over a stream, whose position in samples can be saved and restored.
+
+    The attributes are those of the DataLoader that a user would have built; batches come from an inner one.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        drop_last: bool,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        options: dict[str, Any],
+    ) -> None:
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        super().__init__(
+            dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=collate, generator=generator, **options
+        )
+        self.seed = seed
+        self.clock = torch.zeros(2, dtype=torch.int64, device="cpu")
+        if self.num_workers:
+            self.clock.share_memory_()  # type: ignore[no-untyped-call]
+        self._options = options
+        self._inner: DataLoader[Any] | None = None
+        self._resume: dict[str, Any] | None = None
+        self._before: list[Any] = []  # the dataset's own state before one was loaded into it
+
+    @property
+    def restores(self) -> bool:
+        """Whether the stream can be put back to a place without reading it again."""
+        return restores_exactly(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        self.clock[0] = epoch
+        self._resume = None
+        set_epoch(self.dataset, epoch)
+
+    def set_position(self, position: Mapping[str, Any]) -> None:
+        """Start the next pass at a position that a `StreamReader` gave.
+
+        One that was taken with another number of workers is gone on from in the parts of those workers.
+
+        Raises:
+            ValueError: it was, and the stream did not share itself out: each part would read all of it again.
+        """
+        saved = position["num_workers"]
+        if is_cut_otherwise(position, self.num_workers):
+            if saved > 1 and any(place is not None and not place["is_shared"] for place in position["workers"]):
+                raise ValueError(
+                    f"dataloader_num_workers={self.num_workers}: the checkpoint was written in the middle of a stream "
+                    f"that {saved} workers shared, each of which reads the whole stream and keeps its part. Resume "
+                    f"with dataloader_num_workers={saved}, or set ignore_data_skip=True to begin the epoch anew. A "
+                    "stream whose __iter__ chooses its part by torch.utils.data.get_worker_info() (as datasets streams "
+                    "of several shards do) can change the number."
+                )
+            logger.info("The rest of this epoch is read in the %d parts that it was begun in.", max(saved, 1))
+        self._resume = dict(position)
+
+    def open(self) -> StreamReader:
+        """Start a pass: what has to be read again is read now, if there are no workers."""
+        resume, self._resume = self._resume, None
+        self.clock[1] += 1
+        if resume is not None:
+            resume["pass"] = int(self.clock[1])
+            if not self.num_workers and self.restores:
+                self._before = [self.dataset.state_dict()]  # type: ignore[attr-defined]
+            self._inner = None  # workers that live on cannot be sent a position
+        if self._inner is None:
+            stream = Stream(self.dataset, self.batch_size or 1, self.drop_last, self.collate_fn, self.seed, self.clock)
+            stream.resume = resume
+            self._inner = DataLoader(
+                stream, batch_size=None, collate_fn=hand_over, generator=self.generator, **self._options
+            )
+        return StreamReader(self, iter(self._inner), resume)
+
+    def __iter__(self) -> Any:
+        return self.open()
+
+    def close(self) -> None:
+        """Let go of workers that were kept for the next epoch, and of a state that was loaded into the dataset."""
+        self._inner = None
+        if self._before:
+            self.dataset.load_state_dict(self._before.pop())  # type: ignore[attr-defined]
+
+
+class StreamReader:
+    """One pass over a `StreamLoader`; its position is that of the batches taken, not of those made ahead."""
+
+    def __init__(self, loader: StreamLoader, deliveries: Iterator[Delivery], resume: Mapping[str, Any] | None) -> None:
+        self.loader, self.deliveries = loader, deliveries
+        self.num_workers: int = resume["num_workers"] if resume else loader.num_workers
+        if max(self.num_workers, loader.num_workers) <= 1:
+            self.num_workers = loader.num_workers  # none and one read alike
+        self.places: list[dict[str, Any] | None] = (
+            list(resume["workers"]) if resume else [None] * max(self.num_workers, 1)
+        )
+        self.last: int = resume["last"] if resume else -1
+        self.sizes: deque[int] = deque()  # of the batches taken from here and not yet counted
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            worker, num_samples, place, batch = next(self.deliveries)
+            if num_samples:
+                self.sizes.append(num_samples)
+                self.places[worker], self.last = place, worker
+                return batch
+
+    def position(self) -> dict[str, Any]:
+        """Where the stream stands after the batches taken so far; JSON-able if the dataset's state is."""
+        loader, places, num_workers = self.loader, self.places, self.num_workers
+        if not loader.num_workers and not num_workers and loader.restores and places[0] is not None:
+            places = [{**places[0], "dataset": loader.dataset.state_dict()}]  # type: ignore[attr-defined]
+        last = self.last if max(num_workers, loader.num_workers) > 1 else -1  # one reader alone is always next
+        return {"num_workers": num_workers, "last": last, "workers": places}
+
+
+def is_cut_otherwise(position: Mapping[str, Any], num_workers: int) -> bool:
+    """Whether a position was taken with another number of workers (none and one read alike)."""
+    return max(int(position["num_workers"]), 1) != max(num_workers, 1)
+
+
+def hand_over(delivery: Any) -> Any:
+    """Collation of what is a batch already."""
+    return delivery
+
+
+def restores_exactly(dataset: Any) -> bool:
+    """Whether a stream offers its state, and the state is all of it.
+
+    `datasets` streams leave out what lies in a shuffle buffer, so one with such a buffer is read again instead.
+    """
+    offers = callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
+    is_whole = getattr(dataset, "restores_exactly", True)  # a stream around another may say so of that
+    return offers and bool(is_whole) and not has_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
+
+
+def has_shuffle_buffer(link: Any) -> bool:
+    """Whether a chain of `datasets` iterables holds a shuffle buffer."""
+    if link is None:
+        return False
+    if "BufferShuffled" in type(link).__name__:
+        return True
+    links = [getattr(link, "ex_iterable", None), *(getattr(link, "ex_iterables", None) or ())]
+    return any(has_shuffle_buffer(inner) for inner in links)
+
+
+def reread(source: Iterator[Any], count: int, unit: str, is_quiet: bool = False) -> int:
+    """Read and drop `count` items, saying what it costs and how to avoid it. Returns how many there were."""
+    if not is_quiet and count:
+        logger.warning(
+            "This data cannot be put back to its place: reading the first %d %s again. To avoid it, give the dataset "
+            "(or loader) state_dict() and load_state_dict(), or set ignore_data_skip=True to begin the epoch anew.",
+            count,
+            unit,
+        )
+    start = time.monotonic()
+    next_report, done = start + FIRST_REPORT, 0
+    for _ in itertools.islice(source, count):
+        done += 1
+        now = time.monotonic()
+        if now > next_report and not is_quiet:
+            next_report = now + REPORT_EVERY
+            left = (now - start) / done * (count - done)
+            logger.warning("Read %d of %d %s again; %.0f s to go.", done, count, unit, left)
+    if not is_quiet and count:
+        logger.warning("Read %d %s again in %.1f s.", done, unit, time.monotonic() - start)
+    return done

@@ -1,0 +1,1 @@
+"""Where tensors live: the world of processes, precision, strategies, random state."""

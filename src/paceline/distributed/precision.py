@@ -1,0 +1,124 @@
+"""Precision: in which type the forward pass runs, and how a gradient survives it. Four verbs, held by the strategy."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class Precision:
+    """Full precision: the model computes in the type of its own parameters.
+
+    Attributes:
+        scales: whether losses are scaled; where not, `scale` and `unscale` need not be called.
+        autocasts: whether `context` does anything.
+        has_rescaled: whether the last update was left out only to find a loss scale that fits.
+    """
+
+    scales = False
+    autocasts = False
+    has_rescaled = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def context(self) -> AbstractContextManager[Any]:
+        """The context of a forward pass; a fresh one at each call, so that a user may nest them."""
+        return nullcontext()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call `backward` on."""
+        return loss
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Bring the gradients to their true size, before they are clipped or looked at."""
+
+    def step(self, optimizer: Optimizer, is_bad: torch.Tensor | None = None) -> bool:
+        """Update the parameters, unless `is_bad` holds (0-dim, on the device). Returns whether the update was applied.
+
+        A fused optimizer takes the flag on the device, and the answer is True whatever it says; for others it is read.
+        """
+        if is_bad is None:
+            optimizer.step()
+            return True
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            if bool(is_bad):
+                return False
+            optimizer.step()
+            return True
+        fused: Any = optimizer
+        fused.grad_scale, fused.found_inf = None, is_bad.to(torch.float32)
+        try:
+            optimizer.step()
+        finally:
+            del fused.grad_scale, fused.found_inf
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+class BFloat16(Precision):
+    """Mixed precision in bfloat16: matrix products in 16 bits, parameters and gradients as they are."""
+
+    autocasts = True
+
+    def context(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+
+class Float16(Precision):
+    """Mixed precision in float16 with a loss scale that adapts (Micikevicius et al., 2018, arXiv:1710.03740).
+
+    An update whose gradients overflowed is not applied and the scale is lowered. Deciding that reads back from
+    the device at each update: the price of float16, which bfloat16 does not pay.
+    """
+
+    scales = True
+    autocasts = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.scaler = torch.amp.GradScaler(device.type)
+        self._scale: float | None = None  # as it was read after the last update
+
+    def context(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, dtype=torch.float16)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.scaler.scale(loss)
+        return scaled
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, is_bad: torch.Tensor | None = None) -> bool:
+        # the scaler looks at every gradient itself, and lowers the scale when one overflowed. Whether it called
+        # optimizer.step tells nothing: a fused optimizer is always called, and decides on the device.
+        before = self.scaler.get_scale() if self._scale is None else self._scale
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        self._scale = self.scaler.get_scale()
+        # below 1 it is not the scale that makes a gradient overflow
+        self.has_rescaled = self._scale < before and before > 1
+        return self._scale >= before
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self.scaler.load_state_dict(state)
+            self._scale = None
+
+
+def make_precision(name: str, device: torch.device) -> Precision:
+    """`full`, `bf16` or `fp16`, as `Plan.precision` says it."""
+    kinds: dict[str, type[Precision]] = {"full": Precision, "bf16": BFloat16, "fp16": Float16}
+    return kinds[name](device)

@@ -1,0 +1,115 @@
+"""Where tensors live. The Strategy contract is in `core.contracts`; here is the strategy of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.data.prefetch import move_to_device
+from paceline.distributed.precision import Precision
+from paceline.distributed.world import World
+
+
+@dataclass
+class Prepared:
+    """What a strategy made of a model: the module to call, and the optimizer over its parameters."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+
+
+class SingleDevice:
+    """One process, one device: nothing is sharded, nothing is reduced."""
+
+    holds_back = False
+
+    def __init__(self, world: World, precision: Precision) -> None:
+        self.world = world
+        self.device = world.device
+        self.precision = precision
+        self.optimizer: Optimizer | None = None
+        self.parameters: list[nn.Parameter] = []
+        # the batch, its tensors on the device; one call, since this is on the path of every step
+        self.place: Callable[[Any], Any] = partial(move_to_device, device=self.device, non_blocking=True)
+
+    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
+        """Put the model on the device and make its optimizer there."""
+        self.parameters = list(model.parameters())
+        self.optimizer = make_optimizer(model) if make_optimizer is not None else None
+        return Prepared(model, self.optimizer)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast, or nothing."""
+        return self.precision.context()
+
+    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
+        """The context of one forward and backward: nothing to hold back, there is nobody to reduce with."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of `loss`."""
+        if self.precision.scales:
+            loss = self.precision.scale(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def clip(self, max_norm: float) -> Tensor | None:
+        """Unscale the gradients and clip them to a total 2-norm of `max_norm` (0: leave them).
+
+        Returns:
+            The norm before clipping, a 0-dim tensor on the device; None when nothing was asked.
+        """
+        assert self.optimizer is not None
+        if self.precision.scales:
+            self.precision.unscale(self.optimizer)
+        if max_norm <= 0:
+            return None
+        return nn.utils.clip_grad_norm_(self.parameters, max_norm)
+
+    def step(self, is_bad: Tensor | None = None) -> bool:
+        """Update the parameters, unless `is_bad` (0-dim, on the device). Returns whether that is known to be done."""
+        assert self.optimizer is not None
+        return self.precision.step(self.optimizer, is_bad)
+
+    def data_coordinates(self) -> tuple[int, int]:
+        """(rank, size) of this process among those that read different data."""
+        return 0, 1
+
+    def stateful(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside model and optimizer."""
+        return {"precision": self.precision}
+
+    def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """The whole model's state, on the device it lives on."""
+        return model.state_dict()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The module as the user gave it: what torch.compile and parallel wrappers put around it is taken off."""
+        inner = getattr(model, "_orig_mod", model)
+        assert isinstance(inner, nn.Module)
+        return inner
+
+
+def choose_strategy(world: World, precision: Precision) -> SingleDevice:
+    """The strategy for this world."""
+    return SingleDevice(world, precision)
+
+
+def empty_device_cache(device: torch.device) -> None:
+    """Give cached device memory back to the driver; nothing to do on the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is an accelerator's out-of-memory error: by its type or, for backends without one, by its words."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    words = ("out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "can't allocate memory")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

@@ -1,0 +1,534 @@
+"""Evaluation and prediction: forward passes without gradients, sums of losses, rows of predictions, metrics."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.callbacks.memory import format_bytes
+from paceline.core.contracts import Strategy
+from paceline.core.metrics import jsonable, prefix_metrics, speed_metrics
+from paceline.core.outputs import EvalLoopOutput, EvalPrediction
+from paceline.core.rows import RowCollector
+from paceline.core.signals import Interrupted
+from paceline.core.spill import Spill
+from paceline.core.streaming import StreamingMetric, is_streaming
+from paceline.data.loading import batch_size_of, loader_length
+from paceline.distributed.strategy import is_out_of_memory
+from paceline.model.loss import Counts, LossRule, Meaning
+from paceline.model.objective import compute_loss_with_outputs
+from paceline.model.outputs import detach, read_predictions
+from paceline.model.signature import innermost
+
+if TYPE_CHECKING:
+    from paceline.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+# a list of these is one row per sample, not a nest
+ROW_TYPES = (str, bytes, int, float, bool, np.generic)
+
+ADVICE_ON_MEMORY = (
+    "Out of memory while evaluating a batch of {} samples. Set a smaller per_device_eval_batch_size; where predictions "
+    "pile up on the device, eval_accumulation_steps=1; where they are not needed, prediction_loss_only=True, or "
+    "preprocess_logits_for_metrics to keep less of them."
+)
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What the arguments ask of an evaluation.
+
+    Attributes:
+        concatenate: one array per output (False: a list of batches).
+        streaming: metrics are taken batch by batch: `compute_metrics` is called with `compute_result`, or driven as a
+            `StreamingMetric`.
+        include: which of `inputs` and `loss` the metrics get.
+        host_every: move predictions to the host every so many batches.
+        dtype: cast the whole model to this type while it is evaluated; None leaves it.
+        spill_bytes: what is kept for the end goes to disk past so many bytes; None: never.
+        spill_folder: where to, when the system's temporary folder lies in memory.
+    """
+
+    concatenate: bool = True
+    streaming: bool = False
+    include: tuple[str, ...] = ()
+    host_every: int = 1
+    dtype: torch.dtype | None = None
+    spill_bytes: int | None = None
+    spill_folder: str | None = None
+
+
+@dataclass
+class ReadingSum:
+    """The losses so far under one reading of what they are: their sum, its weight, and what the model divided by."""
+
+    total: Any = 0.0
+    weight: float = 0.0
+    divisors: float = 0.0
+
+    def add(self, meaning: Meaning, loss: Tensor, counts: Counts, num_items: Any) -> None:
+        """Add one batch; one without weight adds nothing, whatever its loss."""
+        weight = meaning.weigh(counts.labels, counts.samples)
+        if weight == 0:
+            return
+        divisor = float(num_items) if meaning.scaled and num_items is not None else float(weight)
+        self.total = self.total + loss * divisor
+        self.weight += weight
+        self.divisors += divisor
+
+
+class LossSum:
+    """The weighted mean of the losses of any number of batches; the same for every way to cut the samples into batches.
+
+    While several readings of the loss still agree, each batch is weighed under all of them, so that what a later
+    batch decides counts for the earlier ones too. What is kept is one sum per reading, however many batches there are.
+    """
+
+    def __init__(self, rule: LossRule) -> None:
+        self.rule = rule
+        self._sums: dict[Meaning, ReadingSum] = {}
+
+    def add(self, loss: Tensor, counts: Counts, num_items: Any) -> None:
+        """Add one batch; nothing is read back from the device."""
+        loss = loss.detach().double() if loss.device.type != "mps" else loss.detach()
+        readings = [self.rule.meaning] if self.rule.is_settled else self.rule.held or [self.rule.meaning]
+        self._sums = {meaning: self._sum_under(meaning) for meaning in readings}
+        for meaning, reading in self._sums.items():
+            reading.add(meaning, loss, counts, num_items)
+
+    def _sum_under(self, meaning: Meaning) -> ReadingSum:
+        """The sum so far; of a reading that was not followed so far, that of the likeliest one that was."""
+        return self._sums.get(meaning) or replace(next(iter(self._sums.values()), ReadingSum()))
+
+    def mean(self) -> float | None:
+        """The mean loss; None when no batch had one. Waits for the device."""
+        if not self._sums:
+            return None
+        reading = self._sum_under(self.rule.meaning)
+        # a divisor that was never seen to hold is taken at its word
+        weight = reading.weight if self.rule.is_verified else reading.divisors
+        return float(reading.total) / weight if weight > 0 else None
+
+
+class EvaluationLoop:
+    """Runs a model over batches.
+
+    Args:
+        model: as the strategy prepared it.
+        strategy: where its tensors live.
+        rule: weighs losses.
+        prediction_step: the Trainer's, bound: `(model, inputs, loss_only, ignore_keys) -> (loss, logits, labels)`.
+        count_items: `(batches) -> num_items_in_batch` as the model gets it, or None.
+        compute_metrics: `(EvalPrediction) -> dict`, with `compute_result` when streaming, or a `StreamingMetric`; None:
+            the loss only.
+        preprocess_logits: `(logits, labels) -> what is kept`.
+        options: what the arguments ask.
+        name_inputs: gives the values of a tuple batch the names of forward's parameters.
+        on_step: called after each batch (fires on_prediction_step).
+        is_stopping: whether the run was asked to stop.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        strategy: Strategy,
+        rule: LossRule,
+        prediction_step: Callable[..., tuple[Any, Any, Any]],
+        count_items: Callable[[Sequence[Any]], Any],
+        compute_metrics: Callable[..., dict[str, Any]] | StreamingMetric | None,
+        preprocess_logits: Callable[[Any, Any], Any] | None,
+        options: EvaluationOptions,
+        name_inputs: Callable[[Any], Any],
+        on_step: Callable[[], None],
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        self.model, self.strategy, self.rule = model, strategy, rule
+        self.prediction_step, self.count_items = prediction_step, count_items
+        self.metric: Any = compute_metrics if is_streaming(compute_metrics) else None
+        self.compute_metrics: Any = None if self.metric is not None else compute_metrics
+        self.preprocess_logits = preprocess_logits
+        self.options, self.name_inputs, self.on_step, self.is_stopping = options, name_inputs, on_step, is_stopping
+        self._seen: Any = None
+        self._streamed: dict[str, Any] = {}
+
+    def run(
+        self,
+        loader: Any,
+        *,
+        loss_only: bool,
+        ignore_keys: list[str] | None,
+        prefix: str,
+        keep_streamed: bool = False,
+    ) -> EvalLoopOutput:
+        """Evaluate every batch of `loader` once.
+
+        Args:
+            loader: gives the batches.
+            loss_only: keep nothing but the loss.
+            ignore_keys: outputs of the model to leave out.
+            prefix: of the metrics' names.
+            keep_streamed: keep the predictions though the metrics are streaming: they are what was asked for.
+
+        Returns:
+            predictions and labels with one row per sample (None when `loss_only` or streaming), metrics, and the
+            number of samples seen.
+        """
+        total = LossSum(self.rule)
+        is_streamed = self.options.streaming and not loss_only
+        if self.metric is not None:
+            self.metric.reset()
+        with Spill(self.options.spill_bytes, self.options.spill_folder) as spill:
+            kept = Kept(self.options, spill)
+            with evaluating(self.model, self.options.dtype), casting(self.model, self.options.dtype, self.rule):
+                for batch, is_last in with_last(loader):
+                    if self.is_stopping():
+                        raise Interrupted
+                    batch = self.name_inputs(batch)
+                    size = batch_size_of(batch)
+                    with advice_on_memory(size):
+                        rows = self._predict(batch, total, loss_only, ignore_keys)
+                    if is_streamed:
+                        self._stream(rows, is_last)
+                    kept.add(rows if keep_streamed or not is_streamed else {}, size, loader)
+                    self.on_step()
+            gathered = kept.result()
+        metrics = self._metrics(gathered, loss_only)
+        loss = total.mean()
+        if loss is not None:
+            metrics["loss"] = loss
+        return EvalLoopOutput(
+            predictions=gathered["predictions"],
+            label_ids=gathered["labels"],
+            metrics=prefix_metrics(jsonable(metrics), prefix),
+            num_samples=kept.num_samples,
+        )
+
+    def _predict(self, batch: Any, total: LossSum, loss_only: bool, ignore_keys: list[str] | None) -> dict[str, Any]:
+        """One batch through the model: adds its loss, returns what of it is to be kept, still on the device."""
+        rule = self.rule
+        counts = rule.count(batch)
+        looking = rule.telling(counts) > 0
+        handle = self.model.register_forward_hook(self._keep) if looking else None
+        given = dict(batch) if isinstance(batch, Mapping) and "inputs" in self.options.include else None
+        num_items = self.count_items([batch])  # now: an overridden compute_loss may take the labels out
+        try:
+            loss, logits, labels = self.prediction_step(self.model, batch, loss_only, ignore_keys)
+        finally:
+            if handle is not None:
+                handle.remove()
+        if loss is not None:
+            loss = loss.detach().mean()
+            if looking:
+                rule.look(loss, self._seen, counts, num_items)
+            total.add(loss, counts, num_items)
+        self._seen = None
+        if logits is not None and self.preprocess_logits is not None:
+            logits = self.preprocess_logits(logits, labels)
+        rows = {"predictions": logits, "labels": labels}
+        if given is not None:
+            rows["inputs"] = given.get(getattr(self.model, "main_input_name", "input_ids"), given)
+        if "loss" in self.options.include:
+            rows["losses"] = loss
+        return rows
+
+    def _keep(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        self._seen = outputs
+
+    def _stream(self, rows: dict[str, Any], is_last: bool) -> None:
+        """Give one batch to the metrics, as arrays on the host. A batch without labels has none to give."""
+        if rows["predictions"] is None or rows["labels"] is None:
+            return
+        prediction = make_prediction({name: to_host(value) for name, value in rows.items()})
+        if self.metric is not None:
+            self.metric.update(prediction)
+        elif self.compute_metrics is not None:
+            metrics = self.compute_metrics(prediction, compute_result=is_last) or self._streamed
+            self._streamed = dict(check_metrics(metrics)) if is_last else metrics
+
+    def _metrics(self, gathered: dict[str, Any], loss_only: bool) -> dict[str, Any]:
+        """The user's metrics over everything that was seen."""
+        if loss_only:
+            return {}
+        if self.metric is not None:
+            return dict(self.metric.compute())
+        if self.options.streaming:
+            return dict(self._streamed)
+        if self.compute_metrics is None or gathered["predictions"] is None or gathered["labels"] is None:
+            return {}
+        return dict(check_metrics(self.compute_metrics(make_prediction(gathered))))
+
+
+def check_metrics(metrics: Any) -> Mapping[str, Any]:
+    """What `compute_metrics` returned.
+
+    Raises:
+        TypeError: it is not a dict.
+    """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"compute_metrics returned {type(metrics).__name__}; it must return a dict of names and numbers, such as "
+            '{"accuracy": 0.9}.'
+        )
+    return metrics
+
+
+@contextmanager
+def advice_on_memory(size: int) -> Iterator[None]:
+    """Says what to do where memory runs out over a batch of `size` samples."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(ADVICE_ON_MEMORY.format(size)) from error
+
+
+class Kept:
+    """What an evaluation keeps of its batches: on the device for a few of them, then on the host, then on disk.
+
+    Args:
+        options: what to keep, and how long where.
+        spill: the limit of what is held in memory, and the files past it.
+
+    Attributes:
+        num_samples: how many samples there were.
+    """
+
+    def __init__(self, options: EvaluationOptions, spill: Spill) -> None:
+        self.options, self.spill = options, spill
+        self.num_samples = 0
+        self._waiting: list[tuple[dict[str, Any], int]] = []
+        self._num_batches = 0
+        names = ("predictions", "labels", "inputs", "losses")
+        self._collectors = {name: RowCollector(options.concatenate, spill=spill) for name in names}
+
+    def add(self, rows: dict[str, Any], size: int, loader: Any) -> None:
+        """Keep one batch. After the first one, it is said what all of them will take."""
+        self.num_samples += size
+        self._num_batches += 1
+        self._waiting.append((rows, size))
+        if self._num_batches == 1:
+            self._flush()
+            self._project(loader_length(loader))
+        elif len(self._waiting) >= self.options.host_every:
+            self._flush()
+
+    def result(self) -> dict[str, Any]:
+        """Everything, by name; None for what there was not."""
+        self._flush()
+        return {name: collector.result() for name, collector in self._collectors.items()}
+
+    def _flush(self) -> None:
+        """Move what waits on the device to the host."""
+        for rows, size in self._waiting:
+            for name, value in rows.items():
+                if value is not None:
+                    self._collectors[name].add(to_host(value), size)
+        self._waiting.clear()
+
+    def _project(self, num_batches: int | None) -> None:
+        """Warn of what will be kept, where it is more than memory is to hold."""
+        each = sum(collector.num_bytes for collector in self._collectors.values())
+        limit = self.spill.limit
+        if limit is None or num_batches is None or each * num_batches <= limit:
+            return
+        folder = self.spill.folder
+        logger.warning(
+            "This evaluation keeps about %s of predictions (%d batches of %s); past %s (eval_spill_gb) it goes to "
+            "%s (%s free). To keep less: reduce them batch by batch with preprocess_logits_for_metrics, give a "
+            "streaming metric as compute_metrics, or set prediction_loss_only=True.",
+            format_bytes(each * num_batches),
+            num_batches,
+            format_bytes(each),
+            format_bytes(limit),
+            folder,
+            format_bytes(shutil.disk_usage(folder).free),
+        )
+
+
+def make_prediction(batch: dict[str, Any]) -> EvalPrediction:
+    """What metrics are given, from what was kept under these names."""
+    return EvalPrediction(
+        predictions=batch.get("predictions"),
+        label_ids=batch.get("labels"),
+        inputs=batch.get("inputs"),
+        losses=batch.get("losses"),
+    )
+
+
+def to_host(value: Any) -> Any:
+    """A nest of tensors as numpy arrays; bfloat16, which numpy lacks, as float32."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        if value.dtype == torch.bfloat16:
+            value = value.float()
+        elif value.untyped_storage().nbytes() > value.nbytes:
+            value = value.clone()  # a part of something larger, which would be kept with it
+        return value.numpy()
+    if isinstance(value, Mapping):
+        return {key: to_host(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not (value and isinstance(value[0], ROW_TYPES)):
+        return tuple(to_host(item) for item in value) if isinstance(value, tuple) else [to_host(v) for v in value]
+    return value if value is None or isinstance(value, np.ndarray) else np.asarray(value)
+
+
+def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each batch, and whether it is the last: one is held back, so that a stream of unknown length tells too."""
+    iterator = iter(batches)
+    try:
+        held = next(iterator)
+    except StopIteration:
+        return
+    for batch in iterator:
+        yield held, False
+        held = batch
+    yield held, True
+
+
+@contextmanager
+def evaluating(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Evaluation mode, without gradients, in another type if asked; afterwards everything is as before, to the bit."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if dtype is not None and t.is_floating_point()]
+    originals = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(dtype)
+        with torch.no_grad():
+            yield
+    finally:
+        for tensor, original in zip(tensors, originals, strict=True):
+            tensor.data = original
+        for module, mode in training.items():
+            module.training = mode
+
+
+@contextmanager
+def casting(model: nn.Module, dtype: torch.dtype | None, rule: LossRule) -> Iterator[None]:
+    """Give a model that was cast to `dtype` its floating-point inputs in that type; labels as they are."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        if isinstance(value, Mapping):
+            return {name: item if name in rule.label_names else cast(item) for name, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(cast, value))
+        return value
+
+    if dtype is None:
+        yield
+        return
+    handle = model.register_forward_pre_hook(lambda module, args, named: (cast(args), cast(named)), with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def warn_of_gaps(trainer: Trainer, output: EvalLoopOutput, prefix: str, loss_only: bool) -> None:
+    """Say what an evaluation was asked for and could not give, where it ends without an error."""
+    if output.num_samples == 0:
+        logger.warning("The evaluation gave no batch: its data is empty, or a generator that has been read before.")
+        return
+    names = ", ".join(trainer.label_names or trainer.objective.label_names)
+    if f"{prefix}_loss" not in (output.metrics or {}):
+        logger.warning(
+            "The evaluation has no %s_loss: the batches hold no target that counts under %s, or no loss is made of "
+            "them. Name the columns of the labels with label_names=[...].",
+            prefix,
+            names,
+        )
+    streams = trainer.args.batch_eval_metrics or is_streaming(trainer.compute_metrics)
+    if trainer.compute_metrics is not None and not loss_only and not streams and output.label_ids is None:
+        logger.warning(
+            "compute_metrics was not called: the batches hold no labels under %s. Name them with label_names=[...].",
+            names,
+        )
+
+
+def timed_metrics(output: EvalLoopOutput, prefix: str, start: float, num_batches: int | None) -> dict[str, float]:
+    """The metrics of an evaluation with its speed beside them."""
+    spent = speed_metrics(prefix, start, num_samples=output.num_samples, num_steps=num_batches)
+    return {**(output.metrics or {}), **spent}
+
+
+def make_evaluation(trainer: Trainer) -> EvaluationLoop:
+    """The evaluation of this Trainer, its hooks bound from the instance as it is now."""
+    args = trainer.args
+    dtype = torch.bfloat16 if args.bf16_full_eval else torch.float16 if args.fp16_full_eval else None
+    options = EvaluationOptions(
+        concatenate=args.eval_do_concat_batches,
+        streaming=args.batch_eval_metrics or is_streaming(trainer.compute_metrics),
+        include=tuple(args.include_for_metrics or ()),
+        host_every=args.eval_accumulation_steps or 1,
+        dtype=dtype,
+        spill_bytes=None if math.isinf(args.eval_spill_gb) else int(args.eval_spill_gb * 2**30),
+        spill_folder=args.output_dir,
+    )
+    handler = trainer.callback_handler
+
+    def on_step() -> None:
+        trainer.control = handler.fire("on_prediction_step", args, trainer.state, trainer.control)
+
+    def is_stopping() -> bool:
+        return trainer.run is not None and trainer.run.signals.requested is not None
+
+    return EvaluationLoop(
+        model=trainer.model_wrapped,
+        strategy=trainer.strategy,
+        rule=trainer.loss_rule,
+        prediction_step=trainer.prediction_step,
+        count_items=lambda batches: trainer._get_num_items_in_batch(list(batches), trainer.world.device),
+        compute_metrics=trainer.compute_metrics,
+        preprocess_logits=trainer.preprocess_logits_for_metrics,
+        options=options,
+        name_inputs=trainer.objective.name_inputs,
+        on_step=on_step,
+        is_stopping=is_stopping,
+    )
+
+
+def predict_batch(
+    trainer: Trainer, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: Sequence[str] | None
+) -> tuple[Tensor | None, Any, Any]:
+    """One batch without gradients: (loss, predictions, labels). The body of `Trainer.prediction_step`.
+
+    Labels are taken before the loss is computed, since an overridden `compute_loss` may pop them. Where the batch lacks
+    the labels the model is known to take, the model is called without a loss; labels it does not take are for
+    `compute_loss`.
+    """
+    names = trainer.label_names or trainer.objective.label_names
+    named = isinstance(inputs, Mapping)
+    has_labels = named and bool(names) and all(inputs.get(name) is not None for name in names)
+    if ignore_keys is None:
+        config = getattr(innermost(trainer.model), "config", None)
+        ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]) if config else []
+    with torch.no_grad():
+        num_items = trainer._get_num_items_in_batch([inputs], trainer.world.device) if has_labels else None
+        inputs = trainer._prepare_inputs(inputs)
+        labels = tuple(inputs[name] for name in names) if has_labels else None
+        with trainer.compute_loss_context_manager():
+            if has_labels or not trainer.label_names or trainer.can_return_loss:
+                loss, outputs = compute_loss_with_outputs(trainer.compute_loss, model, inputs, num_items)
+            else:
+                loss, outputs = None, trainer.objective.call(model, inputs)
+    if loss is not None:
+        loss = loss.detach().mean()
+    if loss_only:
+        return loss, None, None
+    if labels is not None and len(labels) == 1:
+        labels = labels[0]
+    return loss, detach(read_predictions(outputs, ignore_keys)), detach(labels)

@@ -1,0 +1,399 @@
+"""One loss rule: what a returned loss is a mean over, so that any split of the same samples gives the same gradient.
+
+A model's loss is one number per micro-batch. To add micro-batches up right, one must know what the number was
+divided by. Where that is not declared it is identified: on the first batches the loss is recomputed from the logits
+under every hypothesis (targets shifted or not, which index is ignored, a mean over targets or over samples, divided
+by the batch's own count or by `num_items_in_batch`); those that disagree are dropped until one is left. The forward
+pass that is looked at is the one being trained on: no user code runs twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.data.loading import batch_size_of
+from paceline.model.outputs import candidate_logits
+
+logger = logging.getLogger(__name__)
+
+IGNORE_INDEX = -100
+# targets recomputed at once, so that a look at a large vocabulary stays small beside the model's own logits
+LOOK_CHUNK = 4096
+
+
+@dataclass(slots=True)
+class Counts:
+    """What one collated micro-batch holds, counted on the host before user code can take the labels out."""
+
+    samples: int
+    labels: Tensor | None  # integer targets the loss is taken over; None: no targets, or floating-point ones
+    weight: int  # how much this micro-batch weighs under the meaning in force when it was counted
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """One hypothesis on what a returned loss is: a sum over targets, divided by what.
+
+    Attributes:
+        unit: `tokens`: the mean over targets that are not ignored; `samples`: the mean over samples (of the mean
+            over each one's targets).
+        shifted: the output at position i is compared with the target at i + 1.
+        ignore_index: the target value that is left out.
+        scaled: the sum was divided by `num_items_in_batch`, not by the micro-batch's own count.
+    """
+
+    unit: str = "tokens"
+    shifted: bool = False
+    ignore_index: int = IGNORE_INDEX
+    scaled: bool = False
+
+    def weigh(self, labels: Tensor | None, samples: int) -> int:
+        """The micro-batch's own count, in this meaning's unit."""
+        if labels is None or self.unit == "samples":
+            return samples
+        if self.shifted and labels.dim() > 1:
+            labels = labels[..., 1:]
+        return int((labels != self.ignore_index).sum())
+
+    def __str__(self) -> str:
+        unit = "samples" if self.unit == "samples" else "targets that are not " + str(self.ignore_index)
+        shift = ", shifted by one" if self.shifted else ""
+        divisor = "num_items_in_batch" if self.scaled else "their number"
+        return f"a sum over {unit}{shift}, divided by {divisor}"
+
+
+DECLARED = {
+    "samples": Meaning("samples"),
+    "tokens": Meaning("tokens"),
+    "shifted_tokens": Meaning("tokens", shifted=True),
+    "scaled": Meaning("tokens", scaled=True),
+}
+
+
+class LossRule:
+    """Counts micro-batches, and says how much of each returned loss belongs to an update.
+
+    Args:
+        label_names: names under which a batch carries its targets.
+        declared: `loss_weight` as the user gave it (a key of `DECLARED`), or None to identify.
+        shifts: the model is known to shift its targets (the first hypothesis tried).
+        pad_token_id: another target value that may be ignored.
+
+    Attributes:
+        meaning: what is taken for true now: the first hypothesis that still holds.
+        held: the hypotheses that agree with every loss looked at; empty before the first look.
+        is_settled: nothing is looked at any more.
+        is_verified: the meaning was seen to hold, not only declared or assumed.
+    """
+
+    meaning: Meaning
+    held: list[Meaning]
+
+    def __init__(
+        self,
+        label_names: Sequence[str],
+        declared: str | None = None,
+        shifts: bool = False,
+        pad_token_id: int | None = None,
+    ) -> None:
+        self.label_names = tuple(label_names)
+        self.is_settled = declared is not None
+        self.is_verified = False
+        self.shifts = shifts
+        self.is_assumed_scaled = False
+        self._assumed = Meaning("tokens", shifted=shifts)
+        self._hold([DECLARED[declared]] if declared is not None else [])
+        self._extra_ignored = tuple({-1, 0, 1} | ({pad_token_id} if isinstance(pad_token_id, int) else set()))
+        self._reported: str | None = None
+
+    def declare(self, meaning: Meaning) -> None:
+        """Settle the question: the caller knows."""
+        self.is_settled = True
+        self._hold([meaning])
+
+    def _hold(self, meanings: list[Meaning]) -> None:
+        self.held = meanings
+        self.meaning = meanings[0] if meanings else self._assumed
+
+    def assume_scaled(self, scaled: bool) -> None:
+        """The prior of the path taken: whether `num_items_in_batch` reached whoever computed the loss."""
+        self.is_assumed_scaled = scaled
+        self._assumed = replace(self._assumed, scaled=scaled)
+        self._hold(self.held)
+
+    def find_labels(self, batch: Any) -> Tensor | None:
+        """The integer targets of a batch: under `shift_labels` (already shifted), else the first label name."""
+        if type(batch) is not dict and not isinstance(batch, Mapping):
+            return None
+        for name in self.label_names:
+            labels = batch.get(name)
+            if isinstance(labels, Tensor):
+                return None if labels.is_floating_point() or labels.dim() == 0 else labels
+        return None
+
+    def count(self, batch: Any) -> Counts:
+        """Count one micro-batch. One read-back where the labels already lie on a device; none for host batches."""
+        labels = self.find_labels(batch)
+        if labels is None:
+            samples = batch_size_of(batch)
+            return Counts(samples, None, samples)
+        samples = labels.shape[0]
+        if "shift_labels" in batch:  # a padding-free collator shifted them already
+            return Counts(samples, labels, Meaning().weigh(batch["shift_labels"], samples))
+        return Counts(samples, labels, self.meaning.weigh(labels, samples))
+
+    def num_items(self, batches: Sequence[Any]) -> Tensor | None:
+        """Targets in the micro-batches of an update, as a model divides its loss by them; None without targets.
+
+        A 0-dim tensor on the host: reading it waits for nothing, and tensors on any device can be divided by it.
+        """
+        counts = [self.count(batch) for batch in batches]
+        if any(item.labels is None for item in counts):
+            return None
+        tokens = replace(self.meaning, unit="tokens")
+        return torch.tensor(
+            sum(
+                item.weight if self.meaning == tokens else tokens.weigh(item.labels, item.samples) for item in counts
+            )
+        )
+
+    # ---- how much a returned loss counts
+
+    def factor(self, counts: Counts, total: int, num_items: Any) -> Any:
+        """What to multiply a returned loss by, so that the update's contributions add up to one weighted mean.
+
+        Args:
+            counts: this micro-batch.
+            total: the sum of the weights of all micro-batches of the update, over all ranks; not 0.
+            num_items: what the model was given as `num_items_in_batch` (None: nothing).
+        """
+        if self.meaning.scaled and not self.is_verified:
+            return 1  # declared, or handed num_items_in_batch: used as it is
+        if self.meaning.scaled and num_items is not None:
+            # what was given is a number on the host: reading it waits for nothing
+            return 1 if float(num_items) == total else float(num_items) / total
+        return 1 if counts.weight == total else counts.weight / total
+
+    def sums(self, loss: Tensor, counts: Counts, num_items: Any) -> tuple[Tensor, float]:
+        """A returned loss as (sum, weight), to be added up over any number of batches; both 0 where nothing weighs."""
+        weight = float(counts.weight)
+        if weight == 0:
+            return torch.zeros_like(loss), 0.0
+        if self.meaning.scaled and num_items is not None:
+            given = float(num_items)
+            return loss * given, weight if self.is_verified else given
+        return loss * weight, weight
+
+    def recount(self, counts: Sequence[Counts]) -> int:
+        """Weigh again after a look changed the meaning; returns the new total."""
+        for item in counts:
+            item.weight = self.meaning.weigh(item.labels, item.samples)
+        return sum(item.weight for item in counts)
+
+    # ---- identification
+
+    def telling(self, counts: Counts) -> int:
+        """How much a look at this micro-batch could tell: 0 where no hypothesis that still holds would be dropped."""
+        if self.is_settled:
+            return 0
+        labels = counts.labels
+        if labels is None:
+            return 1  # floating-point or no targets: one look settles it for samples
+        first = not self.held
+        tells_form = first or len({(m.shifted, m.scaled) for m in self.held}) > 1
+        tells_unit = (first or len({m.unit for m in self.held}) > 1) and is_ragged(labels, self.meaning.shifted)
+        ignored = {m.ignore_index for m in self.held}
+        tells_ignored = len(ignored) > 1 and any(bool((labels == index).any()) for index in ignored)
+        return int(tells_form) + int(tells_unit) + int(tells_ignored)
+
+    def look(self, loss: Tensor, outputs: Any, counts: Counts, num_items: Any = None) -> None:
+        """Compare a returned loss with what each hypothesis makes of the logits, and drop those that disagree.
+
+        Reads the device back: happens on the first batches only.
+        """
+        if self.is_settled or not bool(torch.isfinite(loss)):
+            return
+        if counts.labels is None:
+            self.declare(Meaning("samples", scaled=self._assumed.scaled and num_items is not None))
+            return
+        agreeing = self._agreeing(loss, outputs, counts.labels, num_items)
+        if agreeing is None or (not agreeing and self.held):
+            self._give_up("no logits that match the targets" if agreeing is None else "a later batch contradicts it")
+        elif not agreeing:
+            self._give_up("the loss is none that paceline knows")
+        else:
+            self._hold(agreeing)
+            self.is_settled = len(agreeing) == 1
+            self.is_verified = True
+            self._report()
+
+    def _agreeing(self, loss: Tensor, outputs: Any, labels: Tensor, num_items: Any) -> list[Meaning] | None:
+        """The hypotheses that give the returned loss; None where no output can be the logits of these targets."""
+        fitting = [x for x in (align(logits, labels) for logits in candidate_logits(outputs)) if x is not None]
+        if not fitting:
+            return None
+        for logits in fitting:
+            hypotheses = self.held or self._hypotheses(labels, num_items, (IGNORE_INDEX,))
+            agreeing = agree(loss, logits, labels, num_items, hypotheses)
+            if not agreeing and not self.held:
+                present = tuple(index for index in self._extra_ignored if bool((labels == index).any()))
+                agreeing = agree(loss, logits, labels, num_items, self._hypotheses(labels, num_items, present))
+            if agreeing:
+                return agreeing
+        return []
+
+    def _hypotheses(self, labels: Tensor, num_items: Any, ignored: Sequence[int]) -> list[Meaning]:
+        """Every hypothesis, the likelier first: while several hold, the first one counts."""
+        shifts = (self.shifts, not self.shifts) if labels.dim() > 1 else (False,)
+        scalings = (False,) if num_items is None else (self._assumed.scaled, not self._assumed.scaled)
+        return [
+            Meaning(unit, shifted, index, scaled)
+            for scaled in scalings
+            for unit in ("tokens", "samples")
+            for shifted in shifts
+            for index in ignored
+            if not (scaled and unit == "samples")
+        ]
+
+    def _give_up(self, reason: str) -> None:
+        meaning = self._assumed
+        self.declare(meaning)
+        self.is_verified = False
+        if meaning.scaled:  # whoever was given num_items_in_batch answers for the division by it
+            logger.info("The loss was given num_items_in_batch and is used as it is (%s).", reason)
+            return
+        logger.warning(
+            "What the returned loss is a mean over could not be identified (%s): it is taken for %s. If that is wrong, "
+            "gradient accumulation and eval_loss weigh batches of unequal size wrongly: say it with "
+            'TrainingArguments(loss_weight="samples" | "tokens" | "shifted_tokens" | "scaled").',
+            reason,
+            meaning,
+        )
+
+    def _report(self) -> None:
+        text = str(self.meaning)
+        if text != self._reported:
+            tied = f" ({len(self.held)} readings still agree)" if len(self.held) > 1 else ""
+            logger.info("The returned loss was identified as %s%s.", text, tied)
+            self._reported = text
+
+
+def is_ragged(labels: Tensor, shifted: bool) -> bool:
+    """Whether the samples hold different numbers of targets, so that a mean over samples shows."""
+    targets = labels[..., 1:] if shifted and labels.dim() > 1 else labels
+    kept = targets != IGNORE_INDEX
+    numbers = kept.flatten(1).sum(1) if kept.dim() > 1 else kept
+    return bool((numbers != numbers[0]).any()) if len(numbers) else False
+
+
+def align(logits: Tensor, labels: Tensor) -> Tensor | None:
+    """Logits with the classes last, `(*labels.shape, num_classes)`, or None where the shapes cannot belong together."""
+    if logits.shape[:-1] == labels.shape:
+        return logits
+    if logits.dim() == labels.dim() + 1 and logits.shape[0] == labels.shape[0] and logits.shape[2:] == labels.shape[1:]:
+        return logits.movedim(1, -1)
+    return None
+
+
+def agree(loss: Tensor, logits: Tensor, labels: Tensor, num_items: Any, hypotheses: Sequence[Meaning]) -> list[Meaning]:
+    """The hypotheses under which the mean cross-entropy of `logits` is `loss`, up to the rounding of their types."""
+    tolerance = rounding(loss.dtype, logits.dtype)
+    found, sums = float(loss), {}
+    agreeing = []
+    for meaning in hypotheses:
+        key = (meaning.shifted, meaning.ignore_index)
+        if key not in sums:
+            sums[key] = row_sums(logits, labels.to(logits.device), *key)
+        rows = sums[key]
+        if rows is None:
+            continue
+        value = meaning_value(meaning, *rows, num_items)
+        if value is not None and abs(value - found) <= tolerance * max(abs(found), 1e-6):
+            agreeing.append(meaning)
+    return agreeing
+
+
+def rounding(loss: torch.dtype, logits: torch.dtype) -> float:
+    """The relative difference that two ways of computing the same loss may show."""
+    if loss in (torch.float16, torch.bfloat16):
+        return 2e-2
+    if logits in (torch.float16, torch.bfloat16):
+        return 5e-4
+    return 1e-9 if loss == torch.float64 and logits == torch.float64 else 5e-5
+
+
+def meaning_value(meaning: Meaning, sums: Tensor, numbers: Tensor, num_items: Any) -> float | None:
+    """The loss under one hypothesis, from each row's sum and number of targets (float64 and int64, on the host)."""
+    if meaning.scaled:
+        return float(sums.sum() / float(num_items)) if float(num_items) > 0 else None
+    if meaning.unit == "tokens":
+        return float(sums.sum() / numbers.sum()) if int(numbers.sum()) > 0 else None
+    filled = numbers > 0
+    return float((sums[filled] / numbers[filled]).mean()) if bool(filled.any()) else None
+
+
+@torch.no_grad()
+def row_sums(logits: Tensor, labels: Tensor, shifted: bool, ignore_index: int) -> tuple[Tensor, Tensor] | None:
+    """Each row's summed cross-entropy and number of targets; None where a target is no class."""
+    if shifted:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    kept = labels != ignore_index
+    num_classes = logits.shape[-1]
+    if bool(((labels < 0) | (labels >= num_classes))[kept].any()) or labels.numel() == 0:
+        return None
+    flat_logits, flat_labels = logits.reshape(-1, num_classes), labels.reshape(-1)
+    precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    pieces = [
+        functional.cross_entropy(part.to(precise), target, ignore_index=ignore_index, reduction="none")
+        for part, target in zip(torch.split(flat_logits, LOOK_CHUNK), torch.split(flat_labels, LOOK_CHUNK), strict=True)
+    ]
+    losses = torch.cat(pieces).reshape(labels.shape[0], -1)
+    return losses.sum(1, dtype=torch.float64).cpu(), kept.reshape(labels.shape[0], -1).sum(1).cpu()
+
+
+class LabelSmoother:
+    """Cross-entropy against targets mixed with the uniform distribution (Szegedy et al., 2016, arXiv:1512.00567).
+
+    Args:
+        epsilon: the share of the uniform distribution, 0 to 1.
+        ignore_index: the target value that is left out.
+    """
+
+    def __init__(self, epsilon: float = 0.1, ignore_index: int = IGNORE_INDEX) -> None:
+        self.epsilon = epsilon
+        self.ignore_index = ignore_index
+
+    def __call__(
+        self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """The smoothed loss, 0-dim: a mean over targets, or their sum divided by `num_items_in_batch`.
+
+        Args:
+            model_output: the logits `(*labels.shape, num_classes)`, or an output that holds them.
+            labels: integer targets.
+            shift_labels: compare the output at i with the target at i + 1.
+            num_items_in_batch: the divisor; None: the number of targets that are not ignored.
+        """
+        fitting = [x for x in (align(logits, labels) for logits in candidate_logits(model_output)) if x is not None]
+        if not fitting:
+            raise ValueError(
+                f"label_smoothing_factor={self.epsilon}: no output of the model has the shape (*{tuple(labels.shape)}, "
+                "num_classes) that cross-entropy needs; set label_smoothing_factor=0 and smooth inside the model."
+            )
+        logits = fitting[0]
+        if shift_labels:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]).float() if logits.dtype != torch.float64 else logits.flatten(0, -2),
+            labels.reshape(-1),
+            ignore_index=self.ignore_index,
+            label_smoothing=self.epsilon,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        ) / (1 if num_items_in_batch is None else num_items_in_batch)

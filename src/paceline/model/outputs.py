@@ -1,0 +1,163 @@
+"""What a model returned: the loss in it and the predictions in it, whatever shape its author chose."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class ModelOutputError(TypeError):
+    """A model returned something no loss can be read from; the message says what, and what to do."""
+
+
+ADVICE = (
+    "Return the loss first in a tuple, or under the key or attribute `loss`; or pass `compute_loss_func=` to the "
+    "Trainer, or override `Trainer.compute_loss`, to make the loss from the outputs."
+)
+
+
+def describe(value: Any, depth: int = 0) -> str:
+    """A short picture of a value: types, keys and shapes, never contents."""
+    if isinstance(value, Tensor):
+        return f"tensor{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    named = as_mapping(value)
+    if depth >= 2 or value is None or isinstance(value, str | int | float | bool):
+        return type(value).__name__ if value is not None else "None"
+    if named is not None:
+        inner = ", ".join(f"{key}: {describe(item, depth + 1)}" for key, item in named.items())
+        return f"{type(value).__name__}({inner})"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}({', '.join(describe(item, depth + 1) for item in value[:8])})"
+    return type(value).__name__
+
+
+def as_mapping(outputs: Any) -> Mapping[str, Any] | None:
+    """The named fields of a dict, ModelOutput, dataclass or namedtuple; None for everything else."""
+    if isinstance(outputs, Mapping):
+        return outputs
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        return {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+    names = getattr(outputs, "_fields", None)
+    if isinstance(outputs, tuple) and isinstance(names, tuple):
+        return dict(zip(names, outputs, strict=True))
+    return None
+
+
+def is_scalar_loss(value: Any) -> bool:
+    """Whether a value can be a loss: a floating-point tensor of one element and no more than one dimension."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1 and value.dim() <= 1
+
+
+def find_loss(outputs: Any) -> Tensor | None:
+    """The loss among the outputs of a model, 0-dim, or None where there is none.
+
+    Looked for under `loss` in a dict, ModelOutput, dataclass or namedtuple; first in a tuple or list; or the
+    output itself when it is a scalar.
+    """
+    named = as_mapping(outputs)
+    candidate: Any = None
+    positional = False
+    if named is not None and ("loss" in named or not isinstance(outputs, tuple)):
+        candidate = named.get("loss")
+        if isinstance(candidate, Tensor) and not is_scalar_loss(candidate):
+            raise ModelOutputError(
+                f"The model returned `loss` as a {describe(candidate)}; one number is needed. Return its mean, or "
+                "weigh it yourself in `compute_loss_func=` or an overridden `Trainer.compute_loss`."
+            )
+    elif isinstance(outputs, Sequence) and not isinstance(outputs, str) and len(outputs) > 0:
+        candidate, positional = outputs[0], True
+    elif isinstance(outputs, Tensor):
+        candidate, positional = outputs, True
+    if not isinstance(candidate, Tensor) or not is_scalar_loss(candidate) or (positional and candidate.dim() > 0):
+        return None  # without a name, one element in a dimension is a prediction for a batch of one
+    return candidate.reshape(())
+
+
+def read_loss(outputs: Any, inputs: Mapping[str, Any] | Sequence[Any]) -> Tensor:
+    """The loss that a model returned.
+
+    Raises:
+        ModelOutputError: there is none, or it is not one number; the message says what was returned.
+    """
+    # the two common forms first: this is on the path of every step
+    kind = type(outputs)
+    first = outputs[0] if kind is tuple and outputs else outputs.get("loss") if kind is dict else None
+    if isinstance(first, Tensor) and first.dim() == 0 and first.is_floating_point():
+        return first
+    loss = find_loss(outputs)
+    if loss is None:
+        given = ", ".join(inputs) if isinstance(inputs, Mapping) else f"{len(inputs)} positional values"
+        raise ModelOutputError(
+            f"No loss can be read from what the model returned: {describe(outputs)} (its inputs were: {given}). "
+            + ADVICE
+        )
+    return loss
+
+
+def check_loss(loss: Any, source: str) -> Tensor:
+    """A loss that user code computed, as a 0-dim tensor.
+
+    Raises:
+        ModelOutputError: it is not one number.
+    """
+    if not is_scalar_loss(loss):
+        raise ModelOutputError(f"{source} returned {describe(loss)}; a loss must be a tensor of one number.")
+    scalar: Tensor = loss
+    return scalar if scalar.dim() == 0 else scalar.reshape(())
+
+
+def no_gradient() -> ModelOutputError:
+    """The error for a loss that `backward` can do nothing with."""
+    return ModelOutputError(
+        "The loss does not depend on any parameter that is trained: it was detached (.item(), .detach(), no_grad, "
+        "numpy) on its way, or everything it is made of is frozen (requires_grad=False)."
+    )
+
+
+def read_predictions(outputs: Any, ignore_keys: Sequence[str] = ()) -> Any:
+    """What is left of the outputs when the loss is taken out: one tensor, or a tuple of the rest.
+
+    A bare tensor with rows is the predictions, whole: it is never sliced. Entries that are None, and those named
+    in `ignore_keys`, are left out.
+    """
+    named = as_mapping(outputs)
+    if named is not None and not (isinstance(outputs, tuple) and "loss" not in named):
+        skipped = {"loss", *ignore_keys}
+        kept = tuple(value for key, value in named.items() if key not in skipped and value is not None)
+    elif isinstance(outputs, list | tuple):
+        rest = outputs[1:] if outputs and find_loss(outputs) is not None else outputs
+        kept = tuple(value for value in rest if value is not None)
+    elif isinstance(outputs, Tensor):
+        kept = () if outputs.dim() == 0 else (outputs,)
+    else:
+        kept = ()
+    if not kept:
+        return None
+    return kept[0] if len(kept) == 1 else kept
+
+
+def detach(value: Any) -> Any:
+    """The same nest of tensors, cut from the graph."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        return {key: detach(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(*map(detach, value)) if hasattr(value, "_fields") else type(value)(map(detach, value))
+    return value
+
+
+def candidate_logits(outputs: Any) -> list[Tensor]:
+    """Every floating-point tensor with at least two dimensions in the outputs, in their order: candidate logits.
+
+    What lies deeper in a nest counts only where nothing lies above it.
+    """
+    if isinstance(outputs, Tensor):
+        return [outputs] if outputs.is_floating_point() and outputs.dim() >= 2 else []
+    named = as_mapping(outputs)
+    values = list(named.values()) if named is not None else outputs if isinstance(outputs, list | tuple) else []
+    above = [value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2]
+    return above or [found for value in values if not isinstance(value, Tensor) for found in candidate_logits(value)]

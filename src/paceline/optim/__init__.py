@@ -1,0 +1,1 @@
+"""Optimizers by name, parameter groups, and learning-rate schedulers."""

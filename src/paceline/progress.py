@@ -1,0 +1,184 @@
+"""What a checkpoint says of its run beside the weights and the optimizer: position, callbacks, arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from paceline.args import sections
+from paceline.args.plan import Plan
+from paceline.checkpoint.plausible import blame
+from paceline.checkpoint.tensors import CheckpointError, load_json, load_tensors
+from paceline.core.events import callback_states, restore_callback_states
+from paceline.core.journal import UpdateRow
+from paceline.core.loop import Loop
+from paceline.data.lengths import length_of
+
+if TYPE_CHECKING:
+    from paceline.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "trainer_state.json"
+PROGRESS_FILE = "progress.json"
+CALLBACKS_FILE = "callbacks.pt"  # the states of callbacks that hold tensors (moving averages, for instance)
+
+# options that say where things go and what is shown; what a run computes does not depend on them
+_INCIDENTAL = {
+    field.name
+    for section in (
+        sections.RunSection,
+        sections.LogSection,
+        sections.HubSection,
+        sections.ResumeSection,
+        sections.DebugSection,
+        sections.ScriptSection,
+    )
+    for field in dataclasses.fields(section)
+} | {"train_batch_size", "eval_batch_size", "logging_dir"}
+
+
+def describe_progress(trainer: Trainer) -> tuple[str, dict[str, Any]]:
+    """What to write: the text of `progress.json`, and the states with tensors, for `callbacks.pt`.
+
+    Raises:
+        TypeError: a callback's state holds what neither can; the message names the callback.
+    """
+    run, loop = trainer.run, trainer.run.loop if trainer.run is not None else None
+    is_logged = str(trainer.args.logging_strategy) != "no"  # else all updates of the run would wait for a log
+    states = callback_states(trainer.callback_handler)
+    heavy = {name: state for name, state in states.items() if holds_arrays(state)}
+    progress: dict[str, Any] = {
+        "format": 1,
+        "feed": run.feed.state_dict() if run is not None else None,
+        "callbacks": {name: state for name, state in states.items() if name not in heavy},
+        "skipped": sorted(loop.skipped) if loop is not None else [],
+        "unlogged": loop.rows if loop is not None and is_logged else [],
+        "arguments": trainer.args.to_sanitized_dict(),
+    }
+    try:
+        return json.dumps(progress, indent=1), heavy
+    except (TypeError, ValueError):
+        for name, state in progress["callbacks"].items():
+            _check_plain(name, state)
+        raise
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any] | None:
+    """What `progress.json` says; None in a checkpoint that another library wrote.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    path = checkpoint / PROGRESS_FILE
+    if not path.is_file():
+        return None
+    progress = load_json(path)
+    if not isinstance(progress, dict):
+        raise CheckpointError(f"{path} does not hold a mapping")
+    return progress
+
+
+def position_of_transformers(checkpoint: Path, loader: Any, plan: Plan) -> dict[str, Any]:
+    """Where a checkpoint of transformers stands in the data, which it does not record in samples.
+
+    It tells the epoch, as a fraction of its micro-batches, and their size, so that another batch size or accumulation
+    than at the time finds the same place. Of a stream of unknown length an epoch counts as the whole run's.
+    """
+    path = checkpoint / STATE_FILE
+    saved = load_json(path) if path.is_file() else {}
+    batch_size = int(saved.get("train_batch_size") or plan.micro_batch_size)
+    num_samples = length_of(getattr(loader, "dataset", None)) or plan.samples_per_epoch
+    if num_samples is None:
+        per_epoch = max(int(saved.get("max_steps") or 0) * plan.accumulation, 1)
+    elif getattr(loader, "drop_last", False):
+        per_epoch = max(num_samples // batch_size, 1)
+    else:
+        per_epoch = max(-(-num_samples // batch_size), 1)
+    epoch, batches = divmod(round(float(saved.get("epoch") or 0.0) * per_epoch), per_epoch)
+    consumed = batches * batch_size
+    if num_samples is not None:
+        consumed = min(consumed, num_samples)
+    return {"epoch": epoch, "batches": batches, "consumed": consumed, "batch_size": batch_size}
+
+
+def restore_callbacks(trainer: Trainer, checkpoint: Path, progress: Mapping[str, Any] | None) -> None:
+    """Give the callbacks their states back, ours or those of a checkpoint of transformers."""
+    exported = trainer.state.stateful_callbacks or {}
+    states: dict[str, Any] = dict(exported)
+    sources = [STATE_FILE]
+    if progress is not None:
+        sources = [PROGRESS_FILE]
+        with blame(checkpoint / PROGRESS_FILE):
+            states = dict(progress.get("callbacks") or {})
+        if (checkpoint / CALLBACKS_FILE).is_file():
+            sources.append(CALLBACKS_FILE)
+            with blame(checkpoint / CALLBACKS_FILE):
+                states.update(load_tensors(checkpoint / CALLBACKS_FILE))
+        with blame(checkpoint / STATE_FILE):
+            control = exported.get("TrainerControl", {}).get("args", {})
+            trainer.control.should_evaluate = bool(control.get("should_evaluate", False))
+    if states or progress is not None:
+        whole = trainer.args.restore_callback_states_from_checkpoint  # also what the callbacks were constructed with
+        with blame(checkpoint / " or ".join(sources)):
+            restore_callback_states(trainer.callback_handler, states, with_arguments=whole)
+
+
+def restore_loop(loop: Loop, progress: Mapping[str, Any]) -> None:
+    """Give the loop back the updates that the next log is a mean of, and the windows that it leaves out."""
+    loop.rows = [UpdateRow(*row) for row in progress.get("unlogged") or ()]
+    loop.skipped = {(int(epoch), int(first)) for epoch, first in progress.get("skipped") or ()}
+
+
+def changed_arguments(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """`name before -> now` for every option that differs and that what a run computes may depend on.
+
+    Args:
+        saved: options by name, as numbers, truth values and text (`to_sanitized_dict`).
+        present: the same, of now.
+    """
+    return [
+        f"{name} {saved[name]} -> {value}"
+        for name, value in present.items()
+        if name not in _INCIDENTAL and name in saved and not _is_same(saved[name], value)
+    ]
+
+
+def report_changes(trainer: Trainer, checkpoint: Path, progress: Mapping[str, Any] | None) -> None:
+    """List, in one line of the log, the options that are others than when the checkpoint was written."""
+    saved = (progress or {}).get("arguments")
+    if not isinstance(saved, Mapping) or not trainer.is_world_process_zero():
+        return
+    changes = changed_arguments(saved, trainer.args.to_sanitized_dict())
+    if changes:
+        logger.warning("Changed since %s was written: %s.", checkpoint.name, ", ".join(changes))
+
+
+def holds_arrays(value: Any) -> bool:
+    """Whether a nest of dicts, lists and tuples holds a tensor or an array."""
+    if isinstance(value, Mapping):
+        return any(holds_arrays(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return any(holds_arrays(item) for item in value)
+    return isinstance(value, Tensor | np.ndarray)
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    return bool(before == now) or (before != before and now != now)
+
+
+def _check_plain(name: str, state: Any) -> None:
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"The state of callback {name} cannot be saved ({error}): let state_dict() return numbers, text, lists, "
+            "dicts and tensors."
+        ) from error

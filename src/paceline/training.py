@@ -1,0 +1,518 @@
+"""A training run put together and taken apart again: plan, data, model, optimizer, restore, loop, and what is left.
+
+The steps of `train`, in order, are the functions of this file. Each calls the Trainer's public methods, so that what a
+subclass overrides is what runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.args.plan import Plan, resolve
+from paceline.checkpoint import files
+from paceline.checkpoint.plausible import blame
+from paceline.core import folders
+from paceline.core.contracts import Hooks
+from paceline.core.journal import JOURNAL_FILE, UpdateRow, append_rows, truncate
+from paceline.core.loop import Loop
+from paceline.core.metrics import best_metric_value, speed_metrics
+from paceline.core.outputs import TrainOutput
+from paceline.core.record import write_run_record
+from paceline.core.signals import StopSignals
+from paceline.core.state import TrainerState
+from paceline.data.feed import place_in
+from paceline.data.loading import Feed, loader_length, sample_count
+from paceline.distributed.precision import make_precision
+from paceline.distributed.random import enable_full_determinism, restore_rng, set_seed
+from paceline.distributed.strategy import choose_strategy
+from paceline.engine import TorchEngine
+from paceline.model.objective import adapted
+from paceline.model.operations import count_inputs, operations_per_token
+from paceline.model.prepare import compile_model, prepare_model
+from paceline.model.signature import innermost
+from paceline.optim.modes import switch_optimizer
+from paceline.optim.schedulers import follows_metrics
+from paceline.progress import (
+    PROGRESS_FILE,
+    STATE_FILE,
+    position_of_transformers,
+    read_progress,
+    report_changes,
+    restore_callbacks,
+    restore_loop,
+)
+from paceline.saving import Saves
+from paceline.saving import finish as finish_saves
+from paceline.snapshot import rewind, take_snapshot
+
+if TYPE_CHECKING:
+    from paceline.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """The parts of one training run, while it lasts.
+
+    Attributes:
+        plan: as it was at the start; the loop's own changes after an out-of-memory.
+        feed: hands out the data.
+        engine: makes the updates.
+        loop: decides when.
+        signals: whether the run was asked to stop.
+        trial: of a hyper-parameter search, or None.
+        ignore_keys: output keys that evaluation leaves out.
+        first_step: `global_step` at the start, more than 0 after a resume.
+        first_tokens: input tokens seen before it.
+        saves: what becomes of its checkpoints.
+    """
+
+    plan: Plan
+    feed: Feed
+    engine: TorchEngine
+    signals: StopSignals
+    trial: Any = None
+    ignore_keys: list[str] | None = None
+    first_step: int = 0
+    first_tokens: int = 0
+    loop: Loop | None = None
+    saves: Saves = field(default_factory=Saves)
+
+
+def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
+    """The body of `Trainer.train`."""
+    args = trainer.args
+    start(trainer, trial)
+    checkpoint = find_checkpoint(args, resume)
+    if checkpoint is not None:
+        trainer._load_from_checkpoint(str(checkpoint))
+    loader = trainer.get_train_dataloader()
+    feed = Feed(
+        loader,
+        accumulation=args.gradient_accumulation_steps,
+        collect=partial(trainer.get_batch_samples, device=trainer.world.device),
+        ignore_data_skip=args.ignore_data_skip,
+    )
+    plan = resolve(args, micro_batches_per_epoch=loader_length(loader), samples_per_epoch=sample_count(loader))
+    trainer.state = begin_state(trainer, plan, checkpoint, trial)
+    if checkpoint is not None:
+        plan = restore_position(trainer, feed, plan, checkpoint)
+    with edited_model(trainer), StopSignals(args.stop_signals) as signals:
+        prepare(trainer, plan)
+        run = Run(plan, feed, make_engine(trainer, plan), signals, trial, ignore_keys)
+        trainer.callback_handler.train_dataloader = loader
+        progress = restore(trainer, checkpoint) if checkpoint is not None else None
+        run.first_step, run.first_tokens = trainer.state.global_step, trainer.state.num_input_tokens_seen
+        run.loop = Loop(
+            args=args,
+            plan=plan,
+            state=trainer.state,
+            control=trainer.control,
+            handler=trainer.callback_handler,
+            engine=run.engine,
+            feed=feed,
+            hooks=bind_hooks(trainer, run),
+            signals=signals,
+            saves=run.saves.writer,
+        )
+        if checkpoint is not None and progress is not None:
+            with blame(checkpoint / PROGRESS_FILE):
+                restore_loop(run.loop, progress)
+        announce(trainer, run)
+        with running(trainer, run):
+            run.loop.run()
+            output = finish(trainer, run)
+    if signals.is_keyboard:
+        raise KeyboardInterrupt(f"stopped at step {trainer.state.global_step}; the run can be resumed from there")
+    return output
+
+
+def start(trainer: Trainer, trial: Any) -> None:
+    """Seed, and make a fresh model where the Trainer was given `model_init`."""
+    args = trainer.args
+    if str(args.eval_strategy) != "no" and trainer.eval_dataset is None:
+        trainer.get_eval_dataloader()  # without data this raises now, not after hours of training
+    metric = trainer._plan().metric_for_best_model
+    if isinstance(trainer.eval_dataset, dict) and metric in ("loss", "eval_loss"):
+        logger.warning(
+            "metric_for_best_model=%r: evaluating %s gives a loss for each and no eval_loss. Name the one that "
+            "decides, for instance metric_for_best_model='%s_loss'.",
+            metric,
+            ", ".join(map(str, trainer.eval_dataset)),
+            next(iter(trainer.eval_dataset), "name"),
+        )
+    seed_everything(args)
+    if trainer.model_init is not None:
+        trainer.model = trainer.call_model_init(trial)
+        trainer.optimizer, trainer.lr_scheduler = None, None
+        trainer.place_model()
+
+
+def seed_everything(args: Any) -> None:
+    """The seeds and the determinism that the arguments ask for."""
+    if args.full_determinism:
+        enable_full_determinism(args.seed)
+    else:
+        set_seed(args.seed)
+    if args.tf32 is not None:
+        torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+
+
+def find_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
+    """The checkpoint to go on from: named, or for True the newest in `output_dir` that verifies.
+
+    Raises:
+        ValueError: none was found, or the one named is damaged; the message says which and why.
+    """
+    if resume is None:
+        resume = args.resume_from_checkpoint
+    if isinstance(resume, str) and resume.lower() in ("true", "false"):
+        resume = resume.lower() == "true"
+    if resume is None or resume is False:
+        return None
+    if resume is True:
+        folders.recover(Path(args.output_dir), logger.warning)
+        found = folders.newest_valid(Path(args.output_dir), logger.warning)
+        if found is None:
+            raise ValueError(f"No valid checkpoint found in output directory ({args.output_dir})")
+        return Path(found)
+    named = Path(resume)
+    problems = folders.verify(named) if named.is_dir() else ["it is not a folder"]
+    if problems:
+        raise ValueError(
+            f"Can't resume from {named}: {'; '.join(problems)}. resume_from_checkpoint=True takes the newest good one."
+        )
+    return named
+
+
+@contextmanager
+def edited_model(trainer: Trainer) -> Iterator[None]:
+    """Make the edits of the model that the arguments ask for, and take back those that only training needs."""
+    trainer.edits = prepared = prepare_model(trainer.model, trainer.args)
+    for note in prepared.notes:
+        logger.info(note)
+    try:
+        yield
+    finally:
+        prepared.undo()
+        trainer.edits = None
+
+
+def prepare(trainer: Trainer, plan: Plan) -> None:
+    """Give the model to the strategy, which calls the factory of optimizer and scheduler when parameters are final."""
+    strategy = choose_strategy(trainer.world, make_precision(plan.precision, trainer.world.device))
+    trainer.strategy = strategy
+    if trainer._created_lr_scheduler:  # its length belonged to the run before
+        trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
+
+    def make_optimizer(model: torch.nn.Module) -> Any:
+        trainer.create_optimizer_and_scheduler(num_training_steps=plan.max_steps)
+        check_optimizer(trainer.optimizer, model)
+        return trainer.optimizer
+
+    prepared = strategy.prepare(trainer.model, make_optimizer)
+    trainer.model_wrapped = compile_model(prepared.model, trainer.args)
+    handler = trainer.callback_handler
+    handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
+
+
+def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
+    """Refuse an optimizer that would train something else.
+
+    Raises:
+        ValueError: it holds none of the model's parameters.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    own = set(map(id, model.parameters()))
+    if groups is not None and not any(id(parameter) in own for group in groups for parameter in group["params"]):
+        raise ValueError(
+            "The optimizer holds none of the model's parameters, so training would change nothing: make it from the "
+            "model that the Trainer has, or pass optimizer_cls_and_kwargs=(class, kwargs)."
+        )
+
+
+def begin_state(trainer: Trainer, plan: Plan, checkpoint: Path | None, trial: Any) -> TrainerState:
+    """A fresh state, or the checkpoint's; what the arguments say now wins over what they said then."""
+    saved = checkpoint / STATE_FILE if checkpoint is not None else None
+    state = TrainerState.load_from_json(str(saved)) if saved is not None and saved.is_file() else TrainerState()
+    if not isinstance(state.global_step, int) or state.global_step < 0:
+        raise ValueError(f"{saved}: global_step cannot be {state.global_step!r}.")
+    if state.best_model_checkpoint is not None and not Path(state.best_model_checkpoint).is_dir():
+        logger.warning("The best checkpoint so far, %s, is gone: it will not be loaded.", state.best_model_checkpoint)
+        state.best_model_checkpoint = None
+    state.logging_steps, state.eval_steps, state.save_steps = plan.logging_steps, plan.eval_steps, plan.save_steps
+    state.train_batch_size = plan.micro_batch_size
+    state.max_steps, state.num_train_epochs = plan.max_steps, plan.num_epochs
+    state.is_local_process_zero = trainer.is_local_process_zero()
+    state.is_world_process_zero = trainer.is_world_process_zero()
+    state.is_hyper_param_search = trial is not None
+    if state.epoch is None:
+        state.epoch = 0
+    return state
+
+
+def make_engine(trainer: Trainer, plan: Plan) -> TorchEngine:
+    """The engine of this Trainer, its hooks bound from the instance as it is now."""
+    args = trainer.args
+    return TorchEngine(
+        strategy=trainer.strategy,
+        model=trainer.model_wrapped,
+        optimizer=trainer.optimizer,
+        scheduler=trainer.lr_scheduler,
+        scheduler_follows_metrics=follows_metrics(trainer.lr_scheduler),
+        training_step=trainer.training_step,
+        compute_loss=trainer.compute_loss,
+        prepare_inputs=trainer._prepare_inputs,
+        rule=trainer.loss_rule,
+        # without clipping the norm is still needed to see a gradient that is not finite
+        max_grad_norm=plan.max_grad_norm or (math.inf if plan.nonfinite_policy != "warn" else 0.0),
+        skips_non_finite=plan.nonfinite_policy == "skip",
+        empty_cache_every=args.torch_empty_cache_steps,
+    )
+
+
+def bind_hooks(trainer: Trainer, run: Run) -> Hooks:
+    """What the loop calls back on this Trainer."""
+
+    def act() -> None:
+        trainer._maybe_log_save_evaluate(
+            run.engine.log.contributions,
+            run.engine.log.norms[-1] if run.engine.log.norms else None,
+            trainer.model_wrapped,
+            run.trial,
+            trainer.state.epoch,
+            run.ignore_keys,
+            run.loop.start_time if run.loop is not None else None,
+            learning_rate=run.engine.log.rates[-1] if run.engine.log.rates else None,
+        )
+
+    def evaluate(skip_scheduler: bool) -> dict[str, float]:
+        return trainer._evaluate(run.trial, run.ignore_keys, skip_scheduler=skip_scheduler)
+
+    def save() -> bool:
+        run.saves.is_published = True  # of an own `_save_checkpoint` nothing else is known
+        trainer._save_checkpoint(trainer.model_wrapped, run.trial)
+        return run.saves.is_published
+
+    journal = Path(trainer._get_output_dir(run.trial), JOURNAL_FILE) if trainer.args.should_save else None
+    if journal is not None:
+        truncate(journal, trainer.state.global_step)
+
+    unwritten: list[UpdateRow] = []
+
+    def record(rows: Sequence[UpdateRow]) -> None:
+        if journal is None:
+            return
+        unwritten.extend(rows)
+        try:
+            append_rows(journal, unwritten)
+            unwritten.clear()
+        except OSError as error:
+            if len(unwritten) == len(rows):
+                logger.warning("%s could not be written (%s): it is tried again with the next updates.", journal, error)
+
+    return Hooks(
+        log=adapted(trainer.log, 2),
+        act=act,
+        evaluate=evaluate,
+        save=save,
+        record=record,
+        snapshot=partial(take_snapshot, trainer, run.feed),
+        rewind=partial(rewind, trainer, run.feed),
+        count=counter(trainer),
+    )
+
+
+def counter(trainer: Trainer) -> Callable[[Sequence[Any]], None] | None:
+    """Adds up the input tokens and the operations of each window, on the host; None where there is neither."""
+    count_tokens, model = token_counter(trainer), innermost(trainer.model)
+    base: Any = next(kind for kind in type(trainer).__mro__ if kind.__module__ == "paceline.trainer")
+    is_own = getattr(trainer.floating_point_ops, "__func__", None) is not base.floating_point_ops
+    per_token = operations_per_token(model)  # counted once: going through all parameters takes a while
+    asks = is_own or callable(getattr(model, "floating_point_ops", None))
+    if count_tokens is None and not per_token and not asks:
+        return None
+
+    def count(batches: Sequence[Any]) -> None:
+        if count_tokens is not None:
+            trainer.state.num_input_tokens_seen += sum(map(count_tokens, batches))
+        if asks:
+            trainer.current_flos += sum(map(trainer.floating_point_ops, batches))
+        elif per_token:
+            trainer.current_flos += per_token * sum(count_inputs(model, batch) for batch in batches)
+
+    return count
+
+
+def token_counter(trainer: Trainer) -> Callable[[Any], int] | None:
+    """Counts a batch's input tokens on the host, or None where `include_num_input_tokens_seen` does not ask."""
+    how = str(trainer.args.include_num_input_tokens_seen)
+    if how == "no":
+        return None
+    name = getattr(trainer.model, "main_input_name", "input_ids")
+    padding = getattr(trainer.processing_class, "pad_token_id", None)
+
+    def count(batch: Any) -> int:
+        tokens = batch.get(name) if hasattr(batch, "get") else None
+        if not isinstance(tokens, Tensor):
+            raise ValueError(
+                f"include_num_input_tokens_seen={how!r}: the batches hold no tensor {name!r}. Set `main_input_name` on "
+                "the model to the name of its input, or include_num_input_tokens_seen='no'."
+            )
+        if how == "all":
+            return tokens.numel()
+        if isinstance(batch.get("attention_mask"), Tensor):
+            return int(batch["attention_mask"].sum())
+        return tokens.numel() if padding is None else int((tokens != padding).sum())
+
+    return count
+
+
+def announce(trainer: Trainer, run: Run) -> None:
+    """Say what will be done, and write it beside the outputs."""
+    plan, args = run.plan, trainer.args
+    logger.info("Training:\n%s", plan.describe())
+    if args.should_save:
+        write_run_record(
+            Path(trainer._get_output_dir(run.trial)),
+            args_dict=args.to_sanitized_dict(),
+            plan_dict=plan.to_dict(),
+            seeds={"seed": plan.seed, "data_seed": plan.data_seed},
+            extra={
+                "num_parameters": sum(p.numel() for p in trainer.model.parameters()),
+                "num_trainable_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+                "resumed_at_step": run.first_step,
+            },
+        )
+
+
+@contextmanager
+def running(trainer: Trainer, run: Run) -> Iterator[None]:
+    """While this is entered the Trainer is in training; the workers are stopped at the end, whatever happens."""
+    trainer.is_in_train, trainer.run = True, run
+    trainer.model_wrapped.train()
+    switch_optimizer(trainer.optimizer, "train")
+    try:
+        yield
+    finally:
+        run.feed.close()
+        run.saves.close()
+        switch_optimizer(trainer.optimizer, "eval")
+        trainer.is_in_train, trainer.run = False, None
+
+
+def finish(trainer: Trainer, run: Run) -> TrainOutput:
+    """Speed and loss of the whole run, the best model if asked, old checkpoints away."""
+    state, args, loop = trainer.state, trainer.args, run.loop
+    assert loop is not None
+    num_updates = state.global_step - run.first_step
+    counted = sum(number for _, number in loop.logged)
+    train_loss = sum(loss * number for loss, number in loop.logged) / counted if counted else 0.0
+    metrics = speed_metrics("train", loop.start_time, num_samples=loop.num_samples, num_steps=num_updates)
+    trainer.store_flos()
+    metrics["total_flos"] = state.total_flos
+    metrics["train_loss"] = train_loss
+    trainer.log(metrics)
+    finish_saves(trainer, Path(trainer._get_output_dir(run.trial)))
+    switch_optimizer(trainer.optimizer, "eval")
+    if args.load_best_model_at_end and state.best_model_checkpoint is not None and run.signals.requested is None:
+        load_best(trainer, Path(state.best_model_checkpoint))
+    trainer.control = trainer.callback_handler.on_train_end(args, state, trainer.control)
+    return TrainOutput(state.global_step, train_loss, metrics)
+
+
+# ---- checkpoints
+
+
+def load_best(trainer: Trainer, checkpoint: Path) -> None:
+    """Load the best checkpoint, or say why not: that is no reason to lose the weights of the last update."""
+    problems = folders.verify(checkpoint)
+    if problems:
+        logger.error("The best model is not loaded, the last one stays: %s: %s.", checkpoint, "; ".join(problems[:3]))
+        return
+    trainer._load_best_model()
+
+
+def restore_position(trainer: Trainer, feed: Feed, plan: Plan, checkpoint: Path) -> Plan:
+    """Put the feed where the checkpoint stands, and plan the updates that are left from there.
+
+    The position counts samples. With another batch size or accumulation than before, the samples that are left make
+    another number of updates; a run that is measured in epochs is then as many updates longer or shorter.
+    """
+    state = trainer.state
+    position = (read_progress(checkpoint) or {}).get("feed")
+    source = PROGRESS_FILE if position is not None else STATE_FILE
+    if position is None:
+        with blame(checkpoint / source):
+            position = position_of_transformers(checkpoint, feed.loader, plan)
+    with blame(checkpoint / source):
+        feed.load_state_dict(position)
+        if not all(isinstance(number, int) and number >= 0 for number in (feed.epoch, feed.consumed, feed.batches)):
+            raise ValueError("the position in the data is not made of whole numbers")
+        left = (plan.micro_batches_per_epoch or 0) - place_in(feed.loader, position)[1]
+    if trainer.args.max_steps > 0 or plan.updates_per_epoch is None or plan.micro_batches_per_epoch is None:
+        return plan
+    done = feed.epoch * plan.updates_per_epoch + plan.updates_per_epoch + (-left // plan.accumulation)
+    if done == state.global_step:
+        return plan
+    state.max_steps = state.global_step + max(plan.max_steps - done, 0)
+    logger.info("With this batch size the run ends at step %d, not %d.", state.max_steps, plan.max_steps)
+    return replace(plan, max_steps=state.max_steps, warmup_steps=trainer.args.get_warmup_steps(state.max_steps))
+
+
+def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any] | None:
+    """Everything but weights and position, which were restored before the strategy took the model.
+
+    Returns: what the checkpoint says of the run's progress, for the loop; None in one of another library.
+    """
+    trainer._load_optimizer_and_scheduler(str(checkpoint))
+    trainer._load_scaler(str(checkpoint))
+    progress = read_progress(checkpoint)
+    restore_callbacks(trainer, checkpoint, progress)
+    if trainer.reports_changes:
+        report_changes(trainer, checkpoint, progress)
+    trainer._load_rng_state(str(checkpoint))
+    logger.info("Resuming from %s: step %d of %d.", checkpoint, trainer.state.global_step, trainer.state.max_steps)
+    return progress
+
+
+def load_rng_state(trainer: Trainer, checkpoint: str | None) -> None:
+    """The body of `_load_rng_state`; a checkpoint without random state (`save_only_model`) is gone on from without."""
+    if checkpoint is None:
+        return
+    state = files.load_rng(Path(checkpoint), trainer.world.process_index, trainer.world.world_size)
+    if state is None:
+        logger.warning("%s holds no random state: the run goes on, but not bit for bit as it would have.", checkpoint)
+        return
+    with blame(Path(checkpoint, files.rng_name(trainer.world.process_index, trainer.world.world_size))):
+        restore_rng(state)
+
+
+def load_optimizer_and_scheduler(trainer: Trainer, checkpoint: str | None) -> None:
+    """The body of `_load_optimizer_and_scheduler`; what a checkpoint lacks (`save_only_model`) starts anew."""
+    if checkpoint is None:
+        return
+    for name, target, load in (
+        (files.OPTIMIZER_NAME, trainer.optimizer, files.load_optimizer),
+        (files.SCHEDULER_NAME, trainer.lr_scheduler, files.load_scheduler),
+    ):
+        if Path(checkpoint, name).is_file():
+            load(target, checkpoint)
+        else:
+            logger.warning("%s holds no %s: that part of the run starts anew.", checkpoint, name)
+
+
+def step_by_metric(scheduler: Any, metrics: dict[str, float], name: str | None) -> None:
+    """Step a schedule that follows a metric (plateau, greedy)."""
+    scheduler.step(best_metric_value(metrics, name or "loss"))

@@ -1,0 +1,176 @@
+"""Every name of the older releases: it works under today's name, or an error says what to use."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import pytest
+
+from paceline.args.errors import UnsupportedOption
+from paceline.args.older_names import OLDER_NAMES, Renamed, Retired
+from paceline.args.sections import Options
+from paceline.args.training import TrainingArguments
+
+# Names and defaults of transformers 4.57, less those that 5.23 still has.
+DEFAULTS_OF_V4: dict[str, Any] = {
+    "overwrite_output_dir": False,
+    "per_gpu_train_batch_size": None,
+    "per_gpu_eval_batch_size": None,
+    "warmup_ratio": 0.0,
+    "logging_dir": None,
+    "save_safetensors": True,
+    "no_cuda": False,
+    "use_mps_device": False,
+    "jit_mode_eval": False,
+    "fp16_opt_level": "O1",
+    "half_precision_backend": "auto",
+    "tpu_num_cores": None,
+    "tpu_metrics_debug": False,
+    "past_index": -1,
+    "fsdp_min_num_params": 0,
+    "fsdp_transformer_layer_cls_to_wrap": None,
+    "adafactor": False,
+    "group_by_length": False,
+    "use_legacy_prediction_loop": False,
+    "include_inputs_for_metrics": False,
+    "fp16_backend": "auto",
+    "push_to_hub_model_id": None,
+    "push_to_hub_organization": None,
+    "push_to_hub_token": None,
+    "_n_gpu": -1,
+    "mp_parameters": "",
+    "torchdynamo": None,
+    "ray_scope": "last",
+    "include_tokens_per_second": False,
+    "evaluation_strategy": "no",
+    "use_ipex": False,
+    "sharded_ddp": "",
+    "xpu_backend": None,
+    "evaluate_during_training": False,
+    "dispatch_batches": None,
+    "split_batches": None,
+}
+
+RENAMED: list[tuple[str, Any, str, Any]] = [
+    ("evaluation_strategy", "epoch", "eval_strategy", "epoch"),
+    ("evaluate_during_training", True, "eval_strategy", "steps"),
+    ("per_gpu_train_batch_size", 3, "per_device_train_batch_size", 3),
+    ("per_gpu_eval_batch_size", "4", "per_device_eval_batch_size", 4),
+    ("warmup_ratio", 0.1, "warmup_steps", 0.1),
+    ("no_cuda", True, "use_cpu", True),
+    ("no_cuda", "true", "use_cpu", True),
+    ("adafactor", True, "optim", "adafactor"),
+    ("group_by_length", True, "train_sampling_strategy", "group_by_length"),
+    ("include_inputs_for_metrics", True, "include_for_metrics", ["inputs"]),
+    ("include_tokens_per_second", True, "include_num_input_tokens_seen", "all"),
+    ("torchdynamo", "inductor", "torch_compile", True),
+    ("torchdynamo", "aot_eager", "torch_compile_backend", "aot_eager"),
+    ("xpu_backend", "gloo", "ddp_backend", "gloo"),
+    ("label_smoothing", 0.1, "label_smoothing_factor", 0.1),
+    ("push_to_hub_token", "secret", "hub_token", "secret"),
+    ("logging_dir", "runs", "logging_dir", "runs"),
+]
+
+
+def test_every_default_of_v4_asks_for_nothing() -> None:
+    assert set(DEFAULTS_OF_V4) <= {*OLDER_NAMES, "logging_dir"}
+    assert TrainingArguments(**DEFAULTS_OF_V4) == TrainingArguments()
+
+
+@pytest.mark.parametrize(("old", "value", "new", "expected"), RENAMED)
+def test_renamed(old: str, value: Any, new: str, expected: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        args = TrainingArguments(**{old: value})
+    assert getattr(args, new) == expected
+    if old != new:
+        assert len([record for record in caplog.records if old in record.getMessage()]) == 1
+
+
+RETIRED: list[tuple[str, Any, str]] = [
+    ("save_safetensors", False, "always written as safetensors"),
+    ("fp16_backend", "apex", "bf16=True or fp16=True"),
+    ("half_precision_backend", "apex", "bf16=True or fp16=True"),
+    ("fp16_opt_level", "O2", "bf16=True or fp16=True"),
+    ("jit_mode_eval", True, "torch_compile=True"),
+    ("tpu_num_cores", 8, "TPU_NUM_CORES"),
+    ("tpu_metrics_debug", True, "leave it out"),
+    ("past_index", 2, "forward keep such a state"),
+    ("fsdp_min_num_params", 100, "fsdp_config"),
+    ("fsdp_transformer_layer_cls_to_wrap", "Block", "fsdp_config"),
+    ("use_legacy_prediction_loop", True, "one prediction loop"),
+    ("push_to_hub_organization", "us", "hub_model_id='organization/name'"),
+    ("mp_parameters", "a=1", "torchrun"),
+    ("ray_scope", "all", "RAY_SCOPE"),
+    ("use_ipex", True, "torch_compile=True"),
+    ("sharded_ddp", "simple", "fsdp"),
+    ("_n_gpu", 4, "one process per device"),
+]
+
+
+@pytest.mark.parametrize(("old", "value", "remedy"), RETIRED)
+def test_retired(old: str, value: Any, remedy: str) -> None:
+    with pytest.raises(UnsupportedOption, match=f"{old}=.*{remedy}"):
+        TrainingArguments(**{old: value})
+
+
+@pytest.mark.parametrize(
+    ("old", "value"),
+    [
+        ("fp16_backend", "amp"),
+        ("half_precision_backend", "cuda_amp"),
+        ("use_mps_device", True),
+        ("overwrite_output_dir", True),
+        ("save_safetensors", "true"),
+        ("past_index", "-1"),
+    ],
+)
+def test_values_that_ask_for_nothing(old: str, value: Any) -> None:
+    assert TrainingArguments(**{old: value}) == TrainingArguments()
+
+
+def test_the_whole_run_as_warmup_is_not_one_step() -> None:
+    assert TrainingArguments(warmup_ratio=1.0).get_warmup_steps(200) == 200  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"warmup_ratio=1.5 is not possible"):
+        TrainingArguments(warmup_ratio=1.5)  # type: ignore[call-arg]
+
+
+def test_both_names_at_once() -> None:
+    both: Any = TrainingArguments
+    assert both(evaluation_strategy="epoch", eval_strategy="epoch").eval_strategy == "epoch"
+    assert both(evaluation_strategy="epoch", eval_strategy="no").eval_strategy == "epoch"
+    assert both(warmup_ratio=0.1, warmup_steps=0).warmup_steps == 0.1
+    assert both(warmup_ratio=0.1, warmup_steps=20).warmup_steps == 20  # As it always was: the number wins.
+    assert both(adafactor=True, optim="adamw_torch").optim == "adafactor"
+    assert both(include_inputs_for_metrics=True, include_for_metrics=["loss"]).include_for_metrics == ["loss", "inputs"]
+    with pytest.raises(ValueError, match="are one option: give eval_strategy only"):
+        both(evaluation_strategy="epoch", eval_strategy="steps")
+    with pytest.raises(ValueError, match="are one option: give optim only"):
+        both(adafactor=True, optim="sgd")
+
+
+def test_settings_that_moved_into_a_dict() -> None:
+    with pytest.raises(UnsupportedOption, match=r"'split_batches': True.*'dispatch_batches': True"):
+        TrainingArguments(split_batches=True, dispatch_batches=True)  # type: ignore[call-arg]
+    assert TrainingArguments(split_batches=False) == TrainingArguments()  # type: ignore[call-arg]
+
+
+def test_the_table_points_to_options_that_exist() -> None:
+    fields = set(Options.__dataclass_fields__)
+    for name, entry in OLDER_NAMES.items():
+        assert name not in fields
+        if isinstance(entry, Renamed):
+            assert entry.new in fields
+        else:
+            assert isinstance(entry, Retired)
+            assert entry.remedy
+
+
+def test_every_renamed_option_can_be_read() -> None:
+    args = TrainingArguments()
+    for name, entry in OLDER_NAMES.items():
+        if isinstance(entry, Renamed):
+            getattr(args, name)

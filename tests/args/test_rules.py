@@ -1,0 +1,126 @@
+"""Every rule between options: what is refused, in which words, and what is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.args.errors import UnsupportedOption
+from paceline.args.rules import LIMITS, UNSUPPORTED
+from paceline.args.sections import Options
+from paceline.args.training import TrainingArguments
+
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"fp16": True, "bf16": True}, "exclude each other: keep one"),
+    ({"fp16_full_eval": True, "bf16_full_eval": True}, "exclude each other: keep one"),
+    ({"max_steps": 0}, "max_steps=0 is not possible"),
+    ({"learning_rate": -1}, "learning_rate=-1 is not possible: it must be at least 0"),
+    ({"per_device_train_batch_size": 0}, "must be at least 1"),
+    ({"gradient_accumulation_steps": 0}, "must be at least 1"),
+    ({"adam_beta2": 1.0}, r"adam_beta2=1.0 is not possible: it must be below 1"),
+    ({"label_smoothing_factor": 1}, "must be below 1"),
+    ({"warmup_steps": -1}, "must be at least 0"),
+    ({"torch_empty_cache_steps": 0}, "must be at least 1"),
+    ({"seed": -1}, "seed=-1 is not possible: it must be at least 0"),
+    ({"data_seed": 2**63}, "data_seed=9223372036854775808 is not possible: it must be at most 9223372036854775807"),
+    ({"logging_steps": 0}, "logging_steps=0 is not possible with logging_strategy='steps'"),
+    ({"save_steps": 0}, "save_strategy='no' turns it off"),
+    ({"logging_steps": 1.5}, "above 1 it must be a whole number"),
+    ({"eval_steps": 10.5, "eval_strategy": "steps"}, "above 1 it must be a whole number"),
+    ({"save_steps": 2.5}, "above 1 it must be a whole number"),
+    (
+        {"eval_strategy": "steps", "logging_strategy": "no", "logging_steps": 0},
+        "eval_steps=0 is not possible with eval_strategy='steps'",
+    ),
+    ({"save_strategy": "best"}, "save_strategy='best' needs evaluations"),
+    ({"load_best_model_at_end": True}, "load_best_model_at_end=True needs evaluations"),
+    (
+        {"load_best_model_at_end": True, "eval_strategy": "epoch"},
+        "eval_strategy='epoch' and save_strategy='steps' differ",
+    ),
+    ({**BEST, "eval_steps": 200}, "save_steps=500 to be a multiple of eval_steps=200"),
+    ({**BEST, "eval_steps": 0.1}, "a share of all updates and a number of updates"),
+    ({**BEST, "eval_steps": 0.2, "save_steps": 0.3}, "save_steps=0.3 to be a multiple of eval_steps=0.2"),
+    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "'reduce_lr_on_plateau' follows the evaluations"),
+    ({"lr_scheduler_type": "greedy"}, "'greedy' follows the evaluations"),
+    ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor=2 needs worker processes"),
+    ({"dataloader_persistent_workers": True}, "needs worker processes"),
+    ({"dataloader_multiprocessing_context": "spawn"}, "needs worker processes"),
+    ({"compile_regions": True}, "set torch_compile=True too"),
+    ({"keep_best": 2}, "keep_best=2 needs evaluations"),
+    ({"keep_best_metric": "loss", "eval_strategy": "epoch"}, "set keep_best to a number"),
+    ({"enable_jit_checkpoint": True, "stop_signals": False}, "leave stop_signals at True"),
+    ({"optim_target_modules": ["attention"]}, "GaLore and APOLLO"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        TrainingArguments("x", **options)
+    assert not isinstance(caught.value, UnsupportedOption)
+
+
+ALLOWED: list[dict[str, Any]] = [
+    {**BEST, "eval_steps": 250},
+    {**BEST, "eval_steps": 0.1, "save_steps": 0.3},
+    {**BEST, "logging_steps": 100},
+    {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "best"},
+    {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"},
+    {"lr_scheduler_type": "greedy", "eval_strategy": "epoch"},
+    {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 2, "dataloader_persistent_workers": True},
+    {"torch_compile": True, "compile_regions": True},
+    {"compile_regions": True, "torch_compile_mode": "default"},
+    {"optim": "galore_adamw", "optim_target_modules": ["attention"]},
+    {"logging_strategy": "epoch", "logging_steps": 0, "save_strategy": "no", "save_steps": 0},
+    {"fp16": True, "bf16_full_eval": True},
+    {"enable_jit_checkpoint": True},
+    {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    {"fsdp": "", "fsdp_config": {"min_num_params": 0, "xla": False}, "deepspeed": None, "debug": []},
+    {"hub_token": "secret"},
+    {"save_total_limit": 0},
+    {"max_grad_norm": float("inf")},
+]
+
+
+@pytest.mark.parametrize("options", ALLOWED)
+def test_allowed(options: dict[str, Any]) -> None:
+    TrainingArguments("x", **options)
+
+
+LATER: list[tuple[str, Any]] = [
+    ("fsdp", True),
+    ("fsdp", "full_shard auto_wrap"),
+    ("fsdp_config", {"version": 2}),
+    ("fsdp_config", "fsdp.json"),
+    ("deepspeed", "ds.json"),
+    ("deepspeed", {"zero_optimization": {"stage": 2}}),
+    ("parallelism_config", {"tp_size": 2}),
+    ("push_to_hub", True),
+    ("hub_model_id", "owner/name"),
+    ("hub_strategy", "end"),
+    ("hub_always_push", True),
+    ("hub_private_repo", True),
+    ("hub_revision", "main"),
+    ("project", "mine"),
+    ("trackio_space_id", "owner/space"),
+    ("trackio_bucket_id", "bucket"),
+    ("trackio_static_space_id", "owner/space"),
+    ("debug", "underflow_overflow"),
+    ("skip_memory_metrics", False),
+    ("accelerator_config", {"split_batches": True}),
+    ("accelerator_config", {"gradient_accumulation_kwargs": {"sync_each_batch": True}}),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), LATER)
+def test_what_comes_later_is_refused_by_name_value_and_remedy(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedOption, match=rf"^{name}=.+ is not supported: .*leave (it|out)"):
+        TrainingArguments("x", **{name: value})
+
+
+def test_the_tables_name_options_that_exist() -> None:
+    assert {*LIMITS, *UNSUPPORTED} <= set(Options.__dataclass_fields__)
+    assert {name for name, _ in LATER} == {*UNSUPPORTED, "accelerator_config"}

@@ -1,0 +1,208 @@
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.callbacks import progress
+from paceline.callbacks.flow import DefaultFlowCallback
+from paceline.callbacks.progress import LineBar, ProgressCallback
+from paceline.core.events import CallbackHandler
+from paceline.core.state import TrainerControl, TrainerState
+
+ARGS = SimpleNamespace(
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=2,
+    world_size=1,
+    logging_strategy="no",
+    logging_first_step=False,
+    eval_strategy="no",
+    eval_delay=0,
+    save_strategy="no",
+)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = SimpleNamespace(time=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.time)
+    return now
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setattr(progress, "is_interactive", lambda stream: True)
+
+
+def handler_with(callback):
+    optimizer = SimpleNamespace(param_groups=[{"lr": 1e-3}])
+    return CallbackHandler([DefaultFlowCallback(), callback], optimizer=optimizer)
+
+
+def train(callback, state, steps, clock=None, seconds=1.0, tokens=0, loss=None):
+    handler, control = handler_with(callback), TrainerControl()
+    handler.on_train_begin(ARGS, state, control)
+    for _ in range(steps):
+        if clock is not None:
+            clock.time += seconds
+        state.global_step += 1
+        state.num_input_tokens_seen += tokens
+        handler.fire("on_step_end", ARGS, state, control)
+        if loss is not None:
+            handler.on_log(ARGS, state, control, {"loss": loss, "total_flos": 1.0})
+    return handler, control
+
+
+def test_a_bar_on_a_terminal(terminal, capsys):
+    callback, state = ProgressCallback(), TrainerState(max_steps=4)
+    handler, control = train(callback, state, 4, tokens=100, loss=1.23456)
+    bar = callback.training_bar
+    assert type(bar).__module__ == "tqdm.std"
+    assert (bar.n, bar.total) == (4, 4)
+    for part in ("loss 1.235", "lr 0.001", "tok/s", "RAM"):
+        assert part in bar.postfix
+    handler.on_train_end(ARGS, state, control)
+    assert callback.training_bar is None
+    shown = capsys.readouterr()
+    assert "4/4" in shown.err
+    assert shown.out.count("{'loss': '1.235'}") == 4
+
+
+def test_a_resumed_run_starts_where_it_was(terminal):
+    callback, state = ProgressCallback(), TrainerState(max_steps=10, global_step=6)
+    handler, control = train(callback, state, 1)
+    assert (callback.training_bar.n, callback.training_bar.initial) == (7, 6)
+    handler.on_train_end(ARGS, state, control)
+
+
+def test_lines_where_there_is_no_terminal(clock, capsys):
+    callback, state = ProgressCallback(seconds_between_lines=10), TrainerState(max_steps=100)
+    handler, control = train(callback, state, 25, clock, loss=None)
+    assert isinstance(callback.training_bar, LineBar)
+    handler.on_log(ARGS, state, control, {"loss": 2.0})
+    handler.on_train_end(ARGS, state, control)
+    shown = capsys.readouterr()
+    lines = shown.err.splitlines()
+    assert [line.split(" RAM")[0] for line in lines] == [
+        "train: step 10/100 [00:10<01:30] lr 0.001, 8 samples/s,",
+        "train: step 20/100 [00:20<01:20] lr 0.001, 8 samples/s,",
+        "train: step 25/100 [00:25<01:15] loss 2, lr 0.001, 8 samples/s,",
+    ]
+    assert shown.out == "{'loss': '2'}\n"
+
+
+def test_the_speed_leaves_evaluations_out(clock):
+    callback, state = ProgressCallback(), TrainerState(max_steps=100)
+    handler, control = train(callback, state, 5, clock)
+    clock.time += 1000
+    handler.on_evaluate(ARGS, state, control, {})
+    for _ in range(3):
+        clock.time += 1
+        state.global_step += 1
+        handler.fire("on_step_end", ARGS, state, control)
+    assert callback._speed.steps_per_second == 1.0
+
+
+def test_the_last_line_has_the_numbers_of_the_last_update(clock, capsys):
+    callback, state = ProgressCallback(), TrainerState(max_steps=3)
+    handler, control = train(callback, state, 3, clock)
+    handler.on_evaluate(ARGS, state, control, {})
+    handler.optimizer.param_groups[0]["lr"] = 0.0
+    handler.on_train_end(ARGS, state, control)
+    assert "lr 0.001, 8 samples/s" in capsys.readouterr().err
+
+
+def test_a_changed_max_steps_is_shown(clock):
+    callback, state = ProgressCallback(), TrainerState(max_steps=100)
+    handler, control = train(callback, state, 1, clock)
+    state.max_steps = 50
+    clock.time += 1
+    handler.fire("on_step_end", ARGS, state, control)
+    assert callback.training_bar.total == 50
+
+
+def test_a_learning_rate_on_the_device_is_not_read(clock):
+    class Tensor:
+        def __format__(self, spec):
+            raise AssertionError("waited for the device")
+
+    assert progress._learning_rate(SimpleNamespace(param_groups=[{"lr": Tensor()}])) == ""
+    assert progress._learning_rate(None) == ""
+
+
+@pytest.mark.parametrize("loader", [[1, 2], iter([1, 2])])
+def test_evaluation_has_a_bar_of_its_own(terminal, loader):
+    callback = ProgressCallback()
+    handler, state, control = handler_with(callback), TrainerState(), TrainerControl()
+    handler.eval_dataloader = loader
+    for _ in range(2):
+        handler.fire("on_prediction_step", ARGS, state, control)
+    assert callback.prediction_bar.n == 2
+    assert callback.prediction_bar.total == (2 if isinstance(loader, list) else None)
+    handler.on_evaluate(ARGS, state, control, {})
+    assert callback.prediction_bar is None
+    handler.fire("on_prediction_step", ARGS, state, control)
+    handler.on_predict(ARGS, state, control, {})
+    assert callback.prediction_bar is None
+
+
+def test_only_the_first_process_shows_anything(capsys):
+    callback, state = ProgressCallback(), TrainerState(max_steps=2, is_world_process_zero=False)
+    handler, control = train(callback, state, 2, loss=1.0)
+    handler.fire("on_prediction_step", ARGS, state, control)
+    handler.on_evaluate(ARGS, state, control, {})
+    handler.on_train_end(ARGS, state, control)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_that_was_broken_off_leaves_no_bar(terminal):
+    callback, state = ProgressCallback(), TrainerState(max_steps=4)
+    train(callback, state, 2)
+    first = callback.training_bar
+    handler, control = train(callback, state, 1)
+    assert first.disable  # closed
+    handler.on_train_end(ARGS, state, control)
+
+
+def test_rows_may_be_left_away(capsys):
+    callback, state = ProgressCallback(write_logs=False), TrainerState(max_steps=4)
+    train(callback, state, 2, loss=1.0)
+    assert capsys.readouterr().out == ""
+
+
+def test_long_strings_are_cut(capsys):
+    callback, state = ProgressCallback(max_str_len=5), TrainerState(max_steps=4)
+    handler, control = train(callback, state, 1)
+    handler.on_log(ARGS, state, control, {"text": "x" * 6})
+    assert "6 characters" in capsys.readouterr().out
+
+
+def test_a_bar_that_is_not_to_stay_says_nothing_at_its_end(capsys):
+    bar = LineBar(3, "evaluate", "batch", leave=False)
+    bar.update(3)
+    bar.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_line_without_a_total(capsys):
+    bar = LineBar(None, "evaluate", "batch")
+    bar.update(3)
+    bar.set_postfix_str("x")
+    assert capsys.readouterr().err == "evaluate: batch 3 [00:00] x\n"
+
+
+def test_what_can_show_a_bar(monkeypatch):
+    size = [80, 24]
+    monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: size)
+    terminal = SimpleNamespace(isatty=lambda: True, fileno=lambda: 2)
+    assert progress.is_interactive(terminal)
+    assert not progress.is_interactive(SimpleNamespace(isatty=lambda: False))
+    assert not progress.is_interactive(None)
+    size[0] = 0
+    assert not progress.is_interactive(terminal)
+    shell = SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert progress.is_interactive(None)
+    del shell.kernel
+    assert not progress.is_notebook()

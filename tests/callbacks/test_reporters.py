@@ -1,0 +1,308 @@
+import json
+import math
+import sys
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.args.errors import UnsupportedOption
+from paceline.callbacks import reporters
+from paceline.callbacks.reporters import CSVReporter, JSONLReporter, Reporter, TensorBoardCallback, find_reporters
+from paceline.callbacks.reporters import csv as csv_log
+from paceline.callbacks.reporters import tensorboard as board
+from paceline.core.events import CallbackHandler, TrainerCallback
+from paceline.core.state import TrainerControl, TrainerState
+
+
+def arguments(folder, **changes):
+    return SimpleNamespace(output_dir=str(folder), to_json_string=lambda: '{"seed": 1}', **changes)
+
+
+def run(reporter, folder, rows, start=0, end=True, **changes):
+    """A run that logs `rows`, one per step after `start`."""
+    state, control = TrainerState(global_step=start), TrainerControl()
+    handler, args = CallbackHandler([reporter]), arguments(folder, **changes)
+    handler.on_train_begin(args, state, control)
+    for row in rows:
+        state.global_step += 1
+        state.epoch = state.global_step / 4
+        handler.on_log(args, state, control, row)
+    if end:
+        handler.on_train_end(args, state, control)
+    return handler
+
+
+def losses(*values):
+    return [{"loss": value} for value in values]
+
+
+# ---- JSONL
+
+
+def read_jsonl(folder, name="log.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_jsonl_rows(tmp_path):
+    run(JSONLReporter(), tmp_path / "new", [{"loss": np.float32(0.5)}, {"eval_loss": math.inf, "note": "ü\n"}])
+    first, second = read_jsonl(tmp_path / "new")
+    assert first.pop("time") > 1e9
+    assert first == {"step": 1, "epoch": 0.25, "loss": 0.5}
+    assert (second["eval_loss"], second["note"]) == (math.inf, "ü\n")
+
+
+def test_jsonl_is_there_while_the_run_goes_on(tmp_path):
+    reporter = JSONLReporter()
+    handler = run(reporter, tmp_path, losses(1, 2), end=False)
+    assert [row["loss"] for row in read_jsonl(tmp_path)] == [1, 2]
+    handler.on_train_end(arguments(tmp_path), TrainerState(), TrainerControl())
+    handler.on_log(arguments(tmp_path), TrainerState(global_step=2), TrainerControl(), {"eval_loss": 3})
+    assert [row["step"] for row in read_jsonl(tmp_path)] == [1, 2, 2]
+
+
+def test_jsonl_of_a_resumed_run_has_each_step_once(tmp_path):
+    run(JSONLReporter(), tmp_path, losses(1, 2, 3, 4))
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')  # died here
+    run(JSONLReporter(), tmp_path, losses(30, 40, 50), start=2)
+    rows = read_jsonl(tmp_path)
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1), (2, 2), (3, 30), (4, 40), (5, 50)]
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [(JSONLReporter, "jsonl"), (CSVReporter, "csv")])
+def test_a_new_run_sets_the_old_log_aside(tmp_path, kind, suffix):
+    for number in range(3):
+        run(kind(), tmp_path, losses(number))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"log.1.{suffix}", f"log.2.{suffix}", f"log.{suffix}"]
+    assert "2" in (tmp_path / f"log.{suffix}").read_text()
+
+
+@pytest.mark.parametrize("kind", [JSONLReporter, CSVReporter])
+def test_one_process_of_the_run_writes(tmp_path, kind):
+    state, handler = TrainerState(is_world_process_zero=False), CallbackHandler([kind()])
+    args = arguments(tmp_path)
+    handler.on_train_begin(args, state, TrainerControl())
+    handler.on_log(args, state, TrainerControl(), {"loss": 1.0})
+    handler.on_train_end(args, state, TrainerControl())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+def test_a_full_disk_does_not_stop_the_run(tmp_path, caplog):
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    run(JSONLReporter(), tmp_path, losses(1, 2))
+    assert caplog.text.count("JSONLReporter failed in on_log; the run goes on") == 1
+    assert "No space left" in caplog.text
+
+
+# ---- CSV
+
+
+def test_csv_grows_columns(tmp_path):
+    run(CSVReporter(), tmp_path, [{"loss": 1.5}, {"loss": 1.25}, {"eval_loss": 2.0, "note": 'a,"b"'}, {"loss": 1.0}])
+    assert (tmp_path / "log.csv").read_text().splitlines() == [
+        "step,epoch,loss,eval_loss,note",
+        "1,0.25,1.5,,",
+        "2,0.5,1.25,,",
+        '3,0.75,,2.0,"a,""b"""',
+        "4,1.0,1.0,,",
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
+
+
+def test_csv_of_a_resumed_run_has_each_step_once(tmp_path):
+    run(CSVReporter(), tmp_path, losses(1, 2, 3, 4))
+    with (tmp_path / "log.csv").open("a") as file:
+        file.write("2,0.5")  # died here
+    run(CSVReporter(), tmp_path, [{"loss": 30, "f1": 0.5}], start=2)
+    columns, rows = csv_log.read(tmp_path / "log.csv")
+    assert columns == ["step", "epoch", "loss", "f1"]
+    assert [(row["step"], row["loss"], row["f1"]) for row in rows] == [
+        ("1", "1", ""),
+        ("2", "2", ""),
+        ("3", "30", "0.5"),
+    ]
+
+
+def test_csv_after_the_run(tmp_path):
+    run(CSVReporter(), tmp_path, losses(1))
+    CSVReporter().on_log(arguments(tmp_path), TrainerState(global_step=1), TrainerControl(), logs={"loss": 2})
+    assert [row["loss"] for row in csv_log.read(tmp_path / "log.csv")[1]] == ["1", "2"]
+
+
+names = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).filter(lambda n: n not in ("step", "epoch"))
+
+
+@given(
+    st.lists(st.dictionaries(names, st.floats(allow_nan=False) | st.integers(), min_size=1, max_size=3), max_size=6),
+    st.integers(0, 6),
+)
+def test_csv_is_the_same_with_and_without_a_break(tmp_path_factory, rows, start):
+    start = min(start, len(rows))
+    whole, broken = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("broken")
+    run(CSVReporter(), whole, rows)
+    run(CSVReporter(), broken, rows)
+    run(CSVReporter(), broken, rows[start:], start=start)
+    if start and rows:
+        assert (whole / "log.csv").read_text() == (broken / "log.csv").read_text()
+
+
+# ---- TensorBoard
+
+
+class Writer:
+    def __init__(self, **options):
+        self.options, self.scalars, self.texts, self.is_open = options, [], [], True
+
+    def add_scalar(self, *values):
+        self.scalars.append(values)
+
+    def add_text(self, *values):
+        self.texts.append(values)
+
+    def flush(self):
+        pass
+
+    def close(self):
+        self.is_open = False
+
+
+@pytest.fixture
+def writers(monkeypatch):
+    made = []
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
+    monkeypatch.setattr(board, "is_installed", lambda module: True)
+    monkeypatch.setattr(board, "_writer_class", lambda: lambda **options: made.append(Writer(**options)) or made[-1])
+    return made
+
+
+def test_tensorboard_rows(tmp_path, writers):
+    rows = [{"loss": 1.0, "eval_f1": np.float32(0.5), "test_loss": 2, "evaluation": 3.0, "note": "x"}]
+    run(TensorBoardCallback(), tmp_path, rows)
+    (writer,) = writers
+    assert writer.scalars == [
+        ("train/loss", 1.0, 1),
+        ("eval/f1", 0.5, 1),
+        ("test/loss", 2, 1),
+        ("train/evaluation", 3.0, 1),
+    ]
+    assert writer.texts == [("args", '{"seed": 1}'), ("train/note", "x", 1)]
+    assert writer.options["log_dir"].startswith(str(tmp_path / "runs"))
+    assert writer.options["purge_step"] is None
+    assert not writer.is_open
+
+
+def test_tensorboard_hides_what_a_resumed_run_makes_anew(tmp_path, writers):
+    run(TensorBoardCallback(), tmp_path, losses(1), start=7, logging_dir=str(tmp_path / "tb"))
+    assert writers[0].options == {"log_dir": str(tmp_path / "tb"), "purge_step": 8}
+
+
+def test_tensorboard_folder_from_the_environment(tmp_path, writers, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "~/tb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run(TensorBoardCallback(), tmp_path, losses(1))
+    assert writers[0].options["log_dir"] == str(tmp_path / "tb")
+
+
+def test_tensorboard_folder_of_a_trial(tmp_path):
+    state = TrainerState(is_hyper_param_search=True, trial_name="trial-3")
+    assert board.logging_folder(arguments(tmp_path, logging_dir="elsewhere"), state).endswith("/trial-3")
+
+
+def test_tensorboard_takes_a_writer(tmp_path):
+    writer = Writer()
+    run(TensorBoardCallback(writer), tmp_path, losses(1))
+    assert len(writer.scalars) == 1
+
+
+def test_tensorboard_missing(monkeypatch):
+    monkeypatch.setattr(board, "is_installed", lambda module: False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ImportError, match=r"paceline\[tensorboard\]"):
+        TensorBoardCallback()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_for_real(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(TensorBoardCallback(), tmp_path, losses(1.0, 0.5), logging_dir=str(tmp_path / "tb"))
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
+
+
+# ---- the registry
+
+
+@pytest.mark.parametrize(
+    ("report_to", "expected"),
+    [
+        (None, []),
+        ("none", []),
+        ([], []),
+        (["none"], []),
+        ("csv", [CSVReporter]),
+        (["jsonl", "tensorboard", "jsonl"], [JSONLReporter, TensorBoardCallback]),
+        ("jsonl, csv", [JSONLReporter, CSVReporter]),
+    ],
+)
+def test_by_name(report_to, expected):
+    assert find_reporters(report_to) == expected
+
+
+def test_all_that_can_run(monkeypatch):
+    monkeypatch.setattr(reporters, "is_installed", lambda module: module == "tensorboardX")
+    assert find_reporters("all") == [TensorBoardCallback, JSONLReporter, CSVReporter]
+    monkeypatch.setattr(reporters, "is_installed", lambda module: False)
+    assert find_reporters(["all"]) == [JSONLReporter, CSVReporter]
+
+
+def test_unknown_and_later_names():
+    with pytest.raises(ValueError, match=r"report_to='tensorbord'.*did you mean 'tensorboard'\?"):
+        find_reporters("tensorbord")
+    with pytest.raises(UnsupportedOption, match=r'report_to="wandb".*callbacks=\[\.\.\.\]'):
+        find_reporters(["csv", "wandb"])
+
+
+class Plain(TrainerCallback):
+    def on_log(self, args, state, control, **kwargs):
+        raise OSError
+
+
+class Safe(Reporter):
+    pass
+
+
+def _entry_points(monkeypatch, **values):
+    points = [EntryPoint(name, value, reporters.ENTRY_POINT_GROUP) for name, value in values.items()]
+    monkeypatch.setattr(reporters, "entry_points", lambda group: points)
+
+
+def test_entry_points(monkeypatch, caplog):
+    _entry_points(monkeypatch, plain=f"{__name__}:Plain", safe=f"{__name__}:Safe", broken="no_such_module:X", csv="x:y")
+    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(Plain=Plain, Safe=Safe, number=3))
+    plain, safe = find_reporters(["plain", "safe"])
+    assert safe is Safe
+    assert issubclass(plain, Plain)
+    assert plain.__name__ == "Plain"
+    run(plain(), ".", losses(1, 2))
+    assert "Plain failed in on_log" in caplog.text
+    everything = find_reporters("all")
+    assert everything[-1] is Safe
+    assert "left out broken" in caplog.text
+    with pytest.raises(ModuleNotFoundError):
+        find_reporters("broken")
+    assert find_reporters("csv") == [CSVReporter]
+
+
+def test_an_entry_point_must_be_a_class(monkeypatch):
+    _entry_points(monkeypatch, number=f"{__name__}:number")
+    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(number=3))
+    with pytest.raises(TypeError, match=r"paceline\.reporters:number must name a callback class"):
+        find_reporters("number")

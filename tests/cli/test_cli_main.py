@@ -1,0 +1,106 @@
+"""The command as a whole: help without torch, exit codes, no traceback for what a person typed wrong."""
+
+import io
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline import __version__
+from paceline.args.sections import Options
+from paceline.cli.display import AboveBars, say
+from paceline.cli.main import main
+from paceline.cli.texts import help_on
+
+LOOK = "import sys; from paceline.cli.main import main; main({words!r}); print('torch' in sys.modules)"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["demo", "--help"], ["train", "--help", "loss"]])
+def test_help_loads_no_torch(words: list[str]):
+    code = LOOK.format(words=words)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_the_module_can_be_run():
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"paceline {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "there is no command 'trian'; did you mean 'train'"),
+        (["demo", "digts"], "there is no demonstration 'digts'; did you mean 'digits'"),
+        (["demo", "--learning_rte", "1"], "did you mean 'learning_rate'"),
+        (["demo", "--seconds", "soon"], "--seconds soon: give a number above 0"),
+        (["demo", "--seconds", "-3"], "--seconds -3: give a number above 0"),
+        (["demo", "digits", "--prompt", "x"], "--prompt has a meaning only for"),
+        (["demo", "--modle.x", "1"], "no option --modle.x"),
+        (["train"], "train needs a file"),
+        (["train", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+    ],
+)
+def test_what_is_typed_wrong_is_said_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]):
+    assert main([]) == 2
+    assert "paceline train CONFIG.yaml" in capsys.readouterr().out
+
+
+def test_a_word_after_help_lists_the_options_about_it():
+    text = help_on("train", ["--help", "warmup"])
+    assert "--warmup_steps (default 0)" in text
+    assert "--bf16 " not in text
+    assert "no option has to do with xyz" in help_on("demo", ["digits", "--help", "xyz"])
+
+
+def test_every_option_can_be_looked_up():
+    assert all(f"--{name} " in help_on("train", ["--help", name]) for name in Options.__dataclass_fields__)
+
+
+def test_ctrl_c_outside_training_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupt(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.cli.main.dispatch", interrupt)
+    assert main(["demo"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_the_help_of_train_names_what_exists(tmp_path: Path):
+    text = help_on("train", ["job.yaml", "--help"])
+    for section in ("model", "tokenizer", "data", "preprocess", "callbacks", "compute_metrics", "trainer", "arguments"):
+        assert section in text
+
+
+def test_what_the_output_cannot_show_becomes_a_question_mark(monkeypatch: pytest.MonkeyPatch):
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
+    say("a ● b")
+    assert buffer.getvalue() == b"a ? b\n"
+
+
+def test_log_lines_go_above_a_bar(capsys: pytest.CaptureFixture[str]):
+    record = logging.LogRecord("x", logging.WARNING, "", 0, "take %s", ("care",), None)
+    AboveBars().emit(record)
+    assert capsys.readouterr().err == "take care\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = [sys.executable, "-m", "paceline", "train", "--help", "a"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 141

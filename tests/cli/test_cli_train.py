@@ -1,0 +1,246 @@
+"""`paceline train` with a person's own model and data, from the file to the results."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.cli.main import main
+
+MODULE = """
+import torch
+from torch import nn
+from paceline import EarlyStoppingCallback, Trainer, TrainerCallback
+
+
+class Net(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, width), nn.Linear(width, 1)
+
+    def forward(self, x, y=None):
+        guess = self.last(torch.tanh(self.first(x)))
+        return {"guess": guess} if y is None else {"loss": nn.functional.mse_loss(guess, y), "guess": guess}
+
+
+def rows(size):
+    x = torch.randn(size, 4, generator=torch.Generator().manual_seed(0))
+    return [{"x": value, "y": value.sum()[None]} for value in x]
+
+
+def data(size=64):
+    return {"train": rows(size)[:-16], "validation": rows(size)[-16:], "test": rows(size)[-16:]}
+
+
+def misnamed():
+    return {"trian": rows(8)}
+
+
+def pair():
+    return rows(48), rows(16)
+
+
+def alone():
+    return rows(48)
+
+
+def metrics(prediction):
+    return {"mae": float(abs(prediction.predictions - prediction.label_ids).mean())}
+
+
+def logger(tag):
+    return Note(tag)
+
+
+class Note(TrainerCallback):
+    def __init__(self, tag="note"):
+        self.tag = tag
+
+    def on_train_end(self, args, state, control, **kwargs):
+        print(f"{self.tag} was here")
+
+
+class Mine(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        return (2 * loss, outputs) if return_outputs else 2 * loss
+"""
+
+CONFIG = """
+model: {{factory: "{module}:Net", width: 4}}
+data: {module}:data
+compute_metrics: {module}:metrics
+arguments:
+  output_dir: {folder}/run
+  max_steps: 12
+  learning_rate: 3e-2
+  eval_strategy: steps
+  eval_steps: 6
+  save_steps: 6
+  logging_steps: 3
+  label_names: [y]
+  report_to: jsonl
+  disable_tqdm: true
+  use_cpu: true
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    module = f"train_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{module}.py").write_text(MODULE, encoding="utf-8")
+    path = tmp_path / "job.yaml"
+    path.write_text(CONFIG.format(module=module, folder=tmp_path), encoding="utf-8")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return path
+
+
+def module_of(config: Path) -> str:
+    return next(config.parent.glob("train_*.py")).stem
+
+
+def results(config: Path) -> dict[str, float]:
+    return json.loads((config.parent / "run" / "all_results.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def test_a_run_trains_evaluates_and_is_found_finished(config: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", str(config)]) == 0
+    output = capsys.readouterr().out
+    assert "train metrics" in output
+    assert "eval metrics" in output
+    assert {"train_loss", "eval_loss", "eval_mae"} <= set(results(config))
+    for name in ("model.safetensors", "run.json", "job.json", "trainer_state.json", "log.jsonl", "checkpoint-12"):
+        assert (config.parent / "run" / name).exists(), name
+    assert main(["train", str(config), "--learning_rate", "0.1"]) == 0
+    output = capsys.readouterr().out
+    assert "This run is finished: 12 steps" in output
+    assert "Not trained with learning_rate = 0.1: it was 0.03." in output
+
+
+def test_a_longer_run_goes_on(config: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", str(config), "--max_steps", "6"]) == 0
+    assert main(["train", str(config)]) == 0
+    assert "Going on from" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (config.parent / "run" / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [3, 6, 9, 12]
+
+
+def test_predictions_are_kept_one_row_per_sample(config: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", str(config), "--do_train", "--do_predict"]) == 0
+    kept = np.load(config.parent / "run" / "predictions.npz")
+    assert kept["predictions"].shape == (16, 1)
+    assert kept["label_ids"].shape == (16, 1)
+    assert {"test_loss", "test_mae"} <= set(results(config))
+    assert "eval metrics" not in capsys.readouterr().out
+
+
+def test_evaluating_alone_uses_the_weights_of_the_run(config: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", str(config)]) == 0
+    before = results(config)["eval_loss"]
+    capsys.readouterr()
+    assert main(["train", str(config), "--do_eval"]) == 0
+    output = capsys.readouterr().out
+    assert f"Weights from {config.parent / 'run'}" in output
+    assert "train metrics" not in output
+    assert results(config)["eval_loss"] == pytest.approx(before)
+
+
+def test_evaluating_a_named_checkpoint_or_an_untrained_model(config: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", str(config), "--do_eval"]) == 0
+    assert "nothing was trained here yet" in capsys.readouterr().out
+    untrained = results(config)["eval_loss"]
+    assert main(["train", str(config)]) == 0
+    named = str(config.parent / "run" / "checkpoint-6")
+    assert main(["train", str(config), "--do_eval", "--resume_from_checkpoint", named]) == 0
+    assert results(config)["eval_loss"] < untrained
+    assert main(["train", str(config), "--do_eval", "--resume_from_checkpoint", "nowhere"]) == 2
+    assert "there is no folder nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("data", ["pair", "alone"])
+def test_other_forms_of_data(config: Path, data: str):
+    words = ["--data", f"{module_of(config)}:{data}"]
+    assert main(["train", str(config), *words, *(["--eval_strategy", "no"] if data == "alone" else [])]) == 0
+    assert ("eval_loss" in results(config)) == (data == "pair")
+
+
+def test_callbacks_and_a_trainer_of_ones_own(config: Path, capsys: pytest.CaptureFixture[str]):
+    module = module_of(config)
+    assert main(["train", str(config)]) == 0
+    plain = results(config)["eval_loss"]
+    text = config.read_text(encoding="utf-8")
+    text += f'\ncallbacks: ["{module}:Note", {{factory: "{module}:logger", tag: second}}]\ntrainer: {module}:Mine\n'
+    config.write_text(text, encoding="utf-8")
+    capsys.readouterr()
+    assert main(["train", str(config), "--fresh", "--learning_rate", "0"]) == 0
+    output = capsys.readouterr().out
+    assert "note was here" in output
+    assert "second was here" in output
+    assert main(["train", str(config), "--fresh"]) == 0
+    assert results(config)["eval_loss"] != pytest.approx(plain)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model.widht", "3"], "model.widht: {module}:Net takes no 'widht'; did you mean 'width'"),
+        (["--data.sise", "3"], "data.sise: {module}:data takes no 'sise'; did you mean 'size'"),
+        (["--data", "{module}:misnamed"], "gave a split 'trian'; did you mean 'train'"),
+        (["--model", "{module}:Ned"], "has no 'Ned'; did you mean 'Net'"),
+        (["--model", "{module}:rows"], "missing a required argument: 'size'"),
+        (["--model", "{module}:alone"], "gave a list; an nn.Module is needed"),
+        (["--trainer", "{module}:Net"], "is no subclass of paceline.Trainer"),
+        (["--learning_rate", "fast"], "learning_rate='fast'"),
+        (["--data", "{module}:alone"], "eval_strategy='steps': the data has no evaluation split (found: train)"),
+        (["--data", "{module}:pair", "--do_train", "--do_predict"], "do_predict: the data has no test split"),
+        (["--load_best_model_at_end", "--save_steps", "5"], "save_steps"),
+    ],
+)
+def test_what_is_wrong_is_said_without_a_traceback(
+    config: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    module = module_of(config)
+    assert main(["train", str(config), *(word.format(module=module) for word in words)]) == 2
+    assert message.format(module=module) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--train_sampling_strategy", "group_by_length"], "Sampling by length needs"),
+        (["--output_dir", "{file}/run"], "output_dir"),
+        (["--nonfinite_policy", "raise", "--learning_rate", "1e30", "--max_grad_norm", "0"], "Not finite at step"),
+    ],
+)
+def test_what_a_run_cannot_do_is_said_without_a_traceback(
+    config: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["train", str(config), *(word.format(file=config) for word in words)]) in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+def test_another_model_in_the_same_folder_is_an_error(config: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", str(config), "--max_steps", "2"]) == 0
+    assert main(["train", str(config), "--model.width", "6"]) == 2
+    assert "holds another job: model was" in capsys.readouterr().err
+    assert main(["train", str(config), "--model.width", "6", "--fresh"]) == 0
+    assert (config.parent / "run-earlier-1" / "model.safetensors").is_file()
+
+
+def test_an_error_of_the_persons_own_code_is_raised_as_it_is(config: Path):
+    path = config.parent / f"{module_of(config)}.py"
+    path.write_text(MODULE.replace("def data(size=64):", "def data(size=64):\n    1 / 0"), encoding="utf-8")
+    with pytest.raises(ZeroDivisionError):
+        main(["train", str(config)])
+
+
+def test_without_a_model_or_data_the_section_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "job.yaml"
+    path.write_text(f"output_dir: {tmp_path}/run\n", encoding="utf-8")
+    assert main(["train", str(path)]) == 2
+    assert "'model' is missing" in capsys.readouterr().err
+    path.write_text(f"output_dir: {tmp_path}/run\nmodel: torch.nn:Identity\n", encoding="utf-8")
+    assert main(["train", str(path)]) == 2
+    assert "'data' is missing" in capsys.readouterr().err

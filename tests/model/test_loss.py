@@ -1,0 +1,161 @@
+"""The loss rule: what a returned loss is a mean over is found out, not guessed."""
+
+import itertools
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from paceline.model.loss import IGNORE_INDEX, LabelSmoother, LossRule, Meaning
+
+
+def make_batch(lengths: list[int], width: int = 6, classes: int = 5, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Logits and ragged targets: row i has `lengths[i]` targets, the rest is ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(lengths), width, classes, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, classes, (len(lengths), width), generator=generator)
+    for row, length in enumerate(lengths):
+        labels[row, length:] = IGNORE_INDEX
+    return logits, labels
+
+
+def loss_under(meaning: Meaning, logits: Tensor, labels: Tensor, num_items: int | None = None) -> Tensor:
+    """A second, slow way to compute what `meaning` says."""
+    rows = []
+    numbers = []
+    for row_logits, row_labels in zip(logits, labels, strict=True):
+        if meaning.shifted:
+            row_logits, row_labels = row_logits[:-1], row_labels[1:]
+        kept = row_labels != meaning.ignore_index
+        rows.append(cross_entropy(row_logits[kept], row_labels[kept], reduction="sum"))
+        numbers.append(int(kept.sum()))
+    if meaning.scaled:
+        assert num_items is not None
+        return torch.stack(rows).sum() / num_items
+    if meaning.unit == "tokens":
+        return torch.stack(rows).sum() / sum(numbers)
+    return torch.stack([row / number for row, number in zip(rows, numbers, strict=True) if number]).mean()
+
+
+MEANINGS = [
+    Meaning("tokens"),
+    Meaning("tokens", shifted=True),
+    Meaning("samples"),
+    Meaning("samples", shifted=True),
+    Meaning("tokens", scaled=True),
+    Meaning("tokens", shifted=True, scaled=True),
+    Meaning("tokens", ignore_index=0),
+]
+
+
+@pytest.mark.parametrize("truth", MEANINGS, ids=str)
+def test_each_meaning_is_identified_from_one_ragged_batch(truth: Meaning) -> None:
+    logits, labels = make_batch([3, 6, 2])
+    if truth.ignore_index == 0:
+        labels = labels.clamp(min=0)
+    num_items = 23 if truth.scaled else None
+    rule = LossRule(["labels"])
+    rule.look(loss_under(truth, logits, labels, num_items), logits, rule.count({"labels": labels}), num_items)
+    assert rule.meaning == truth
+    assert rule.is_settled
+
+
+def test_a_tie_is_kept_until_a_batch_separates_it() -> None:
+    rule = LossRule(["labels"])
+    logits, labels = make_batch([6, 6])
+    counts = rule.count({"labels": labels})
+    rule.look(loss_under(Meaning("samples"), logits, labels), logits, counts)
+    assert rule.meaning == Meaning("tokens")  # torch's own default while both hold
+    assert not rule.is_settled
+    assert rule.telling(counts) == 0  # the same again would tell nothing
+    logits, labels = make_batch([2, 6])
+    counts = rule.count({"labels": labels})
+    assert rule.telling(counts) > 0
+    rule.look(loss_under(Meaning("samples"), logits, labels), logits, counts)
+    assert rule.meaning == Meaning("samples")
+    assert rule.is_settled
+
+
+def test_channel_first_logits_are_understood() -> None:
+    logits, labels = make_batch([3, 6, 2])
+    rule = LossRule(["labels"])
+    rule.look(cross_entropy(logits.movedim(-1, 1), labels), logits.movedim(-1, 1), rule.count({"labels": labels}))
+    assert rule.meaning == Meaning("tokens")
+
+
+def test_an_unknown_loss_is_said_once_and_not_guessed_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    logits, labels = make_batch([3, 6, 2])
+    rule = LossRule(["labels"])
+    with caplog.at_level(logging.WARNING):
+        rule.look(torch.tensor(123.0), logits, rule.count({"labels": labels}))
+        rule.look(torch.tensor(123.0), logits, rule.count({"labels": labels}))
+    assert len(caplog.records) == 1
+    assert "loss_weight=" in caplog.text
+
+
+def test_floating_point_targets_weigh_samples() -> None:
+    rule = LossRule(["labels"])
+    batch = {"x": torch.ones(7, 2), "labels": torch.ones(7, 3)}
+    counts = rule.count(batch)
+    rule.look(torch.tensor(0.1), torch.ones(7, 3), counts)
+    assert rule.is_settled
+    assert (counts.samples, counts.weight) == (7, 7)
+
+
+def test_a_non_finite_loss_tells_nothing() -> None:
+    rule = LossRule(["labels"])
+    logits, labels = make_batch([3, 6])
+    rule.look(torch.tensor(float("nan")), logits, rule.count({"labels": labels}))
+    assert not rule.is_settled
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=2, max_size=10).filter(lambda x: sum(n > 1 for n in x) > 0),
+    cuts=st.lists(st.integers(1, 9), max_size=4),
+    truth=st.sampled_from(MEANINGS[:4]),
+)
+def test_any_split_of_the_same_samples_adds_up_to_the_same_loss(
+    lengths: list[int], cuts: list[int], truth: Meaning
+) -> None:
+    if truth.unit == "samples":
+        lengths = [max(length, 2) for length in lengths]  # a sample without a target is in nobody's mean over samples
+    logits, labels = make_batch(lengths, seed=sum(lengths))
+    whole = float(loss_under(truth, logits, labels))
+    rule = LossRule(["labels"])
+    rule.declare(truth)
+    edges = sorted({0, len(lengths), *(cut for cut in cuts if cut < len(lengths))})
+    total = weight = 0.0
+    for start, end in itertools.pairwise(edges):
+        part_logits, part_labels = logits[start:end], labels[start:end]
+        part, part_weight = rule.sums(
+            loss_under(truth, part_logits, part_labels), rule.count({"labels": part_labels}), None
+        )
+        total, weight = total + float(part), weight + part_weight
+    assert total / weight == pytest.approx(whole, rel=1e-12)
+
+
+def test_a_batch_without_targets_adds_nothing_not_nan() -> None:
+    rule = LossRule(["labels"])
+    counts = rule.count({"labels": torch.full((2, 3), IGNORE_INDEX)})
+    part, weight = rule.sums(torch.tensor(float("nan")), counts, None)
+    assert (float(part), weight) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_label_smoothing_is_torchs(shifted: bool) -> None:
+    logits, labels = make_batch([3, 6, 2])
+    smoothed = LabelSmoother(0.1)({"logits": logits}, labels, shift_labels=shifted)
+    left, right = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
+    assert float(smoothed) == pytest.approx(
+        float(cross_entropy(left.reshape(-1, 5), right.reshape(-1), label_smoothing=0.1)), rel=1e-12
+    )
+
+
+def test_label_smoothing_without_logits_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1"):
+        LabelSmoother(0.1)({"hidden": torch.ones(2, 3)}, torch.ones(4, dtype=torch.long))

@@ -1,0 +1,108 @@
+"""Small modules and data sets that the tests of the Trainer share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline import Trainer, TrainingArguments
+
+
+class Classifier(nn.Module):
+    """A plain module: features -> mean cross-entropy and logits, in a tuple. No config anywhere."""
+
+    def __init__(self, features: int = 8, classes: int = 4, dropout: float = 0.0, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(features, 16)
+        self.drop = nn.Dropout(dropout)
+        self.second = nn.Linear(16, classes)
+
+    def logits(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.drop(torch.tanh(self.first(x))))
+        return result
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.logits(x)
+        return logits if labels is None else (functional.cross_entropy(logits, labels), logits)
+
+
+class Tagger(nn.Module):
+    """A plain module over token ids with ragged targets: mean cross-entropy over the targets that are not -100.
+
+    Args:
+        shifted: the output at i is compared with the target at i + 1, as in a language model.
+        per_sample: the mean over samples of each one's mean, instead of the mean over targets.
+    """
+
+    def __init__(self, classes: int = 11, shifted: bool = False, per_sample: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(classes, 12)
+        self.head = nn.Linear(12, classes)
+        self.shifted, self.per_sample = shifted, per_sample
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.embedding(input_ids)))
+        left, right = (logits[:, :-1], labels[:, 1:]) if self.shifted else (logits, labels)
+        if not self.per_sample:
+            return {"loss": functional.cross_entropy(left.flatten(0, 1), right.flatten()), "logits": logits}
+        losses = functional.cross_entropy(left.movedim(-1, 1), right, reduction="none")
+        counts = (right != -100).sum(1)
+        return {"loss": (losses.sum(1) / counts.clamp(min=1))[counts > 0].mean(), "logits": logits}
+
+
+def classification(
+    num_samples: int = 48, features: int = 8, classes: int = 4, seed: int = 1
+) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_samples, features, generator=generator)
+    labels = (x[:, :classes] + 0.1 * torch.randn(num_samples, classes, generator=generator)).argmax(1)
+    return [{"x": x[i], "labels": labels[i]} for i in range(num_samples)]
+
+
+def tagging(num_samples: int = 24, width: int = 7, classes: int = 11, seed: int = 1) -> list[dict[str, Tensor]]:
+    """Token ids with 0 to `width` targets each."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for _ in range(num_samples):
+        ids = torch.randint(0, classes, (width,), generator=generator)
+        labels = torch.randint(0, classes, (width,), generator=generator)
+        labels[int(torch.randint(0, width + 1, (1,), generator=generator)) :] = -100
+        samples.append({"input_ids": ids, "labels": labels})
+    return samples
+
+
+def make_trainer(
+    folder: Path, model: nn.Module | None, train: Any = None, *, cls: type[Trainer] = Trainer, **options: Any
+) -> Trainer:
+    """A quiet Trainer; keywords of the constructor and of the arguments may be mixed."""
+    names = {
+        "eval_dataset", "data_collator", "callbacks", "compute_metrics", "compute_loss_func", "optimizers",
+        "model_init",
+        "preprocess_logits_for_metrics", "processing_class", "optimizer_cls_and_kwargs",
+    }  # fmt: skip
+    for_trainer = {name: options.pop(name) for name in list(options) if name in names}
+    defaults = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 1,
+    }
+    args = TrainingArguments(**{**defaults, **options})
+    return cls(model=model, args=args, train_dataset=train, **for_trainer)
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

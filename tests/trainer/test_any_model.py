@@ -1,0 +1,409 @@
+"""Other people's models: the documentation of transformers warns of "surprising behaviours" with them. Here are none.
+
+Each test is one such case: a plain module, in a shape its author chose, trained, evaluated and predicted with.
+"""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_models import Classifier, classification, losses, make_trainer, weights
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from paceline import Trainer
+from paceline.model.outputs import ModelOutputError
+
+DATA = classification()
+
+
+@dataclass
+class Output:
+    loss: Tensor | None
+    logits: Tensor
+
+
+Named = namedtuple("Named", ["loss", "logits"])
+
+SHAPES = {
+    "tuple": lambda loss, logits: (loss, logits),
+    "list": lambda loss, logits: [loss, logits],
+    "dict": lambda loss, logits: {"loss": loss, "logits": logits},
+    "dict, logits first": lambda loss, logits: {"logits": logits, "loss": loss},
+    "dataclass": lambda loss, logits: Output(loss, logits),
+    "namedtuple": lambda loss, logits: Named(loss, logits),
+    "loss with one element": lambda loss, logits: {"loss": loss.reshape(1), "logits": logits},
+}
+
+
+class Shaped(Classifier):
+    def __init__(self, shape: str) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.logits(x)
+        return SHAPES[self.shape](functional.cross_entropy(logits, labels), logits)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_of_output_trains_alike(tmp_path: Path, shape: str) -> None:
+    reference, shaped = Shaped("tuple"), Shaped(shape)
+    for model in (reference, shaped):
+        make_trainer(tmp_path, model, DATA).train()
+    assert torch.equal(weights(reference), weights(shaped))
+    trainer = make_trainer(tmp_path, shaped, eval_dataset=DATA[:13])
+    assert trainer.predict(DATA[:13]).predictions.shape == (13, 4)
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+class Logits(Classifier):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(x)
+
+
+def mean_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, labels)
+
+
+def summed_cross_entropy(outputs: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    if num_items_in_batch is None:
+        return functional.cross_entropy(outputs, labels)
+    return functional.cross_entropy(outputs, labels, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize("function", [mean_cross_entropy, summed_cross_entropy])
+def test_a_bare_tensor_with_compute_loss_func(tmp_path: Path, function: Any) -> None:
+    plain, bare = Classifier(), Logits()
+    make_trainer(tmp_path, plain, DATA, gradient_accumulation_steps=3).train()
+    trainer = make_trainer(
+        tmp_path,
+        bare,
+        DATA,
+        gradient_accumulation_steps=3,
+        compute_loss_func=function,
+        eval_dataset=DATA[:13],
+        compute_metrics=lambda p: {"accuracy": (p.predictions.argmax(-1) == p.label_ids).mean()},
+        label_names=["labels"],
+    )
+    trainer.train()
+    torch.testing.assert_close(weights(plain), weights(bare), rtol=1e-6, atol=1e-7)
+    assert "eval_accuracy" in trainer.evaluate()
+
+
+def test_bare_logits_predict_one_row_per_sample(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Logits(), label_names=["labels"])
+    output = trainer.predict(DATA[:24])
+    assert output.predictions.shape == (24, 4)
+    assert output.label_ids.shape == (24,)
+
+
+class OldStyle(Trainer):
+    """As the documentation of version 3 printed it."""
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        return functional.cross_entropy(outputs, labels)
+
+
+class NewStyle(Trainer):
+    """As the documentation of version 4 printed it."""
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False) -> Any:  # type: ignore[override]
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = functional.cross_entropy(outputs, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+class NewestStyle(Trainer):
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = functional.cross_entropy(outputs, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("cls", [OldStyle, NewStyle, NewestStyle])
+def test_overridden_compute_loss_trains_evaluates_predicts(tmp_path: Path, cls: type[Trainer]) -> None:
+    plain, model = Classifier(), Classifier()
+    make_trainer(tmp_path, plain, DATA, gradient_accumulation_steps=2).train()
+    trainer = make_trainer(
+        tmp_path,
+        model,
+        DATA,
+        cls=cls,
+        gradient_accumulation_steps=2,
+        eval_dataset=DATA[:13],
+        compute_metrics=lambda p: {"rows": len(p.predictions), "labels": len(p.label_ids)},
+    )
+    trainer.train()
+    assert torch.equal(weights(plain), weights(model))
+    metrics = trainer.evaluate()
+    assert metrics["eval_rows"] == metrics["eval_labels"] == 13
+    assert trainer.predict(DATA[:5]).predictions.shape == (5, 4)
+
+
+class UnknownTarget(Trainer):
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False) -> Any:  # type: ignore[override]
+        outputs = model(inputs["x"])
+        loss = functional.cross_entropy(outputs, inputs["y"])
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_target_the_model_does_not_know_reaches_compute_loss(tmp_path: Path) -> None:
+    data = [{"x": sample["x"], "y": sample["labels"]} for sample in DATA]
+    trainer = make_trainer(tmp_path, Logits(), data, cls=UnknownTarget, eval_dataset=data[:13])
+    trainer.train()
+    assert losses(trainer)[-1] < losses(trainer)[0] * 1.5
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+class LabelParameter(Classifier):
+    def forward(self, x: Tensor, label: Tensor) -> Any:
+        return super().forward(x, label)
+
+
+def test_a_forward_parameter_called_label(tmp_path: Path) -> None:
+    data = [{"x": sample["x"], "label": int(sample["labels"])} for sample in DATA]
+    trainer = make_trainer(tmp_path, LabelParameter(), data, eval_dataset=data[:13])
+    trainer.train()
+    assert trainer.predict(data[:5]).label_ids.shape == (5,)
+
+
+class TwoLabels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.start, self.end = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, start_positions: Tensor, end_positions: Tensor) -> Any:
+        first, last = self.start(x), self.end(x)
+        loss = functional.cross_entropy(first, start_positions) + functional.cross_entropy(last, end_positions)
+        return loss, first, last
+
+
+def test_several_label_arguments(tmp_path: Path) -> None:
+    data = [{"x": s["x"], "start_positions": s["labels"], "end_positions": 3 - s["labels"]} for s in DATA]
+    trainer = make_trainer(tmp_path, TwoLabels(), data, gradient_accumulation_steps=2)
+    trainer.train()
+    output = trainer.predict(data[:13])
+    assert [rows.shape for rows in output.predictions] == [(13, 4), (13, 4)]
+    assert [rows.shape for rows in output.label_ids] == [(13,), (13,)]
+
+
+class Nested(Classifier):
+    def forward(self, batch: dict[str, Tensor], labels: Tensor) -> Any:
+        return super().forward(batch["left"] + batch["right"], labels)
+
+
+def test_nested_inputs(tmp_path: Path) -> None:
+    data = [{"batch": {"left": s["x"], "right": s["x"] * 0}, "labels": s["labels"]} for s in DATA]
+    plain, nested = Classifier(), Nested()
+    make_trainer(tmp_path, plain, DATA).train()
+    make_trainer(tmp_path, nested, data).train()
+    assert torch.equal(weights(plain), weights(nested))
+
+
+def test_tuples_are_given_forwards_names(tmp_path: Path) -> None:
+    tuples = TensorDataset(torch.stack([s["x"] for s in DATA]), torch.stack([s["labels"] for s in DATA]))
+    plain, model = Classifier(), Classifier()
+    make_trainer(tmp_path, plain, DATA).train()
+    trainer = make_trainer(tmp_path, model, tuples, eval_dataset=tuples)
+    trainer.train()
+    assert torch.equal(weights(plain), weights(model))
+    assert trainer.predict(tuples).predictions.shape == (48, 4)
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+class PoppingLabels(Trainer):
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False) -> Any:
+        labels = inputs.pop("labels")
+        logits = model(inputs["input"])
+        loss = functional.cross_entropy(logits, labels)
+        return (loss, logits) if return_outputs else loss
+
+
+@pytest.mark.parametrize("as_tuples", [True, False])
+@pytest.mark.parametrize("way", ["function", "override"])
+def test_a_forward_without_labels_is_evaluated_with_them(tmp_path: Path, as_tuples: bool, way: str) -> None:
+    """The commonest of all: an nn.Sequential, a data set of (input, target), and a loss function."""
+    x, y = torch.stack([s["x"] for s in DATA]), torch.stack([s["labels"] for s in DATA])
+    data: Any = TensorDataset(x, y) if as_tuples else [{"input": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    seen: list[Any] = []
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        seen.append((prediction.predictions.shape, prediction.label_ids.tolist()))
+        return {"accuracy": 1.0}
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    trainer = make_trainer(
+        tmp_path,
+        model,
+        data,
+        cls=PoppingLabels if way == "override" else Trainer,
+        eval_dataset=data,
+        compute_metrics=compute_metrics,
+        compute_loss_func=mean_cross_entropy if way == "function" else None,
+    )
+    trainer.train()
+    metrics = trainer.evaluate()
+    with torch.no_grad():
+        assert metrics["eval_loss"] == pytest.approx(float(functional.cross_entropy(model(x), y)))
+    assert metrics["eval_accuracy"] == 1.0
+    predicted = trainer.predict(data)
+    assert seen == [((len(DATA), 4), y.tolist())] * 2
+    assert predicted.label_ids.tolist() == y.tolist()
+
+
+def test_a_batch_without_what_forward_needs_says_so(tmp_path: Path) -> None:
+    data = [{"features": s["x"], "labels": s["labels"]} for s in DATA]
+    trainer = make_trainer(tmp_path, Logits(), data, compute_loss_func=mean_cross_entropy)
+    with pytest.raises(TypeError, match=r"forward\(x\) needs x, and the batch holds features"):
+        trainer.train()
+
+
+class Detached(Classifier):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        loss, logits = super().forward(x, labels)
+        return loss.detach(), logits
+
+
+def test_a_loss_without_a_gradient_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelOutputError, match="does not depend on any parameter"):
+        make_trainer(tmp_path, Detached(), DATA).train()
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(Classifier().parameters(), lr=1.0)
+    trainer = make_trainer(tmp_path, Classifier(), DATA, optimizers=(optimizer, None))
+    with pytest.raises(ValueError, match="none of the model's parameters"):
+        trainer.train()
+
+
+class Deep(Classifier):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.logits(x)
+        return {"loss": functional.cross_entropy(logits, labels), "heads": {"main": logits, "others": [x]}}
+
+
+def test_logits_in_a_nest_identify_the_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = [*DATA[:7]]  # windows of unequal micro-batches: what the loss is a mean over matters
+    make_trainer(tmp_path, Deep(), data, gradient_accumulation_steps=2).train()
+    assert "could not be identified" not in caplog.text
+
+
+def test_label_smoothing_without_a_config(tmp_path: Path) -> None:
+    model = Classifier()
+    trainer = make_trainer(tmp_path, model, DATA[:4], label_smoothing_factor=0.1, max_grad_norm=0, optim="sgd")
+    expected = Classifier()
+    loss = functional.cross_entropy(
+        expected.logits(torch.stack([s["x"] for s in DATA[:4]])),
+        torch.stack([s["labels"] for s in DATA[:4]]),
+        label_smoothing=0.1,
+    )
+    trainer.train()
+    assert losses(trainer) == [pytest.approx(float(loss.detach()), rel=1e-6)]
+
+
+class SelfSupervised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        rebuilt = self.layer(x)
+        return {"loss": (rebuilt - x).pow(2).mean(), "rebuilt": rebuilt}
+
+
+def test_a_loss_without_labels(tmp_path: Path) -> None:
+    data = [{"x": sample["x"]} for sample in DATA]
+    trainer = make_trainer(tmp_path, SelfSupervised(), data, eval_dataset=data[:13], gradient_accumulation_steps=2)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert trainer.predict(data[:13]).predictions.shape == (13, 8)
+
+
+class Wrong(Classifier):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return self.value(self.logits(x), labels)
+
+
+WRONG = {
+    "nothing": lambda logits, labels: None,
+    "logits only": lambda logits, labels: logits,
+    "a key of another name": lambda logits, labels: {"error": logits.mean(), "logits": logits},
+    "a loss per sample": lambda logits, labels: {"loss": functional.cross_entropy(logits, labels, reduction="none")},
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_output_without_a_loss_is_an_error_before_the_first_update(tmp_path: Path, case: str) -> None:
+    model = Wrong(WRONG[case])
+    before = weights(model).clone()
+    with pytest.raises(ModelOutputError, match="compute_loss"):
+        make_trainer(tmp_path, model, DATA).train()
+    assert torch.equal(weights(model), before)
+
+
+class RaggedLogits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 3)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        return {"loss": self.layer(x).mean(), "logits": self.layer(x)}
+
+
+def collate_ragged(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    longest = max(len(sample["x"]) for sample in samples)
+    x = torch.stack([functional.pad(sample["x"], (0, 0, 0, longest - len(sample["x"]))) for sample in samples])
+    return {"x": x, "labels": torch.zeros(len(samples), longest, dtype=torch.long)}
+
+
+@pytest.mark.parametrize("concatenate", [True, False])
+def test_ragged_predictions(tmp_path: Path, concatenate: bool) -> None:
+    data = [{"x": torch.ones(1 + index, 1)} for index in range(10)]
+    trainer = make_trainer(
+        tmp_path,
+        RaggedLogits(),
+        data_collator=collate_ragged,
+        per_device_eval_batch_size=4,
+        eval_do_concat_batches=concatenate,
+    )
+    output = trainer.predict(data)
+    if concatenate:
+        assert output.predictions.shape == (10, 10, 3)
+        assert (output.predictions[0, 4:] == -100).all()
+        assert output.label_ids.shape == (10, 10)
+    else:
+        assert [rows.shape for rows in output.predictions] == [(4, 4, 3), (4, 8, 3), (2, 10, 3)]
+
+
+class LayerOutputs(Classifier):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        logits = self.logits(x)
+        loss = functional.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits, "scale": logits.abs().max(), "layers": torch.stack([logits] * 3)}
+
+
+def test_outputs_without_rows_do_not_break_those_with(tmp_path: Path) -> None:
+    output = make_trainer(tmp_path, LayerOutputs()).predict(DATA[:10])
+    logits, scale, layers = output.predictions
+    assert logits.shape == (10, 4)
+    assert scale.shape == (10,)
+    assert isinstance(layers, list)
+    assert np.concatenate(layers, axis=1).shape == (3, 10, 4)

@@ -1,0 +1,279 @@
+"""Whatever the samples come from: lists, datasets of Hugging Face, streams, workers; in every order of sampling."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Classifier, Tagger, classification, losses, make_trainer, weights
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset
+
+from paceline import TrainerCallback
+
+DATA = classification(24)
+
+
+class Rows(IterableDataset[dict[str, Tensor]]):
+    """A stream of unknown length, the same at each pass."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(DATA)
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+class Seen(TrainerCallback):
+    wants = frozenset({"inputs"})
+
+    def __init__(self) -> None:
+        self.batches: list[dict[str, Tensor]] = []
+        self.per_update: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, inputs: Any = None, **kwargs: Any) -> None:
+        self.batches += inputs
+        self.per_update.append(sum(len(batch["labels"]) for batch in inputs))
+
+
+def run(folder: Path, data: Any = DATA, model: Any = None, resume: Any = None, **options: Any) -> Any:
+    trainer = make_trainer(folder, model or Classifier(), data, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run(tmp_path_factory.mktemp("expected"), num_train_epochs=2)
+
+
+def table() -> Any:
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict(
+        {
+            "x": [sample["x"].tolist() for sample in DATA],
+            "labels": [int(sample["labels"]) for sample in DATA],
+            "text": [f"sample {n}" for n in range(len(DATA))],
+            "id": list(range(len(DATA))),
+        }
+    )
+
+
+SOURCES: dict[str, Any] = {
+    "tuples": lambda: [(sample["x"], sample["labels"]) for sample in DATA],
+    "tensors": lambda: TensorDataset(torch.stack([s["x"] for s in DATA]), torch.stack([s["labels"] for s in DATA])),
+    "numpy": lambda: [{"x": s["x"].numpy(), "labels": int(s["labels"])} for s in DATA],
+    "table": table,
+    "table, torch format": lambda: table().with_format("torch"),
+    "table, transform": lambda: table().with_transform(
+        lambda rows: {"x": [torch.tensor(x) for x in rows["x"]], "labels": rows["labels"]}
+    ),
+    "dicts with more in them": lambda: [{**sample, "text": "a", "weight": 1.0} for sample in DATA],
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_source_gives_the_same_run(tmp_path: Path, expected: Any, name: str) -> None:
+    trainer = run(tmp_path, SOURCES[name](), num_train_epochs=2)
+    assert losses(trainer) == losses(expected)
+    assert torch.equal(weights(trainer.model), weights(expected.model))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dataloader_num_workers": 2},
+        {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
+        {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4},
+        {"dataloader_pin_memory": False},
+    ],
+    ids=str,
+)
+def test_workers_change_nothing(tmp_path: Path, expected: Any, options: dict[str, Any]) -> None:
+    trainer = run(tmp_path, num_train_epochs=2, eval_strategy="epoch", eval_dataset=DATA, **options)
+    assert losses(trainer) == losses(expected)
+    assert trainer.predict(DATA).predictions.shape == (24, 4)
+
+
+def test_what_was_dropped_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="paceline")
+    run(tmp_path, table(), num_train_epochs=2)
+    lines = [line for line in caplog.messages if "text" in line and "id" in line]
+    assert len(lines) == 1
+
+
+def test_unused_columns_may_stay(tmp_path: Path) -> None:
+    seen: list[set[str]] = []
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        seen.append(set(samples[0]))
+        return {
+            "x": torch.tensor([sample["x"] for sample in samples]),
+            "labels": torch.tensor([sample["labels"] for sample in samples]),
+        }
+
+    run(tmp_path, table(), data_collator=collate, remove_unused_columns=False)
+    assert seen[0] == {"x", "labels", "text", "id"}
+    seen.clear()
+    run(tmp_path, table(), data_collator=collate)
+    assert seen[0] == {"x", "labels"}
+
+
+def test_nothing_left_is_an_error_that_names_the_columns(tmp_path: Path) -> None:
+    data = table().remove_columns(["x", "labels"])
+    with pytest.raises(ValueError, match=r"(?s)id.*text|text.*id"):
+        run(tmp_path, data)
+
+
+# ---- streams
+
+
+def huggingface_stream() -> Any:
+    return table().to_iterable_dataset(num_shards=3)
+
+
+STREAMS = {"own": Rows, "datasets": huggingface_stream}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_ends_by_max_steps(tmp_path: Path, name: str, workers: int) -> None:
+    seen = Seen()
+    options: dict[str, Any] = {"max_steps": 9, "dataloader_num_workers": workers, "callbacks": [seen]}
+    trainer = run(tmp_path, STREAMS[name](), **options)
+    assert trainer.state.global_step == 9
+    first = torch.cat([batch["x"] for batch in seen.batches])[:24]
+    if workers == 0:  # each pass gives every sample once
+        assert sorted(first.tolist()) == sorted(sample["x"].tolist() for sample in DATA)
+    else:
+        num_rows = len({tuple(row) for row in first.tolist()})
+        assert num_rows >= 20  # the workers share the samples, and do not each give all
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_resumes(tmp_path: Path, name: str, workers: int) -> None:
+    options: dict[str, Any] = {
+        "max_steps": 9,
+        "dataloader_num_workers": workers,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "model": Classifier(dropout=0.1),
+    }
+    whole = run(tmp_path / "whole", STREAMS[name](), **options)
+    options["model"] = Classifier(dropout=0.1)
+    run(tmp_path / "parts", STREAMS[name](), callbacks=[StopAt(4)], **options)
+    options["model"] = Classifier(dropout=0.1)
+    parts = run(tmp_path / "parts", STREAMS[name](), resume=True, **options)
+    assert torch.equal(weights(parts.model), weights(whole.model))
+    assert losses(parts) == losses(whole)
+
+
+def test_a_stream_needs_max_steps(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_steps"):
+        run(tmp_path, Rows())
+
+
+def test_a_stream_can_be_evaluated_and_predicted(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Classifier(), eval_dataset=Rows(), per_device_eval_batch_size=5)
+    whole = make_trainer(tmp_path, Classifier(), eval_dataset=DATA)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(whole.evaluate()["eval_loss"])
+    assert trainer.predict(Rows()).predictions.shape == (24, 4)
+
+
+def test_a_stream_that_gives_nothing_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Empty(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    trainer = run(tmp_path, Empty(), max_steps=3)
+    assert trainer.state.global_step == 0
+    assert "no batch" in caplog.text
+
+
+# ---- orders
+
+
+def texts(num_samples: int = 40) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    samples = []
+    for _ in range(num_samples):
+        length = int(torch.randint(2, 12, (), generator=generator))
+        tokens = torch.randint(1, 11, (length,), generator=generator)
+        samples.append({"input_ids": tokens, "labels": tokens})
+    return samples
+
+
+def pad(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {
+        "input_ids": torch.nn.utils.rnn.pad_sequence([s["input_ids"] for s in samples], batch_first=True),
+        "labels": torch.nn.utils.rnn.pad_sequence([s["labels"] for s in samples], batch_first=True, padding_value=-100),
+    }
+
+
+def padding(batches: list[dict[str, Tensor]]) -> int:
+    return sum(int((batch["labels"] == -100).sum()) for batch in batches)
+
+
+@pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length", "batch_rebalance"])
+def test_every_order_sees_each_sample_once_an_epoch_and_resumes(tmp_path: Path, strategy: str) -> None:
+    data = texts()
+    options: dict[str, Any] = {
+        "train_sampling_strategy": strategy,
+        "data_collator": pad,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "save_strategy": "steps",
+        "save_steps": 3,
+    }
+    seen = Seen()
+    whole = run(tmp_path / "whole", data, Tagger(), callbacks=[seen], **options)
+    assert whole.state.global_step == 10
+    assert seen.per_update == [8] * 10
+    rows = [tuple(t for t in row.tolist() if t != -100) for batch in seen.batches for row in batch["labels"]]
+    all_rows = sorted(tuple(sample["labels"].tolist()) for sample in data)
+    assert sorted(rows[:40]) == sorted(rows[40:]) == all_rows
+    assert (rows[:40] == rows[40:]) == (strategy == "sequential")
+    run(tmp_path / "parts", data, Tagger(), callbacks=[StopAt(3)], **options)
+    parts = run(tmp_path / "parts", data, Tagger(), resume=True, **options)
+    assert torch.equal(weights(parts.model), weights(whole.model))
+    assert losses(parts) == losses(whole)
+
+
+def test_grouping_saves_padding(tmp_path: Path) -> None:
+    found = {}
+    for strategy in ("random", "group_by_length"):
+        seen = Seen()
+        run(tmp_path, texts(80), Tagger(), callbacks=[seen], data_collator=pad, train_sampling_strategy=strategy)
+        found[strategy] = padding(seen.batches)
+    assert found["group_by_length"] < 0.6 * found["random"]
+
+
+def test_lengths_may_be_a_column(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    data = texts(24)
+    rows = {name: [sample[name].tolist() for sample in data] for name in data[0]}
+    columns = {**rows, "length": [len(row) for row in rows["labels"]]}
+
+    def tensors(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return pad([{name: torch.tensor(sample[name]) for name in ("input_ids", "labels")} for sample in samples])
+
+    options: dict[str, Any] = {"data_collator": tensors, "train_sampling_strategy": "group_by_length"}
+    read = run(tmp_path, datasets.Dataset.from_dict(rows), Tagger(), **options)
+    given = run(tmp_path, datasets.Dataset.from_dict(columns), Tagger(), **options)
+    assert losses(read) == losses(given)
+
+
+def test_an_evaluation_set_by_name(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Classifier(), eval_dataset={"a": DATA[:8], "b": DATA[8:]})
+    both = trainer.evaluate()
+    assert trainer.evaluate(eval_dataset=DATA[:8])["eval_loss"] == pytest.approx(both["eval_a_loss"])
+    assert trainer.evaluate(eval_dataset={"c": DATA[8:]})["eval_c_loss"] == pytest.approx(both["eval_b_loss"])
+    assert len(trainer.get_eval_dataloader("b").dataset) == 16

@@ -1,0 +1,246 @@
+"""The events of a run, in their order, with what they carry."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Classifier, classification, losses, make_trainer
+
+from paceline import EarlyStoppingCallback, Trainer, TrainerCallback
+from paceline.core.events import EVENTS
+
+DATA = classification(16)
+
+
+class Recorder(TrainerCallback):
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+
+def note(event: str) -> Any:
+    def method(self: Recorder, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append(event.removeprefix("on_"))
+        assert kwargs["model"] is not None
+
+    return method
+
+
+for name in EVENTS:
+    setattr(Recorder, name, note(name))
+
+
+def test_the_order_of_events(tmp_path: Path) -> None:
+    recorder = Recorder()
+    trainer = make_trainer(
+        tmp_path,
+        Classifier(),
+        DATA,
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        eval_dataset=DATA[:4],
+        callbacks=[recorder],
+    )
+    trainer.train()
+    update = ["step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end", "log"]
+    due = ["prediction_step", "log", "evaluate", "save"]
+    assert recorder.events == [
+        "init_end", "train_begin", "epoch_begin", *update, *update, *due, "epoch_end", "log", "train_end",
+    ]  # fmt: skip
+
+
+def test_loss_inputs_and_outputs_on_request(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Curious(TrainerCallback):
+        wants = frozenset({"loss", "inputs", "outputs"})
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append({key: kwargs[key] for key in ("loss", "inputs", "outputs")})
+
+    trainer = make_trainer(tmp_path, Classifier(), DATA, gradient_accumulation_steps=2, callbacks=[Curious()])
+    trainer.train()
+    assert len(seen) == 2
+    assert [float(step["loss"]) for step in seen] == pytest.approx(losses(trainer))
+    assert [len(step["inputs"]) for step in seen] == [2, 2]
+    assert seen[0]["inputs"][0]["x"].shape == (4, 8)
+    assert seen[0]["outputs"][0][1].shape == (4, 4)
+
+
+def test_inputs_are_whole_and_outputs_are_theirs(tmp_path: Path) -> None:
+    """Though compute_loss pops the labels, and a micro-batch that tells more about the loss is done first."""
+
+    class Popping(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+            labels = inputs.pop("labels")
+            logits = model(**inputs)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            return (loss, {"logits": logits}) if return_outputs else loss
+
+    class Doubling(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Any) -> Any:
+            return x * self.scale
+
+    class Curious(TrainerCallback):
+        wants = frozenset({"inputs", "outputs"})
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            for inputs, outputs in zip(kwargs["inputs"], kwargs["outputs"], strict=True):
+                assert sorted(inputs) == ["labels", "x"]
+                torch.testing.assert_close(inputs["x"], outputs)
+            seen.append(len(kwargs["inputs"]))
+
+    class CuriousOfInputs(TrainerCallback):
+        wants = frozenset({"inputs"})
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(sorted(kwargs["inputs"][0]))
+
+    data = [{"x": torch.randn(5, 3), "labels": torch.tensor([0, 1, 2, 1, 0])} for _ in range(16)]
+    for sample in data[4:]:
+        sample["labels"][3:] = -100  # ragged: these micro-batches tell more
+    for curious in (Curious(), CuriousOfInputs()):
+        seen: list[Any] = []
+        make_trainer(
+            tmp_path,
+            Doubling(),
+            data,
+            cls=Popping,
+            gradient_accumulation_steps=2,
+            learning_rate=0.0,
+            train_sampling_strategy="sequential",
+            callbacks=[curious],
+        ).train()
+        assert seen == ([2, 2] if isinstance(curious, Curious) else [["labels", "x"]] * 2)
+
+
+def test_early_stopping_and_the_best_model(tmp_path: Path) -> None:
+    values = iter([0.5, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
+    trainer = make_trainer(
+        tmp_path,
+        Classifier(),
+        DATA,
+        num_train_epochs=6,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=True,
+        eval_dataset=DATA[:4],
+        compute_metrics=lambda p: {"score": next(values)},
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+    )
+    trainer.train()
+    assert trainer.state.global_step == 16  # best at 8, stopped after two worse
+    assert trainer.state.best_metric == 0.9
+    best = Path(trainer.state.best_model_checkpoint or "")
+    assert best.name == "checkpoint-8"
+    assert best.is_dir()
+    fresh = Classifier(seed=3)
+    Trainer(model=fresh, args=trainer.args)._load_from_checkpoint(str(best))
+    assert torch.equal(fresh.first.weight, trainer.model.first.weight)
+
+
+def test_save_strategy_best(tmp_path: Path) -> None:
+    values = iter([0.5, 0.4, 0.9, 0.8])
+    trainer = make_trainer(
+        tmp_path,
+        Classifier(),
+        DATA,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="best",
+        metric_for_best_model="score",
+        greater_is_better=True,
+        eval_dataset=DATA[:4],
+        compute_metrics=lambda p: {"score": next(values)},
+    )
+    trainer.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_a_missing_metric_lists_those_there_are(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        Classifier(),
+        DATA,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        metric_for_best_model="f1",
+        eval_dataset=DATA[:4],
+    )
+    with pytest.raises(KeyError, match="eval_loss"):
+        trainer.train()
+
+
+def test_several_eval_sets(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        Classifier(),
+        DATA,
+        eval_strategy="epoch",
+        eval_dataset={"left": DATA[:4], "right": DATA[4:]},
+        metric_for_best_model="eval_right_loss",
+    )
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert {"eval_left_loss", "eval_right_loss"} <= metrics.keys()
+    assert trainer.state.best_metric == metrics["eval_right_loss"]
+    assert trainer.evaluate("left")["eval_loss"] == metrics["eval_left_loss"]
+
+
+def test_streaming_metrics(tmp_path: Path) -> None:
+    class Accuracy:
+        def __init__(self) -> None:
+            self.right = self.all = 0
+
+        def __call__(self, prediction: Any, compute_result: bool) -> dict[str, float]:
+            self.right += int((prediction.predictions.argmax(-1) == prediction.label_ids).sum())
+            self.all += len(prediction.label_ids)
+            return {"accuracy": self.right / self.all} if compute_result else {}
+
+    whole = make_trainer(
+        tmp_path,
+        Classifier(),
+        eval_dataset=DATA,
+        compute_metrics=lambda p: {"accuracy": (p.predictions.argmax(-1) == p.label_ids).mean()},
+        per_device_eval_batch_size=5,
+    ).evaluate()
+    streamed = make_trainer(
+        tmp_path,
+        Classifier(),
+        eval_dataset=DATA,
+        compute_metrics=Accuracy(),
+        batch_eval_metrics=True,
+        per_device_eval_batch_size=5,
+    ).evaluate()
+    assert streamed["eval_accuracy"] == whole["eval_accuracy"]
+
+
+def test_the_kept_rows_of_metrics(tmp_path: Path) -> None:
+    shapes = {}
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        shapes["inputs"], shapes["losses"] = prediction.inputs["x"].shape, prediction.losses.shape
+        shapes["predictions"] = prediction.predictions.shape
+        return {}
+
+    make_trainer(
+        tmp_path,
+        Classifier(),
+        eval_dataset=DATA[:10],
+        compute_metrics=metrics,
+        include_for_metrics=["inputs", "loss"],
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        per_device_eval_batch_size=4,
+    ).evaluate()
+    assert shapes == {"inputs": (10, 8), "losses": (10,), "predictions": (10,)}

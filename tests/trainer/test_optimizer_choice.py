@@ -1,0 +1,234 @@
+"""Which optimizer and schedule a run uses; and that each of them goes on exactly where it was."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Classifier, classification, losses, make_trainer, weights
+
+from paceline import Trainer, TrainerCallback
+from paceline.args.choices import SchedulerType
+from paceline.optim.optimizers import OPTIMIZERS
+
+DATA = classification(24)
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "cosine_with_restarts": {"num_cycles": 2},
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 4},
+    "reduce_lr_on_plateau": {"patience": 0},
+    "greedy": {"patience": 1},
+}
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+def run(folder: Path, *, stop: int | None = None, resume: Any = None, **options: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.01,
+        "warmup_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_dataset": DATA[:8],
+        "callbacks": [StopAt(stop)] if stop else None,
+    }
+    trainer = make_trainer(folder, Classifier(dropout=0.1), DATA, **{**defaults, **options})
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def check_resume(folder: Path, stop: int = 5, **options: Any) -> Any:
+    whole = run(folder / "whole", save_strategy="no", **options)
+    run(folder / "parts", stop=stop, **options)
+    parts = run(folder / "parts", resume=True, **options)
+    assert torch.equal(weights(whole.model), weights(parts.model))
+    assert losses(whole) == losses(parts)
+    assert not torch.equal(weights(whole.model), weights(Classifier()))
+    assert all(torch.isfinite(p).all() for p in whole.model.parameters())
+    return whole
+
+
+@pytest.mark.parametrize("optim", [*OPTIMIZERS, "auto"])
+def test_every_optimizer_resumes(tmp_path: Path, optim: str) -> None:
+    if optim == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    check_resume(tmp_path, optim=optim)
+
+
+@pytest.mark.parametrize("schedule", list(SchedulerType))
+def test_every_schedule_resumes(tmp_path: Path, schedule: str) -> None:
+    options: dict[str, Any] = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": SCHEDULES.get(schedule)}
+    if schedule in ("reduce_lr_on_plateau", "greedy"):
+        options.update(metric_for_best_model="loss", learning_rate=0.3)
+    whole = check_resume(tmp_path, **options)
+    rates = [row["learning_rate"] for row in whole.state.log_history if "loss" in row]
+    assert len(rates) == 12
+    if schedule not in ("constant",):
+        assert len(set(rates)) > 1
+
+
+def test_a_rate_is_logged_as_it_was_used(tmp_path: Path) -> None:
+    trainer = run(tmp_path, learning_rate=1.0, optim="sgd", eval_strategy="no", save_strategy="no")
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
+    assert rates == pytest.approx([0, 0.5, *((12 - step) / 10 for step in range(2, 12))])
+
+
+def test_given_ones_are_used(tmp_path: Path) -> None:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+    trainer = make_trainer(tmp_path, model, DATA, optimizers=(optimizer, scheduler))
+    trainer.train()
+    assert trainer.optimizer is optimizer
+    assert trainer.lr_scheduler is scheduler
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
+    assert rates == pytest.approx([0.5, 0.5, 0.05, 0.05, 0.005, 0.005])
+
+
+def test_a_given_optimizer_gets_the_schedule_of_the_arguments(tmp_path: Path) -> None:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trainer = make_trainer(tmp_path, model, DATA, optimizers=(optimizer, None))
+    trainer.train()
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
+    assert rates == pytest.approx([0.5 * (6 - step) / 6 for step in range(6)])
+
+
+def test_given_ones_resume(tmp_path: Path) -> None:
+    def go(folder: Path, resume: bool, stop: int | None = None) -> Any:
+        model = Classifier(dropout=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+        trainer = make_trainer(
+            folder,
+            model,
+            DATA,
+            optimizers=(optimizer, scheduler),
+            save_strategy="steps",
+            save_steps=1,
+            callbacks=[StopAt(stop)] if stop else None,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = go(tmp_path / "whole", False)
+    go(tmp_path / "parts", False, 3)
+    parts = go(tmp_path / "parts", True)
+    assert torch.equal(weights(whole.model), weights(parts.model))
+    assert losses(whole) == losses(parts)
+
+
+def test_a_class_with_arguments(tmp_path: Path) -> None:
+    trainer = run(tmp_path, optimizer_cls_and_kwargs=(torch.optim.Adamax, {"lr": 0.02, "betas": (0.8, 0.9)}))
+    assert type(trainer.optimizer) is torch.optim.Adamax
+    group = trainer.optimizer.param_groups[0]
+    assert group["betas"] == (0.8, 0.9)
+    assert group["initial_lr"] == 0.02
+    assert {g["weight_decay"] for g in trainer.optimizer.param_groups} == {0.0, 0.01}
+    decayed = {id(p) for g in trainer.optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+    assert decayed == {id(p) for name, p in trainer.model.named_parameters() if not name.endswith("bias")}
+
+
+def test_a_class_with_arguments_is_made_anew_for_a_fresh_model(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, None, DATA, model_init=Classifier, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1})
+    )
+    trainer.train()
+    first = trainer.optimizer
+    trainer.train()
+    assert trainer.optimizer is not first
+    assert losses(trainer)[0] != losses(trainer)[-1]
+
+
+def test_contradictions_are_refused(tmp_path: Path) -> None:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    pair = (torch.optim.SGD, {"lr": 0.1})
+    with pytest.raises(ValueError, match="not both"):
+        make_trainer(tmp_path, model, DATA, optimizers=(optimizer, None), optimizer_cls_and_kwargs=pair)
+    with pytest.raises(ValueError, match="model_init"):
+        make_trainer(tmp_path, None, DATA, model_init=Classifier, optimizers=(optimizer, None))
+    with pytest.raises(ValueError, match="one of the two"):
+        make_trainer(tmp_path, model, DATA, model_init=Classifier)
+    with pytest.raises(TypeError, match="returned int"):
+        make_trainer(tmp_path, None, DATA, model_init=lambda: 3)
+
+
+def test_frozen_parameters_stay(tmp_path: Path) -> None:
+    model = Classifier()
+    model.first.requires_grad_(False)
+    before = model.first.weight.clone()
+    trainer = make_trainer(tmp_path, model, DATA, weight_decay=0.1)
+    trainer.train()
+    assert torch.equal(model.first.weight, before)
+    assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == 2
+    assert trainer.get_num_trainable_parameters() == 16 * 4 + 4
+
+
+def test_clipping(tmp_path: Path) -> None:
+    trainer = run(
+        tmp_path, max_grad_norm=0.01, optim="sgd", learning_rate=1.0, weight_decay=0.0, warmup_steps=0, max_steps=1
+    )
+    moved = torch.linalg.vector_norm(weights(trainer.model) - weights(Classifier()))
+    assert float(moved) == pytest.approx(0.01, rel=1e-3)
+    assert trainer.state.log_history[0]["grad_norm"] > 0.01
+
+
+class SwitchesWeights(torch.optim.SGD):
+    """Keeps two sets of weights, as schedule-free optimizers do."""
+
+    mode = "eval"
+    modes: list[str]
+
+    def train(self) -> None:
+        self.mode = "train"
+
+    def eval(self) -> None:
+        self.mode = "eval"
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.mode == "train"
+        return super().step(closure)
+
+
+def test_an_optimizer_with_two_sets_of_weights_is_told(tmp_path: Path) -> None:
+    """Trained with one set, evaluated and saved with the other."""
+    seen: dict[str, set[str]] = {"evaluate": set(), "save": set()}
+
+    class Watches(Trainer):
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            seen["evaluate"].add(self.optimizer.mode)
+            return super().prediction_step(*args, **kwargs)
+
+        def _save(self, *args: Any, **kwargs: Any) -> None:
+            seen["save"].add(self.optimizer.mode)
+            super()._save(*args, **kwargs)
+
+    model = Classifier()
+    trainer = make_trainer(
+        tmp_path,
+        model,
+        DATA,
+        cls=Watches,
+        optimizers=(SwitchesWeights(model.parameters(), lr=0.1), None),
+        eval_strategy="steps",
+        eval_steps=2,
+        eval_dataset=DATA[:4],
+        save_strategy="steps",
+        save_steps=3,
+    )
+    trainer.train()
+    assert trainer.optimizer.mode == "eval"
+    assert seen == {"evaluate": {"eval"}, "save": {"eval"}}
+    assert trainer.state.global_step == 6

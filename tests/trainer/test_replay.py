@@ -1,0 +1,54 @@
+"""One recorded update, made again bit for bit."""
+
+from pathlib import Path
+
+import pytest
+from small_models import Classifier, classification, losses, make_trainer
+
+from paceline.core.journal import JOURNAL_FILE, read_rows
+from paceline.replaying import replay
+
+DATA = classification(26)
+OPTIONS = {
+    "num_train_epochs": 3,
+    "gradient_accumulation_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 5,
+    "logging_steps": 4,
+}
+
+
+@pytest.mark.parametrize("step", [2, 5, 6, 12])
+def test_a_step_comes_out_as_recorded(tmp_path: Path, step: int) -> None:
+    trainer = make_trainer(tmp_path, Classifier(dropout=0.3), DATA, **OPTIONS)
+    trainer.train()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    rows = read_rows(tmp_path / JOURNAL_FILE)
+    again = make_trainer(tmp_path, Classifier(dropout=0.3), DATA, **OPTIONS)
+    replayed = replay(again, step)
+    assert replayed.is_exact
+    assert replayed.loss == rows[step - 1].loss
+    assert len(replayed.sample_ids) == rows[step - 1].num_samples
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert losses(trainer)
+
+
+def test_every_sample_of_an_epoch_is_named_once(tmp_path: Path) -> None:
+    make_trainer(tmp_path, Classifier(), DATA, **{**OPTIONS, "save_strategy": "no"}).train()
+    ids: list[int] = []
+    for step in range(1, 5):
+        ids += replay(make_trainer(tmp_path, Classifier(), DATA, **OPTIONS), step).sample_ids
+    assert sorted(ids) == list(range(26))
+
+
+def test_a_changed_run_is_not_called_exact(tmp_path: Path) -> None:
+    make_trainer(tmp_path, Classifier(), DATA, **OPTIONS).train()
+    other = make_trainer(tmp_path, Classifier(), DATA, **{**OPTIONS, "learning_rate": 1e-2})
+    assert not replay(other, 4).is_exact
+
+
+def test_a_step_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Classifier(), DATA, **OPTIONS)
+    trainer.train()
+    with pytest.raises(ValueError, match="steps 1 to 12"):
+        replay(trainer, 99)

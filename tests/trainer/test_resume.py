@@ -1,0 +1,257 @@
+"""Checkpoint, stop, go on: the run ends where the undisturbed one does, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Classifier, classification, losses, make_trainer, weights
+from torch.utils.data import IterableDataset
+
+from paceline import Trainer, TrainerCallback
+
+DATA = classification(26)
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+class StopAtEpoch(TrainerCallback):
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+class Augmented(torch.utils.data.Dataset[dict[str, Any]]):
+    """Draws on torch's, numpy's and Python's generators in the process that loads."""
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import random
+
+        import numpy as np
+
+        noise = torch.randn(8) + float(np.random.rand()) + random.random()
+        return {"x": DATA[index]["x"] + 0.1 * noise, "labels": DATA[index]["labels"]}
+
+
+def run(folder: Path, *, stop: int | None = None, resume: Any = None, data: Any = DATA, **options: Any) -> Any:
+    model = Classifier(dropout=0.2)
+    trainer = make_trainer(
+        folder,
+        model,
+        data,
+        **{
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "num_train_epochs": 3,
+            "gradient_accumulation_steps": 2,
+            "lr_scheduler_type": "cosine",
+            "callbacks": [StopAt(stop)] if stop else None,
+            **options,
+        },
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.mark.parametrize("data", [DATA, Augmented()], ids=["plain", "augmented"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_twice_interrupted_is_bit_identical(tmp_path: Path, data: Any, workers: int) -> None:
+    options = {"data": data, "dataloader_num_workers": workers}
+    whole = run(tmp_path / "whole", **options)
+    run(tmp_path / "parts", stop=3, **options)  # in the middle of the first epoch
+    run(tmp_path / "parts", stop=8, resume=True, **options)  # at the end of the second
+    parts = run(tmp_path / "parts", resume=True, **options)
+    assert torch.equal(weights(whole.model), weights(parts.model))
+    assert losses(whole) == losses(parts)
+    assert whole.state.log_history[:-1] == parts.state.log_history[:-1]  # the last row holds times
+
+
+def test_a_finished_run_trains_no_more(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    again = run(tmp_path, resume=True)
+    assert again.state.global_step == first.state.global_step == 12
+    assert torch.equal(weights(first.model), weights(again.model))
+
+
+class Seen(TrainerCallback):
+    wants = frozenset({"inputs"})
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[float, ...]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, inputs: Any = None, **kwargs: Any) -> None:
+        self.rows += [tuple(row.tolist()) for batch in inputs for row in batch["x"]]
+
+
+def test_another_batch_size_sees_every_sample_once(tmp_path: Path) -> None:
+    first, second = Seen(), Seen()
+    run(tmp_path, callbacks=[first, StopAt(2)], num_train_epochs=1, per_device_train_batch_size=2)
+    run(tmp_path, callbacks=[second], num_train_epochs=1, per_device_train_batch_size=4, resume=True)
+    assert sorted(first.rows + second.rows) == sorted(tuple(sample["x"].tolist()) for sample in DATA)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, 1), (4, 1)), ((4, 1), (2, 3)), ((3, 2), (3, 1)), ((2, 1), (5, 2))],
+    ids=lambda sizes: "x".join(map(str, sizes)),
+)
+def test_another_split_sees_every_sample_once(
+    tmp_path: Path, stream: bool, workers: int, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    def split(sizes: tuple[int, int]) -> dict[str, Any]:
+        return {"per_device_train_batch_size": sizes[0], "gradient_accumulation_steps": sizes[1]}
+
+    options: dict[str, Any] = {"dataloader_num_workers": workers, "num_train_epochs": 1}
+    if stream:
+        options["max_steps"] = 100
+    if stream and workers:
+        options["dataloader_num_workers"] = 1  # each of two would read the whole of this stream
+    first, second = Seen(), Seen()
+    data: Any = Stream() if stream else DATA
+    run(tmp_path, data=data, callbacks=[first, StopAt(2)], **split(before), **options)
+    resumed = run(
+        tmp_path,
+        data=Stream() if stream else DATA,
+        callbacks=[second, StopAtEpoch()],
+        **split(after),
+        **options,
+        resume=True,
+    )
+    assert sorted(first.rows + second.rows) == sorted(tuple(sample["x"].tolist()) for sample in DATA)
+    left = 26 - 2 * before[0] * before[1]
+    assert resumed.state.global_step == 2 - (-left // (after[0] * after[1]))
+
+
+def test_another_number_of_workers_goes_on_alike(tmp_path: Path) -> None:
+    """Without random augmentation, workers change nothing."""
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "parts", stop=3)
+    run(tmp_path / "parts", stop=5, resume=True, dataloader_num_workers=2)
+    parts = run(tmp_path / "parts", resume=True, dataloader_num_workers=1)
+    assert torch.equal(weights(whole.model), weights(parts.model))
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital.*")
+@pytest.mark.parametrize("saved", ["steps", "epoch"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["torch.utils.data", "torchdata.stateful_dataloader"])
+def test_someone_elses_loader_goes_on_alike(tmp_path: Path, kind: str, workers: int, saved: str) -> None:
+    library = pytest.importorskip(kind)
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            loader = library.DataLoader if kind.startswith("torch.") else library.StatefulDataLoader
+            generator = torch.Generator().manual_seed(5)
+            collate = self.data_collator
+            return loader(
+                DATA, batch_size=4, shuffle=True, num_workers=workers, generator=generator, collate_fn=collate
+            )
+
+    options = {"cls": Own, "save_strategy": saved}
+    whole = run(tmp_path / "whole", **options)
+    run(tmp_path / "parts", stop=6, **options)
+    run(tmp_path / "parts", stop=8, resume=True, **options)
+    parts = run(tmp_path / "parts", resume=True, **options)
+    assert torch.equal(weights(whole.model), weights(parts.model))
+    assert losses(whole) == losses(parts)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path, stop=3)
+    path = tmp_path / "checkpoint-3" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    resumed = run(tmp_path, resume=True, stop=4)
+    assert resumed.state.global_step == 4
+    assert "checkpoint-3" in caplog.text
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="checkpoint-3"):
+        run(tmp_path, resume=str(path.parent))
+
+
+def test_nothing_to_resume_from_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        run(tmp_path, resume=True)
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    """A stream that knows its position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.read = 0
+
+    def __iter__(self) -> Any:
+        while self.position < len(DATA):
+            self.position += 1
+            self.read += 1
+            yield DATA[self.position - 1]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def test_a_stream_with_a_state_reads_nothing_twice(tmp_path: Path) -> None:
+    options = {"num_train_epochs": 1, "max_steps": 3}
+    whole = run(tmp_path / "whole", data=Stream(), **options)
+    run(tmp_path / "parts", data=Stream(), stop=2, **options)
+    stream = Stream()
+    parts = run(tmp_path / "parts", data=stream, resume=True, **options)
+    assert torch.equal(weights(whole.model), weights(parts.model))
+    assert stream.read <= 8
+
+
+def test_added_and_removed_callbacks_do_not_matter(tmp_path: Path) -> None:
+    from paceline import EarlyStoppingCallback
+
+    options = {
+        "eval_dataset": DATA[:5],
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+    }
+    run(tmp_path, stop=2, **options)
+    added = run(tmp_path, resume=True, callbacks=[EarlyStoppingCallback(3), StopAt(4)], **options)
+    assert added.state.global_step == 4
+    assert run(tmp_path, resume=True, **options).state.global_step == 12
+
+
+def test_changed_arguments_are_listed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path, stop=3)
+    run(tmp_path, stop=4, resume=True, learning_rate=0.5, logging_steps=2, eval_steps=7, run_name="other")
+    lines = [record.message for record in caplog.records if "Changed since" in record.message]
+    assert len(lines) == 1
+    assert "checkpoint-3" in lines[0]
+    assert "learning_rate 5e-05 -> 0.5" in lines[0]
+    assert "eval_steps None -> 7" in lines[0]
+    assert not any(name in lines[0] for name in ("run_name", "logging", "output_dir"))
+    caplog.clear()
+    run(tmp_path, resume=True, learning_rate=0.5, eval_steps=7)
+    assert "Changed since" not in caplog.text
+
+
+def test_a_state_that_cannot_be_saved_names_its_callback(tmp_path: Path) -> None:
+    class Odd(TrainerCallback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"file": object()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    with pytest.raises(TypeError, match="callback Odd cannot be saved"):
+        run(tmp_path, callbacks=[Odd()])

@@ -1,0 +1,196 @@
+"""Any split of the same samples over batch size x accumulation gives the same gradient, logged loss and eval_loss."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging, weights
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline import Trainer
+
+DATA = tagging(24)
+SPLITS = [(24, 1), (12, 2), (4, 6), (1, 24), (5, 5), (7, 4)]
+
+
+class RecordGradient(Trainer):
+    """Keeps the gradient of the first update."""
+
+    gradient: Tensor | None = None
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        optimizer = super().create_optimizer(model)
+
+        def keep(*_: Any) -> None:
+            if self.gradient is None:
+                self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
+
+        optimizer.register_step_pre_hook(keep)
+        return optimizer
+
+
+def first_gradient(
+    folder: Path, model: nn.Module, data: Any, split: tuple[int, int], **options: Any
+) -> tuple[Tensor, float]:
+    batch, accumulation = split
+    trainer = make_trainer(
+        folder,
+        model,
+        data,
+        cls=options.pop("cls", RecordGradient),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        max_grad_norm=0,
+        max_steps=1,
+        **options,
+    )
+    trainer.train()
+    assert trainer.gradient is not None
+    return trainer.gradient, losses(trainer)[0]
+
+
+@pytest.mark.parametrize("per_sample", [False, True], ids=["mean over targets", "mean over samples"])
+@pytest.mark.parametrize("shifted", [False, True], ids=["aligned", "shifted"])
+def test_a_module_that_returns_a_mean(tmp_path: Path, shifted: bool, per_sample: bool) -> None:
+    data = DATA if not per_sample else [s for s in DATA if int((s["labels"][1:] != -100).sum()) > 0]
+    expected = None
+    for batch, accumulation in [(len(data), 1), *SPLITS]:
+        model = Tagger(shifted=shifted, per_sample=per_sample).double()
+        # in micro-batches of one sample the two means are one and the same number: only then it must be said
+        weight = "samples" if per_sample and batch == 1 else None
+        found = first_gradient(
+            tmp_path, model, data, (batch, accumulation), train_sampling_strategy="sequential", loss_weight=weight
+        )
+        if batch * accumulation < len(data):
+            continue
+        expected = expected or found
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=1e-12)
+        assert found[1] == pytest.approx(expected[1], rel=1e-10)
+
+
+def token_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    logits = outputs["logits"]
+    if num_items_in_batch is None:
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
+
+
+class TakesCount(Tagger):
+    """Divides by num_items_in_batch, as models of transformers do."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Any:
+        logits = super().forward(input_ids, labels)["logits"]
+        return {"loss": token_loss({"logits": logits}, labels, num_items_in_batch), "logits": logits}
+
+
+class IgnoresCount(Tagger):
+    """Says that it takes the count, and does not use it: what several models of transformers do."""
+
+    accepts_loss_kwargs = True
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **kwargs: Any) -> Any:
+        return super().forward(input_ids, labels)
+
+
+class Overridden(RecordGradient):
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs, labels=labels)
+        loss = functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+PROTOCOLS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "compute_loss_func": (Tagger, {"compute_loss_func": token_loss}),
+    "num_items_in_batch": (TakesCount, {}),
+    "num_items_in_batch ignored": (IgnoresCount, {}),
+    "overridden compute_loss": (Tagger, {"cls": Overridden}),
+    "label smoothing": (Tagger, {"label_smoothing_factor": 0.1}),
+}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_protocol_of_a_loss(tmp_path: Path, protocol: str) -> None:
+    kind, options = PROTOCOLS[protocol]
+    expected = first_gradient(tmp_path, kind().double(), DATA, (24, 1), **options)
+    for split in SPLITS[1:4]:
+        found = first_gradient(tmp_path, kind().double(), DATA, split, **options)
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=1e-12)
+        assert found[1] == pytest.approx(expected[1], rel=1e-10)
+
+
+def test_the_last_partial_window_weighs_right(tmp_path: Path) -> None:
+    """14 samples in micro-batches of 4 with accumulation 2: the last update has 4 + 2 samples."""
+    data = classification(14)
+    model, plain = Classifier().double(), Classifier().double()
+    data = [{"x": s["x"].double(), "labels": s["labels"]} for s in data]
+    options = {"max_grad_norm": 0, "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
+    make_trainer(
+        tmp_path, model, data, gradient_accumulation_steps=2, train_sampling_strategy="sequential", **options
+    ).train()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for window in (data[:8], data[8:]):
+        loss, _ = plain(torch.stack([s["x"] for s in window]), torch.stack([s["labels"] for s in window]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(weights(model), weights(plain), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("protocol", [*PROTOCOLS, "module"])
+def test_eval_loss_does_not_depend_on_the_batch_size(tmp_path: Path, protocol: str) -> None:
+    kind, options = PROTOCOLS.get(protocol, (Tagger, {}))
+    found = []
+    for batch in (1, 4, 16, 37):
+        trainer = make_trainer(
+            tmp_path, kind().double(), eval_dataset=DATA, per_device_eval_batch_size=batch, **options
+        )
+        found.append(trainer.evaluate()["eval_loss"])
+    assert found == pytest.approx([found[0]] * 4, rel=1e-10)
+
+
+def test_an_update_without_a_target_changes_nothing(tmp_path: Path) -> None:
+    empty = [{"input_ids": s["input_ids"], "labels": torch.full_like(s["labels"], -100)} for s in DATA[:4]]
+    model = Tagger()
+    before = weights(model).clone()
+    trainer = make_trainer(tmp_path, model, empty)
+    trainer.train()
+    assert torch.equal(weights(model), before)
+    assert losses(trainer) == []
+
+
+def test_a_batch_without_a_target_inside_an_update_adds_nothing(tmp_path: Path) -> None:
+    empty = [{"input_ids": s["input_ids"], "labels": torch.full_like(s["labels"], -100)} for s in DATA[:4]]
+    options: dict[str, Any] = {"train_sampling_strategy": "sequential"}
+    alone = first_gradient(tmp_path, Tagger().double(), DATA[:4], (4, 1), **options)
+    both = first_gradient(tmp_path, Tagger().double(), DATA[:4] + empty, (4, 2), **options)
+    torch.testing.assert_close(both[0], alone[0], rtol=1e-10, atol=1e-12)
+    assert both[1] == pytest.approx(alone[1])
+
+
+def test_a_declared_weight_is_used(tmp_path: Path) -> None:
+    model = Tagger(per_sample=True).double()
+    data = [s for s in DATA if int((s["labels"] != -100).sum()) > 0]
+    whole = first_gradient(tmp_path, model, data, (len(data), 1), loss_weight="samples")
+    parts = first_gradient(tmp_path, Tagger(per_sample=True).double(), data, (3, 8), loss_weight="samples")
+    torch.testing.assert_close(whole[0], parts[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_loss_is_scaled_for_ga_is_believed(tmp_path: Path, scaled: bool) -> None:
+    class Declared(RecordGradient):
+        loss_is_scaled_for_ga = scaled
+
+        def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            outputs = model(**inputs)
+            loss = outputs[0] / 2 if scaled else outputs[0]  # two micro-batches of equal size
+            return (loss, outputs) if return_outputs else loss
+
+    data = classification(8)
+    expected, _ = first_gradient(tmp_path, Classifier(), data, (8, 1))
+    found, _ = first_gradient(tmp_path, Classifier(), data, (4, 2), cls=Declared)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
