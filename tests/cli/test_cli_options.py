@@ -2,8 +2,9 @@
 
 import pytest
 
+from paceline.args.coercion import own_hints
 from paceline.cli.errors import UsageError
-from paceline.cli.options import Given, Known, parse_options
+from paceline.cli.options import Given, Known, argument_fields, parse_options
 
 KNOWN = Known(("CONFIG.yaml",), {"fresh": True, "prompt": False}, ("model", "data"))
 
@@ -40,6 +41,12 @@ def test_a_switch_does_not_swallow_what_follows_it():
     assert given.positional == ["job.yaml"]
     assert given.arguments == {"bf16": True}
     assert given.own == {"fresh": True}
+
+
+def test_types_replaced_by_the_parser_of_transformers_change_nothing(monkeypatch: pytest.MonkeyPatch):
+    for name in ("bf16", "label_names"):  # HfArgumentParser sets `field.type` to the resolved hint
+        monkeypatch.setattr(argument_fields()[name], "type", own_hints()[name])
+    assert parse("--bf16", "--label_names", "a", "b").arguments == {"bf16": True, "label_names": ["a", "b"]}
 
 
 def test_sections_are_told_apart_from_arguments():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_origin
 
-from paceline.args.coercion import FALSE_WORDS, TRUE_WORDS
+from paceline.args.coercion import FALSE_WORDS, TRUE_WORDS, own_hints, union_members
 from paceline.args.older_names import OLDER_NAMES
 from paceline.args.sections import Options
 from paceline.cli.errors import UsageError, suggest
@@ -65,7 +65,8 @@ def parse_options(words: Sequence[str], known: Known) -> Given:
         UsageError: an unknown option (the nearest is named), a missing value, or one value too many.
     """
     given = Given()
-    fields = argument_fields()
+    # not the fields' own `type`: transformers' parser, where a program used it, has replaced those
+    hints = own_hints()
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -83,7 +84,7 @@ def parse_options(words: Sequence[str], known: Known) -> Given:
             given.sections.append((section, key, values[0] if values else _next_value(word, rest)))
         elif name in known.own:
             given.own[name] = _own_value(word, known.own[name], values, rest)
-        elif name.startswith("no_") and name not in fields and _is_switch(fields.get(name[3:])):
+        elif name.startswith("no_") and name not in hints and _is_switch(hints.get(name[3:])):
             if values:
                 raise UsageError(f"{word}: write --{name} alone, or --{name[3:]} false")
             given.arguments[name[3:]] = False
@@ -92,7 +93,7 @@ def parse_options(words: Sequence[str], known: Known) -> Given:
             if name in known.sections:
                 given.sections.append((name, "", values[0] if values else _next_value(word, rest)))
             else:
-                given.arguments[name] = values[0] if values else _argument_value(word, fields.get(name), rest)
+                given.arguments[name] = values[0] if values else _argument_value(word, hints.get(name), rest)
     return given
 
 
@@ -121,13 +122,13 @@ def _own_value(word: str, is_switch: bool, values: list[str], rest: list[str]) -
     return True
 
 
-def _argument_value(word: str, item: dataclasses.Field[Any] | None, rest: list[str]) -> Any:
-    if _is_switch(item) and (not rest or rest[0].lower() not in TRUE_WORDS | FALSE_WORDS):
+def _argument_value(word: str, hint: Any, rest: list[str]) -> Any:
+    if _is_switch(hint) and (not rest or rest[0].lower() not in TRUE_WORDS | FALSE_WORDS):
         return True
-    if item is None and (not rest or rest[0].startswith("--")):
+    if hint is None and (not rest or rest[0].startswith("--")):
         return True  # an older name: many of those were switches
     value = _next_value(word, rest)
-    if item is None or not _is_list(item):
+    if not any(get_origin(member) is list for member in union_members(hint)):
         return value
     values = [value]
     while rest and not rest[0].startswith("--"):
@@ -135,10 +136,6 @@ def _argument_value(word: str, item: dataclasses.Field[Any] | None, rest: list[s
     return values if len(values) > 1 else value
 
 
-def _is_switch(item: dataclasses.Field[Any] | None) -> bool:
+def _is_switch(hint: Any) -> bool:
     """Whether an option is on or off (or unset), and nothing else."""
-    return item is not None and {part.strip() for part in str(item.type).split("|")} <= {"bool", "None"}
-
-
-def _is_list(item: dataclasses.Field[Any]) -> bool:
-    return "list[" in str(item.type)
+    return hint is not None and set(union_members(hint)) <= {bool, type(None)}
