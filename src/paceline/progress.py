@@ -17,8 +17,8 @@ from paceline.args.plan import Plan
 from paceline.checkpoint.plausible import blame
 from paceline.checkpoint.tensors import CheckpointError, load_json, load_tensors
 from paceline.core.events import callback_states, restore_callback_states
-from paceline.core.journal import UpdateRow
 from paceline.core.loop import Loop
+from paceline.core.summary import UpdateSummary
 from paceline.data.lengths import length_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ def describe_progress(trainer: Trainer) -> tuple[str, dict[str, Any]]:
         TypeError: a callback's state holds what neither can; the message names the callback.
     """
     run, loop = trainer.run, trainer.run.loop if trainer.run is not None else None
-    is_logged = str(trainer.args.logging_strategy) != "no"  # else all updates of the run would wait for a log
     states = callback_states(trainer.callback_handler)
     heavy = {name: state for name, state in states.items() if holds_arrays(state)}
     progress: dict[str, Any] = {
@@ -60,7 +59,7 @@ def describe_progress(trainer: Trainer) -> tuple[str, dict[str, Any]]:
         "feed": run.feed.state_dict() if run is not None else None,
         "callbacks": {name: state for name, state in states.items() if name not in heavy},
         "skipped": sorted(loop.skipped) if loop is not None else [],
-        "unlogged": loop.rows if loop is not None and is_logged else [],
+        "unlogged": dataclasses.asdict(loop.unlogged) if loop is not None else {},
         "arguments": trainer.args.to_sanitized_dict(),
     }
     try:
@@ -133,7 +132,7 @@ def restore_callbacks(trainer: Trainer, checkpoint: Path, progress: Mapping[str,
 
 def restore_loop(loop: Loop, progress: Mapping[str, Any]) -> None:
     """Give the loop back the updates that the next log is a mean of, and the windows that it leaves out."""
-    loop.rows = [UpdateRow(*row) for row in progress.get("unlogged") or ()]
+    loop.unlogged = UpdateSummary(**(progress.get("unlogged") or {}))
     loop.skipped = {(int(epoch), int(first)) for epoch, first in progress.get("skipped") or ()}
 
 

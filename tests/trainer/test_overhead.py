@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from small_models import Classifier, classification, make_trainer
 
@@ -110,3 +111,28 @@ def test_constructing_a_trainer_leaves_the_generators_alone(tmp_path: Path) -> N
     after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
+
+
+class WatchUnread(TrainerCallback):
+    """Notes how many updates wait on the device."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.most = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.most = max(self.most, len(self.trainer.run.engine.log.sizes))
+
+
+def test_what_waits_for_a_log_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, most = [], []
+    for bound in (1000, 7):
+        monkeypatch.setattr("paceline.core.loop.MAX_UNREAD", bound)
+        watch = WatchUnread()
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"logging_strategy": "no", "max_steps": 30, "callbacks": [watch]}
+        watch.trainer = make_trainer(tmp_path / str(bound), Classifier(), classification(400), **options)
+        losses.append(watch.trainer.train().training_loss)
+        most.append(watch.most)
+    assert losses[0] == losses[1] > 0
+    assert most == [29, 6]

@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -29,8 +28,11 @@ from paceline.core.metrics import best_metric_value, is_better
 from paceline.core.nonfinite import NonFiniteGuard
 from paceline.core.signals import Interrupted, StopSignals
 from paceline.core.state import TrainerControl, TrainerState
+from paceline.core.summary import UpdateSummary
 
 logger = logging.getLogger(__name__)
+
+MAX_UNREAD = 1000  # updates whose numbers wait on the device, about 1 KB each, where nothing is due for long
 
 
 class Loop:
@@ -68,7 +70,7 @@ class Loop:
         self.saves = saves
         self.start_time = time.time()
         self.guard = NonFiniteGuard(plan.nonfinite_policy)
-        self.rows: list[UpdateRow] = []  # updates read since the last log
+        self.unlogged = UpdateSummary()  # of the updates read since the last log
         self.num_samples = 0  # that this run trained on
         self.logged: list[tuple[float, int]] = []  # (mean loss, number of updates) of each log of this run
         self.skipped: set[tuple[int, int]] = set()  # (epoch, first sample) of windows that a rewind left out
@@ -99,7 +101,7 @@ class Loop:
             if bad is None:
                 break
             self.rewind(bad)
-        if self.rows:
+        if self.unlogged.num_updates:
             self.summarise()  # logged nowhere, but part of the mean loss of the run
 
     @property
@@ -141,7 +143,8 @@ class Loop:
             if self.saves.is_due:
                 self.saves.settle()
                 control = self.control
-            if control.should_log or control.should_evaluate or control.should_save:
+            is_due = control.should_log or control.should_evaluate or control.should_save
+            if is_due or len(self._unread) >= MAX_UNREAD:
                 self.hooks.act()
                 control = self.control
                 if feed.is_restored:  # rewound: the position may lie in an earlier epoch
@@ -221,7 +224,7 @@ class Loop:
         if bad is not None:
             self.rewind(bad)
             return
-        if self.control.should_log and self.rows:
+        if self.control.should_log and self.unlogged.num_updates:
             self.hooks.log(self.summarise(), self.start_time)
         try:
             if self.control.should_evaluate:
@@ -246,27 +249,25 @@ class Loop:
         rows = [UpdateRow(*place, *reading) for place, reading in zip(unread, readings, strict=True)]
         bad = self.guard.find(rows)
         if bad is None:
-            self.rows += rows
-            self.num_samples += sum(row.num_samples for row in rows)
+            self.unlogged.add(rows)
+            self.num_samples += sum([row.num_samples for row in rows])
             if rows:
                 self.hooks.record(rows)
         return bad
 
     def summarise(self) -> dict[str, float]:
         """The updates since the last log as one row: mean loss, last gradient norm and learning rate."""
-        rows, self.rows = self.rows, []
-        counted = [row.loss for row in rows if row.is_counted]
-        finite = [loss for loss in counted if math.isfinite(loss)]
+        past, self.unlogged = self.unlogged, UpdateSummary()
         logs: dict[str, float] = {}
-        if counted:
-            taken = finite if finite and self.plan.leave_out_non_finite else counted
-            logs["loss"] = sum(taken) / len(taken)
-            self.logged.append((logs["loss"], len(taken)))
-        if len(finite) < len(counted):
-            logs["nonfinite_steps"] = len(counted) - len(finite)
-        if rows[-1].grad_norm != NOT_COMPUTED:
-            logs["grad_norm"] = rows[-1].grad_norm
-        logs["learning_rate"] = rows[-1].learning_rate
+        mean = past.mean_loss(self.plan.leave_out_non_finite)
+        if mean is not None:
+            logs["loss"] = mean[0]
+            self.logged.append(mean)
+        if past.num_finite < past.num_counted:
+            logs["nonfinite_steps"] = past.num_counted - past.num_finite
+        if past.grad_norm != NOT_COMPUTED:
+            logs["grad_norm"] = past.grad_norm
+        logs["learning_rate"] = past.learning_rate
         return logs
 
     def rewind(self, bad: UpdateRow) -> None:

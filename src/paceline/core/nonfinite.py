@@ -51,7 +51,7 @@ class NonFiniteGuard:
         Raises:
             NonFiniteError: the policy is `raise`, or rewinding did not help `MAX_REWINDS` times.
         """
-        bad = [row for row in rows if is_bad(row)]
+        bad = list(filter(is_bad, rows))
         if not bad:
             return None
         if self.policy == "raise":
