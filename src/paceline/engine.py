@@ -68,7 +68,8 @@ class UpdateLog:
 
 def to_floats(values: Sequence[Any]) -> list[float]:
     """Numbers and 0-dim tensors as floats, all tensors in one transfer."""
-    if not values or not all(isinstance(value, Tensor) for value in values):
+    # a list, not a generator: half the calls
+    if not values or not all([isinstance(value, Tensor) for value in values]):
         return [float(value) for value in values]
     stacked = torch.stack([value.detach() for value in values])
     floats: list[float] = (stacked.double() if stacked.device.type != "mps" else stacked.float()).tolist()
@@ -159,7 +160,7 @@ class TorchEngine:
         self.log.add(losses, known_norm, rate if isinstance(rate, float) else float(rate))
         if applied and self.steps_scheduler:
             self.scheduler.step()
-        self.optimizer.zero_grad()
+        self.strategy.clear_gradients()
         self._num_updates += 1
         if self.empty_cache_every is not None and self._num_updates % self.empty_cache_every == 0:
             empty_device_cache(self.strategy.device)
@@ -178,7 +179,7 @@ class TorchEngine:
 
     def discard(self) -> None:
         """Drop the gradients and outputs of a failed update."""
-        self.optimizer.zero_grad()
+        self.strategy.clear_gradients()
         self._seen, self._kept, self._current = None, [], None
         empty_device_cache(self.strategy.device)
 

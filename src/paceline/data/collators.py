@@ -6,6 +6,7 @@ import dataclasses
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -161,17 +162,21 @@ def collate_fields(features: Sequence[Mapping[str, Any]], stack: Any, keep_names
     """Name by name, labels renamed."""
     first = features[0]
     batch: dict[str, Any] = {}
-    labels = [name for name in LABEL_NAMES if name not in keep_names and first.get(name) is not None]
+    labels = None
+    for name in LABEL_NAMES:
+        if labels is None and name not in keep_names and first.get(name) is not None:
+            labels = name
     for name, value in first.items():
         if value is None:
             continue
         try:
-            values = [feature[name] for feature in features]
+            values = list(map(itemgetter(name), features))
         except KeyError:
             raise missing_name(features, name) from None
         if name not in LABEL_NAMES or name in keep_names:
-            batch[name] = collate_values(values, stack, name)
-        elif name == labels[0]:
+            is_flat = isinstance(value, torch.Tensor)  # the usual kind: a call less for each
+            batch[name] = stack(values, name) if is_flat else collate_values(values, stack, name)
+        elif name == labels:
             batch["labels"] = stack(values, name, labels=True) if not isinstance(value, str) else values
     return batch
 

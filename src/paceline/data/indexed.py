@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,12 +129,33 @@ class IndexBatches(Sampler[list[int]]):
             yield batch
 
 
+class LocalBatches(Iterator[Any]):
+    """Reads and collates batches in this process: a DataLoader without workers does no more, and takes longer.
+
+    Args:
+        dataset: with `__getitem__`, or `__getitems__` for a whole batch.
+        batches: lists of indices.
+        collate: makes a batch of a list of samples.
+    """
+
+    def __init__(self, dataset: Any, batches: Iterator[list[int]], collate: Callable[[list[Any]], Any]) -> None:
+        self.batches, self.collate = batches, collate
+        self.read = partial(operator.getitem, dataset)
+        self.read_many = getattr(dataset, "__getitems__", None)
+
+    def __next__(self) -> Any:
+        indices = next(self.batches)
+        if self.read_many is not None:
+            return self.collate(self.read_many(indices))
+        return self.collate(list(map(self.read, indices)))
+
+
 class IndexedLoader(DataLoader[Any]):
     """A DataLoader over a dataset with an index, whose next pass can start at any sample.
 
-    The attributes are those of the DataLoader that a user would have built. Batches come from an inner one, over
-    `IndexBatches` and, with workers, `SeededItems`; without workers nothing is added to the path of a batch, and
-    augmentation draws from this process's generators as usual.
+    The attributes are those of the DataLoader that a user would have built. With workers or pinned memory batches come
+    from an inner one, over `IndexBatches` and, with workers, `SeededItems`; else they are read here, and augmentation
+    draws from this process's generators as usual.
     """
 
     def __init__(
@@ -168,6 +191,10 @@ class IndexedLoader(DataLoader[Any]):
         return len(self.batches)
 
     def __iter__(self) -> Any:
+        if not self.num_workers and not self.pin_memory:
+            iterator: Iterator[Any] = LocalBatches(self.dataset, iter(self.batches), self.collate_fn)
+            self.batches.forget_position()
+            return iterator
         if self._inner is None:
             self._inner = DataLoader(
                 SeededItems(self.dataset, self.seed) if self.num_workers else self.dataset,
