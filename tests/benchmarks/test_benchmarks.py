@@ -48,7 +48,8 @@ def test_step_overhead(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "step_overhead", "--quick", "--contenders", "loop", "paceline")
     assert list(result["rows"]) == ["loop", "paceline"]
     assert result["rows"]["loop"]["over_loop"]["median"] == 1
-    ratio, calls = result["targets"]
+    ratio, guarded, calls = result["targets"]
+    assert guarded["value"] is None
     assert ratio["value"] == result["rows"]["paceline"]["over_loop"]["median"]
     assert calls["value"] == result["rows"]["paceline"]["calls_per_step"] > 5
     assert result["rows"]["loop"]["calls_per_step"] is None
