@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,14 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    # a collection in the middle goes through all of torch's objects, half of the time that the import takes
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        value = getattr(importlib.import_module(home), name)
+    finally:
+        if was_enabled:
+            gc.enable()
     globals()[name] = value
     return value
 

@@ -1,7 +1,8 @@
 """Every option of a run, in sections: its name, its type, its default, and the one text that explains it.
 
 The sections are joined by inheritance into `Options`, flat and in the order users know; behaviour lives in
-`paceline.args.training`.
+`paceline.args.training`. A section is never made by itself, so it needs none of the methods of
+a dataclass, which would be compiled at each import.
 """
 
 # ruff: noqa: RUF009  (option() makes a dataclass field, not a value shared by instances)
@@ -39,7 +40,7 @@ def option(default: Any, text: str, choices: Sequence[str] | None = None) -> Any
     return field(default=default, metadata=metadata)
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class RunSection:
     """Where the run writes."""
 
@@ -48,7 +49,7 @@ class RunSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class TrainSection:
     """How much is trained."""
 
@@ -63,7 +64,7 @@ class TrainSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class ScheduleSection:
     """The learning rate over time."""
 
@@ -79,7 +80,7 @@ class ScheduleSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class OptimSection:
     """The optimizer."""
 
@@ -97,7 +98,7 @@ class OptimSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class UpdateSection:
     """What makes one update."""
 
@@ -113,7 +114,7 @@ class UpdateSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class PrecisionSection:
     """Number formats."""
 
@@ -124,7 +125,7 @@ class PrecisionSection:
     tf32: bool | None = option(None, "Allow (or forbid) TF32 matrix products on the GPU. Unset: as torch has it.")
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class ActivationSection:
     """Activations recomputed rather than kept."""
 
@@ -142,7 +143,7 @@ class ActivationSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class CompileSection:
     """Compilation and kernels."""
 
@@ -159,7 +160,7 @@ class CompileSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class ModelSection:
     """Changes to the model and its use of memory during training."""
 
@@ -175,7 +176,7 @@ class ModelSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class LogSection:
     """What is logged, when and to whom."""
 
@@ -212,7 +213,7 @@ class LogSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class EvalSection:
     """Evaluation during training."""
 
@@ -237,7 +238,7 @@ class EvalSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class MetricSection:
     """What compute_metrics receives."""
 
@@ -249,7 +250,7 @@ class MetricSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class SaveSection:
     """Checkpoints."""
 
@@ -269,7 +270,7 @@ class SaveSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class HubSection:
     """The model hub."""
 
@@ -286,7 +287,7 @@ class HubSection:
     hub_revision: str | None = option(None, "Branch, tag or commit of the hub repository to push to.")
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class BestSection:
     """The best model."""
 
@@ -301,7 +302,7 @@ class BestSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class ResumeSection:
     """Continuing a run."""
 
@@ -313,7 +314,7 @@ class ResumeSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class SeedSection:
     """Randomness and the device."""
 
@@ -323,7 +324,7 @@ class SeedSection:
     use_cpu: bool = option(False, "Train on the CPU, whatever accelerator there is.")
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class EngineSection:
     """Settings known from accelerate."""
 
@@ -335,7 +336,7 @@ class EngineSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class DataSection:
     """How data is loaded."""
 
@@ -367,7 +368,7 @@ class DataSection:
     length_column_name: str = option("length", "Column with the length of each sample, for the sampling by length.")
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class ParallelSection:
     """Several processes."""
 
@@ -388,7 +389,7 @@ class ParallelSection:
     )
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class DebugSection:
     """Diagnoses."""
 
@@ -396,7 +397,7 @@ class DebugSection:
     skip_memory_metrics: bool = option(True, "Leave the memory use of each stage out of the metrics.")
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class ScriptSection:
     """Flags for scripts. The trainer reads resume_from_checkpoint only."""
 
@@ -409,7 +410,7 @@ class ScriptSection:
     local_rank: int = option(-1, "Given by older launchers; the environment's LOCAL_RANK is what counts.")
 
 
-@dataclass
+@dataclass(init=False, repr=False, eq=False)
 class PacelineSection:
     """Options of paceline's own."""
 
