@@ -302,7 +302,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "save_total_limit": st.one_of(st.none(), positive),
     "metric_for_best_model": st.one_of(st.none(), names),
     "greater_is_better": st.one_of(st.none(), st.booleans()),
-    "seed": st.integers(0, 2**32),
+    "seed": st.integers(0, 2**32 - 1),
     "use_cpu": st.booleans(),
     "label_names": st.one_of(st.none(), st.lists(names, max_size=3)),
     "train_sampling_strategy": st.sampled_from(SAMPLING_STRATEGIES),
