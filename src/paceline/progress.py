@@ -132,7 +132,7 @@ def restore_callbacks(trainer: Trainer, checkpoint: Path, progress: Mapping[str,
 
 def restore_loop(loop: Loop, progress: Mapping[str, Any]) -> None:
     """Give the loop back the updates that the next log is a mean of, and the windows that it leaves out."""
-    loop.unlogged = UpdateSummary(**(progress.get("unlogged") or {}))
+    loop.unlogged = UpdateSummary.restored(progress.get("unlogged") or {})
     loop.skipped = {(int(epoch), int(first)) for epoch, first in progress.get("skipped") or ()}
 
 

@@ -457,7 +457,7 @@ def restore_position(trainer: Trainer, feed: Feed, plan: Plan, checkpoint: Path)
         with blame(checkpoint / source):
             position = position_of_transformers(checkpoint, feed.loader, plan)
     with blame(checkpoint / source):
-        feed.load_state_dict(position)
+        feed.load_state_dict(position, source=str(checkpoint / source))
         if not all(isinstance(number, int) and number >= 0 for number in (feed.epoch, feed.consumed, feed.batches)):
             raise ValueError("the position in the data is not made of whole numbers")
         left = (plan.micro_batches_per_epoch or 0) - place_in(feed.loader, position)[1]

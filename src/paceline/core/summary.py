@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.core.journal import NOT_COMPUTED, UpdateRow
 
@@ -30,6 +31,16 @@ class UpdateSummary:
     finite_sum: float = 0.0
     grad_norm: float = NOT_COMPUTED
     learning_rate: float = 0.0
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any]) -> UpdateSummary:
+        """From what `dataclasses.asdict` made.
+
+        Raises: TypeError, for anything but numbers under the names of this class.
+        """
+        if not all(type(value) in (int, float) for value in saved.values()):
+            raise TypeError("the summary of updates since the last log holds something else than numbers")
+        return cls(**saved)
 
     def add(self, rows: Sequence[UpdateRow]) -> None:
         """Take in updates, in their order."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from paceline.data.batches import batch_size_of, cut_batch
@@ -23,7 +25,25 @@ from paceline.data.stream import StreamLoader, reread
 
 logger = logging.getLogger(__name__)
 
-Saved = Mapping[str, Any]
+class Saved(dict[str, Any]):
+    """A position that was saved, and the file it was read from."""
+
+    source = "The saved position"
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """What a damaged position makes the block raise becomes a ValueError that names the file."""
+        try:
+            yield
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+            raise ValueError(f"{self.source} is damaged, or does not fit this data: {error}") from error
+
+    def generators(self, own: Mapping[str, torch.Generator]) -> dict[str, Any]:
+        """The saved states of the generators, which were tried; those of now where none were saved."""
+        if "generators" not in self:
+            return capture_generators(own)
+        with self.restoring(), generators_at(self["generators"], own):
+            return dict(self["generators"])
 
 
 class Reader:
@@ -69,10 +89,11 @@ class IndexReader(Reader):
         # an order that comes out of a generator can be had again only from the same state of the generator
         self.generators = None
         if self.sampler is None:
-            self.generators = saved["generators"] if saved and "generators" in saved else capture_generators(own)
+            self.generators = capture_generators(own) if saved is None else saved.generators(own)
         if saved is not None:
             if self.sampler is not None and "order" in saved:
-                self.sampler.load_state_dict(saved["order"])
+                with saved.restoring():
+                    self.sampler.load_state_dict(saved["order"])
             with generators_at(self.generators, own):
                 indices.set_position(consumed)
         self.iterator = iter(loader)
@@ -97,11 +118,15 @@ class StreamedReader(Reader):
         super().__init__(consumed, batches)
         self.generators = None
         if not loader.restores and not loader.num_workers:
-            self.generators = saved["generators"] if saved and "generators" in saved else capture_generators()
+            self.generators = capture_generators() if saved is None else saved.generators({})
         if saved is None:
             self.stream = loader.open()
         else:
-            position = from_portable(saved["stream"]) if "stream" in saved else unread(loader, consumed)
+            if "stream" in saved:
+                with saved.restoring():
+                    position = from_portable(saved["stream"])
+            else:
+                position = unread(loader, consumed)
             loader.set_position(position)
             with generators_at(self.generators):
                 self.stream = loader.open()
@@ -139,11 +164,13 @@ class StatefulReader(Reader):
             return
         # at its end such a loader stands at the start of the next epoch; torchdata's would draw the same order again
         if not (self.is_ended and type(loader).__module__.startswith("torchdata.")):
-            loader.load_state_dict(from_portable(saved["loader"]))
+            with saved.restoring():
+                loader.load_state_dict(from_portable(saved["loader"]))
         with generators_at(None):
             self.iterator = iter(()) if self.is_ended else iter(loader)
         # not every such loader brings back the generators that the next epoch's order comes from
-        restore_own(saved.get("own") or {}, own_generators(loader))
+        with saved.restoring():
+            restore_own(saved.get("own") or {}, own_generators(loader))
 
     def __next__(self) -> Any:
         try:
@@ -169,12 +196,13 @@ class ReplayReader(Reader):
         sampler = getattr(loader, "sampler", None)
         self.fallback_size = getattr(loader, "batch_size", None) or 1
         self.sampler = sampler if callable(getattr(sampler, "set_position", None)) else None
-        self.generators = saved["generators"] if saved and "generators" in saved else capture_generators(own)
+        self.generators = capture_generators(own) if saved is None else saved.generators(own)
         if saved is None or not consumed:
             self.iterator = iter(loader)
         elif self.sampler is not None:
             if "order" in saved:
-                self.sampler.load_state_dict(saved["order"])
+                with saved.restoring():
+                    self.sampler.load_state_dict(saved["order"])
             self.sampler.set_position(consumed)
             self.iterator = iter(loader)
         else:
@@ -238,7 +266,7 @@ class Feed:
         self.ignore_data_skip = ignore_data_skip
         self.epoch = self.consumed = self.batches = 0
         self._reader: Reader | None = None
-        self._saved: dict[str, Any] | None = None  # a position that the next start_epoch goes to
+        self._saved: Saved | None = None  # a position that the next start_epoch goes to
 
     @property
     def is_restored(self) -> bool:
@@ -259,8 +287,9 @@ class Feed:
         self._reader = None
         announce_epoch(self.loader, epoch)
         consumed, batches = (0, 0) if saved is None else place_in(self.loader, saved)
-        if consumed == 0:
-            restore_own((saved or {}).get("own") or {}, own_generators(self.loader))
+        if saved is not None and consumed == 0:
+            with saved.restoring():
+                restore_own(saved.get("own") or {}, own_generators(self.loader))
             saved = None
         self.epoch = epoch
         self._reader = open_reader(self.loader, consumed, batches, saved)
@@ -300,11 +329,17 @@ class Feed:
             own.pop("loader", None)
         return {"own": capture_own(own)} if own else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position at the next `start_epoch` of its epoch. Only `epoch` and `consumed` are needed."""
-        saved = dict(state)
+    def load_state_dict(self, state: Mapping[str, Any], source: str = Saved.source) -> None:
+        """Go to a position at the next `start_epoch` of its epoch. Only `epoch` and `consumed` are needed.
+
+        Args:
+            state: from `state_dict`.
+            source: where it was read, for the error of a position that cannot be gone to.
+        """
+        saved = Saved(state)
         if self.ignore_data_skip:
-            saved = {"epoch": saved["epoch"], "consumed": 0, "batches": 0}
+            saved = Saved(epoch=saved["epoch"], consumed=0, batches=0)
+        saved.source = source
         self._saved = saved
         self.epoch, self.consumed, self.batches = saved["epoch"], saved["consumed"], saved.get("batches", 0)
 
@@ -349,7 +384,7 @@ def announce_epoch(loader: Any, epoch: int) -> None:
             set_epoch(holder, epoch)
 
 
-def place_in(loader: Any, saved: Saved) -> tuple[int, int]:
+def place_in(loader: Any, saved: Mapping[str, Any]) -> tuple[int, int]:
     """(samples, micro-batches) consumed; micro-batches of the present size, so that the epoch ends at its length."""
     consumed, batches = int(saved["consumed"]), int(saved.get("batches", 0))
     batch_size = getattr(loader, "batch_size", None)
