@@ -129,21 +129,26 @@ def test_any_split_of_the_same_samples_adds_up_to_the_same_loss(
     rule = LossRule(["labels"])
     rule.declare(truth)
     edges = sorted({0, len(lengths), *(cut for cut in cuts if cut < len(lengths))})
-    total = weight = 0.0
-    for start, end in itertools.pairwise(edges):
-        part_logits, part_labels = logits[start:end], labels[start:end]
-        part, part_weight = rule.sums(
-            loss_under(truth, part_logits, part_labels), rule.count({"labels": part_labels}), None
-        )
-        total, weight = total + float(part), weight + part_weight
-    assert total / weight == pytest.approx(whole, rel=1e-12)
+    parts = [(logits[start:end], labels[start:end]) for start, end in itertools.pairwise(edges)]
+    counts = [rule.count({"labels": part_labels}) for _, part_labels in parts]
+    total = sum(item.weight for item in counts)
+    contributions = [
+        float(loss_under(truth, *part)) * rule.factor(item, total, None)
+        for part, item in zip(parts, counts, strict=True)
+        if item.weight
+    ]
+    assert sum(contributions) == pytest.approx(whole, rel=1e-12)
 
 
-def test_a_batch_without_targets_adds_nothing_not_nan() -> None:
+def test_targets_that_were_shifted_already_are_counted_where_they_stand() -> None:
+    labels = torch.tensor([[5, 6, 7, 8], [5, 6, IGNORE_INDEX, IGNORE_INDEX]])
+    ahead = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     rule = LossRule(["labels"])
-    counts = rule.count({"labels": torch.full((2, 3), IGNORE_INDEX)})
-    part, weight = rule.sums(torch.tensor(float("nan")), counts, None)
-    assert (float(part), weight) == (0.0, 0.0)
+    rule.declare(Meaning("tokens", shifted=True))
+    counts = rule.count({"labels": labels, "shift_labels": ahead})
+    assert counts.weight == rule.count({"labels": labels}).weight == 4
+    assert rule.recount([counts]) == 4
+    assert rule.num_items([{"labels": labels, "shift_labels": ahead}]) == 4
 
 
 @pytest.mark.parametrize("shifted", [False, True])

@@ -35,6 +35,7 @@ class Counts:
     samples: int
     labels: Tensor | None  # integer targets the loss is taken over; None: no targets, or floating-point ones
     weight: int  # how much this micro-batch weighs under the meaning in force when it was counted
+    is_shifted: bool = False  # the labels stand where the output is compared with them, whoever shifts others
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,11 @@ class Meaning:
     ignore_index: int = IGNORE_INDEX
     scaled: bool = False
 
-    def weigh(self, labels: Tensor | None, samples: int) -> int:
+    def weigh(self, labels: Tensor | None, samples: int, is_shifted: bool = False) -> int:
         """The micro-batch's own count, in this meaning's unit."""
         if labels is None or self.unit == "samples":
             return samples
-        if self.shifted and labels.dim() > 1:
+        if self.shifted and not is_shifted and labels.dim() > 1:
             labels = labels[..., 1:]
         return int((labels != self.ignore_index).sum())
 
@@ -129,7 +130,7 @@ class LossRule:
         self._hold(self.held)
 
     def find_labels(self, batch: Any) -> Tensor | None:
-        """The integer targets of a batch: under `shift_labels` (already shifted), else the first label name."""
+        """The integer targets of a batch, under the first label name that it has."""
         if type(batch) is not dict and not isinstance(batch, Mapping):
             return None
         for name in self.label_names:
@@ -146,7 +147,8 @@ class LossRule:
             return Counts(samples, None, samples)
         samples = labels.shape[0]
         if "shift_labels" in batch:  # a padding-free collator shifted them already
-            return Counts(samples, labels, Meaning().weigh(batch["shift_labels"], samples))
+            labels = batch["shift_labels"]
+            return Counts(samples, labels, self.meaning.weigh(labels, samples, is_shifted=True), is_shifted=True)
         return Counts(samples, labels, self.meaning.weigh(labels, samples))
 
     def num_items(self, batches: Sequence[Any]) -> Tensor | None:
@@ -160,7 +162,8 @@ class LossRule:
         tokens = replace(self.meaning, unit="tokens")
         return torch.tensor(
             sum(
-                item.weight if self.meaning == tokens else tokens.weigh(item.labels, item.samples) for item in counts
+                item.weight if self.meaning == tokens else tokens.weigh(item.labels, item.samples, item.is_shifted)
+                for item in counts
             )
         )
 
@@ -181,20 +184,10 @@ class LossRule:
             return 1 if float(num_items) == total else float(num_items) / total
         return 1 if counts.weight == total else counts.weight / total
 
-    def sums(self, loss: Tensor, counts: Counts, num_items: Any) -> tuple[Tensor, float]:
-        """A returned loss as (sum, weight), to be added up over any number of batches; both 0 where nothing weighs."""
-        weight = float(counts.weight)
-        if weight == 0:
-            return torch.zeros_like(loss), 0.0
-        if self.meaning.scaled and num_items is not None:
-            given = float(num_items)
-            return loss * given, weight if self.is_verified else given
-        return loss * weight, weight
-
     def recount(self, counts: Sequence[Counts]) -> int:
         """Weigh again after a look changed the meaning; returns the new total."""
         for item in counts:
-            item.weight = self.meaning.weigh(item.labels, item.samples)
+            item.weight = self.meaning.weigh(item.labels, item.samples, item.is_shifted)
         return sum(item.weight for item in counts)
 
     # ---- identification
