@@ -44,7 +44,7 @@ from paceline.data.columns import (
     remove_unused_columns,
     signature_columns,
 )
-from paceline.data.loading import check_dataset, loader_length, make_loader, sample_count
+from paceline.data.loading import check_dataset, loader_length, make_loader, named_dataset, sample_count
 from paceline.data.sampling import make_eval_sampler, make_train_sampler
 from paceline.distributed.precision import make_precision
 from paceline.distributed.random import preserved_rng, set_seed
@@ -196,6 +196,11 @@ class Trainer:
                 f"label_smoothing_factor={smoothing}: the model is a multi-label classifier (binary cross-entropy), "
                 "which label smoothing is not defined for; set label_smoothing_factor=0."
             )
+        if smoothing > 0 and self.compute_loss_func is not None:
+            raise ValueError(
+                f"label_smoothing_factor={smoothing}: with compute_loss_func the loss is that function's; smooth the "
+                "targets there, and set label_smoothing_factor=0."
+            )
         self.label_smoother = LabelSmoother(smoothing) if smoothing > 0 else None
         self.objective = Objective(
             self.signature, self.label_names or ["labels"], self.loss_rule, self.compute_loss_func, self.label_smoother
@@ -243,14 +248,7 @@ class Trainer:
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The loader of an evaluation set: a dataset, the name of one in `self.eval_dataset`, or None for that."""
-        if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
-        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
-        if dataset is None:
-            raise ValueError(
-                f"eval_strategy={str(self.args.eval_strategy)!r}: evaluation needs an `eval_dataset`; pass one to the "
-                "Trainer or to evaluate(), or set eval_strategy='no'."
-            )
+        dataset = named_dataset(self.eval_dataset, eval_dataset)
         return self._get_dataloader(dataset, "evaluation", self.args.eval_batch_size, self._get_eval_sampler)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -266,13 +264,14 @@ class Trainer:
         is_training: bool = False,
     ) -> Any:
         check_dataset(dataset)
+        sampler = adapted(sampler_fn, 1)(dataset) if sampler_fn is not None else None  # may look at any column
         collate = self._get_collator_with_removed_columns(self.data_collator, description)
         if has_removable_columns(dataset):
             dataset, collate = self._remove_unused_columns(dataset, description), self.data_collator
         return make_loader(
             dataset,
             batch_size=batch_size,
-            sampler=adapted(sampler_fn, 1)(dataset) if sampler_fn is not None else None,
+            sampler=sampler,
             collate=collate,
             args=self.args,
             train=is_training,

@@ -189,6 +189,8 @@ def find_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
         return Path(found)
     named = Path(resume)
     problems = folders.verify(named) if named.is_dir() else ["it is not a folder"]
+    if problems and not any((named / name).exists() for name in (folders.MANIFEST_NAME, STATE_FILE)):
+        problems = ["it holds no manifest and no trainer_state.json, so it is no checkpoint"]
     if problems:
         raise ValueError(
             f"Can't resume from {named}: {'; '.join(problems)}. resume_from_checkpoint=True takes the newest good one."
@@ -386,7 +388,7 @@ def announce(trainer: Trainer, run: Run) -> None:
     if args.should_save:
         write_run_record(
             Path(trainer._get_output_dir(run.trial)),
-            args_dict=args.to_sanitized_dict(),
+            args_dict=args.to_dict(),
             plan_dict=plan.to_dict(),
             seeds={"seed": plan.seed, "data_seed": plan.data_seed},
             extra={

@@ -84,12 +84,16 @@ def test_checkpoints_of_somebody_else_are_an_error_unless_they_are_asked_for(tmp
     with pytest.raises(UsageError, match="holds checkpoint-3 of a run that this command did not start"):
         reopen(tmp_path)
     assert reopen(tmp_path, resume="true").checkpoint is None
+    assert reopen(tmp_path, resume=True).checkpoint is None  # what TrainingArguments makes of the word
 
 
 def test_a_checkpoint_that_was_named_is_looked_at_first(tmp_path: Path):
     damaged = checkpoint(tmp_path, 3)
     (damaged / "model.safetensors").write_bytes(b"wEights")
-    for resume, message in (("true", "no good checkpoint"), ("nowhere", "no folder"), (str(damaged), "is damaged")):
+    none_good, nowhere = "no good checkpoint", "no folder"
+    for resume, message in (
+        (True, none_good), ("true", none_good), ("nowhere", nowhere), (str(damaged), "is damaged"),
+    ):  # fmt: skip
         with pytest.raises(UsageError, match=message):
             reopen(tmp_path, resume=resume)
     assert reopen(tmp_path, resume="false").checkpoint is None

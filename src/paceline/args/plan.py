@@ -162,7 +162,7 @@ def resolve(
         UnsupportedOption: an option asks for what this version does not do.
     """
     check(args)
-    notes: list[str] = []
+    notes = notes_on_idle_options(args)
     derived = derived_values(args)
     duration = resolve_duration(args, micro_batches_per_epoch, notes)
     logging_steps = resolve_interval("logging_steps", args.logging_steps, duration.max_steps, notes)
@@ -210,6 +210,28 @@ def resolve(
     )
 
 
+def notes_on_idle_options(args: Options) -> list[str]:
+    """What was set and changes nothing in this run: on one process, or without the switch it belongs to."""
+    several = [
+        name
+        for name in (
+            "ddp_backend",
+            "ddp_find_unused_parameters",
+            "ddp_bucket_cap_mb",
+            "ddp_broadcast_buffers",
+            "ddp_static_graph",
+            "eval_use_gather_object",
+        )
+        if getattr(args, name) not in (None, False)
+    ]
+    notes = [f"{', '.join(several)}: for several processes; this run has one."] if several else []
+    if args.liger_kernel_config and not args.use_liger_kernel:
+        notes.append("liger_kernel_config: not read without use_liger_kernel=True.")
+    if args.activation_checkpointing_kwargs and not args.activation_checkpointing:
+        notes.append("activation_checkpointing_kwargs: not read without activation_checkpointing=True.")
+    return notes
+
+
 def resolve_duration(args: Options, micro_batches: int | None, notes: list[str]) -> Duration:
     """Updates and epochs from max_steps, num_train_epochs and the length of the data."""
     if micro_batches is None:
@@ -220,10 +242,9 @@ def resolve_duration(args: Options, micro_batches: int | None, notes: list[str])
             )
         return Duration(None, args.max_steps, sys.maxsize, float(sys.maxsize))
     if micro_batches == 0:
-        raise ValueError(
-            "The training data gives no batch: it is empty, or has fewer samples than one batch while "
-            f"dataloader_drop_last={args.dataloader_drop_last}."
-        )
+        too_few = ", or has fewer samples than one batch while dataloader_drop_last=True"
+        reason = f"it is empty{too_few if args.dataloader_drop_last else ''}"
+        raise ValueError(f"The training data gives no batch: {reason}.")
     accumulation = args.gradient_accumulation_steps
     updates = math.ceil(micro_batches / accumulation)
     rest = micro_batches % accumulation

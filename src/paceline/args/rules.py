@@ -206,7 +206,8 @@ def check_supported(options: Options) -> None:
     for name, (asks_nothing, remedy) in UNSUPPORTED.items():
         value = getattr(options, name)
         if not asks_nothing(value):
-            raise UnsupportedOption(f"{name}={value!r} is not supported: {remedy}.")
+            shown = [str(item) for item in value] if isinstance(value, list) else value
+            raise UnsupportedOption(f"{name}={shown!r} is not supported: {remedy}.")
     config = options.accelerator_config
     if isinstance(config, AcceleratorConfig) and config.changed():
         raise UnsupportedOption(

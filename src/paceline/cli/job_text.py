@@ -45,6 +45,7 @@ def tokenize(config: JobConfig, splits: Splits, model: Any, tokenizer: Any) -> b
         size = find_block_size(settings.get("block_size"), model, tokenizer)
         num_proc = settings.get("num_proc")
         if any(label in dataset.column_names for label in LABEL_NAMES):
+            check_labels(dataset, name)
             ensure_padding(tokenizer, model)
             cut = RowTokenizer(tokenizer, column, size)
             dataset = map_rows(dataset, cut, f"Tokenising {name}", num_proc, [column], batched=True)
@@ -53,6 +54,20 @@ def tokenize(config: JobConfig, splits: Splits, model: Any, tokenizer: Any) -> b
             dataset = make_blocks(dataset, name, tokenizer, column, size, splits.is_lines, num_proc, model)
         setattr(splits, name, dataset)
     return is_blocks
+
+
+def check_labels(dataset: Any, name: str) -> None:
+    """Refuse labels that are words: a loss needs numbers.
+
+    Raises:
+        UsageError: they are; the message names the column and says how to number them.
+    """
+    for label in LABEL_NAMES:
+        if label in dataset.column_names and len(dataset) and isinstance(dataset[0][label], str):
+            raise UsageError(
+                f"data: the column {label!r} of the {name} set holds text ({dataset[0][label]!r}), and a loss needs "
+                "numbers: number the classes from 0, or give 'preprocess', a function that does"
+            )
 
 
 def find_text_column(dataset: Any, wanted: Any, inputs: Collection[str]) -> str | None:

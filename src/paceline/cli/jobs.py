@@ -72,7 +72,7 @@ def open_job(
     *,
     fresh: bool,
     say: Say,
-    resume: str | None = None,
+    resume: str | bool | None = None,
 ) -> Job:
     """Find out what a folder holds: nothing yet, this job (to go on with), or something else (an error).
 
@@ -104,23 +104,34 @@ def open_job(
     return job
 
 
-def check_resume(resume: str | None, folder: Path) -> None:
+def asks_to_resume(resume: str | bool | None) -> bool:
+    """Whether `resume_from_checkpoint` asks for anything: not when it is unset or false, as a word too."""
+    return resume is not None and str(resume).lower() != "false"
+
+
+def named_checkpoint(resume: str | bool | None) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint` names; None where it leaves the choice, or asks for none."""
+    return Path(str(resume)) if asks_to_resume(resume) and str(resume).lower() != "true" else None
+
+
+def check_resume(resume: str | bool | None, folder: Path) -> None:
     """Whether the checkpoint that was named can be loaded.
 
     Raises:
         UsageError: it cannot; the message says why.
     """
-    if resume is None or resume.lower() == "false":
+    if not asks_to_resume(resume):
         return
-    if resume.lower() == "true":
+    named = named_checkpoint(resume)
+    if named is None:
         if folders.newest_valid(folder, logger.warning) is None:
             raise UsageError(f"resume_from_checkpoint: there is no good checkpoint in {folder}")
         return
-    if not Path(resume).is_dir():
-        raise UsageError(f"resume_from_checkpoint: there is no folder {resume}")
-    problems = folders.verify(Path(resume))
+    if not named.is_dir():
+        raise UsageError(f"resume_from_checkpoint: there is no folder {named}")
+    problems = folders.verify(named)
     if problems:
-        raise UsageError(f"resume_from_checkpoint: {resume} is damaged: {'; '.join(problems[:3])}")
+        raise UsageError(f"resume_from_checkpoint: {named} is damaged: {'; '.join(problems[:3])}")
 
 
 def read_job(folder: Path) -> dict[str, Any] | None:

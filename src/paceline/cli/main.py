@@ -41,7 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\npaceline: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, TypeError, ArithmeticError, MemoryError, ImportError, OSError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError, ImportError, OSError) as error:
         if not is_message(error):
             raise
         print(f"paceline: {error}", file=sys.stderr)

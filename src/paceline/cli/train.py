@@ -18,7 +18,18 @@ from paceline.cli.errors import UsageError
 from paceline.cli.job_data import Splits, load_data, preprocess, split_settings
 from paceline.cli.job_model import build_model, build_tokenizer
 from paceline.cli.job_text import tokenize
-from paceline.cli.jobs import Job, Say, Show, is_finished, kept, open_job, train_job, write_results
+from paceline.cli.jobs import (
+    Job,
+    Say,
+    Show,
+    asks_to_resume,
+    is_finished,
+    kept,
+    named_checkpoint,
+    open_job,
+    train_job,
+    write_results,
+)
 from paceline.cli.references import Reference, put_on_path, read_reference, require_reference
 from paceline.data.collators import DefaultDataCollator
 from paceline.distributed.random import set_seed
@@ -227,13 +238,10 @@ def report(trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
     trainer.save_metrics(split, metrics)
 
 
-def load_weights(trainer: Trainer, job: Job, resume: str | None, say: Say) -> None:
+def load_weights(trainer: Trainer, job: Job, resume: str | bool | None, say: Say) -> None:
     """Weights for a run that does not train: of a named checkpoint, else the job's result, else the model's own."""
-    if resume is not None and resume.lower() not in ("true", "false"):
-        source: Path | None = Path(resume)
-    elif resume is not None and resume.lower() == "false":
-        source = None
-    else:
+    source = named_checkpoint(resume)
+    if source is None and (resume is None or asks_to_resume(resume)):
         source = job.folder if job.finished is not None else job.checkpoint
     if source is None:
         say("The model is used as it is configured: nothing was trained here yet.")

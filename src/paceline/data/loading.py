@@ -94,6 +94,23 @@ def check_dataset(dataset: Any) -> None:
         )
 
 
+def named_dataset(default: Any, asked: Any) -> Any:
+    """The evaluation set that was asked for: itself, the one of that name in a dict of them, or None for the default.
+
+    Raises:
+        ValueError: there is none; the message lists the names that there are.
+    """
+    if isinstance(asked, str):
+        if not isinstance(default, Mapping) or asked not in default:
+            there = f"those of {', '.join(map(repr, default))}" if isinstance(default, Mapping) else "no dict of them"
+            raise ValueError(f"eval_dataset={asked!r}: the Trainer has no evaluation set of that name, but {there}.")
+        return default[asked]
+    dataset = asked if asked is not None else default
+    if dataset is None:
+        raise ValueError("Evaluation needs an `eval_dataset`: pass one to the Trainer, or to evaluate().")
+    return dataset
+
+
 def is_stream(dataset: Any) -> bool:
     """Whether samples come by iterating only: an IterableDataset, or any iterable without an index or a length."""
     if isinstance(dataset, IterableDataset):

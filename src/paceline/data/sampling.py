@@ -361,6 +361,8 @@ def find_lengths(dataset: Any, column: str = "length", model_input_name: str | N
         return [int(length) for length in dataset[column]]
     name = model_input_name or "input_ids"
     first = dataset[0] if len(dataset) else {name: ()}
+    if isinstance(first, Mapping) and column in first:
+        return [int(dataset[index][column]) for index in range(len(dataset))]
     if not isinstance(first, Mapping) or name not in first:
         raise ValueError(
             f"Sampling by length needs dict samples with {name!r}, or a dataset column {column!r} "

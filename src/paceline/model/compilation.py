@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.model.blocks import repeated_blocks
@@ -31,6 +32,7 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
     settings = {"backend": args.torch_compile_backend or "inductor"}
     if args.torch_compile_mode:
         settings["mode"] = args.torch_compile_mode
+    check_settings(**settings)
     modules = [model]
     if getattr(args, "compile_regions", False):
         modules = [block for _, block in repeated_blocks(model)]
@@ -46,6 +48,20 @@ def compile_model(model: nn.Module, args: Any) -> nn.Module:
     what = f"{len(modules)} repeated blocks" if modules != [model] else type(model).__name__
     logger.info("torch.compile of %s (%s) at the first step.", what, ", ".join(settings.values()))
     return model
+
+
+def check_settings(backend: str, mode: str | None = None) -> None:
+    """Refuse names that torch.compile does not know, before the first step.
+
+    Raises:
+        ValueError: there is no such backend or mode; the message lists those that there are.
+    """
+    modes = sorted({"default", *torch._inductor.list_mode_options()})
+    if mode is not None and mode not in modes:
+        raise ValueError(f"torch_compile_mode={mode!r} is unknown: use one of {', '.join(modes)}.")
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
+        usual = ", ".join(sorted(torch.compiler.list_backends()))
+        raise ValueError(f"torch_compile_backend={backend!r} is unknown: use one of {usual}.")
 
 
 def undo_compilation(model: nn.Module) -> None:

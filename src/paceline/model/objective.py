@@ -52,6 +52,12 @@ class Objective:
             labels = inputs.get(self.label_names[0]) if self.label_names else None
             if labels is not None:
                 return self._smoothed(self.smoother, model, inputs, labels)
+            if torch.is_grad_enabled():
+                raise ValueError(
+                    f"label_smoothing_factor={self.smoother.epsilon}: the training batches hold no targets under "
+                    f"{' or '.join(map(repr, self.label_names))}, only {', '.join(map(str, inputs))}; name them in "
+                    "label_names=[...], or leave label_smoothing_factor out."
+                )
         gives_count = num_items is not None and self.signature.takes_num_items
         if gives_count != self.rule.is_assumed_scaled:
             self.rule.assume_scaled(gives_count)
