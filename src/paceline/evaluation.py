@@ -501,6 +501,13 @@ def make_evaluation(trainer: Trainer) -> EvaluationLoop:
     )
 
 
+def label_names_in(trainer: Trainer, inputs: Any) -> Sequence[str]:
+    """The names under which a batch holds its labels; none, where one of them is missing."""
+    names = trainer.label_names or trainer.objective.label_names
+    is_complete = isinstance(inputs, Mapping) and all(inputs.get(name) is not None for name in names)
+    return names if is_complete else ()
+
+
 def predict_batch(
     trainer: Trainer, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: Sequence[str] | None
 ) -> tuple[Tensor | None, Any, Any]:
@@ -510,9 +517,8 @@ def predict_batch(
     the labels the model is known to take, the model is called without a loss; labels it does not take are for
     `compute_loss`.
     """
-    names = trainer.label_names or trainer.objective.label_names
-    named = isinstance(inputs, Mapping)
-    has_labels = named and bool(names) and all(inputs.get(name) is not None for name in names)
+    names = label_names_in(trainer, inputs)
+    has_labels = bool(names)
     if ignore_keys is None:
         config = getattr(innermost(trainer.model), "config", None)
         ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]) if config else []
