@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -422,7 +422,7 @@ def casting(model: nn.Module, dtype: torch.dtype | None, rule: LossRule) -> Iter
     def cast(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(dtype) if value.is_floating_point() else value
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not is_dataclass(value):  # a part of the model's own outputs has its type
             return {name: item if name in rule.label_names else cast(item) for name, item in value.items()}
         if type(value) in (list, tuple):
             return type(value)(map(cast, value))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.args.adopt import adopt
-from paceline.args.choices import SaveStrategy
+from paceline.args.choices import IntervalStrategy, SaveStrategy
 from paceline.args.seq2seq import Seq2SeqTrainingArguments
 from paceline.core.events import TrainerCallback
 from paceline.core.outputs import PredictionOutput, TrainOutput
@@ -172,8 +172,10 @@ class Seq2SeqTrainer(Trainer):
         """Train as the arguments say; see `Trainer.train`.
 
         Raises:
-            ValueError: a generation config that the first checkpoint could not hold.
+            ValueError: a generation config that the first evaluation or the first checkpoint could not use.
         """
+        if self.args.predict_with_generate and self.args.eval_strategy != IntervalStrategy.NO:
+            generation.check_start(self.model)
         if self.args.save_strategy != SaveStrategy.NO:
             generation.check_saving(self.model)
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)

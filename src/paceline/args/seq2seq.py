@@ -34,6 +34,6 @@ class Seq2SeqTrainingArguments(TrainingArguments):
     )
     generation_config: Path | str | dict[str, Any] | None = option(
         None,
-        "Generation settings, in place of the model's own: a GenerationConfig, a dict or JSON object of its options, "
-        "the path of a folder or file that holds them, or a model's name.",
+        "Generation settings in place of the model's own: a GenerationConfig, the path of a folder or file that holds "
+        "one, or a model's name; or a dict (JSON object) of options that go over the model's own.",
     )

@@ -50,11 +50,12 @@ def find_generator(model: nn.Module) -> Any:
     )
 
 
-def load_config(value: Any) -> Any:
+def load_config(value: Any, base: Any = None) -> Any:
     """A `GenerationConfig` of transformers from any of its forms, checked as strictly as saving it will.
 
     Args:
         value: an object (copied), a dict of options, the path of a folder or file, or a model's name.
+        base: the config that a dict's options go over; None: the defaults.
 
     Raises:
         OSError: there is no such file or model.
@@ -66,7 +67,7 @@ def load_config(value: Any) -> Any:
             config = copy.deepcopy(value)
         elif isinstance(value, Mapping):
             check_names(value, vars(config_class()))
-            config = config_class.from_dict(dict(value))
+            config = config_class.from_dict({**(base.to_dict() if base is not None else {}), **value})
         else:
             config = load_from_place(config_class, value)
         check_config(config, strict=True)
@@ -128,7 +129,8 @@ def read_settings(value: Any) -> dict[str, Any]:
 def apply_config(model: nn.Module, value: Any) -> dict[str, Any]:
     """Give a model its generation settings.
 
-    A model of transformers holds them, and they are saved with it.
+    A model of transformers holds them, and they are saved with it. A dict's options go over those it has, such as the
+    token that its decoder starts from; every other form takes their place.
 
     Returns:
         For another model, the keyword arguments that go into each call of its `generate`.
@@ -140,7 +142,7 @@ def apply_config(model: nn.Module, value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if hasattr(model, "generation_config"):
-        config = load_config(value)
+        config = load_config(value, base=innermost(model).generation_config)
         for holder in (model, innermost(model)):  # an adapter's wrapper has a copy of the attribute
             holder.generation_config = config
         return {}
@@ -193,6 +195,23 @@ def check_generation(model: nn.Module, settings: Mapping[str, Any]) -> None:
                 f"{type(generator).__name__}.generate has no parameter {name!r}: leave out generation_{name}, or the "
                 f"{name} of generation_config."
             )
+
+
+def check_start(model: nn.Module) -> None:
+    """Whether an encoder-decoder of transformers knows the token that its decoder starts from.
+
+    Raises:
+        ValueError: it does not.
+    """
+    generator = find_generator(model)
+    config = getattr(generator, "generation_config", None)
+    if config is None or not getattr(getattr(generator, "config", None), "is_encoder_decoder", False):
+        return
+    if getattr(config, "decoder_start_token_id", None) is None and getattr(config, "bos_token_id", None) is None:
+        raise ValueError(
+            "The generation config has neither decoder_start_token_id nor bos_token_id, and the decoder cannot start: "
+            "set one of them in it, or give generation_config as a dict, whose options go over the model's own."
+        )
 
 
 def check_saving(model: nn.Module) -> None:
