@@ -47,7 +47,7 @@ class Seq2SeqTrainer(Trainer):
     """
 
     args: Seq2SeqTrainingArguments
-    _gen_kwargs: dict[str, Any] | None = None  # of the evaluation in progress; subclasses read it
+    _gen_kwargs: dict[str, Any]  # of the evaluation in progress, once there was one; subclasses read and set it
     _model_settings: Mapping[str, Any] = {}  # of a model that holds no generation config
 
     def __init__(
@@ -99,7 +99,9 @@ class Seq2SeqTrainer(Trainer):
 
     def _prepare_generation(self, model: nn.Module) -> None:
         """Give a model its generation config, and find out now whether it can generate as asked."""
-        self._model_settings = generation.apply_config(model, self.args.generation_config)
+        self._model_settings = generation.apply_config(
+            model, self.args.generation_config, self.load_generation_config
+        )
         if self.args.predict_with_generate:
             generation.check_generation(model, {**self._model_settings, **self._settings_of_arguments({})})
 
@@ -127,12 +129,13 @@ class Seq2SeqTrainer(Trainer):
 
     def _settings_of_batch(self, gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """What `generate` is called with beside a batch."""
-        current = self._settings_of_arguments({}) if self._gen_kwargs is None else self._gen_kwargs
-        settings = {**self._model_settings, **(gen_kwargs or current)}
-        for name in ("max_length", "num_beams"):  # None means not given
-            if settings.get(name, ...) is None:
-                del settings[name]
-        return generation.with_default_length(self.model, settings)
+        current = self._gen_kwargs if hasattr(self, "_gen_kwargs") else self._settings_of_arguments({})
+        given = {
+            name: value
+            for name, value in (gen_kwargs or current).items()
+            if value is not None or name not in ("max_length", "num_beams")  # where None means not given
+        }
+        return generation.with_default_length(self.model, {**self._model_settings, **given})
 
     def _warn_of_idle_options(self, who: str, settings: Mapping[str, Any]) -> None:
         names = [name for name, value in settings.items() if value is not None]
@@ -255,9 +258,9 @@ class Seq2SeqTrainer(Trainer):
             labels = tuple(placed[name] for name in names)
             generated = self._generate(placed, settings)
         loss = super().prediction_step(model, inputs, True, ignore_keys)[0] if names else None
-        length, token = generation.padded_length(self.model, settings), self._find_pad_token()
-        labels = tuple(generation.pad_rows(label.detach(), length, token) for label in labels)
-        rows = generation.pad_rows(generated, length, token)
+        length = generation.padded_length(self.model, settings)
+        labels = tuple(self._pad_tensors_to_max_len(label.detach(), length) for label in labels)
+        rows = self._pad_tensors_to_max_len(generated, length)
         return loss, rows, labels[0] if len(labels) == 1 else labels or None
 
     def _generate(self, inputs: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
@@ -269,5 +272,6 @@ class Seq2SeqTrainer(Trainer):
             generated = generation.call_generate(self.model, given, settings)
         return generation.read_rows(generated, batch_size_of(inputs))
 
-    def _find_pad_token(self) -> int | None:
-        return generation.find_pad_token(self.processing_class, self.model)
+    def _pad_tensors_to_max_len(self, tensor: Any, max_length: int) -> Any:
+        """Rows of token ids filled with the padding token; as they are where they are long enough."""
+        return generation.pad_rows(tensor, max_length, generation.find_pad_token(self.processing_class, self.model))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 import json
+import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from paceline.args.errors import UnsupportedOption, did_you_mean, wrong_value
 from paceline.core.optional import require
 from paceline.model.objective import accepts
 from paceline.model.signature import innermost
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "generation_config.json"
 DEFAULT_LENGTH = 20  # tokens, where nothing says how many: the documented default of transformers
@@ -50,43 +55,59 @@ def find_generator(model: nn.Module) -> Any:
     )
 
 
-def load_config(value: Any, base: Any = None) -> Any:
+def load_config(value: Any) -> Any:
     """A `GenerationConfig` of transformers from any of its forms, checked as strictly as saving it will.
 
     Args:
         value: an object (copied), a dict of options, the path of a folder or file, or a model's name.
-        base: the config that a dict's options go over; None: the defaults.
 
     Raises:
         OSError: there is no such file or model.
-        ValueError: an option is unknown, or its value not possible.
+        ValueError: an option is misspelt, or its value not possible.
     """
     config_class = require("transformers", "transformers").GenerationConfig
-    try:
-        if isinstance(value, config_class):
-            config = copy.deepcopy(value)
-        elif isinstance(value, Mapping):
-            check_names(value, vars(config_class()))
-            config = config_class.from_dict({**(base.to_dict() if base is not None else {}), **value})
-        else:
-            config = load_from_place(config_class, value)
+    if isinstance(value, Mapping):
+        return config_of(value)
+    with naming_the_option(value):
+        is_config = isinstance(value, config_class)
+        config = copy.deepcopy(value) if is_config else load_from_place(config_class, value)
         check_config(config, strict=True)
-    except (ValueError, TypeError) as error:
-        shown = value if isinstance(value, str | os.PathLike) else type(value).__name__
-        raise ValueError(f"generation_config ({shown}) cannot be used: {error}") from error
     return config
 
 
+def config_of(options: Mapping[str, Any], base: Any = None) -> Any:
+    """A `GenerationConfig` of options that go over those of `base` (None: the defaults), checked as `load_config`."""
+    config_class = require("transformers", "transformers").GenerationConfig
+    with naming_the_option(options):
+        check_names(options, [*vars(config_class()), *vars(base or config_class())])
+        config = config_class.from_dict({**(base.to_dict() if base is not None else {}), **options})
+        check_config(config, strict=True)
+    return config
+
+
+@contextmanager
+def naming_the_option(value: Any) -> Iterator[None]:
+    """Says in an error which option the generation settings came from."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        shown = value if isinstance(value, str | os.PathLike) else type(value).__name__
+        raise ValueError(f"generation_config ({shown}) cannot be used: {error}") from error
+
+
 def check_names(values: Iterable[str], known: Iterable[str]) -> None:
-    """Options of generation that exist.
+    """Options of generation that exist. Some models have their own (a language, say), so not every other is an error.
 
     Raises:
-        ValueError: one is unknown; the nearest known one is named.
+        ValueError: one is like a known one, but for its spelling.
     """
     known = set(known)
     for name in values:
-        if name not in known and name != "transformers_version" and not name.startswith("_"):
+        if name in known or name == "transformers_version" or name.startswith("_"):
+            continue
+        if difflib.get_close_matches(name, known, n=1, cutoff=0.7):
             raise ValueError(f"there is no option {name!r}{did_you_mean(name, known)}")
+        logger.warning("generation_config has %r, which is read only by a model that knows it.", name)
 
 
 def load_from_place(config_class: Any, place: str | os.PathLike[str]) -> Any:
@@ -126,11 +147,16 @@ def read_settings(value: Any) -> dict[str, Any]:
     return {name: item for name, item in value.items() if name != "transformers_version" and not name.startswith("_")}
 
 
-def apply_config(model: nn.Module, value: Any) -> dict[str, Any]:
+def apply_config(model: nn.Module, value: Any, load: Callable[[Any], Any] = load_config) -> dict[str, Any]:
     """Give a model its generation settings.
 
     A model of transformers holds them, and they are saved with it. A dict's options go over those it has, such as the
     token that its decoder starts from; every other form takes their place.
+
+    Args:
+        model: of transformers, or with a `generate` of its own.
+        value: the option `generation_config`.
+        load: makes a config of every form but a dict.
 
     Returns:
         For another model, the keyword arguments that go into each call of its `generate`.
@@ -142,7 +168,8 @@ def apply_config(model: nn.Module, value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if hasattr(model, "generation_config"):
-        config = load_config(value, base=innermost(model).generation_config)
+        own = innermost(model).generation_config
+        config = load(config_of(value, own) if isinstance(value, Mapping) else value)
         for holder in (model, innermost(model)):  # an adapter's wrapper has a copy of the attribute
             holder.generation_config = config
         return {}
