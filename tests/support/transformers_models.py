@@ -98,6 +98,33 @@ def bart(seed: int = 0) -> Any:
         return BartForConditionalGeneration(config)
 
 
+def whisper(seed: int = 0) -> Any:
+    """Speech: 8 mel bins, 40 frames."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    torch.manual_seed(seed)
+    config = WhisperConfig(
+        vocab_size=31,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        num_mel_bins=8,
+        max_source_positions=20,
+        max_target_positions=40,
+        decoder_start_token_id=2,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    return WhisperForConditionalGeneration(config)
+
+
 WORDS = [f"word{number}" for number in range(27)]
 
 

@@ -31,7 +31,7 @@ pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from transformers_models import MODELS as ALL_MODELS  # noqa: E402
-from transformers_models import WORDS, bart, t5, tokenizer  # noqa: E402
+from transformers_models import WORDS, bart, t5, tokenizer, whisper  # noqa: E402
 
 # of transformers, accelerate and what they import
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -386,6 +386,26 @@ def test_a_bad_generation_config_is_found_at_once(
     assert message in str(caught.value)
 
 
+def test_an_option_that_only_some_models_know(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "paceline"):
+        ours(tmp_path, t5(), generation_config={"language": "en", "num_beams": 2})
+    assert "generation_config has 'language'" in caplog.text
+
+
+def test_loading_a_config_in_ones_own_way(tmp_path: Path) -> None:
+    class Shorter(Seq2SeqTrainer):
+        @staticmethod
+        def load_generation_config(gen_config_arg: Any) -> Any:
+            config = Seq2SeqTrainer.load_generation_config(gen_config_arg)
+            config.max_new_tokens = 2
+            return config
+
+    for config in (transformers.GenerationConfig(max_new_tokens=9), {"max_new_tokens": 9}):
+        model = t5()
+        Shorter(model, Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, generation_config=config))
+        assert model.generation_config.max_new_tokens == 2
+
+
 def test_a_folder_without_a_generation_config(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no generation_config\.json in that folder"):
         ours(tmp_path, t5(), generation_config=tmp_path)
@@ -653,6 +673,59 @@ def test_floating_point_inputs_meet_the_weights_type() -> None:
     assert cast["ids"] is batch["ids"]
 
 
+def speech(num_samples: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        {
+            "input_features": torch.randn(8, 40, generator=generator),
+            "labels": torch.randint(3, 31, (6,), generator=generator),
+        }
+        for _ in range(num_samples)
+    ]
+
+
+def test_speech_as_in_the_reference(tmp_path: Path) -> None:
+    found, data = [], speech(8)
+    for library in (transformers, paceline):
+        options = {"data_collator": None, "processing_class": None, "generation_max_length": 9}
+        found.append(make(library, tmp_path, whisper(), **options).predict(data))
+    assert found[1].predictions.tolist() == found[0].predictions.tolist()
+    assert_same_numbers(found[1].metrics, found[0].metrics)
+
+
+def test_speech_in_half_precision(tmp_path: Path) -> None:
+    """`generate` hands features to the encoder itself: theirs fails, for their type is not that of the weights."""
+    trainer = ours(tmp_path, whisper(), data_collator=None, processing_class=None, bf16_full_eval=True)
+    assert trainer.predict(speech(4), max_length=9).predictions.shape == (4, 20)
+
+
+class QuestionAnswering(Seq2SeqTrainer):
+    """As the examples of the reference do it: metrics from answers that are put together after the loop."""
+
+    def evaluate(self, eval_dataset: Any = None, **gen_kwargs: Any) -> dict[str, float]:  # type: ignore[override]
+        self._gen_kwargs = {"num_beams": 2, **gen_kwargs}
+        metric, self.compute_metrics = self.compute_metrics, None
+        try:
+            output = self.evaluation_loop(self.get_eval_dataloader(eval_dataset), "Evaluation", None, None, "eval")
+        finally:
+            self.compute_metrics = metric
+        assert output.metrics is not None
+        return {**output.metrics, "eval_answers": len(texts(output.predictions))}
+
+    def _pad_tensors_to_max_len(self, tensor: Any, max_length: int) -> Any:
+        return super()._pad_tensors_to_max_len(tensor, max_length + 1)
+
+
+def test_a_subclass_of_the_examples(tmp_path: Path) -> None:
+    args = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, predict_with_generate=True, disable_tqdm=True)
+    trainer = QuestionAnswering(
+        t5(), args, DataCollatorForSeq2Seq(tokenizer()), eval_dataset=task(4), compute_metrics=overlap
+    )
+    assert trainer.evaluate(max_length=6)["eval_answers"] == 4
+    assert trainer._gen_kwargs == {"num_beams": 2, "max_length": 6}
+    assert trainer.predict(task(4)).predictions.shape == (4, 21)
+
+
 def test_an_adapter(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", r=2, target_modules=["q", "v"])
@@ -727,6 +800,7 @@ def test_its_settings_from_a_generation_config(tmp_path: Path) -> None:
         trainer = plain(tmp_path, generation_config=config)
         assert trainer.evaluate()["eval_width"] == 4
         assert trainer.evaluate(max_length=1)["eval_width"] == 1
+        assert trainer.evaluate(max_length=None)["eval_width"] == 4
     file.write_text("[1]")
     with pytest.raises(ValueError, match=r"generation_config=\[1\] is not possible"):
         plain(tmp_path, generation_config=file)
