@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from paceline.core.outputs import BestRun, EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
     from paceline.core.state import ExportableState, TrainerControl, TrainerState
     from paceline.core.streaming import StreamingMetric
+    from paceline.data.collate_seq2seq import DataCollatorForSeq2Seq
     from paceline.data.collators import DataCollatorWithPadding, DefaultDataCollator, default_data_collator
     from paceline.data.shuffle import ShuffleBuffer
     from paceline.distributed.random import enable_full_determinism, set_seed
     from paceline.model.check_targets import check_targets
     from paceline.optim.schedulers import get_scheduler
     from paceline.replaying import replay
+    from paceline.seq2seq import Seq2SeqTrainer
     from paceline.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BestRun": "paceline.core.outputs",
     "CallbackHandler": "paceline.core.events",
+    "DataCollatorForSeq2Seq": "paceline.data.collate_seq2seq",
     "DataCollatorWithPadding": "paceline.data.collators",
     "DefaultDataCollator": "paceline.data.collators",
     "DefaultFlowCallback": "paceline.callbacks.flow",
@@ -46,6 +49,7 @@ _HOMES = {
     "PredictionOutput": "paceline.core.outputs",
     "PrinterCallback": "paceline.callbacks.printer",
     "ProgressCallback": "paceline.callbacks.progress",
+    "Seq2SeqTrainer": "paceline.seq2seq",
     "Seq2SeqTrainingArguments": "paceline.args.seq2seq",
     "StreamingMetric": "paceline.core.streaming",
     "ShuffleBuffer": "paceline.data.shuffle",

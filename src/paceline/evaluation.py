@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -422,7 +422,7 @@ def casting(model: nn.Module, dtype: torch.dtype | None, rule: LossRule) -> Iter
     def cast(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(dtype) if value.is_floating_point() else value
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not is_dataclass(value):  # a part of the model's own outputs has its type
             return {name: item if name in rule.label_names else cast(item) for name, item in value.items()}
         if type(value) in (list, tuple):
             return type(value)(map(cast, value))
@@ -501,6 +501,13 @@ def make_evaluation(trainer: Trainer) -> EvaluationLoop:
     )
 
 
+def label_names_in(trainer: Trainer, inputs: Any) -> Sequence[str]:
+    """The names under which a batch holds its labels; none, where one of them is missing."""
+    names = trainer.label_names or trainer.objective.label_names
+    is_complete = isinstance(inputs, Mapping) and all(inputs.get(name) is not None for name in names)
+    return names if is_complete else ()
+
+
 def predict_batch(
     trainer: Trainer, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: Sequence[str] | None
 ) -> tuple[Tensor | None, Any, Any]:
@@ -510,9 +517,8 @@ def predict_batch(
     the labels the model is known to take, the model is called without a loss; labels it does not take are for
     `compute_loss`.
     """
-    names = trainer.label_names or trainer.objective.label_names
-    named = isinstance(inputs, Mapping)
-    has_labels = named and bool(names) and all(inputs.get(name) is not None for name in names)
+    names = label_names_in(trainer, inputs)
+    has_labels = bool(names)
     if ignore_keys is None:
         config = getattr(innermost(trainer.model), "config", None)
         ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]) if config else []

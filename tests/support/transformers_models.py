@@ -70,6 +70,83 @@ def t5(seed: int = 0) -> Any:
         return T5ForConditionalGeneration(config)
 
 
+def bart(seed: int = 0) -> Any:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    torch.manual_seed(seed)
+    config = BartConfig(
+        vocab_size=31,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_position_embeddings=40,
+        dropout=0.0,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=1,
+        decoder_start_token_id=1,
+        forced_eos_token_id=None,
+        init_std=0.3,
+        attn_implementation="eager",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return BartForConditionalGeneration(config)
+
+
+def whisper(seed: int = 0) -> Any:
+    """Speech: 8 mel bins, 40 frames."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    torch.manual_seed(seed)
+    config = WhisperConfig(
+        vocab_size=31,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        num_mel_bins=8,
+        max_source_positions=20,
+        max_target_positions=40,
+        decoder_start_token_id=2,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    return WhisperForConditionalGeneration(config)
+
+
+WORDS = [f"word{number}" for number in range(27)]
+
+
+def tokenizer(padding_side: str = "right") -> Any:
+    """Words are tokens; 31 of them with padding (0), end (1), start (2) and unknown (3)."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "</s>", "<s>", "<unk>", *WORDS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="<pad>",
+        eos_token="</s>",
+        bos_token="<s>",
+        unk_token="<unk>",
+        padding_side=padding_side,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
 def ids(generator: torch.Generator, *size: int) -> Tensor:
     return torch.randint(2, 31, size, generator=generator)
 

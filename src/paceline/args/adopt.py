@@ -32,6 +32,8 @@ def adopt(args: Any) -> TrainingArguments:
     for item in fields(args):
         if item.name.endswith("_token") and item.name in known:
             setattr(adopted, item.name, getattr(args, item.name))  # written as a placeholder
+        elif item.name == "generation_config" and item.name in known:
+            setattr(adopted, item.name, getattr(args, item.name))  # the object, which says what was set on purpose
         elif item.name not in known and item.init:
             setattr(adopted, item.name, getattr(args, item.name))
     return adopted

@@ -277,6 +277,7 @@ SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "eval_delay": number_or_zero,
     "fsdp": keep_bool,
     "fsdp_config": keep_config,
+    "generation_config": keep_config,
     "hub_token": to_token,
     "include_for_metrics": list_or_empty,
     "include_num_input_tokens_seen": to_token_count,

@@ -161,6 +161,20 @@ def check_switches(options: Options) -> None:
         )
 
 
+def check_generation(options: Options) -> None:
+    """What sequence-to-sequence arguments add."""
+    for name in ("generation_max_length", "generation_num_beams"):
+        value = getattr(options, name, None)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r} is not possible: give a whole number of at least 1, or leave it out.")
+    strategy = str(options.train_sampling_strategy)
+    if getattr(options, "sortish_sampler", False) and strategy not in ("random", "group_by_length"):
+        raise ValueError(
+            f"sortish_sampler=True and train_sampling_strategy={strategy!r} are two orders of the same samples: "
+            "leave one of them out."
+        )
+
+
 def is_off(value: Any) -> bool:
     """Whether a value asks for nothing: empty, or a dict of values that ask for nothing."""
     if isinstance(value, dict):
@@ -224,6 +238,7 @@ CHECKS = (
     check_schedule,
     check_loading,
     check_switches,
+    check_generation,
     check_supported,
 )
 

@@ -1,0 +1,372 @@
+"""Generating in evaluation: settings checked before they are needed, the inputs of `generate`, rows of one length."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.args.errors import UnsupportedOption, did_you_mean, wrong_value
+from paceline.core.optional import require
+from paceline.model.objective import accepts
+from paceline.model.signature import innermost
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "generation_config.json"
+DEFAULT_LENGTH = 20  # tokens, where nothing says how many: the documented default of transformers
+# options that count something, with the least they can be: generation itself finds a wrong one late
+LEAST = {
+    "max_length": 1,
+    "max_new_tokens": 1,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+}
+
+
+# ---- settings
+
+
+def find_generator(model: nn.Module) -> Any:
+    """The module whose `generate` is called: the model, or the one that it wraps.
+
+    Raises:
+        UnsupportedOption: neither can generate.
+    """
+    for module in (model, innermost(model)):
+        can_generate = getattr(module, "can_generate", None)
+        if callable(getattr(module, "generate", None)) and (not callable(can_generate) or can_generate()):
+            return module
+    raise UnsupportedOption(
+        f"predict_with_generate=True: {type(innermost(model)).__name__} cannot generate; give a model with a method "
+        "`generate` (of transformers: one made by AutoModelForSeq2SeqLM), or set predict_with_generate=False."
+    )
+
+
+def load_config(value: Any) -> Any:
+    """A `GenerationConfig` of transformers from any of its forms, checked as strictly as saving it will.
+
+    Args:
+        value: an object (copied), a dict of options, the path of a folder or file, or a model's name.
+
+    Raises:
+        OSError: there is no such file or model.
+        ValueError: an option is misspelt, or its value not possible.
+    """
+    config_class = require("transformers", "transformers").GenerationConfig
+    if isinstance(value, Mapping):
+        return config_of(value)
+    with naming_the_option(value):
+        is_config = isinstance(value, config_class)
+        config = copy.deepcopy(value) if is_config else load_from_place(config_class, value)
+        check_config(config, strict=True)
+    return config
+
+
+def config_of(options: Mapping[str, Any], base: Any = None) -> Any:
+    """A `GenerationConfig` of options that go over those of `base` (None: the defaults), checked as `load_config`."""
+    config_class = require("transformers", "transformers").GenerationConfig
+    with naming_the_option(options):
+        check_names(options, [*vars(config_class()), *vars(base or config_class())])
+        config = config_class.from_dict({**(base.to_dict() if base is not None else {}), **options})
+        check_config(config, strict=True)
+    return config
+
+
+@contextmanager
+def naming_the_option(value: Any) -> Iterator[None]:
+    """Says in an error which option the generation settings came from."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        shown = value if isinstance(value, str | os.PathLike) else type(value).__name__
+        raise ValueError(f"generation_config ({shown}) cannot be used: {error}") from error
+
+
+def check_names(values: Iterable[str], known: Iterable[str]) -> None:
+    """Options of generation that exist. Some models have their own (a language, say), so not every other is an error.
+
+    Raises:
+        ValueError: one is like a known one, but for its spelling.
+    """
+    known = set(known)
+    for name in values:
+        if name in known or name == "transformers_version" or name.startswith("_"):
+            continue
+        if difflib.get_close_matches(name, known, n=1, cutoff=0.7):
+            raise ValueError(f"there is no option {name!r}{did_you_mean(name, known)}")
+        logger.warning("generation_config has %r, which is read only by a model that knows it.", name)
+
+
+def load_from_place(config_class: Any, place: str | os.PathLike[str]) -> Any:
+    """The settings in a folder or file, else those of a model of that name."""
+    text = os.fspath(place)
+    path = Path(text).expanduser()
+    if path.is_file():
+        return config_class.from_pretrained(str(path.parent), path.name)
+    is_path = path.is_dir() or isinstance(place, os.PathLike) or text.startswith((".", "/", "~"))
+    if is_path and not (path / CONFIG_FILE).is_file():
+        raise FileNotFoundError(
+            f"generation_config={text!r}: there is no such file, or no {CONFIG_FILE} in that folder."
+        )
+    try:
+        return config_class.from_pretrained(str(path) if is_path else text)
+    except OSError as error:
+        raise OSError(
+            f"generation_config={text!r} is no file or folder here, and no model of that name was found: {error}"
+        ) from error
+
+
+def read_settings(value: Any) -> dict[str, Any]:
+    """The options in a generation config, as keyword arguments for a `generate` that has no config of its own.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it holds no JSON object.
+    """
+    if isinstance(value, str | os.PathLike):
+        path = Path(value).expanduser()
+        path = path / CONFIG_FILE if path.is_dir() else path
+        value = json.loads(path.read_text(encoding="utf-8"))
+    elif hasattr(value, "to_diff_dict"):
+        value = value.to_diff_dict()
+    if not isinstance(value, Mapping):
+        raise wrong_value("generation_config", value, "give a dict, or the path of a JSON file with an object")
+    return {name: item for name, item in value.items() if name != "transformers_version" and not name.startswith("_")}
+
+
+def apply_config(model: nn.Module, value: Any, load: Callable[[Any], Any] = load_config) -> dict[str, Any]:
+    """Give a model its generation settings.
+
+    A model of transformers holds them, and they are saved with it. A dict's options go over those it has, such as the
+    token that its decoder starts from; every other form takes their place.
+
+    Args:
+        model: of transformers, or with a `generate` of its own.
+        value: the option `generation_config`.
+        load: makes a config of every form but a dict.
+
+    Returns:
+        For another model, the keyword arguments that go into each call of its `generate`.
+
+    Raises:
+        UnsupportedOption: a model that does not generate.
+        ValueError, OSError: as `load_config`.
+    """
+    if value is None:
+        return {}
+    if hasattr(model, "generation_config"):
+        own = innermost(model).generation_config
+        config = load(config_of(value, own) if isinstance(value, Mapping) else value)
+        for holder in (model, innermost(model)):  # an adapter's wrapper has a copy of the attribute
+            holder.generation_config = config
+        return {}
+    if not callable(getattr(model, "generate", None)):
+        raise UnsupportedOption(
+            f"generation_config is set, and {type(innermost(model)).__name__} cannot generate: leave it out."
+        )
+    return read_settings(value)
+
+
+def check_config(config: Any, settings: Mapping[str, Any] | None = None, strict: bool = False) -> None:
+    """Whether generation would take a config with these settings over it.
+
+    Args:
+        config: a `GenerationConfig`; not changed.
+        settings: options that are given to `generate` beside it.
+        strict: also refuse what generation only warns of, as saving does.
+
+    Raises:
+        ValueError: it would not.
+    """
+    trial = copy.deepcopy(config)
+    for name, value in (settings or {}).items():
+        setattr(trial, name, value)
+    for name, least in LEAST.items():
+        value = getattr(trial, name, None)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise wrong_value(name, value, f"give a whole number of at least {least}")
+    trial.validate(strict=strict)
+
+
+def check_generation(model: nn.Module, settings: Mapping[str, Any]) -> None:
+    """Whether a model can generate with these settings, as far as that shows before the first batch.
+
+    Raises:
+        UnsupportedOption: it cannot generate, or its `generate` does not take them.
+        ValueError: its generation config, with them, is not possible.
+    """
+    generator = find_generator(model)
+    config = getattr(generator, "generation_config", None)
+    if hasattr(config, "validate"):
+        try:
+            check_config(config, settings)
+        except ValueError as error:
+            raise ValueError(f"The model's generation config cannot be used: {error}") from error
+        return
+    for name in settings:
+        if not accepts(generator.generate, name):
+            raise UnsupportedOption(
+                f"{type(generator).__name__}.generate has no parameter {name!r}: leave out generation_{name}, or the "
+                f"{name} of generation_config."
+            )
+
+
+def check_start(model: nn.Module) -> None:
+    """Whether an encoder-decoder of transformers knows the token that its decoder starts from.
+
+    Raises:
+        ValueError: it does not.
+    """
+    generator = find_generator(model)
+    config = getattr(generator, "generation_config", None)
+    if config is None or not getattr(getattr(generator, "config", None), "is_encoder_decoder", False):
+        return
+    if getattr(config, "decoder_start_token_id", None) is None and getattr(config, "bos_token_id", None) is None:
+        raise ValueError(
+            "The generation config has neither decoder_start_token_id nor bos_token_id, and the decoder cannot start: "
+            "set one of them in it, or give generation_config as a dict, whose options go over the model's own."
+        )
+
+
+def check_saving(model: nn.Module) -> None:
+    """Whether transformers will save the model's generation config: where it was changed, only without a flaw.
+
+    Raises:
+        ValueError: it will not.
+    """
+    config: Any = getattr(innermost(model), "generation_config", None)
+    if hasattr(config, "validate") and getattr(config, "_original_object_hash", None) != hash(config):
+        try:
+            config.validate(strict=True)
+        except ValueError as error:
+            raise ValueError(f"The model's generation config cannot be saved in a checkpoint: {error}") from error
+
+
+# ---- one batch
+
+
+def call_generate(model: nn.Module, inputs: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    """What `model.generate` makes of a batch.
+
+    Args:
+        model: has `generate`, or wraps a model that has.
+        inputs: without labels; what `generate` does not take is left out, where it takes no `**kwargs`.
+        settings: its other keyword arguments.
+
+    Raises:
+        TypeError: it cannot be called with these.
+    """
+    generator = find_generator(model)
+    signature = inspect.signature(generator.generate)
+    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    taken = {name: value for name, value in inputs.items() if takes_all or name in signature.parameters}
+    try:
+        signature.bind(**{**taken, **settings})
+    except TypeError as error:
+        raise TypeError(
+            f"{type(generator).__name__}.generate{signature} cannot be called with a batch of {', '.join(inputs)} and "
+            f"the options {', '.join(settings) or 'none'}: {error}. Give the dataset's columns the names of its "
+            "parameters, or override Trainer.prediction_step."
+        ) from error
+    return generator.generate(**{**taken, **settings})
+
+
+def select_inputs(inputs: Mapping[str, Any], label_names: Iterable[str]) -> dict[str, Any]:
+    """A batch as `generate` gets it: without labels, and without decoder inputs that were made of them.
+
+    With the labels moved by one as its start, the decoder would go on after the answer. Decoder inputs of another shape
+    are a prompt, and stay.
+    """
+    names = set(label_names)
+    shapes = [getattr(inputs.get(name), "shape", None) for name in names]
+    decoder_ids = inputs.get("decoder_input_ids")
+    if decoder_ids is not None and decoder_ids.shape in shapes:
+        names |= {"decoder_input_ids", "decoder_attention_mask"}
+    return {name: value for name, value in inputs.items() if name not in names}
+
+
+def cast_inputs(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Floating-point inputs in the type of the weights: `generate` calls a model's encoder without its `forward`."""
+    is_cast = {name: isinstance(value, Tensor) and value.is_floating_point() for name, value in inputs.items()}
+    return {name: value.to(dtype) if is_cast[name] else value for name, value in inputs.items()}
+
+
+def read_rows(generated: Any, num_samples: int) -> Any:
+    """The token ids in what `generate` returned: (samples, length); (samples, sequences, length) for several each."""
+    rows = getattr(generated, "sequences", generated)
+    if not isinstance(rows, Tensor) or rows.ndim != 2 or num_samples == 0 or len(rows) == num_samples:
+        return rows
+    return rows.view(num_samples, -1, rows.shape[-1]) if len(rows) % num_samples == 0 else rows
+
+
+def with_default_length(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, with the default length of an encoder-decoder of transformers where nothing names one.
+
+    Left to itself it generates a token more than its documented default.
+    """
+    generator = find_generator(model)
+    config = getattr(generator, "generation_config", None)
+    is_encoder_decoder = getattr(getattr(generator, "config", None), "is_encoder_decoder", False)
+    sources = [config, settings.get("generation_config"), settings]
+    if config is None or not is_encoder_decoder or any(lengths_of(source) for source in sources):
+        return dict(settings)
+    return {**settings, "max_length": DEFAULT_LENGTH}
+
+
+def lengths_of(source: Any) -> list[int]:
+    """The lengths that a config or a dict of settings names: of whole rows, the start token counted."""
+    values = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
+    longest, new = values.get("max_length"), values.get("max_new_tokens")
+    return [length for length in (longest, new and new + 1) if length]
+
+
+def padded_length(model: nn.Module, settings: Mapping[str, Any]) -> int:
+    """To how many tokens rows are padded: the longest that the settings or the model's config name; 0 for none."""
+    config = getattr(find_generator(model), "generation_config", None)
+    own = lengths_of(config)
+    if config is not None and getattr(config, "max_length", None) is None:
+        own.append(DEFAULT_LENGTH)  # for scripts that count on the reference's width
+    return max([*own, *lengths_of(settings.get("generation_config")), *lengths_of(settings)], default=0)
+
+
+def find_pad_token(processing_class: Any, model: nn.Module) -> int | None:
+    """What short rows are filled with: the tokenizer's padding (or end) token, else the model's; None if neither."""
+    generator = find_generator(model)
+    config, generation = getattr(generator, "config", None), getattr(generator, "generation_config", None)
+    inner = getattr(processing_class, "tokenizer", None)  # a processor's
+    places = [
+        (processing_class, "pad_token_id"),
+        (processing_class, "eos_token_id"),
+        (config, "pad_token_id"),
+        (generation, "pad_token_id"),
+        (inner, "pad_token_id"),
+        (generation, "eos_token_id"),
+        (inner, "eos_token_id"),
+    ]
+    for owner, name in places:
+        token = getattr(owner, name, None)
+        token = token[0] if isinstance(token, list | tuple) and token else token
+        if isinstance(token, int):
+            return token
+    return None
+
+
+def pad_rows(rows: Any, length: int, token: int | None) -> Any:
+    """Rows of token ids (..., length so far), filled on the right; as they are where there is nothing to fill with."""
+    if token is None or not isinstance(rows, Tensor) or rows.ndim < 2 or rows.is_floating_point():
+        return rows
+    missing = length - rows.shape[-1]
+    return nn.functional.pad(rows, (0, missing), value=token) if missing > 0 else rows
