@@ -135,8 +135,13 @@ class Saves:
             self._said.add(sentence)
             logger.info(sentence)
 
-    def close(self) -> None:
-        """Wait for what is being written, and free the memory of the copies. Raises nothing: another error may be."""
+    def close(self, folder: Path) -> None:
+        """Wait for what is being written, and free the memory of the copies. Raises nothing: another error may be.
+
+        Args:
+            folder: of the run; a save that an error cut off at any line (torch raises in a signal handler, when a
+                worker dies) is cleared from it.
+        """
         try:
             self.writer.join()
         except Exception:
@@ -145,6 +150,7 @@ class Saves:
             self.postponed.drop()
             self.postponed = None
         self.buffers.clear()
+        folders.recover(folder, logger.info)
 
 
 # ---- one checkpoint

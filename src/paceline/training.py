@@ -409,7 +409,7 @@ def running(trainer: Trainer, run: Run) -> Iterator[None]:
         yield
     finally:
         run.feed.close()
-        run.saves.close()
+        run.saves.close(Path(trainer._get_output_dir(run.trial)))
         switch_optimizer(trainer.optimizer, "eval")
         trainer.is_in_train, trainer.run = False, None
 
