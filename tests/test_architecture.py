@@ -28,7 +28,7 @@ LAYERS = [
     {"callbacks", "data", "model", "optim", "distributed"},
     {"checkpoint"},
     {"engine", "evaluation", "snapshot", "progress"},
-    {"hub", "search", "accelerate_view", "saving", "training", "replaying"},
+    {"hub", "search", "accelerate_view", "assembly", "saving", "subclassing", "training", "replaying"},
     {"trainer", "tf"},
     {"seq2seq", "drop_in"},
     {"cli", "__main__"},
