@@ -22,6 +22,22 @@ if TYPE_CHECKING:
     from paceline.trainer import Trainer
 
 
+def start_states(trainer: Trainer) -> Any:
+    """Start what accelerate's functions look at: the state of the process, returned, and that of its Accelerator."""
+    use_cpu = trainer.world.device.type == "cpu"
+    found = process_state(use_cpu)
+    if found is None:
+        return None
+    kind = require("accelerate.state", "drop_in").AcceleratorState
+    wanted = trainer.args.mixed_precision
+    if kind._shared_state and kind().mixed_precision != wanted:
+        kind._reset_state()
+    if not kind._shared_state:
+        no_compiler = require("accelerate.utils", "drop_in").TorchDynamoPlugin(backend="NO")
+        kind(mixed_precision=wanted, cpu=use_cpu, dynamo_plugin=no_compiler, _from_accelerator=True)
+    return found
+
+
 class State:
     """`accelerator.state`: what accelerate's process state says, and that none of its plugins is in use."""
 
@@ -58,7 +74,7 @@ class AcceleratorView:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.state = State(self, process_state(use_cpu=trainer.world.device.type == "cpu"))
+        self.state = State(self, start_states(trainer))
         self.dataloader_config = trainer.args.accelerator_config
         self.even_batches = getattr(self.dataloader_config, "even_batches", True)
 

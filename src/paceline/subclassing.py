@@ -7,6 +7,7 @@ reference that paceline never calls are in one table: who overrides one is told 
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -167,8 +168,12 @@ class ForSubclasses:
         return compile_model(model, self.args) if training else model
 
 
-def tell_of_uncalled(trainer: Trainer) -> None:
-    """Name the methods of the reference that a subclass defines and that no run here calls."""
+def meet_subclass(trainer: Trainer) -> None:
+    """Start accelerate's states for a library's trainer, and name its methods that no run here calls."""
+    if type(trainer).__module__.startswith("paceline."):
+        return
+    if "accelerate" in sys.modules:  # whose functions may be called before the view is read
+        assert trainer.accelerator is not None
     for cls in type(trainer).__mro__:
         if cls.__module__.startswith("paceline."):
             continue

@@ -59,7 +59,7 @@ from paceline.model.signature import innermost
 from paceline.optim import optimizers as optimizer_registry
 from paceline.optim.modes import evaluation_weights
 from paceline.optim.schedulers import follows_metrics, get_scheduler
-from paceline.subclassing import ForSubclasses, tell_of_uncalled
+from paceline.subclassing import ForSubclasses, meet_subclass
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class Trainer(ForSubclasses):
         )
         if self.args.should_save:
             make_output_folder(self._get_output_dir(None))
-        tell_of_uncalled(self)
+        meet_subclass(self)
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
     # ---- what the constructor does

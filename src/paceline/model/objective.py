@@ -91,6 +91,8 @@ class Objective:
         if type(batch) is dict or isinstance(batch, Mapping) or not self.signature.names:
             return batch
         values = batch if isinstance(batch, list | tuple) else [batch]
+        if values and isinstance(values[0], Mapping):
+            return batch  # samples that the collator left as they are, for an own `_prepare_inputs`
         names = (*self.signature.names, *(name for name in self.label_names if name not in self.accepted))
         if len(values) > len(names):
             raise ValueError(
