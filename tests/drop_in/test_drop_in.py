@@ -150,8 +150,11 @@ def test_its_arguments_are_taken_over(library: Any, tmp_path: Path) -> None:
     class LibraryArguments(PAIRS["TrainingArguments"][0]):  # type: ignore[misc]
         sharpness: float = 0.5
 
-    args = LibraryArguments(str(tmp_path), report_to="none", use_cpu=True, learning_rate=1e-3, sharpness=2.0)
+    options: dict[str, Any] = {"report_to": "none", "use_cpu": True, "learning_rate": 1e-3, "sharpness": 2.0}
+    before = LibraryArguments(str(tmp_path), **options)
     with drop_in.installed():
+        args = LibraryArguments(str(tmp_path), **options)  # their class goes on working
+        assert {**args.to_dict(), "accelerator_config": {}} == {**before.to_dict(), "accelerator_config": {}}
         trainer = library.LibraryTrainer(model=Classifier(), args=args, train_dataset=classification(8))
     assert trainer.args.learning_rate == 1e-3
     assert trainer.args.sharpness == 2.0
