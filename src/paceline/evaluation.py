@@ -397,22 +397,30 @@ def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 @contextmanager
-def evaluating(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Evaluation mode, without gradients, in another type if asked; afterwards everything is as before, to the bit."""
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards every module is in the mode it was in."""
     training = {module: module.training for module in model.modules()}
     model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+@contextmanager
+def evaluating(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Evaluation mode, without gradients, in another type if asked; afterwards everything is as before, to the bit."""
     tensors = [t for t in (*model.parameters(), *model.buffers()) if dtype is not None and t.is_floating_point()]
     originals = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
             tensor.data = tensor.data.to(dtype)
-        with torch.no_grad():
+        with in_evaluation_mode(model), torch.no_grad():
             yield
     finally:
         for tensor, original in zip(tensors, originals, strict=True):
             tensor.data = original
-        for module, mode in training.items():
-            module.training = mode
 
 
 @contextmanager

@@ -422,8 +422,11 @@ def save_weights(trainer: Trainer, folder: Path, state_dict: Mapping[str, Tensor
                 job.copy.add_model(model, folder)
         else:
             job.known.update(files.store_weights(model, folder, saves.frozen, job.copy))
-    if hasattr(trainer.processing_class, "save_pretrained"):
-        trainer.processing_class.save_pretrained(str(folder))
+    processing_class = trainer.processing_class
+    if processing_class is None:  # the one that the batches are made with
+        processing_class = getattr(trainer.data_collator, "tokenizer", None)
+    if hasattr(processing_class, "save_pretrained"):
+        processing_class.save_pretrained(str(folder))
     put(trainer, files.showable_arguments(trainer.args.to_sanitized_dict()), str(folder), files.TRAINING_ARGS_NAME)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.args.plan import Plan, resolve
+from paceline.assembly import declare_loss
 from paceline.checkpoint import files
 from paceline.checkpoint.plausible import blame
 from paceline.core import folders
@@ -38,7 +39,7 @@ from paceline.distributed.strategy import choose_strategy
 from paceline.engine import TorchEngine
 from paceline.model.objective import adapted
 from paceline.model.operations import count_inputs, operations_per_token
-from paceline.model.prepare import compile_model, prepare_model
+from paceline.model.prepare import prepare_model
 from paceline.model.signature import innermost
 from paceline.optim.modes import switch_optimizer
 from paceline.optim.schedulers import follows_metrics
@@ -152,6 +153,7 @@ def start(trainer: Trainer, trial: Any) -> None:
             ", ".join(map(str, trainer.eval_dataset)),
             next(iter(trainer.eval_dataset), "name"),
         )
+    declare_loss(trainer)
     seed_everything(args)
     if trainer.model_init is not None:
         trainer.model = trainer.call_model_init(trial)
@@ -224,7 +226,7 @@ def prepare(trainer: Trainer, plan: Plan) -> None:
         return trainer.optimizer
 
     prepared = strategy.prepare(trainer.model, make_optimizer)
-    trainer.model_wrapped = compile_model(prepared.model, trainer.args)
+    trainer.model_wrapped = trainer._wrap_model(prepared.model)
     handler = trainer.callback_handler
     handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from paceline.model.loss import LabelSmoother, LossRule, Meaning
 from paceline.model.outputs import check_loss, find_loss, read_loss
@@ -33,19 +34,25 @@ class Objective:
         compute_loss_func: Callable[..., Tensor] | None = None,
         smoother: LabelSmoother | None = None,
     ) -> None:
-        self.signature = signature
         self.label_names = tuple(label_names)
         self.rule = rule
         self.compute_loss_func = compute_loss_func
         self.smoother = smoother
-        self.accepted = frozenset(signature.names)
         self._func_takes_num_items = compute_loss_func is not None and accepts(compute_loss_func, "num_items_in_batch")
+        self.read(signature)
+
+    def read(self, signature: ForwardSignature) -> None:
+        """Take over what `forward` accepts."""
+        self.signature = signature
+        self.accepted = frozenset(signature.names)
         # whether a count of the whole update's targets would be used
-        by_model = compute_loss_func is None and smoother is None and signature.takes_num_items
+        by_model = self.compute_loss_func is None and self.smoother is None and signature.takes_num_items
         self.wants_num_items = self._func_takes_num_items or by_model
 
     def __call__(self, model: nn.Module, inputs: Any, num_items: Any = None) -> tuple[Tensor | None, Any]:
         """The loss and the model's outputs; the loss is None only where no gradient is asked and there is none."""
+        if type(num_items) is WatchedCount:
+            num_items = num_items.count
         if self.compute_loss_func is not None:
             return self._by_function(model, inputs, num_items)
         if self.smoother is not None and isinstance(inputs, Mapping):
@@ -90,6 +97,8 @@ class Objective:
         if type(batch) is dict or isinstance(batch, Mapping) or not self.signature.names:
             return batch
         values = batch if isinstance(batch, list | tuple) else [batch]
+        if values and isinstance(values[0], Mapping):
+            return batch  # samples that the collator left as they are, for an own `_prepare_inputs`
         names = (*self.signature.names, *(name for name in self.label_names if name not in self.accepted))
         if len(values) > len(names):
             raise ValueError(
@@ -129,9 +138,7 @@ class Objective:
             return None, rest
         return (next(iter(found.values())) if len(found) == 1 else found), rest
 
-    def _smoothed(
-        self, smoother: LabelSmoother, model: nn.Module, inputs: Any, labels: Tensor
-    ) -> tuple[Tensor, Any]:
+    def _smoothed(self, smoother: LabelSmoother, model: nn.Module, inputs: Any, labels: Tensor) -> tuple[Tensor, Any]:
         """The smoothed loss. Whether targets are shifted is read off the model's own loss, where it returns one."""
         outputs = self.call(model, inputs)
         rule = self.rule
@@ -141,6 +148,36 @@ class Objective:
                 rule.look(own.detach(), outputs, rule.count(inputs))
             rule.declare(Meaning("tokens", shifted=rule.meaning.shifted))
         return smoother(outputs, labels, shift_labels=rule.meaning.shifted), outputs
+
+
+class WatchedCount(Tensor):
+    """`num_items_in_batch` that knows whether anyone computed with it.
+
+    A loss that took it and cannot be recomputed from logits was divided by it if it was used, and was not if not.
+    """
+
+    count: Tensor
+    is_used: bool
+
+    @classmethod
+    def of(cls, count: Tensor) -> WatchedCount:
+        """Watch a count from now on."""
+        watched = count.as_subclass(cls)
+        watched.count, watched.is_used = count, False
+        return watched
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        plain, named = tree_map(cls._take, (args, kwargs))
+        return func(*plain, **named)
+
+    @classmethod
+    def _take(cls, value: Any) -> Any:
+        if type(value) is not cls:
+            return value
+        value.__dict__["is_used"] = True
+        return value.__dict__["count"]
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
