@@ -27,7 +27,7 @@ LAYERS = [
     {"core"},
     {"callbacks", "data", "model", "optim", "distributed"},
     {"checkpoint"},
-    {"engine", "evaluation", "snapshot", "progress"},
+    {"engine", "evaluation", "predictions", "snapshot", "progress"},
     {"hub", "search", "accelerate_view", "saving", "training", "replaying"},
     {"trainer", "tf"},
     {"seq2seq", "drop_in"},

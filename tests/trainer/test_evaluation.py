@@ -23,8 +23,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from paceline import EvalPrediction, Trainer, TrainerCallback
 from paceline.core.streaming import F1, Accuracy, Mean, MetricGroup, Perplexity
-from paceline.evaluation import LossSum, to_host
+from paceline.evaluation import LossSum
 from paceline.model.loss import LossRule
+from paceline.predictions import to_host
 
 DATA = classification(50)
 GB = 2**30
