@@ -22,9 +22,9 @@ from paceline.data.loading import batch_size_of
 from paceline.distributed.strategy import is_out_of_memory
 from paceline.model.loss import Counts, LossRule, Meaning
 from paceline.model.objective import compute_loss_with_outputs
-from paceline.model.outputs import detach, read_predictions
+from paceline.model.outputs import detach, find_loss, is_named, read_predictions
 from paceline.model.signature import innermost
-from paceline.predictions import EvaluationOptions, Kept, make_prediction, to_host
+from paceline.predictions import EvaluationOptions, Kept, make_prediction, to_host, with_rows
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -169,7 +169,7 @@ class EvaluationLoop:
                     with advice_on_memory(size):
                         rows = self._predict(batch, total, loss_only, ignore_keys)
                     if is_streamed:
-                        self._stream(rows, is_last)
+                        self._stream(rows, size, is_last)
                     kept.add(rows if keep_streamed or not is_streamed else {}, size, loader)
                     self.on_step()
             gathered = kept.result()
@@ -215,11 +215,12 @@ class EvaluationLoop:
     def _keep(self, module: nn.Module, args: Any, outputs: Any) -> None:
         self._seen = outputs
 
-    def _stream(self, rows: dict[str, Any], is_last: bool) -> None:
+    def _stream(self, rows: dict[str, Any], size: int, is_last: bool) -> None:
         """Give one batch to the metrics, as arrays on the host. A batch without labels has none to give."""
         if rows["predictions"] is None or rows["labels"] is None:
             return
-        prediction = make_prediction({name: to_host(value) for name, value in rows.items()})
+        arrays = {name: to_host(value) for name, value in rows.items()}
+        prediction = make_prediction({**arrays, "predictions": with_rows(arrays["predictions"], size)})
         if self.metric is not None:
             self.metric.update(prediction)
         elif self.compute_metrics is not None:
@@ -406,10 +407,14 @@ def predict_batch(
                 loss, outputs = compute_loss_with_outputs(trainer.compute_loss, model, inputs, num_items)
             else:
                 loss, outputs = None, trainer.objective.call(model, inputs)
+    place = trainer.objective.loss_place
+    holds_loss = is_named(outputs) or place.holds(outputs, loss, batch_size_of(inputs), has_labels)
     if loss is not None:
-        loss = loss.detach().mean()
+        candidate = None if holds_loss else find_loss(outputs)
+        is_prediction = candidate is not None and candidate.data_ptr() == loss.data_ptr()
+        loss = loss.detach().mean() if not is_prediction else None
     if loss_only:
         return loss, None, None
     if labels is not None and len(labels) == 1:
         labels = labels[0]
-    return loss, detach(read_predictions(outputs, ignore_keys)), detach(labels)
+    return loss, detach(read_predictions(outputs, ignore_keys, holds_loss)), detach(labels)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.callbacks.memory import format_bytes
 from paceline.core.outputs import EvalPrediction
-from paceline.core.rows import RowCollector
+from paceline.core.rows import RowCollector, map_nest
 from paceline.core.spill import Spill
 from paceline.data.loading import loader_length
 
@@ -135,3 +135,8 @@ def to_host(value: Any) -> Any:
     if isinstance(value, list | tuple) and not (value and isinstance(value[0], ROW_TYPES)):
         return tuple(to_host(item) for item in value) if isinstance(value, tuple) else [to_host(v) for v in value]
     return value if value is None or isinstance(value, np.ndarray) else np.asarray(value)
+
+
+def with_rows(arrays: Any, size: int) -> Any:
+    """The same nest, its 0-dim arrays repeated for each of `size` samples."""
+    return map_nest(lambda array: np.full(size, array) if array.ndim == 0 else array, arrays)

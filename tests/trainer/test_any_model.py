@@ -407,3 +407,87 @@ def test_outputs_without_rows_do_not_break_those_with(tmp_path: Path) -> None:
     assert scale.shape == (10,)
     assert isinstance(layers, list)
     assert np.concatenate(layers, axis=1).shape == (3, 10, 4)
+
+
+class Squeezed(nn.Module):
+    """One number per sample, without a dimension when there is one sample."""
+
+    def __init__(self, shape: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 1)
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Any:
+        output = self.layer(x).squeeze()
+        return {"bare": output, "tuple": (output, output), "dict": {"a": output}}[self.shape]
+
+
+class SquaredError(Trainer):
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = squared_error(outputs, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+def squared_error(outputs: Any, labels: Tensor) -> Tensor:
+    values = outputs["a"] if isinstance(outputs, dict) else outputs[0] if isinstance(outputs, tuple) else outputs
+    return functional.mse_loss(values.reshape(-1), labels)
+
+
+# without a loss and one at a time, nothing tells such a row from a loss that needs no labels
+WAYS = [*((way, size) for way in ("function", "override") for size in (1, 19, 20)), ("no loss", 19), ("no loss", 20)]
+
+
+@pytest.mark.parametrize(("way", "batch_size"), WAYS)
+@pytest.mark.parametrize("shape", ["bare", "tuple", "dict"])
+def test_a_single_sample_without_a_dimension_is_a_row(tmp_path: Path, shape: str, way: str, batch_size: int) -> None:
+    """19 samples and 1 more: `squeeze()` leaves a scalar, which looks like a loss."""
+    data = [{"x": sample["x"], "labels": float(sample["labels"])} for sample in DATA[:20]]
+    rows: list[Any] = []
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        rows.append(prediction.predictions)
+        return {}
+
+    trainer = make_trainer(
+        tmp_path,
+        Squeezed(shape),
+        cls=SquaredError if way == "override" else Trainer,
+        eval_dataset=data,
+        compute_metrics=compute_metrics if way != "no loss" else None,
+        compute_loss_func=squared_error if way == "function" else None,
+        per_device_eval_batch_size=batch_size,
+    )
+    metrics = trainer.evaluate() if way != "no loss" else {}
+    output = trainer.predict(data)
+    with torch.no_grad():
+        expected = trainer.model.layer(torch.stack([sample["x"] for sample in data]))[:, 0].numpy()
+    for predictions in (output.predictions, *rows):
+        for values in predictions if isinstance(predictions, tuple) else [predictions]:
+            np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
+    assert ("test_loss" in output.metrics) == (way != "no loss")
+    if metrics:
+        labels = np.array([sample["labels"] for sample in data])
+        assert metrics["eval_loss"] == pytest.approx(np.mean((expected - labels) ** 2), rel=1e-5)
+
+
+def test_a_streaming_metric_sees_a_row_for_a_single_sample(tmp_path: Path) -> None:
+    data = [{"x": sample["x"], "labels": float(sample["labels"])} for sample in DATA[:20]]
+    shapes: list[Any] = []
+
+    def compute_metrics(prediction: Any, compute_result: bool) -> dict[str, float]:
+        shapes.append((prediction.predictions.shape, prediction.label_ids.shape))
+        return {}
+
+    make_trainer(
+        tmp_path,
+        Squeezed("bare"),
+        eval_dataset=data,
+        compute_loss_func=squared_error,
+        compute_metrics=compute_metrics,
+        batch_eval_metrics=True,
+        per_device_eval_batch_size=19,
+    ).evaluate()
+    assert shapes == [((19,), (19,)), ((1,), (1,))]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.model.loss import LabelSmoother, LossRule, Meaning
-from paceline.model.outputs import check_loss, find_loss, read_loss
+from paceline.model.outputs import LossPlace, check_loss, find_loss, read_loss
 from paceline.model.signature import ForwardSignature
 
 
@@ -23,6 +23,9 @@ class Objective:
         rule: told whether `num_items_in_batch` reached whoever computed the loss.
         compute_loss_func: `(outputs, labels, num_items_in_batch=None) -> loss`, instead of the model's own loss.
         smoother: smooths the cross-entropy, instead of the model's own loss.
+
+    Attributes:
+        loss_place: tells a loss without a name from a prediction, over all batches that were evaluated.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Objective:
         self.rule = rule
         self.compute_loss_func = compute_loss_func
         self.smoother = smoother
+        self.loss_place = LossPlace()
         self.accepted = frozenset(signature.names)
         self._func_takes_num_items = compute_loss_func is not None and accepts(compute_loss_func, "num_items_in_batch")
         # whether a count of the whole update's targets would be used
