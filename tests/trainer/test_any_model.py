@@ -491,3 +491,63 @@ def test_a_streaming_metric_sees_a_row_for_a_single_sample(tmp_path: Path) -> No
         per_device_eval_batch_size=19,
     ).evaluate()
     assert shapes == [((19,), (19,)), ((1,), (1,))]
+
+
+class Detector(nn.Module):
+    """Labels as detection models take them: a list with a dict of boxes for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, labels: list[dict[str, Tensor]] | None = None) -> dict[str, Any]:
+        boxes = self.layer(x)
+        loss = None
+        if labels is not None:
+            loss = torch.stack([(box - each["boxes"]).pow(2).mean() for box, each in zip(boxes, labels, strict=True)])
+        found = [box.repeat(1 + index % 2, 1) for index, box in enumerate(boxes)]
+        return {"loss": None if loss is None else loss.mean(), "logits": boxes, "found": found}
+
+
+def collate_boxes(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"x": torch.stack([s["x"] for s in samples]), "labels": [s["labels"] for s in samples]}
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 8])
+@pytest.mark.parametrize("concatenate", [True, False])
+def test_labels_in_a_list_of_samples(tmp_path: Path, concatenate: bool, batch_size: int) -> None:
+    numbers = [1 + index % 3 for index in range(10)]
+    data = [
+        {"x": DATA[index]["x"], "labels": {"boxes": torch.full((number, 4), 1.0 * index), "class": torch.ones(number)}}
+        for index, number in enumerate(numbers)
+    ]
+    seen: list[Any] = []
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.label_ids)
+        return {}
+
+    trainer = make_trainer(
+        tmp_path,
+        Detector(),
+        data,
+        eval_dataset=data,
+        data_collator=collate_boxes,
+        compute_metrics=compute_metrics,
+        per_device_eval_batch_size=batch_size,
+        eval_do_concat_batches=concatenate,
+    )
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    output = trainer.predict(data)
+    sizes = [len(data[start : start + batch_size]) for start in range(0, 10, batch_size)]
+    for labels in (output.label_ids, *seen):
+        if not concatenate:
+            assert [len(batch) for batch in labels] == sizes
+            labels = [row for batch in labels for row in batch]
+        assert [row["boxes"].tolist() for row in labels] == [s["labels"]["boxes"].tolist() for s in data]
+        assert [len(row["class"]) for row in labels] == numbers
+    if concatenate:
+        logits, found = output.predictions
+        assert (logits.shape, len(found)) == ((10, 4), 10)
