@@ -179,6 +179,37 @@ def test_a_forward_parameter_called_label(tmp_path: Path) -> None:
     assert trainer.predict(data[:5]).label_ids.shape == (5,)
 
 
+class LabelOfTokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(10, 4), nn.Linear(4, 3)
+
+    def forward(self, input_ids: Tensor, label: Tensor | None = None) -> Any:
+        logits = self.head(self.embedding(input_ids).mean(1))
+        return {"loss": None if label is None else functional.cross_entropy(logits, label), "logits": logits}
+
+
+class Padder:
+    """Stands in for a tokenizer."""
+
+    def pad(self, features: list[Any], **options: Any) -> dict[str, Tensor]:
+        longest = max(len(row["input_ids"]) for row in features)
+        ids = [row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in features]
+        rest = {name: torch.tensor([row[name] for row in features]) for name in features[0] if name != "input_ids"}
+        return {"input_ids": torch.tensor(ids), **rest}
+
+    def save_pretrained(self, folder: str) -> None: ...
+
+
+def test_a_forward_parameter_called_label_beside_a_tokenizer(tmp_path: Path) -> None:
+    data = [{"input_ids": [1] * (1 + index % 3), "label": index % 3} for index in range(12)]
+    trainer = make_trainer(tmp_path, LabelOfTokens(), data, eval_dataset=data, processing_class=Padder())
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert trainer.predict(data).label_ids.tolist() == [sample["label"] for sample in data]
+
+
 class TwoLabels(nn.Module):
     def __init__(self) -> None:
         super().__init__()
