@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from paceline.core.signals import Interrupted
 from paceline.core.spill import Spill
 from paceline.core.streaming import StreamingMetric, is_streaming
 from paceline.data.loading import batch_size_of
+from paceline.distributed.precision import widened
 from paceline.distributed.strategy import is_out_of_memory
 from paceline.model.loss import Counts, LossRule, Meaning
 from paceline.model.objective import compute_loss_with_outputs
@@ -402,7 +403,8 @@ def predict_batch(
         num_items = trainer._get_num_items_in_batch([inputs], trainer.world.device) if has_labels else None
         inputs = trainer._prepare_inputs(inputs)
         labels = tuple(inputs[name] for name in names) if has_labels else None
-        with trainer.compute_loss_context_manager():
+        as_widened = widened(model) if trainer.strategy.precision.autocasts else nullcontext()
+        with trainer.compute_loss_context_manager(), as_widened:
             if has_labels or not trainer.label_names or trainer.can_return_loss:
                 loss, outputs = compute_loss_with_outputs(trainer.compute_loss, model, inputs, num_items)
             else:

@@ -157,3 +157,26 @@ def test_noise_on_the_embeddings_ends_with_training(tmp_path: Path) -> None:
     trainer.train()
     assert not torch.equal(weights(plain), weights(noisy))
     assert len(noisy.embedding._forward_hooks) == 0
+
+
+@pytest.mark.parametrize("regions", [False, True])
+def test_a_compiled_model_gives_a_loss_function_full_precision(tmp_path: Path, regions: bool) -> None:
+    seen: set[torch.dtype] = set()
+
+    def compute_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        seen.add(outputs.dtype)
+        return functional.cross_entropy(outputs, labels)
+
+    make_trainer(
+        tmp_path,
+        Deep(),
+        DATA,
+        eval_dataset=DATA,
+        compute_loss_func=compute_loss,
+        bf16=True,
+        eval_strategy="epoch",
+        torch_compile=True,
+        torch_compile_backend="eager",
+        compile_regions=regions,
+    ).train()
+    assert seen == {torch.float32}
