@@ -132,9 +132,15 @@ def to_host(value: Any) -> Any:
         return value.numpy()
     if isinstance(value, Mapping):
         return {key: to_host(item) for key, item in value.items()}
-    if isinstance(value, list | tuple) and not (value and isinstance(value[0], ROW_TYPES)):
+    if isinstance(value, list | tuple) and not is_row_list(value):
         return tuple(to_host(item) for item in value) if isinstance(value, tuple) else [to_host(v) for v in value]
     return value if value is None or isinstance(value, np.ndarray) else np.asarray(value)
+
+
+def is_row_list(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether a sequence is one row per sample: numbers or texts, some perhaps missing, and nothing else."""
+    has_rows = bool(values) and isinstance(values[0], ROW_TYPES)
+    return has_rows and all(value is None or isinstance(value, ROW_TYPES) for value in values)
 
 
 def with_rows(arrays: Any, size: int) -> Any:

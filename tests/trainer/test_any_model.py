@@ -440,6 +440,22 @@ def test_outputs_without_rows_do_not_break_those_with(tmp_path: Path) -> None:
     assert np.concatenate(layers, axis=1).shape == (3, 10, 4)
 
 
+class Counting(Classifier):
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
+        logits = self.logits(x)
+        return {"loss": functional.cross_entropy(logits, labels), "number": len(x), "logits": logits}
+
+
+def test_a_number_among_the_outputs_is_repeated_for_each_sample(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, Counting(), eval_dataset=DATA[:10], compute_metrics=lambda p: {"rows": len(p.predictions[1])}
+    )
+    assert trainer.evaluate()["eval_rows"] == 10
+    numbers, logits = trainer.predict(DATA[:10]).predictions
+    assert numbers.tolist() == [8] * 8 + [2] * 2
+    assert logits.shape == (10, 4)
+
+
 class Squeezed(nn.Module):
     """One number per sample, without a dimension when there is one sample."""
 

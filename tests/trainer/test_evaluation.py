@@ -239,6 +239,13 @@ def test_a_part_of_a_tensor_does_not_keep_the_whole() -> None:
     assert to_host((None, [whole])) == (None, [pytest.approx(whole.numpy())])
 
 
+def test_a_number_beside_tensors_is_no_list_of_rows() -> None:
+    number, logits = to_host((4, torch.ones(4, 2)))
+    assert (number.shape, logits.shape) == ((), (4, 2))
+    assert to_host((4, 5, 6)).tolist() == [4, 5, 6]
+    assert to_host(["a", None]).tolist() == ["a", None]
+
+
 # ---- memory
 
 
