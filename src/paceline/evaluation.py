@@ -384,6 +384,20 @@ def make_evaluation(trainer: Trainer) -> EvaluationLoop:
     )
 
 
+def labels_in(trainer: Trainer, inputs: Any) -> list[str]:
+    """The names of a batch's labels; none where it lacks one that it needs.
+
+    Labels that were declared (`label_names`) are all needed. Of those that were found among the parameters of the
+    model's forward, those without a default are, since nobody may have data for the others.
+    """
+    if not isinstance(inputs, Mapping):
+        return []
+    names = trainer.label_names or trainer.objective.label_names
+    present = [name for name in names if inputs.get(name) is not None]
+    needed = names if trainer.args.label_names else trainer.signature.required.intersection(names)
+    return present if set(needed).issubset(present) else []
+
+
 def predict_batch(
     trainer: Trainer, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: Sequence[str] | None
 ) -> tuple[Tensor | None, Any, Any]:
@@ -393,9 +407,8 @@ def predict_batch(
     the labels the model is known to take, the model is called without a loss; labels it does not take are for
     `compute_loss`.
     """
-    names = trainer.label_names or trainer.objective.label_names
-    named = isinstance(inputs, Mapping)
-    has_labels = named and bool(names) and all(inputs.get(name) is not None for name in names)
+    names = labels_in(trainer, inputs)
+    has_labels = bool(names)
     if ignore_keys is None:
         config = getattr(innermost(trainer.model), "config", None)
         ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]) if config else []

@@ -231,6 +231,32 @@ def test_several_label_arguments(tmp_path: Path) -> None:
     assert [rows.shape for rows in output.label_ids] == [(13,), (13,)]
 
 
+class SpareLabels(Classifier):
+    """Two parameters for labels, of which one may stay without data."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, aux_labels: Tensor | None = None) -> Any:
+        logits = self.logits(x)
+        loss = None if labels is None else functional.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+
+def test_label_arguments_without_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"eval_dataset": DATA[:13], "compute_metrics": lambda p: {"rows": len(p.label_ids)}}
+    trainer = make_trainer(tmp_path, SpareLabels(), DATA, **options)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_rows"] == 13
+    whole = make_trainer(tmp_path, trainer.model, label_names=["labels"], **options).evaluate()
+    assert metrics["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-6)
+    assert trainer.predict(DATA[:5]).label_ids.shape == (5,)
+    assert "no eval_loss" not in caplog.text
+    unlabelled = trainer.predict([{"x": sample["x"]} for sample in DATA[:5]])
+    assert (unlabelled.label_ids, unlabelled.predictions.shape) == (None, (5, 4))
+    declared = make_trainer(tmp_path, SpareLabels(), label_names=["labels", "aux_labels"], **options)
+    assert "eval_loss" not in declared.evaluate()  # what was declared is needed
+    assert "no eval_loss" in caplog.text
+
+
 class Nested(Classifier):
     def forward(self, batch: dict[str, Tensor], labels: Tensor) -> Any:
         return super().forward(batch["left"] + batch["right"], labels)
