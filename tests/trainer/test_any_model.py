@@ -328,6 +328,36 @@ def test_a_batch_without_what_forward_needs_says_so(tmp_path: Path) -> None:
         trainer.train()
 
 
+class NeedsLabels(Classifier):
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return super().forward(x, labels)
+
+
+def test_a_label_that_forward_needs_and_the_batch_lacks_says_so(tmp_path: Path) -> None:
+    """Columns of other names were left out, so that what is left fits forward but for what it lacks."""
+    for cls, data, message in (
+        (LabelParameter, DATA, r"forward\(x, label\) needs label, and the batch holds x: .*remove_unused_columns"),
+        (NeedsLabels, [{"x": s["x"]} for s in DATA], r"forward\(x, labels\) needs labels, and the batch holds x"),
+    ):
+        trainer = make_trainer(tmp_path, cls(), data)
+        for act in (trainer.train, lambda trainer=trainer, data=data: trainer.predict(data)):
+            with pytest.raises(TypeError, match=message) as caught:
+                act()
+            assert isinstance(caught.value.__cause__, TypeError)
+
+
+class Failing(Classifier):
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return x + None
+
+
+def test_a_type_error_inside_forward_stays_as_it_is(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Failing(), DATA)
+    for act in (trainer.train, lambda: trainer.predict(DATA)):
+        with pytest.raises(TypeError, match="NoneType"):
+            act()
+
+
 class Detached(Classifier):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         loss, logits = super().forward(x, labels)

@@ -62,7 +62,11 @@ class Objective:
         if gives_count:
             outputs = self.call(model, {**inputs, "num_items_in_batch": num_items})
         elif type(inputs) is dict and self.accepted.issuperset(inputs):  # the common case, without another hop
-            outputs = model(**inputs)
+            try:
+                outputs = model(**inputs)
+            except TypeError as error:
+                self._explain(error, inputs)
+                raise
         else:
             outputs = self.call(model, inputs)
         if torch.is_grad_enabled():
@@ -72,12 +76,14 @@ class Objective:
     def call(self, model: nn.Module, inputs: Any) -> Any:
         """The model on a batch: by name, leaving out names that `forward` does not know."""
         if type(inputs) is dict or isinstance(inputs, Mapping):
+            known = inputs
             if not self.signature.takes_keywords and not self.accepted.issuperset(inputs):
                 known = {name: value for name, value in inputs.items() if name in self.accepted}
-                if not self.signature.required.issubset(known):
-                    raise self._missing(inputs)
-                inputs = known
-            return model(**inputs)
+            try:
+                return model(**known)
+            except TypeError as error:
+                self._explain(error, inputs)
+                raise
         return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
 
     def name_inputs(self, batch: Any) -> Any:
@@ -97,13 +103,19 @@ class Objective:
             )
         return dict(zip(names, values, strict=False))
 
-    def _missing(self, inputs: Mapping[str, Any]) -> TypeError:
-        """The error for a batch without something that `forward` cannot do without."""
+    def _explain(self, error: TypeError, inputs: Mapping[str, Any]) -> None:
+        """Raise a clearer error for a batch without something that `forward` cannot do without.
+
+        Asked only when the call has failed, so that the steps that work pay nothing.
+        """
         missing = [name for name in self.signature.names if name in self.signature.required and name not in inputs]
-        return TypeError(
+        if not any(repr(name) in str(error) for name in missing):
+            return
+        raise TypeError(
             f"The model's forward({', '.join(self.signature.names)}) needs {', '.join(missing)}, and the batch holds "
-            f"{', '.join(inputs)}: give the dataset's columns those names, or make the batch in a data_collator."
-        )
+            f"{', '.join(inputs)}: give the dataset's columns those names (the others are left out, unless "
+            "remove_unused_columns=False), or make the batch in a data_collator."
+        ) from error
 
     def _by_function(self, model: nn.Module, inputs: Any, num_items: Any) -> tuple[Tensor, Any]:
         labels, rest = self._take_labels(inputs)
