@@ -18,7 +18,7 @@ from paceline.core.outputs import EvalLoopOutput
 from paceline.core.signals import Interrupted
 from paceline.core.spill import Spill
 from paceline.core.streaming import StreamingMetric, is_streaming
-from paceline.data.loading import batch_size_of
+from paceline.data.loading import batch_size_of, order_by_length
 from paceline.distributed.precision import widened
 from paceline.distributed.strategy import is_out_of_memory
 from paceline.model.loss import Counts, LossRule, Meaning
@@ -152,8 +152,8 @@ class EvaluationLoop:
             keep_streamed: keep the predictions though the metrics are streaming: they are what was asked for.
 
         Returns:
-            predictions and labels with one row per sample (None when `loss_only` or streaming), metrics, and the
-            number of samples seen.
+            predictions and labels with one row per sample, in the order of the dataset (None when `loss_only` or
+            streaming), metrics, and the number of samples seen.
         """
         total = LossSum(self.rule)
         is_streamed = self.options.streaming and not loss_only
@@ -173,7 +173,7 @@ class EvaluationLoop:
                         self._stream(rows, size, is_last)
                     kept.add(rows if keep_streamed or not is_streamed else {}, size, loader)
                     self.on_step()
-            gathered = kept.result()
+            gathered = kept.result(order_by_length(loader))
         metrics = self._metrics(gathered, loss_only)
         loss = total.mean()
         if loss is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +78,10 @@ class Kept:
         elif len(self._waiting) >= self.options.host_every:
             self._flush()
 
-    def result(self) -> dict[str, Any]:
-        """Everything, by name; None for what there was not."""
+    def result(self, order: Sequence[int] | None = None) -> dict[str, Any]:
+        """Everything, by name; None for what there was not. `order`: the place of each row; None: as they came."""
         self._flush()
-        return {name: collector.result() for name, collector in self._collectors.items()}
+        return {name: collector.result(order) for name, collector in self._collectors.items()}
 
     def _flush(self) -> None:
         """Move what waits on the device to the host."""

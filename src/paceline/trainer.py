@@ -300,8 +300,8 @@ class Trainer:
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """The order of evaluation samples; None for a dataset without a length."""
         return make_eval_sampler(
-            eval_dataset,
-            strategy=str(self.args.train_sampling_strategy),
+            eval_dataset,  # batches that are kept apart cannot be put back in order
+            strategy=str(self.args.train_sampling_strategy) if self.args.eval_do_concat_batches else "sequential",
             batch_size=self.args.eval_batch_size,
             seed=self._data_seed,
             length_column=self.args.length_column_name,
@@ -546,7 +546,7 @@ class Trainer:
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Predict: one row per sample, the labels where there are any, and then metrics too."""
+        """Predict: one row per sample, in their order; the labels where there are any, and then metrics too."""
         loader = self.get_test_dataloader(test_dataset)
         start = time.time()
         output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)

@@ -93,6 +93,30 @@ def test_any_batches_give_the_same_rows(sizes: list[int], limit: int | None) -> 
     assert_same(collect(np.split(rows, cuts), sizes, limit=limit), rows)
 
 
+@given(st.data(), st.sampled_from([None, 0]), st.sampled_from([1, 40, 2**24]))
+def test_rows_are_put_at_their_places(data: Any, limit: int | None, chunk: int) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    places = data.draw(st.permutations(range(sum(sizes))))
+    cuts = np.cumsum(sizes)[:-1]
+    order = np.asarray(places)
+    batches = [
+        {"even": part * 2, "ragged": np.stack([part] * (1 + len(part)), 1), "samples": [{"id": i[None]} for i in part]}
+        for part in np.split(order, cuts)
+    ]
+    with Spill(limit) as spill, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.core.rows.CHUNK_BYTES", chunk)
+        collector = RowCollector(spill=spill)
+        for batch, size in zip(batches, sizes, strict=True):
+            collector.add(batch, size)
+        joined = collector.result(places)
+    assert joined["even"].tolist() == [2 * index for index in range(sum(sizes))]
+    assert joined["ragged"][:, 0].tolist() == list(range(sum(sizes)))
+    if len(joined["samples"]) == sum(sizes) and len(set(sizes)) > 1:
+        assert [int(row["id"][0]) for row in joined["samples"]] == list(range(sum(sizes)))
+    if limit == 0:
+        assert isinstance(joined["even"], np.memmap)
+
+
 def test_ragged_rows_are_padded_to_the_longest() -> None:
     batches = [np.ones((2, 1)), np.ones((1, 3)), np.ones((1, 2))]
     for limit in (None, 0):

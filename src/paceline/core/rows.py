@@ -5,7 +5,7 @@ Past a limit they are kept in files: memory does not grow with the number of sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from paceline.core.spill import Spill, SpillFile
 
 PADDING = -100
+CHUNK_BYTES = 2**24  # of rows that are copied from file to file at a time
 
 Array = np.ndarray[Any, Any]
 
@@ -60,15 +61,20 @@ class RowCollector:
         for store in stores_of(self._nest):
             self.spill.held -= store.move_to(self.spill)
 
-    def result(self) -> Any:
+    def result(self, order: Sequence[int] | None = None) -> Any:
         """What was collected, in the shape of one batch; None when nothing was.
+
+        Args:
+            order: the place of each row, in the order in which they were added; None: as they were. Lists of batches
+                stay as they are.
 
         Raises:
             ValueError: a list that is not one of samples has another shape in one batch than in the first.
         """
         if isinstance(self._nest, Batches) and not self.concatenate:
             return self._nest.nests()
-        return map_nest(lambda store: store.join(self.padding, self.spill), self._nest)
+        places = None if order is None else np.asarray(order, dtype=np.int64)
+        return map_nest(lambda store: store.join(self.padding, self.spill, places), self._nest)
 
 
 class Leaf:
@@ -130,7 +136,7 @@ class Leaf:
             offset += num_bytes
         return views
 
-    def join(self, padding: float, spill: Spill) -> Any:
+    def join(self, padding: float, spill: Spill, places: Array | None = None) -> Any:
         """One array with a row per sample, ragged ones padded; the list of batches where they have no rows."""
         forms = self._known.values()
         has_rows = all(
@@ -138,8 +144,12 @@ class Leaf:
         )
         if not has_rows or len({len(shape) for _, shape in forms}) > 1:
             return list(self.arrays())
-        if self._file is None:
-            return concatenate(self._held, padding)
+        joined = concatenate(self._held, padding) if self._file is None else self._join_in_file(padding, spill)
+        return joined if places is None or len(places) != len(joined) else put_back(joined, places, spill)
+
+    def _join_in_file(self, padding: float, spill: Spill) -> Any:
+        assert self._file is not None
+        forms = self._known.values()
         tails, dtypes = {shape[1:] for _, shape in forms}, {dtype for dtype, _ in forms}
         num_rows = sum(self._sizes)
         if len(tails) == 1 and len(dtypes) == 1:
@@ -195,14 +205,17 @@ class Batches:
         arrays = {id(leaf): leaf.arrays() for leaf in (self._leaf, self._objects)}
         return [map_nest(lambda slot: arrays[id(slot.leaf)][slot.index], nest) for nest in self._nests]
 
-    def join(self, padding: float, spill: Spill) -> Any:
+    def join(self, padding: float, spill: Spill, places: Array | None = None) -> Any:
         """The entries of all samples in one list; a list joined entry by entry where it was as long only by chance."""
         nests = self.nests()
         pairs = list(zip(nests, self._sizes, strict=True))
         if all(isinstance(nest, list) and len(nest) == size for nest, size in pairs):
             by_chance = len(set(self._sizes)) == 1 and self._sizes[0] > 1
             if not (by_chance and all(has_rows(nest, size) for nest, size in pairs)):
-                return [entry for nest in nests for entry in nest]
+                entries = [entry for nest in nests for entry in nest]
+                if places is None or len(places) != len(entries):
+                    return entries
+                return [entries[row] for row in np.argsort(places)]
         leaves = map_nest(lambda value: Leaf(), nests[0])
         for nest, size in pairs:
             for leaf, value in pair_nests(leaves, nest):
@@ -210,7 +223,7 @@ class Batches:
         if self._leaf.is_in_file:
             for leaf in stores_of(leaves):
                 leaf.move_to(spill)
-        return map_nest(lambda leaf: leaf.join(padding, spill), leaves)
+        return map_nest(lambda leaf: leaf.join(padding, spill, places), leaves)
 
 
 def make_stores(nest: Any, size: int) -> Any:
@@ -247,6 +260,19 @@ def concatenate(arrays: list[Array], padding: float = PADDING) -> Any:
         joined[window] = array
         start += len(array)
     return joined
+
+
+def put_back(rows: Array, places: Array, spill: Spill) -> Array:
+    """Each row at its place; rows in a file in another file, a chunk at a time."""
+    order = np.argsort(places)
+    if not isinstance(rows, np.memmap):
+        ordered: Array = rows[order]
+        return ordered
+    file = spill.open()
+    num_rows = max(CHUNK_BYTES * len(rows) // max(rows.nbytes, 1), 1)
+    for start in range(0, len(order), num_rows):
+        file.append(rows[order[start : start + num_rows]])
+    return file.map(rows.dtype, rows.shape)
 
 
 def common_form(

@@ -16,7 +16,7 @@ from paceline.data.batches import batch_size_of, split_batch
 from paceline.data.feed import Feed
 from paceline.data.indexed import IndexedLoader
 from paceline.data.lengths import loader_length, sample_count
-from paceline.data.sampling import has_length, sequential_sampler
+from paceline.data.sampling import OrderedSampler, has_length, sequential_sampler
 from paceline.data.stream import StreamLoader
 
 __all__ = ["Feed", "batch_size_of", "loader_length", "make_loader", "sample_count", "split_batch"]
@@ -74,6 +74,15 @@ def make_loader(
         seed=seed,
         options=options,
     )
+
+
+def order_by_length(loader: Any) -> list[int] | None:
+    """The samples of a loader in the order in which it reads them, where that is by length; None for any other."""
+    if not isinstance(loader, IndexedLoader) or (loader.num_workers and not loader.in_order):
+        return None
+    sampler = loader.batches.sampler
+    is_by_length = isinstance(sampler, OrderedSampler) and sampler.settings["kind"] == "group_by_length"
+    return list(map(int, sampler.indices())) if is_by_length else None
 
 
 def check_dataset(dataset: Any) -> None:
