@@ -55,7 +55,7 @@ from paceline.model.factory import check_model, make_model
 from paceline.model.loss import LabelSmoother, LossRule, Meaning
 from paceline.model.objective import Objective, accepts, adapted
 from paceline.model.operations import estimate_operations
-from paceline.model.prepare import PreparedModel, cache_as_asked
+from paceline.model.prepare import PreparedModel, edited_for_evaluation
 from paceline.model.signature import innermost, read_signature, shifts_labels
 from paceline.optim import optimizers as optimizer_registry
 from paceline.optim.modes import evaluation_weights
@@ -566,8 +566,8 @@ class Trainer:
         """Run the model over a loader once; see `paceline.evaluation.EvaluationLoop`."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         logger.info("%s: %s batches", description, loader_length(dataloader) or "an unknown number of")
-        as_asked = cache_as_asked(self.model, self.args) if self.edits is None else nullcontext()
-        with evaluation_weights(self.optimizer, self.is_in_train), as_asked:
+        edited = edited_for_evaluation(self.model, self.args) if self.edits is None else nullcontext()
+        with evaluation_weights(self.optimizer, self.is_in_train), edited:
             return make_evaluation(self).run(
                 dataloader,
                 loss_only=loss_only,

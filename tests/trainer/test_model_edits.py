@@ -99,7 +99,41 @@ def test_a_compiled_run_equals_the_plain_one(tmp_path: Path, regions: bool, back
     assert names[0] == names[1]
     (tmp_path / "compiled" / "checkpoint-4" / "model.safetensors").stat()
     compiled.predict(DATA[:4])
-    assert Block.calls > 0  # nothing is left compiled after training
+    assert Block.calls == 0
+    compiled.model(DATA[0]["x"][None])
+    assert Block.calls > 0  # nothing is left compiled afterwards
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_evaluation_outside_of_training_is_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_trained: bool
+) -> None:
+    graphs: list[Any] = []
+
+    def count(graph: Any, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **settings: compile_module(module, backend=count))
+    trainer = make_trainer(
+        tmp_path, Deep(), DATA, eval_dataset=DATA, torch_compile=True, torch_compile_backend="eager"
+    )
+    if is_trained:
+        trainer.train()
+    num_graphs = len(graphs)
+    assert (num_graphs > 0) == is_trained
+    Block.calls = 0
+    found = [trainer.evaluate()["eval_loss"]]
+    assert len(graphs) > num_graphs
+    num_graphs = len(graphs)
+    found += [trainer.evaluate()["eval_loss"], trainer.predict(DATA).metrics["test_loss"]]
+    assert len(graphs) == num_graphs
+    assert Block.calls == 0
+    plain = make_trainer(tmp_path, trainer.model, eval_dataset=DATA).evaluate()["eval_loss"]
+    assert found == [pytest.approx(plain, rel=1e-6)] * 3
+    assert Block.calls > 0
+    assert trainer.model._compiled_call_impl is None
 
 
 def test_regions_need_blocks(tmp_path: Path) -> None:
