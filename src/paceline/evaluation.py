@@ -18,13 +18,15 @@ from paceline.core.outputs import EvalLoopOutput
 from paceline.core.signals import Interrupted
 from paceline.core.spill import Spill
 from paceline.core.streaming import StreamingMetric, is_streaming
-from paceline.data.loading import batch_size_of, order_by_length
+from paceline.data.loading import batch_size_of, close_loader, loader_length, order_by_length
 from paceline.distributed.precision import widened
 from paceline.distributed.strategy import is_out_of_memory
 from paceline.model.loss import Counts, LossRule, Meaning
 from paceline.model.objective import compute_loss_with_outputs
 from paceline.model.outputs import detach, find_loss, is_named, read_predictions
+from paceline.model.prepare import edited_for_evaluation
 from paceline.model.signature import innermost
+from paceline.optim.modes import evaluation_weights
 from paceline.predictions import EvaluationOptions, Kept, make_prediction, to_host, with_rows
 
 if TYPE_CHECKING:
@@ -382,6 +384,27 @@ def make_evaluation(trainer: Trainer) -> EvaluationLoop:
         on_step=on_step,
         is_stopping=is_stopping,
     )
+
+
+def run_evaluation(
+    trainer: Trainer, loader: Any, description: str, loss_only: bool | None, ignore_keys: list[str] | None, prefix: str
+) -> EvalLoopOutput:
+    """The body of `Trainer.evaluation_loop`: one pass. The workers end with it, unless a run keeps them."""
+    args, run = trainer.args, trainer.run
+    logger.info("%s: %s batches", description, loader_length(loader) or "an unknown number of")
+    edited = edited_for_evaluation(trainer.model, args) if trainer.edits is None else nullcontext()
+    try:
+        with evaluation_weights(trainer.optimizer, trainer.is_in_train), edited:
+            return make_evaluation(trainer).run(
+                loader,
+                loss_only=args.prediction_loss_only if loss_only is None else loss_only,
+                ignore_keys=ignore_keys,
+                prefix=prefix,
+                keep_streamed=description == "Prediction",
+            )
+    finally:
+        if run is None or not (run.loaders.holds(loader) or loader is run.feed.loader):
+            close_loader(loader)
 
 
 def labels_in(trainer: Trainer, inputs: Any) -> list[str]:

@@ -16,7 +16,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,14 @@ from paceline.distributed.precision import make_precision
 from paceline.distributed.random import preserved_rng, set_seed
 from paceline.distributed.strategy import choose_strategy
 from paceline.distributed.world import current_world
-from paceline.evaluation import make_evaluation, predict_batch, timed_metrics, warn_of_gaps
+from paceline.evaluation import predict_batch, run_evaluation, timed_metrics, warn_of_gaps
 from paceline.model.factory import check_model, make_model
 from paceline.model.loss import LabelSmoother, LossRule, Meaning
 from paceline.model.objective import Objective, accepts, adapted
 from paceline.model.operations import estimate_operations
-from paceline.model.prepare import PreparedModel, edited_for_evaluation
+from paceline.model.prepare import PreparedModel
 from paceline.model.signature import innermost, read_signature, shifts_labels
 from paceline.optim import optimizers as optimizer_registry
-from paceline.optim.modes import evaluation_weights
 from paceline.optim.schedulers import follows_metrics, get_scheduler
 
 logger = logging.getLogger(__name__)
@@ -266,10 +266,11 @@ class Trainer:
         is_training: bool = False,
     ) -> Any:
         check_dataset(dataset)
-        collate = self._get_collator_with_removed_columns(self.data_collator, description)
+        given, collate = dataset, self._get_collator_with_removed_columns(self.data_collator, description)
         if has_removable_columns(dataset):
             dataset, collate = self._remove_unused_columns(dataset, description), self.data_collator
-        return make_loader(
+        make = partial(
+            make_loader,
             dataset,
             batch_size=batch_size,
             sampler=adapted(sampler_fn, 1)(dataset) if sampler_fn is not None else None,
@@ -278,6 +279,9 @@ class Trainer:
             train=is_training,
             seed=self._data_seed,
         )
+        if is_training or self.run is None or not self.args.dataloader_persistent_workers:
+            return make()
+        return self.run.loaders.get(given, description, make)
 
     @property
     def _data_seed(self) -> int:
@@ -564,17 +568,7 @@ class Trainer:
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run the model over a loader once; see `paceline.evaluation.EvaluationLoop`."""
-        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        logger.info("%s: %s batches", description, loader_length(dataloader) or "an unknown number of")
-        edited = edited_for_evaluation(self.model, self.args) if self.edits is None else nullcontext()
-        with evaluation_weights(self.optimizer, self.is_in_train), edited:
-            return make_evaluation(self).run(
-                dataloader,
-                loss_only=loss_only,
-                ignore_keys=ignore_keys,
-                prefix=metric_key_prefix,
-                keep_streamed=description == "Prediction",
-            )
+        return run_evaluation(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

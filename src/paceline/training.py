@@ -31,7 +31,7 @@ from paceline.core.record import write_run_record
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerState
 from paceline.data.feed import place_in
-from paceline.data.loading import Feed, loader_length, sample_count
+from paceline.data.loading import Feed, KeptLoaders, loader_length, sample_count
 from paceline.distributed.precision import make_precision
 from paceline.distributed.random import enable_full_determinism, restore_rng, set_seed
 from paceline.distributed.strategy import choose_strategy
@@ -76,6 +76,7 @@ class Run:
         first_step: `global_step` at the start, more than 0 after a resume.
         first_tokens: input tokens seen before it.
         saves: what becomes of its checkpoints.
+        loaders: of its evaluations, where their workers live on.
     """
 
     plan: Plan
@@ -88,6 +89,7 @@ class Run:
     first_tokens: int = 0
     loop: Loop | None = None
     saves: Saves = field(default_factory=Saves)
+    loaders: KeptLoaders = field(default_factory=KeptLoaders)
 
 
 def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
@@ -407,6 +409,7 @@ def running(trainer: Trainer, run: Run) -> Iterator[None]:
         yield
     finally:
         run.feed.close()
+        run.loaders.close()
         run.saves.close()
         switch_optimizer(trainer.optimizer, "eval")
         trainer.is_in_train, trainer.run = False, None
