@@ -27,9 +27,9 @@ LAYERS = [
     {"core"},
     {"callbacks", "data", "model", "optim", "distributed"},
     {"checkpoint"},
-    {"engine", "evaluation", "snapshot", "progress"},
-    {"hub", "search", "accelerate_view", "assembly", "saving", "subclassing", "training", "replaying"},
-    {"trainer", "tf"},
+    {"engine", "evaluation", "predictions", "snapshot", "progress"},
+    {"accelerate_view", "assembly", "counting", "saving", "subclassing", "training", "replaying"},
+    {"trainer"},
     {"seq2seq", "drop_in"},
     {"cli", "__main__"},
 ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paceline.core.contracts import Emit, StepOutput, Strategy
 from paceline.core.journal import NOT_COMPUTED
 from paceline.data.loading import batch_size_of, split_batch
+from paceline.distributed.precision import widened
 from paceline.distributed.strategy import empty_device_cache, is_out_of_memory
 from paceline.model.loss import Counts, LossRule
 from paceline.model.objective import WatchedCount, accepts, adapted
@@ -248,7 +249,7 @@ class TorchEngine:
         inputs = self.prepare_inputs(inputs)
         handle = trainer_model.register_forward_hook(self._keep) if looking or self.keep_outputs else None
         try:
-            with self.strategy.forward_context() if self._autocasts else NOTHING:
+            with self._autocasting(trainer_model) if self._autocasts else NOTHING:
                 if self._passes_count:
                     loss = self.compute_loss(trainer_model, inputs, num_items_in_batch=given)
                 else:
@@ -270,6 +271,12 @@ class TorchEngine:
                 loss = loss * factor
         self.strategy.backward(loss)
         return loss.detach()
+
+    @contextmanager
+    def _autocasting(self, model: nn.Module) -> Iterator[None]:
+        """Mixed precision for a forward pass; who makes the loss gets the outputs in full precision."""
+        with self.strategy.forward_context(), widened(model):
+            yield
 
     def _look(self, loss: Tensor, current: MicroStep | None, counts: Counts, num_items: Any, given: Any) -> int:
         """Identify the loss by this micro-batch; returns the update's total after that."""

@@ -16,7 +16,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,14 @@ from paceline.distributed.precision import make_precision
 from paceline.distributed.random import preserved_rng, set_seed
 from paceline.distributed.strategy import choose_strategy
 from paceline.distributed.world import current_world
-from paceline.evaluation import in_evaluation_mode, make_evaluation, predict_batch, timed_metrics, warn_of_gaps
+from paceline.evaluation import in_evaluation_mode, predict_batch, run_evaluation, timed_metrics, warn_of_gaps
 from paceline.model.factory import check_model, make_model
 from paceline.model.loss import LabelSmoother, LossRule
 from paceline.model.objective import adapted
 from paceline.model.operations import estimate_operations
-from paceline.model.prepare import PreparedModel, cache_as_asked
+from paceline.model.prepare import PreparedModel
 from paceline.model.signature import innermost
 from paceline.optim import optimizers as optimizer_registry
-from paceline.optim.modes import evaluation_weights
 from paceline.optim.schedulers import follows_metrics, get_scheduler
 from paceline.subclassing import ForSubclasses, meet_subclass
 
@@ -219,11 +219,12 @@ class Trainer(ForSubclasses):
         is_training: bool = False,
     ) -> Any:
         check_dataset(dataset)
+        given, collate = dataset, self._get_collator_with_removed_columns(self.data_collator, description)
         sampler = adapted(sampler_fn, 1)(dataset) if sampler_fn is not None else None  # may look at any column
-        collate = self._get_collator_with_removed_columns(self.data_collator, description)
         if has_removable_columns(dataset):
             dataset, collate = self._remove_unused_columns(dataset, description), self.data_collator
-        return make_loader(
+        make = partial(
+            make_loader,
             dataset,
             batch_size=batch_size,
             sampler=sampler,
@@ -232,6 +233,9 @@ class Trainer(ForSubclasses):
             train=is_training,
             seed=self._data_seed,
         )
+        if is_training or self.run is None or not self.args.dataloader_persistent_workers:
+            return make()
+        return self.run.loaders.get(given, description, make)
 
     @property
     def _data_seed(self) -> int:
@@ -254,8 +258,8 @@ class Trainer(ForSubclasses):
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """The order of evaluation samples; None for a dataset without a length."""
         return make_eval_sampler(
-            eval_dataset,
-            strategy=str(self.args.train_sampling_strategy),
+            eval_dataset,  # batches that are kept apart cannot be put back in order
+            strategy=str(self.args.train_sampling_strategy) if self.args.eval_do_concat_batches else "sequential",
             batch_size=self.args.eval_batch_size,
             seed=self._data_seed,
             length_column=self.args.length_column_name,
@@ -501,7 +505,7 @@ class Trainer(ForSubclasses):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Predict: one row per sample, the labels where there are any, and then metrics too."""
+        """Predict: one row per sample, in their order; the labels where there are any, and then metrics too."""
         loader = self.get_test_dataloader(test_dataset)
         start = time.time()
         output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
@@ -519,17 +523,7 @@ class Trainer(ForSubclasses):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run the model over a loader once; see `paceline.evaluation.EvaluationLoop`."""
-        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        logger.info("%s: %s batches", description, loader_length(dataloader) or "an unknown number of")
-        as_asked = cache_as_asked(self.model, self.args) if self.edits is None else nullcontext()
-        with evaluation_weights(self.optimizer, self.is_in_train), as_asked:
-            return make_evaluation(self).run(
-                dataloader,
-                loss_only=loss_only,
-                ignore_keys=ignore_keys,
-                prefix=metric_key_prefix,
-                keep_streamed=description == "Prediction",
-            )
+        return run_evaluation(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.data.loading import batch_size_of
-from paceline.model.outputs import candidate_logits
+from paceline.model.outputs import ModelOutputError, candidate_logits, find_loss
 
 logger = logging.getLogger(__name__)
 
@@ -216,6 +217,10 @@ class LossRule:
         if counts.labels is None:
             self.declare(Meaning("samples", scaled=self._assumed.scaled and num_items is not None))
             return
+        with suppress(ModelOutputError):  # the loss is another's, and the outputs hold none
+            own = find_loss(outputs)
+            if own is not None:  # as the model rounded it, before what it returned was widened
+                loss = loss.to(own.dtype)
         agreeing = self._agreeing(loss, outputs, counts.labels, num_items)
         if agreeing is None or (not agreeing and self.held):
             self._give_up("no logits that match the targets" if agreeing is None else "a later batch contradicts it")

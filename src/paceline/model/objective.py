@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from paceline.model.loss import LabelSmoother, LossRule, Meaning
-from paceline.model.outputs import check_loss, find_loss, read_loss
+from paceline.model.outputs import LossPlace, check_loss, find_loss, read_loss
 from paceline.model.signature import ForwardSignature
 
 
@@ -24,6 +24,9 @@ class Objective:
         rule: told whether `num_items_in_batch` reached whoever computed the loss.
         compute_loss_func: `(outputs, labels, num_items_in_batch=None) -> loss`, instead of the model's own loss.
         smoother: smooths the cross-entropy, instead of the model's own loss.
+
+    Attributes:
+        loss_place: tells a loss without a name from a prediction, over all batches that were evaluated.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Objective:
         self.rule = rule
         self.compute_loss_func = compute_loss_func
         self.smoother = smoother
+        self.loss_place = LossPlace()
         self._func_takes_num_items = compute_loss_func is not None and accepts(compute_loss_func, "num_items_in_batch")
         self.read(signature)
 
@@ -71,7 +75,11 @@ class Objective:
         if gives_count:
             outputs = self.call(model, {**inputs, "num_items_in_batch": num_items})
         elif type(inputs) is dict and self.accepted.issuperset(inputs):  # the common case, without another hop
-            outputs = model(**inputs)
+            try:
+                outputs = model(**inputs)
+            except TypeError as error:
+                self._explain(error, inputs)
+                raise
         else:
             outputs = self.call(model, inputs)
         if torch.is_grad_enabled():
@@ -81,12 +89,14 @@ class Objective:
     def call(self, model: nn.Module, inputs: Any) -> Any:
         """The model on a batch: by name, leaving out names that `forward` does not know."""
         if type(inputs) is dict or isinstance(inputs, Mapping):
+            known = inputs
             if not self.signature.takes_keywords and not self.accepted.issuperset(inputs):
                 known = {name: value for name, value in inputs.items() if name in self.accepted}
-                if not self.signature.required.issubset(known):
-                    raise self._missing(inputs)
-                inputs = known
-            return model(**inputs)
+            try:
+                return model(**known)
+            except TypeError as error:
+                self._explain(error, inputs)
+                raise
         return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
 
     def name_inputs(self, batch: Any) -> Any:
@@ -108,13 +118,19 @@ class Objective:
             )
         return dict(zip(names, values, strict=False))
 
-    def _missing(self, inputs: Mapping[str, Any]) -> TypeError:
-        """The error for a batch without something that `forward` cannot do without."""
+    def _explain(self, error: TypeError, inputs: Mapping[str, Any]) -> None:
+        """Raise a clearer error for a batch without something that `forward` cannot do without.
+
+        Asked only when the call has failed, so that the steps that work pay nothing.
+        """
         missing = [name for name in self.signature.names if name in self.signature.required and name not in inputs]
-        return TypeError(
+        if not any(repr(name) in str(error) for name in missing):
+            return
+        raise TypeError(
             f"The model's forward({', '.join(self.signature.names)}) needs {', '.join(missing)}, and the batch holds "
-            f"{', '.join(inputs)}: give the dataset's columns those names, or make the batch in a data_collator."
-        )
+            f"{', '.join(inputs)}: give the dataset's columns those names (the others are left out, unless "
+            "remove_unused_columns=False), or make the batch in a data_collator."
+        ) from error
 
     def _by_function(self, model: nn.Module, inputs: Any, num_items: Any) -> tuple[Tensor, Any]:
         labels, rest = self._take_labels(inputs)
