@@ -401,8 +401,12 @@ def announce(trainer: Trainer, run: Run) -> None:
 
 @contextmanager
 def running(trainer: Trainer, run: Run) -> Iterator[None]:
-    """While this is entered the Trainer is in training; the workers are stopped at the end, whatever happens."""
+    """While this is entered the Trainer is in training; the workers are stopped at the end, whatever happens.
+
+    No gradient comes in from before, and none is left by an update that an error cut short.
+    """
     trainer.is_in_train, trainer.run = True, run
+    trainer.strategy.clear_gradients()
     trainer.model_wrapped.train()
     switch_optimizer(trainer.optimizer, "train")
     try:
@@ -410,6 +414,7 @@ def running(trainer: Trainer, run: Run) -> Iterator[None]:
     finally:
         run.feed.close()
         run.saves.close()
+        trainer.strategy.clear_gradients()
         switch_optimizer(trainer.optimizer, "eval")
         trainer.is_in_train, trainer.run = False, None
 
