@@ -6,6 +6,7 @@ its epoch: that order is a pure function of the seed, so the samples' ids need n
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,11 +78,15 @@ def read_rows(path: Path) -> list[UpdateRow]:
 
 
 def truncate(path: Path, step: int) -> None:
-    """Forget the updates after `step`: the run goes on from there."""
-    kept = [row for row in read_rows(path) if row.step <= step]
-    path.unlink(missing_ok=True)
-    if kept:
-        append_rows(path, kept)
+    """Forget the updates after `step`: the run goes on from there.
+
+    The file is cut in one call, so that a process that dies here loses no other row.
+
+    Raises: OSError, when the disk refuses.
+    """
+    later = next((index for index, row in enumerate(read_rows(path)) if row.step > step), None)
+    if later is not None:
+        os.truncate(path, later * FORMAT.itemsize)
 
 
 def find_row(path: Path, step: int) -> UpdateRow | None:
