@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
@@ -116,6 +117,32 @@ def test_what_is_written_is_the_moment_of_the_save(tmp_path: Path, gate: threadi
     saved = torch.load(tmp_path / "checkpoint-5" / "optimizer.pt", weights_only=True)
     moments = [entry["exp_avg"] for entry in saved["state"].values()]
     assert all(map(torch.equal, moments, taken["moments"]))
+
+
+def test_the_state_that_is_written_is_the_moment_of_the_save(tmp_path: Path, gate: threading.Event) -> None:
+    """A callback may hand out its own dict, which grows while the checkpoint is written; log rows may change."""
+
+    class Keeps(TrainerCallback):
+        def __init__(self) -> None:
+            self.seen: dict[str, list[int]] = {"steps": []}
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.seen["steps"].append(state.global_step)
+            self.seen[f"step {state.global_step}"] = []
+            if state.global_step == 7:
+                state.log_history[0]["loss"] = "changed"
+                gate.set()
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"seen": self.seen}}
+
+    make(tmp_path, save_steps=5, logging_steps=1, callbacks=[Keeps()]).train()
+    written = json.loads((tmp_path / "checkpoint-5" / "trainer_state.json").read_text())
+    seen = written["stateful_callbacks"]["Keeps"]["attributes"]["seen"]
+    assert seen.pop("steps") == [1, 2, 3, 4, 5]
+    assert list(seen) == [f"step {step}" for step in range(1, 6)]
+    assert [row["step"] for row in written["log_history"]] == [1, 2, 3, 4, 5]
+    assert isinstance(written["log_history"][0]["loss"], float)
 
 
 def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
