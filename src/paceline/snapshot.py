@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.events import callback_states, restore_callback_states
 from paceline.core.journal import JOURNAL_FILE, UpdateRow, truncate
+from paceline.core.outbox import Outbox, append_whole
 from paceline.core.state import TrainerState
 from paceline.data.feed import Feed
 from paceline.data.identity import sample_ids
@@ -49,8 +51,10 @@ def take_snapshot(trainer: Trainer, feed: Feed) -> Snapshot:
     )
 
 
-def rewind(trainer: Trainer, feed: Feed, snapshot: Snapshot, bad: UpdateRow) -> None:
-    """Put a snapshot back, and write down which samples the bad update saw."""
+def rewind(
+    trainer: Trainer, feed: Feed, outbox: Outbox, folder: Path | None, snapshot: Snapshot, bad: UpdateRow
+) -> None:
+    """Put a snapshot back, and write down in `folder` which samples the bad update saw."""
     for name, item in changing_items(trainer).items():
         item.load_state_dict(copy.deepcopy(snapshot.items[name]))
     for field in fields(snapshot.state):
@@ -58,10 +62,8 @@ def rewind(trainer: Trainer, feed: Feed, snapshot: Snapshot, bad: UpdateRow) -> 
     restore_callback_states(trainer.callback_handler, copy.deepcopy(snapshot.callbacks))
     restore_rng(snapshot.random)
     feed.load_state_dict(snapshot.position)
-    if trainer.args.should_save:
-        folder = Path(trainer._get_output_dir(None))
-        truncate(folder / JOURNAL_FILE, trainer.state.global_step)
+    if folder is not None:
+        outbox.put(folder / JOURNAL_FILE, partial(truncate, folder / JOURNAL_FILE, trainer.state.global_step))
         ids = sample_ids(feed.loader, bad.epoch, bad.first, bad.num_samples)
-        line = {**bad._asdict(), "loss": str(bad.loss), "grad_norm": str(bad.grad_norm), "sample_ids": ids}
-        with (folder / SKIPPED_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        line = json.dumps({**bad._asdict(), "loss": str(bad.loss), "grad_norm": str(bad.grad_norm), "sample_ids": ids})
+        outbox.put(folder / SKIPPED_FILE, partial(append_whole, folder / SKIPPED_FILE, f"{line}\n".encode()))

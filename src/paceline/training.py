@@ -26,8 +26,9 @@ from paceline.core.contracts import Hooks
 from paceline.core.journal import JOURNAL_FILE, UpdateRow, append_rows, truncate
 from paceline.core.loop import Loop
 from paceline.core.metrics import best_metric_value, speed_metrics
+from paceline.core.outbox import Outbox
 from paceline.core.outputs import TrainOutput
-from paceline.core.record import write_run_record
+from paceline.core.record import RECORD_NAME, write_run_record
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerState
 from paceline.data.feed import place_in
@@ -76,6 +77,7 @@ class Run:
         first_step: `global_step` at the start, more than 0 after a resume.
         first_tokens: input tokens seen before it.
         saves: what becomes of its checkpoints.
+        outbox: writes its journal and its record.
     """
 
     plan: Plan
@@ -88,6 +90,7 @@ class Run:
     first_tokens: int = 0
     loop: Loop | None = None
     saves: Saves = field(default_factory=Saves)
+    outbox: Outbox = field(default_factory=Outbox)
 
 
 def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
@@ -307,22 +310,15 @@ def bind_hooks(trainer: Trainer, run: Run) -> Hooks:
         trainer._save_checkpoint(trainer.model_wrapped, run.trial)
         return run.saves.is_published
 
-    journal = Path(trainer._get_output_dir(run.trial), JOURNAL_FILE) if trainer.args.should_save else None
-    if journal is not None:
-        truncate(journal, trainer.state.global_step)
-
-    unwritten: list[UpdateRow] = []
+    folder = Path(trainer._get_output_dir(run.trial)) if trainer.args.should_save else None
+    outbox = run.outbox
+    if folder is not None:
+        outbox.put(folder / JOURNAL_FILE, partial(truncate, folder / JOURNAL_FILE, trainer.state.global_step))
 
     def record(rows: Sequence[UpdateRow]) -> None:
-        if journal is None:
-            return
-        unwritten.extend(rows)
-        try:
-            append_rows(journal, unwritten)
-            unwritten.clear()
-        except OSError as error:
-            if len(unwritten) == len(rows):
-                logger.warning("%s could not be written (%s): it is tried again with the next updates.", journal, error)
+        outbox.retry()
+        if folder is not None:
+            outbox.put(folder / JOURNAL_FILE, partial(append_rows, folder / JOURNAL_FILE, rows))
 
     return Hooks(
         log=adapted(trainer.log, 2),
@@ -331,7 +327,7 @@ def bind_hooks(trainer: Trainer, run: Run) -> Hooks:
         save=save,
         record=record,
         snapshot=partial(take_snapshot, trainer, run.feed),
-        rewind=partial(rewind, trainer, run.feed),
+        rewind=partial(rewind, trainer, run.feed, outbox, folder),
         count=counter(trainer),
     )
 
@@ -386,17 +382,15 @@ def announce(trainer: Trainer, run: Run) -> None:
     plan, args = run.plan, trainer.args
     logger.info("Training:\n%s", plan.describe())
     if args.should_save:
-        write_run_record(
-            Path(trainer._get_output_dir(run.trial)),
-            args_dict=args.to_dict(),
-            plan_dict=plan.to_dict(),
-            seeds={"seed": plan.seed, "data_seed": plan.data_seed},
-            extra={
-                "num_parameters": sum(p.numel() for p in trainer.model.parameters()),
-                "num_trainable_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-                "resumed_at_step": run.first_step,
-            },
-        )
+        folder = Path(trainer._get_output_dir(run.trial))
+        extra = {
+            "num_parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "num_trainable_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+            "resumed_at_step": run.first_step,
+        }
+        seeds = {"seed": plan.seed, "data_seed": plan.data_seed}
+        record: dict[str, Any] = {"args_dict": args.to_dict(), "plan_dict": plan.to_dict()}
+        run.outbox.put(folder / RECORD_NAME, partial(write_run_record, folder, **record, seeds=seeds, extra=extra))
 
 
 @contextmanager
@@ -414,6 +408,7 @@ def running(trainer: Trainer, run: Run) -> Iterator[None]:
     finally:
         run.feed.close()
         run.saves.close()
+        run.outbox.close()
         trainer.strategy.clear_gradients()
         switch_optimizer(trainer.optimizer, "eval")
         trainer.is_in_train, trainer.run = False, None

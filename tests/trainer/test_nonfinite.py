@@ -11,6 +11,7 @@ import torch
 from small_models import Classifier, classification, losses, make_trainer, weights
 from torch import Tensor
 
+from paceline import TrainerCallback
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.core.nonfinite import NonFiniteError
 
@@ -149,3 +150,21 @@ def test_rollback_with_nothing_due_before_the_end(tmp_path: Path) -> None:
     trainer = run(tmp_path, "rollback", logging_strategy="no", num_train_epochs=1)
     assert torch.isfinite(weights(trainer.model)).all()
     assert trainer.state.global_step == 9
+
+
+def test_rollback_on_a_disk_that_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The record of what was left out waits until it can be written; training goes on."""
+    blocked = tmp_path / "skipped_samples.jsonl"
+    blocked.mkdir()
+
+    class Unblock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 8 and blocked.is_dir():
+                blocked.rmdir()
+
+    options = {"train_sampling_strategy": "sequential", "num_train_epochs": 1, "logging_steps": 1}
+    trainer = run(tmp_path, "rollback", callbacks=[Unblock()], **options)
+    assert trainer.state.global_step == 9
+    assert json.loads(blocked.read_text())["sample_ids"] == [16, 17, 18, 19]
+    assert caplog.text.count("skipped_samples.jsonl could not be written") == 1
+    assert [row.step for row in read_rows(tmp_path / JOURNAL_FILE)] == list(range(1, 10))

@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -576,6 +577,37 @@ def test_the_journal_catches_up_when_the_disk_is_back(
     make(tmp_path, logging_steps=1, callbacks=[Each(refuse)]).train()
     assert [row.step for row in read_rows(path)] == list(range(1, 9))
     assert caplog.text.count("journal.bin could not be written") == 1
+
+
+def test_a_run_resumes_on_a_disk_that_takes_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither run.json can be written nor the journal cut, until step 6."""
+    make(tmp_path, max_steps=4).train()
+    is_full = True
+
+    def refuse(function: Any, *args: Any) -> Any:
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return function(*args)
+
+    def free(step: int) -> None:
+        nonlocal is_full
+        is_full = step < 6
+
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    monkeypatch.setattr(os, "truncate", partial(refuse, os.truncate))
+    dump = json.dump
+    monkeypatch.setattr("paceline.core.record.json.dump", lambda *args, **named: refuse(partial(dump, **named), *args))
+    trainer = make(tmp_path, logging_steps=1, callbacks=[Each(free)])
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 8
+    assert [row.step for row in read_rows(tmp_path / "journal.bin")] == list(range(1, 9))
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["extra"]["resumed_at_step"] == 2
+    assert [entry["extra"]["resumed_at_step"] for entry in record["history"]] == [0]
+    for name in ("run.json", "journal.bin"):
+        assert caplog.text.count(f"{name} could not be written") == 1
 
 
 @pytest.mark.parametrize("kind", ["gone", "damaged"])

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paceline.core.outbox import append_whole
+
 JOURNAL_FILE = "journal.bin"
 NOT_COMPUTED = -1.0  # in place of a norm: no norm is negative
 
@@ -58,13 +60,12 @@ FORMAT = np.dtype(
 def append_rows(path: Path, rows: Sequence[UpdateRow]) -> None:
     """Append updates to a journal, which is made where there is none; half a row at its end goes.
 
-    Raises: OSError, when the disk refuses; what was written before is whole.
+    Raises: OSError, when the disk refuses; none of them is there then, and what was written before is whole.
     """
-    with path.open("ab") as file:
-        half = file.tell() % FORMAT.itemsize
-        if half:
-            file.truncate(file.tell() - half)
-        file.write(np.array([tuple(row) for row in rows], dtype=FORMAT).tobytes())
+    size = path.stat().st_size if path.is_file() else 0
+    if size % FORMAT.itemsize:
+        os.truncate(path, size - size % FORMAT.itemsize)
+    append_whole(path, np.array([tuple(row) for row in rows], dtype=FORMAT).tobytes())
 
 
 def read_rows(path: Path) -> list[UpdateRow]:
