@@ -314,12 +314,23 @@ def test_frozen_weights_are_stored_once(tmp_path: Path, in_background: bool) -> 
     assert all(map(torch.equal, fresh.state_dict().values(), model.state_dict().values()))
 
 
-def test_frozen_weights_that_were_changed_are_written_anew(tmp_path: Path) -> None:
+def one_value(weight: torch.Tensor) -> None:
+    weight.data[300, 7] += 1.0  # unseen by autograd's counter of versions
+
+
+def two_rows(weight: torch.Tensor) -> None:
+    """Of a permutation matrix: the sums of rows and columns stay as they are."""
+    weight.data[[3, 5]] = weight.data[[5, 3]]
+
+
+@pytest.mark.parametrize("edit", [one_value, two_rows])
+def test_frozen_weights_that_were_changed_are_written_anew(tmp_path: Path, edit: Any) -> None:
     model = WithBase()
+    torch.nn.init.eye_(model.base.weight)
 
     def change(step: int) -> None:
         if step == 5:
-            model.base.weight.data[300, 7] += 1.0  # unseen by autograd's counter of versions
+            edit(model.base.weight)
 
     make(tmp_path, model, callbacks=[Each(change)]).train()
     assert good(tmp_path) == [2, 4, 6, 8]
