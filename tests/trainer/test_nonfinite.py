@@ -168,3 +168,59 @@ def test_rollback_on_a_disk_that_refuses(tmp_path: Path, caplog: pytest.LogCaptu
     assert json.loads(blocked.read_text())["sample_ids"] == [16, 17, 18, 19]
     assert caplog.text.count("skipped_samples.jsonl could not be written") == 1
     assert [row.step for row in read_rows(tmp_path / JOURNAL_FILE)] == list(range(1, 10))
+
+
+class Remembers(Poisoned):
+    """Its loss depends on what it has seen: in a buffer that no checkpoint holds, or in a plain attribute."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.attribute = where, torch.zeros(())
+        self.register_buffer("unsaved", torch.zeros(()), persistent=False)
+        self.register_buffer("queue", torch.zeros(1))  # grows
+        self.inner = torch.nn.Module()
+        self.inner.register_buffer("replaced", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        loss, logits = super().forward(x, labels)
+        new = loss.detach()
+        seen = 0.9 * self.unsaved + 0.1 * self.inner.replaced + self.queue.mean()
+        if self.where == "attribute":
+            self.attribute = self.attribute * 0.9 + new
+        else:
+            self.unsaved.mul_(0.9).add_(new)
+            self.inner.replaced = self.inner.replaced * 0.9 + new
+            self.queue = torch.cat([self.queue, new.reshape(1)])
+        return loss * (1 + 0.1 * torch.tanh(seen + self.attribute)), logits
+
+
+def test_rollback_rewinds_all_buffers(tmp_path: Path) -> None:
+    options = {"lr_scheduler_type": "constant", "train_sampling_strategy": "sequential", "logging_steps": 3}
+    options |= {"loss_weight": "samples"}
+    model, expected = Remembers("buffer"), Remembers("buffer")
+    trainer = make_trainer(tmp_path, model, data(), nonfinite_policy="rollback", **options)
+    trainer.train()
+    assert trainer.state.global_step == 9
+    make_trainer(tmp_path / "clean", expected, data()[:16] + data()[20:], **options).train()
+    assert torch.equal(weights(model), weights(expected))
+    assert all(map(torch.equal, model.buffers(), expected.buffers()))
+    assert len(model.queue) == 10
+
+
+def test_rollback_that_does_not_help_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"no good update between.*outside its parameters and buffers"):
+        make_trainer(
+            tmp_path, Remembers("attribute"), data(), nonfinite_policy="rollback", loss_weight="samples"
+        ).train()
+
+
+def test_rollback_of_bad_samples_side_by_side(tmp_path: Path) -> None:
+    samples = data()
+    for place in range(4, 36, 4):  # of each window but the first and the last: five in a row, a good one, two
+        if place != 24:
+            samples[place] = samples[POISON]
+    options = {"train_sampling_strategy": "sequential", "logging_steps": 1}
+    trainer = make_trainer(tmp_path, Poisoned(), samples, nonfinite_policy="rollback", **options)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert torch.isfinite(weights(trainer.model)).all()
