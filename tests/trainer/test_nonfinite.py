@@ -95,6 +95,31 @@ def test_skip_leaves_the_weights_finite(tmp_path: Path, optim: str) -> None:
     assert all(math.isfinite(loss) for loss in losses(trainer))
 
 
+@pytest.mark.parametrize("where", [0, POISON])
+def test_skip_moves_the_schedule_on_whatever_the_optimizer(tmp_path: Path, where: int) -> None:
+    """Also where the first update is bad; torch warns, elsewhere, of a schedule before the optimizer."""
+    samples = data()
+    samples[where] = samples[POISON]
+    rates = {}
+    for optim in ("adamw_torch_fused", "adamw_torch", "sgd"):
+        options = {"optim": optim, "train_sampling_strategy": "sequential", "max_steps": 10}
+        trainer = make_trainer(tmp_path / optim, Poisoned(), samples, nonfinite_policy="skip", **options)
+        trainer.train()
+        assert sum(row.get("nonfinite_steps", 0) for row in trainer.state.log_history) == 1 + (where == 0)
+        rates[optim] = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+        assert trainer.lr_scheduler.last_epoch == 10
+    assert rates["adamw_torch_fused"] == rates["adamw_torch"] == rates["sgd"]
+    assert rates["sgd"] == pytest.approx([5e-5 * (1 - step / 10) for step in range(10)])
+
+
+def test_skip_with_fp16_is_the_same_for_every_optimizer(tmp_path: Path) -> None:
+    steps = []
+    for optim in ("adamw_torch_fused", "adamw_torch", "sgd"):
+        options = {"optim": optim, "fp16": True, "train_sampling_strategy": "sequential", "max_steps": 10}
+        steps.append(run(tmp_path / optim, "skip", **options).lr_scheduler.last_epoch)
+    assert steps == [9, 9, 9]
+
+
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
 def test_skip_is_as_if_the_update_had_not_been(tmp_path: Path, optim: str) -> None:
     options = {"optim": optim, "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
