@@ -420,7 +420,9 @@ def finish(trainer: Trainer, run: Run) -> TrainOutput:
     assert loop is not None
     num_updates = state.global_step - run.first_step
     counted = sum(number for _, number in loop.logged)
-    train_loss = sum(loss * number for loss, number in loop.logged) / counted if counted else 0.0
+    total = sum(loss * number for loss, number in loop.logged)
+    # 0.0 only where there was nothing to do, as in transformers: of updates without a loss there is no mean
+    train_loss = total / counted if counted else math.nan if num_updates else 0.0
     metrics = speed_metrics("train", loop.start_time, num_samples=loop.num_samples, num_steps=num_updates)
     trainer.store_flos()
     metrics["total_flos"] = state.total_flos
