@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.callbacks.memory import format_bytes
 from paceline.core.contracts import Strategy
 from paceline.core.metrics import jsonable, prefix_metrics, speed_metrics
 from paceline.core.outputs import EvalLoopOutput, EvalPrediction
@@ -27,6 +26,7 @@ from paceline.distributed.strategy import is_out_of_memory
 from paceline.model.loss import Counts, LossRule, Meaning
 from paceline.model.objective import compute_loss_with_outputs
 from paceline.model.outputs import detach, read_predictions
+from paceline.model.prediction_size import announce, expected_bytes
 from paceline.model.signature import innermost
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ class EvaluationLoop:
         name_inputs: gives the values of a tuple batch the names of forward's parameters.
         on_step: called after each batch (fires on_prediction_step).
         is_stopping: whether the run was asked to stop.
+        expect: `(batch) -> bytes` that its predictions will take, where that is known before; None: it is not.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class EvaluationLoop:
         name_inputs: Callable[[Any], Any],
         on_step: Callable[[], None],
         is_stopping: Callable[[], bool],
+        expect: Callable[[Any], int | None] | None = None,
     ) -> None:
         self.model, self.strategy, self.rule = model, strategy, rule
         self.prediction_step, self.count_items = prediction_step, count_items
@@ -159,6 +161,7 @@ class EvaluationLoop:
         self.compute_metrics: Any = None if self.metric is not None else compute_metrics
         self.preprocess_logits = preprocess_logits
         self.options, self.name_inputs, self.on_step, self.is_stopping = options, name_inputs, on_step, is_stopping
+        self.expect = expect
         self._seen: Any = None
         self._streamed: dict[str, Any] = {}
 
@@ -186,6 +189,7 @@ class EvaluationLoop:
         """
         total = LossSum(self.rule)
         is_streamed = self.options.streaming and not loss_only
+        keeps = not loss_only and (keep_streamed or not is_streamed)
         if self.metric is not None:
             self.metric.reset()
         with Spill(self.options.spill_bytes, self.options.spill_folder) as spill:
@@ -196,6 +200,8 @@ class EvaluationLoop:
                         raise Interrupted
                     batch = self.name_inputs(batch)
                     size = batch_size_of(batch)
+                    if self.expect is not None and keeps and kept.num_samples == 0:
+                        announce(spill, self.expect(batch), loader_length(loader))
                     with advice_on_memory(size):
                         rows = self._predict(batch, total, loss_only, ignore_keys)
                     if is_streamed:
@@ -340,21 +346,7 @@ class Kept:
     def _project(self, num_batches: int | None) -> None:
         """Warn of what will be kept, where it is more than memory is to hold."""
         each = sum(collector.num_bytes for collector in self._collectors.values())
-        limit = self.spill.limit
-        if limit is None or num_batches is None or each * num_batches <= limit:
-            return
-        folder = self.spill.folder
-        logger.warning(
-            "This evaluation keeps about %s of predictions (%d batches of %s); past %s (eval_spill_gb) it goes to "
-            "%s (%s free). To keep less: reduce them batch by batch with preprocess_logits_for_metrics, give a "
-            "streaming metric as compute_metrics, or set prediction_loss_only=True.",
-            format_bytes(each * num_batches),
-            num_batches,
-            format_bytes(each),
-            format_bytes(limit),
-            folder,
-            format_bytes(shutil.disk_usage(folder).free),
-        )
+        announce(self.spill, each, num_batches)
 
 
 def make_prediction(batch: dict[str, Any]) -> EvalPrediction:
@@ -498,7 +490,17 @@ def make_evaluation(trainer: Trainer) -> EvaluationLoop:
         name_inputs=trainer.objective.name_inputs,
         on_step=on_step,
         is_stopping=is_stopping,
+        expect=partial(expected_bytes, trainer.model, label_names=trainer.label_names, dtype=dtype)
+        if keeps_logits(trainer)
+        else None,
     )
+
+
+def keeps_logits(trainer: Trainer) -> bool:
+    """Whether predictions are what the model returns: not generated, reduced, or made by a subclass's own step."""
+    is_ours = str(getattr(trainer.prediction_step, "__module__", None)).startswith("paceline.")
+    generates = getattr(trainer.args, "predict_with_generate", False)
+    return is_ours and not generates and trainer.preprocess_logits_for_metrics is None
 
 
 def label_names_in(trainer: Trainer, inputs: Any) -> Sequence[str]:
