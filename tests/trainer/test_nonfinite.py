@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from small_models import Classifier, classification, losses, make_trainer, weights
 from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline import TrainerCallback
 from paceline.core.journal import JOURNAL_FILE, read_rows
@@ -249,3 +251,106 @@ def test_rollback_of_bad_samples_side_by_side(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.global_step == 3
     assert torch.isfinite(weights(trainer.model)).all()
+
+
+# ---- rollback with every kind of data
+
+
+class Recording(Classifier):
+    """Keeps the samples of each micro-batch that it is trained on."""
+
+    def __init__(self, is_poisoned: bool) -> None:
+        super().__init__()
+        self.is_poisoned = is_poisoned
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        if self.training:
+            self.seen.append(x.clone())
+        loss, logits = super().forward(x.clamp(max=10), labels)
+        return loss * float("nan") if self.is_poisoned and bool((x == 100).any()) else loss, logits
+
+
+class Stream(IterableDataset[Any]):
+    """Without a state of its own; workers share it out."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        yield from data()[start::step]
+
+
+def without_poison(model: Recording, accumulation: int) -> list[dict[str, Tensor]]:
+    """The samples that a model saw, in this order, less the windows that hold the poison."""
+    known = {tuple(sample["x"].tolist()): sample for sample in data()}
+    windows = [torch.cat(model.seen[at : at + accumulation]) for at in range(0, len(model.seen), accumulation)]
+    return [known[tuple(row.tolist())] for window in windows if not bool((window == 100).any()) for row in window]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "constant_with_warmup"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["list", "stream"])
+def test_rollback_is_as_if_the_window_had_not_been(
+    tmp_path: Path, kind: str, num_workers: int, accumulation: int, schedule: str
+) -> None:
+    options: dict[str, Any] = {
+        "gradient_accumulation_steps": accumulation,
+        "lr_scheduler_type": schedule,
+        "warmup_steps": 3 if schedule != "constant" else 0,
+        "loss_weight": "samples",
+        "logging_steps": 2,
+    }
+    data_options = {"dataloader_num_workers": num_workers, "max_steps": 10 // accumulation}
+
+    def make(name: str, model: Recording, **more: Any) -> Any:
+        train = Stream() if kind == "stream" else data()
+        trainer = make_trainer(tmp_path / name, model, train, **options, **data_options, **more)
+        trainer.train()
+        return trainer
+
+    recorded, model, expected = Recording(False), Recording(True), Recording(False)
+    make("recorded", recorded)
+    data_options["max_steps"] -= 1
+    trainer = make("rollback", model, nonfinite_policy="rollback")
+    clean = without_poison(recorded, accumulation)
+    assert len(clean) == 40 - 4 * accumulation
+    make_trainer(tmp_path / "clean", expected, clean, train_sampling_strategy="sequential", **options).train()
+    assert torch.equal(weights(model), weights(expected))
+    assert trainer.state.global_step == data_options["max_steps"]
+
+
+class StopsAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("stop", [3, 6, 9, 13])
+def test_a_run_that_was_rolled_back_resumes_to_the_bit(tmp_path: Path, stop: int, num_workers: int) -> None:
+    """Stopped before the poison's turn or after it, in the first epoch or the second."""
+    options = {
+        "nonfinite_policy": "rollback",
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "logging_steps": 1,
+        "num_train_epochs": 2,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 4,
+        "dataloader_num_workers": num_workers,
+    }
+    whole, parts = Poisoned(), Poisoned()
+    undisturbed = make_trainer(tmp_path / "whole", whole, data(), **options)
+    undisturbed.train()
+    make_trainer(tmp_path / "parts", Poisoned(), data(), callbacks=[StopsAt(stop)], **options).train()
+    resumed = make_trainer(tmp_path / "parts", parts, data(), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(whole), weights(parts))
+    assert resumed.state.global_step == undisturbed.state.global_step == 18
+    assert losses(resumed) == losses(undisturbed)
+    kept = [(tmp_path / name / "skipped_samples.jsonl").read_text() for name in ("whole", "parts")]
+    assert kept[0] == kept[1]
+    assert read_rows(tmp_path / "whole" / JOURNAL_FILE) == read_rows(tmp_path / "parts" / JOURNAL_FILE)

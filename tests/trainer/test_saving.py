@@ -176,6 +176,12 @@ class OwnCheckpoint(Trainer):
         assert Path(self.args.output_dir, f"checkpoint-{self.state.global_step}").is_dir()
 
 
+class OwnModel(Trainer):
+    def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        Path(output_dir, f"model of {self.state.global_step}").write_text("here")
+
+
 class AddsFile(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         Path(args.output_dir, f"checkpoint-{state.global_step}", "adapter.txt").write_text("here")
@@ -191,6 +197,7 @@ class SavesItself(Classifier):
     [
         ({"cls": OwnSave}, "OwnSave has its own _save", "mine.txt"),
         ({"cls": OwnCheckpoint}, "OwnCheckpoint has its own _save_checkpoint", "model.safetensors"),
+        ({"cls": OwnModel}, "OwnModel has its own save_model", "model.safetensors"),
         ({"callbacks": [AddsFile()]}, "AddsFile listens to on_save", "adapter.txt"),
         ({"model": SavesItself()}, "SavesItself has its own save_pretrained", "pytorch_model.bin"),
         ({"save_in_background": False}, None, "model.safetensors"),
@@ -206,6 +213,39 @@ def test_what_makes_training_wait(
     said = [record.message for record in caplog.records if "Training waits" in record.message]
     assert len(said) == (0 if reason is None else 1)  # once
     assert reason is None or reason in said[0]
+
+
+def test_an_adapter_callback_writes_into_the_checkpoint(tmp_path: Path) -> None:
+    """As the callbacks do that projects with adapters carry along: the adapter in a folder of its own, at on_save."""
+    peft = pytest.importorskip("peft")
+
+    class SavesAdapter(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            kwargs["model"].save_pretrained(str(checkpoint / "adapter_model"))
+            (checkpoint / "pytorch_model.bin").unlink(missing_ok=True)
+
+    def adapted() -> Any:
+        return peft.get_peft_model(Classifier(), peft.LoraConfig(target_modules=["first", "second"], r=2))
+
+    models = [adapted() for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    options = {"callbacks": [SavesAdapter()], "learning_rate": 0.1}
+    make(tmp_path / "whole", models[0], **options).train()
+    make(tmp_path / "parts", models[1], **options, max_steps=4, lr_scheduler_type="constant").train()
+    assert good(tmp_path / "parts") == [2, 4]
+    for checkpoint in folders.list_checkpoints(tmp_path / "parts"):
+        loaded = peft.PeftModel.from_pretrained(Classifier(), str(checkpoint / "adapter_model"))
+        assert loaded.peft_config["default"].r == 2
+    last = tmp_path / "parts" / "checkpoint-4" / "adapter_model"
+    state = peft.PeftModel.from_pretrained(Classifier(), str(last)).state_dict()
+    assert all(torch.equal(value, models[1].state_dict()[name]) for name, value in state.items() if "lora" in name)
+    shutil.rmtree(tmp_path / "whole" / "checkpoint-8")
+    resumed = make(tmp_path / "whole", models[2], **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+    assert torch.equal(weights(models[2]), weights(models[0]))
 
 
 def test_training_waits_when_memory_is_short(
