@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_not, itemgetter
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class SingleDevice:
         self.optimizer: Optimizer | None = None
         self.parameters: list[nn.Parameter] = []  # of the model, and what the optimizer holds beside them
         self._model: nn.Module | None = None
-        self._held: list[int] = []  # which parameters the optimizer held when that list was made
+        self._held: list[Tensor] = []  # by the optimizer, when that list was made
         self._num_alike = -1  # gradients that were found to be alike; -1: none were
         # the batch, its tensors on the device; one call, since this is on the path of every step
         self.place: Callable[[Any], Any] = partial(move_to_device, device=self.device, non_blocking=True)
@@ -111,12 +111,11 @@ class SingleDevice:
             clears: drop the gradients of those that are new: they are of updates before.
         """
         held = list(chain.from_iterable(map(PARAMETERS_OF, optimizer.param_groups)))
-        ids = list(map(id, held))
-        if ids == self._held:
+        if len(held) == len(self._held) and all(map(is_, held, self._held)):
             return
         before = set(map(id, self.parameters))
         self.parameters = list(dict.fromkeys(chain(self._model.parameters() if self._model is not None else (), held)))
-        self._held, self._num_alike = ids, -1
+        self._held, self._num_alike = held, -1
         for parameter in self.parameters if clears else ():
             if id(parameter) not in before:
                 parameter.grad = None
