@@ -84,13 +84,13 @@ class TorchEngine:
         strategy: where the tensors live.
         model: the module to call, as the strategy prepared it.
         optimizer: over its parameters.
-        scheduler: stepped once per applied update, unless `scheduler_follows_metrics`.
+        scheduler: stepped once per update, unless `scheduler_follows_metrics`; not for one that float16 left out.
         training_step: the Trainer's, bound: `(model, inputs, num_items_in_batch) -> contribution to the loss`.
         compute_loss: the Trainer's, bound: `(model, inputs) -> loss`, and `num_items_in_batch` where it accepts that.
         prepare_inputs: the Trainer's: moves a batch to the device.
         rule: counts micro-batches and weighs losses.
         max_grad_norm: 0 leaves the gradients as they are.
-        skips_non_finite: an update whose loss or gradient norm is not finite is not applied.
+        skips_non_finite: an update whose loss or gradient norm is not finite is not applied; the schedule goes on.
         empty_cache_every: give cached device memory back every so many updates (None: never).
     """
 
@@ -132,6 +132,9 @@ class TorchEngine:
         # some optimizers (schedule-free) keep two sets of weights and are told which one is in use
         self._enter_train = getattr(optimizer, "train", None)
         self._autocasts = strategy.precision.autocasts
+        # only the device knows that a fused optimizer left an update out: the schedule goes on, whatever the optimizer;
+        # float16 asks at each update anyway
+        self._counts_skipped = skips_non_finite and not strategy.precision.scales
         self._passes_count = accepts(compute_loss, "num_items_in_batch")
 
     @property
@@ -169,7 +172,7 @@ class TorchEngine:
         rate = self.optimizer.param_groups[0]["lr"]
         known_norm = norm if applied or not self.strategy.precision.has_rescaled else None
         self.log.add(losses, known_norm, rate if isinstance(rate, float) else float(rate))
-        if applied and self.steps_scheduler:
+        if self.steps_scheduler and (applied or self._counts_skipped):
             self.scheduler.step()
         self.strategy.clear_gradients()
         self._num_updates += 1

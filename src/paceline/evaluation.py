@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from paceline.distributed.strategy import is_out_of_memory
 from paceline.model.loss import Counts, LossRule, Meaning
 from paceline.model.objective import compute_loss_with_outputs
 from paceline.model.outputs import detach, find_loss, is_named, read_predictions
+from paceline.model.prediction_size import announce, expected_bytes
 from paceline.model.prepare import edited_for_evaluation
 from paceline.model.signature import innermost
 from paceline.optim.modes import evaluation_weights
@@ -109,6 +111,7 @@ class EvaluationLoop:
         name_inputs: gives the values of a tuple batch the names of forward's parameters.
         on_step: called after each batch (fires on_prediction_step).
         is_stopping: whether the run was asked to stop.
+        expect: `(batch) -> bytes` that its predictions will take, where that is known before; None: it is not.
     """
 
     def __init__(
@@ -125,6 +128,7 @@ class EvaluationLoop:
         name_inputs: Callable[[Any], Any],
         on_step: Callable[[], None],
         is_stopping: Callable[[], bool],
+        expect: Callable[[Any], int | None] | None = None,
     ) -> None:
         self.model, self.strategy, self.rule = model, strategy, rule
         self.prediction_step, self.count_items = prediction_step, count_items
@@ -132,6 +136,7 @@ class EvaluationLoop:
         self.compute_metrics: Any = None if self.metric is not None else compute_metrics
         self.preprocess_logits = preprocess_logits
         self.options, self.name_inputs, self.on_step, self.is_stopping = options, name_inputs, on_step, is_stopping
+        self.expect = expect
         self._seen: Any = None
         self._streamed: dict[str, Any] = {}
 
@@ -159,6 +164,7 @@ class EvaluationLoop:
         """
         total = LossSum(self.rule)
         is_streamed = self.options.streaming and not loss_only
+        keeps = not loss_only and (keep_streamed or not is_streamed)
         if self.metric is not None:
             self.metric.reset()
         with Spill(self.options.spill_bytes, self.options.spill_folder) as spill:
@@ -169,6 +175,8 @@ class EvaluationLoop:
                         raise Interrupted
                     batch = self.name_inputs(batch)
                     size = batch_size_of(batch)
+                    if self.expect is not None and keeps and kept.num_samples == 0:
+                        announce(spill, self.expect(batch), loader_length(loader))
                     with advice_on_memory(size):
                         rows = self._predict(batch, total, loss_only, ignore_keys)
                     if is_streamed:
@@ -391,7 +399,17 @@ def make_evaluation(trainer: Trainer) -> EvaluationLoop:
         name_inputs=trainer.objective.name_inputs,
         on_step=on_step,
         is_stopping=is_stopping,
+        expect=partial(expected_bytes, trainer.model, label_names=trainer.label_names, dtype=dtype)
+        if keeps_logits(trainer)
+        else None,
     )
+
+
+def keeps_logits(trainer: Trainer) -> bool:
+    """Whether predictions are what the model returns: not generated, reduced, or made by a subclass's own step."""
+    is_ours = str(getattr(trainer.prediction_step, "__module__", None)).startswith("paceline.")
+    generates = getattr(trainer.args, "predict_with_generate", False)
+    return is_ours and not generates and trainer.preprocess_logits_for_metrics is None
 
 
 def run_evaluation(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.callbacks.memory import format_bytes
 from paceline.core.outputs import EvalPrediction
 from paceline.core.rows import RowCollector, map_nest
 from paceline.core.spill import Spill
 from paceline.data.loading import loader_length
+from paceline.model.prediction_size import announce
 
 logger = logging.getLogger(__name__)
 
@@ -94,21 +93,7 @@ class Kept:
     def _project(self, num_batches: int | None) -> None:
         """Warn of what will be kept, where it is more than memory is to hold."""
         each = sum(collector.num_bytes for collector in self._collectors.values())
-        limit = self.spill.limit
-        if limit is None or num_batches is None or each * num_batches <= limit:
-            return
-        folder = self.spill.folder
-        logger.warning(
-            "This evaluation keeps about %s of predictions (%d batches of %s); past %s (eval_spill_gb) it goes to "
-            "%s (%s free). To keep less: reduce them batch by batch with preprocess_logits_for_metrics, give a "
-            "streaming metric as compute_metrics, or set prediction_loss_only=True.",
-            format_bytes(each * num_batches),
-            num_batches,
-            format_bytes(each),
-            format_bytes(limit),
-            folder,
-            format_bytes(shutil.disk_usage(folder).free),
-        )
+        announce(self.spill, each, num_batches)
 
 
 def make_prediction(batch: dict[str, Any]) -> EvalPrediction:

@@ -11,7 +11,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -35,7 +35,7 @@ from paceline.core import folders
 from paceline.core.manifest import KnownFile
 from paceline.core.retention import retention_of, rotate
 from paceline.core.space import Place, in_words
-from paceline.core.state import export_states
+from paceline.core.state import export_states, write_values
 from paceline.distributed.random import capture_rng
 from paceline.optim.modes import evaluation_weights
 from paceline.progress import CALLBACKS_FILE, PROGRESS_FILE, STATE_FILE, describe_progress
@@ -248,8 +248,7 @@ def fill(trainer: Trainer, job: Job) -> None:
         trainer._save_rng_state(path)
     exporting = [*trainer.callback_handler.callbacks, trainer.control]
     state.stateful_callbacks = export_states([item for item in exporting if callable(getattr(item, "state", None))])
-    now = replace(state, log_history=list(state.log_history))
-    job.later(partial(now.save_to_json, str(job.temporary / STATE_FILE)))
+    job.later(partial(write_values, state.plain_values(), job.temporary / STATE_FILE))
     text, states = describe_progress(trainer)
     if states:
         put(trainer, states, path, CALLBACKS_FILE)

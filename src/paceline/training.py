@@ -26,8 +26,9 @@ from paceline.core.contracts import Hooks
 from paceline.core.journal import JOURNAL_FILE, UpdateRow, append_rows, truncate
 from paceline.core.loop import Loop
 from paceline.core.metrics import best_metric_value, speed_metrics
+from paceline.core.outbox import Outbox
 from paceline.core.outputs import TrainOutput
-from paceline.core.record import write_run_record
+from paceline.core.record import RECORD_NAME, write_run_record
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerState
 from paceline.counting import counter
@@ -76,6 +77,7 @@ class Run:
         first_tokens: input tokens seen before it.
         saves: what becomes of its checkpoints.
         loaders: of its evaluations, where their workers live on.
+        outbox: writes its journal and its record.
     """
 
     plan: Plan
@@ -89,6 +91,7 @@ class Run:
     loop: Loop | None = None
     saves: Saves = field(default_factory=Saves)
     loaders: KeptLoaders = field(default_factory=KeptLoaders)
+    outbox: Outbox = field(default_factory=Outbox)
 
 
 def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
@@ -309,22 +312,15 @@ def bind_hooks(trainer: Trainer, run: Run) -> Hooks:
         trainer._save_checkpoint(trainer.model_wrapped, run.trial)
         return run.saves.is_published
 
-    journal = Path(trainer._get_output_dir(run.trial), JOURNAL_FILE) if trainer.args.should_save else None
-    if journal is not None:
-        truncate(journal, trainer.state.global_step)
-
-    unwritten: list[UpdateRow] = []
+    folder = Path(trainer._get_output_dir(run.trial)) if trainer.args.should_save else None
+    outbox = run.outbox
+    if folder is not None:
+        outbox.put(folder / JOURNAL_FILE, partial(truncate, folder / JOURNAL_FILE, trainer.state.global_step))
 
     def record(rows: Sequence[UpdateRow]) -> None:
-        if journal is None:
-            return
-        unwritten.extend(rows)
-        try:
-            append_rows(journal, unwritten)
-            unwritten.clear()
-        except OSError as error:
-            if len(unwritten) == len(rows):
-                logger.warning("%s could not be written (%s): it is tried again with the next updates.", journal, error)
+        outbox.retry()
+        if folder is not None:
+            outbox.put(folder / JOURNAL_FILE, partial(append_rows, folder / JOURNAL_FILE, rows))
 
     return Hooks(
         log=adapted(trainer.log, 2),
@@ -333,7 +329,7 @@ def bind_hooks(trainer: Trainer, run: Run) -> Hooks:
         save=save,
         record=record,
         snapshot=partial(take_snapshot, trainer, run.feed),
-        rewind=partial(rewind, trainer, run.feed),
+        rewind=partial(rewind, trainer, run.feed, outbox, folder),
         count=counter(trainer),
     )
 
@@ -343,23 +339,25 @@ def announce(trainer: Trainer, run: Run) -> None:
     plan, args = run.plan, trainer.args
     logger.info("Training:\n%s", plan.describe())
     if args.should_save:
-        write_run_record(
-            Path(trainer._get_output_dir(run.trial)),
-            args_dict=args.to_dict(),
-            plan_dict=plan.to_dict(),
-            seeds={"seed": plan.seed, "data_seed": plan.data_seed},
-            extra={
-                "num_parameters": sum(p.numel() for p in trainer.model.parameters()),
-                "num_trainable_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-                "resumed_at_step": run.first_step,
-            },
-        )
+        folder = Path(trainer._get_output_dir(run.trial))
+        extra = {
+            "num_parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "num_trainable_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+            "resumed_at_step": run.first_step,
+        }
+        seeds = {"seed": plan.seed, "data_seed": plan.data_seed}
+        record: dict[str, Any] = {"args_dict": args.to_dict(), "plan_dict": plan.to_dict()}
+        run.outbox.put(folder / RECORD_NAME, partial(write_run_record, folder, **record, seeds=seeds, extra=extra))
 
 
 @contextmanager
 def running(trainer: Trainer, run: Run) -> Iterator[None]:
-    """While this is entered the Trainer is in training; the workers are stopped at the end, whatever happens."""
+    """While this is entered the Trainer is in training; the workers are stopped at the end, whatever happens.
+
+    No gradient comes in from before, and none is left by an update that an error cut short.
+    """
     trainer.is_in_train, trainer.run = True, run
+    trainer.strategy.clear_gradients()
     trainer.model_wrapped.train()
     switch_optimizer(trainer.optimizer, "train")
     try:
@@ -368,6 +366,8 @@ def running(trainer: Trainer, run: Run) -> Iterator[None]:
         run.feed.close()
         run.loaders.close()
         run.saves.close(Path(trainer._get_output_dir(run.trial)))
+        run.outbox.close()
+        trainer.strategy.clear_gradients()
         switch_optimizer(trainer.optimizer, "eval")
         trainer.is_in_train, trainer.run = False, None
 
@@ -378,7 +378,9 @@ def finish(trainer: Trainer, run: Run) -> TrainOutput:
     assert loop is not None
     num_updates = state.global_step - run.first_step
     counted = sum(number for _, number in loop.logged)
-    train_loss = sum(loss * number for loss, number in loop.logged) / counted if counted else 0.0
+    total = sum(loss * number for loss, number in loop.logged)
+    # 0.0 only where there was nothing to do, as in transformers: of updates without a loss there is no mean
+    train_loss = total / counted if counted else math.nan if num_updates else 0.0
     metrics = speed_metrics("train", loop.start_time, num_samples=loop.num_samples, num_steps=num_updates)
     trainer.store_flos()
     metrics["total_flos"] = state.total_flos

@@ -2,6 +2,7 @@ import enum
 import json
 import math
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -41,6 +42,12 @@ def test_prefix_metrics():
     ]
 
 
+@dataclass
+class Point:
+    x: float
+    y: float
+
+
 class Colour(enum.Enum):
     RED = "red"
 
@@ -58,6 +65,8 @@ class Colour(enum.Enum):
         (torch.tensor([1, 2]), [1, 2]),
         ({"a": (np.float32(1), {2})}, {"a": [1.0, [2]]}),
         ({Colour.RED: Colour.RED}, {"red": "red"}),
+        ([Point(np.float32(1), 2)], [{"x": 1.0, "y": 2}]),
+        (Point, f"<class '{__name__}.Point'>"),
         (object, "<class 'object'>"),
         (True, True),
         (None, None),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers_models
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import Classifier, Tagger, classification, make_trainer, tagging, weights
@@ -22,6 +23,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline import EvalPrediction, Trainer, TrainerCallback
+from paceline.callbacks.memory import format_bytes
 from paceline.core.streaming import F1, Accuracy, Mean, MetricGroup, Perplexity
 from paceline.evaluation import LossSum
 from paceline.model.loss import LossRule
@@ -243,16 +245,67 @@ def test_metrics_over_spilled_rows(tmp_path: Path) -> None:
     assert {len(seen[name]) for name in ("predictions", "label_ids", "losses")} == {50}
 
 
+def seen_when_called(model: nn.Module, caplog: pytest.LogCaptureFixture) -> list[int]:
+    """How many warnings of what is kept there were at each call of a model."""
+    counts: list[int] = []
+    model.register_forward_pre_hook(
+        lambda *given: counts.append(len([r for r in caplog.records if "eval_spill_gb" in r.getMessage()]))
+    )
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["plain", "gpt2", "bfloat16", "t5"])
+def test_what_a_language_model_will_keep_is_said_before_the_first_batch(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model names the layer that gives a number for each word: the projection is that of the outputs."""
+
+    class Named(Tagger):
+        def get_output_embeddings(self) -> nn.Module:
+            return self.head
+
+    options: dict[str, Any] = {"per_device_eval_batch_size": 6, "eval_spill_gb": 1000 / GB}
+    model: Any = Named()
+    data = tagging(24)
+    # 7 tokens a sample with a number for each of 11 words, and an int64 each
+    expected = 6 * 7 * (4 * 11 + 8)
+    if kind != "plain":
+        pytest.importorskip("transformers")
+        model = transformers_models.gpt2() if kind != "t5" else transformers_models.t5()
+        data = transformers_models.language(24) if kind != "t5" else transformers_models.translations(24)
+        expected = 6 * len(data[0]["labels"]) * (4 * 31 + 8)
+        options["bf16_full_eval"] = kind == "bfloat16"
+    counts = seen_when_called(model, caplog)
+    trainer = make_trainer(tmp_path, model, **options)
+    trainer.predict(data)
+    assert counts[0] == 1
+    messages = [r.getMessage() for r in caplog.records if "eval_spill_gb" in r.getMessage()]
+    assert f"about {format_bytes(4 * expected)} of predictions (4 batches of {format_bytes(expected)})" in messages[0]
+    # and once more only where the outputs are a good deal more: T5 returns what its encoder made as well
+    assert len(messages) == (2 if kind == "t5" else 1)
+
+
+def test_nothing_is_projected_that_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    transformers = pytest.importorskip("transformers")
+    assert transformers
+    data = transformers_models.language(24)
+    for options in (
+        {"prediction_loss_only": True},
+        {"preprocess_logits_for_metrics": lambda logits, labels: logits[:, :1, 0]},
+        {"compute_metrics": Accuracy(shifted=True)},
+    ):
+        make_trainer(
+            tmp_path, transformers_models.gpt2(), eval_dataset=data, eval_spill_gb=3000 / GB, **options
+        ).evaluate()
+    assert "eval_spill_gb" not in caplog.text
+
+
 def test_what_will_be_kept_is_said_before_the_second_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    batches: list[int] = []
-
-    class Counting(Classifier):
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-            batches.append(len([r for r in caplog.records if "eval_spill_gb" in r.getMessage()]))
-            return super().forward(x, labels)
-
+    """Of a module that does not tell its outputs' size, the first batch does."""
+    model = Classifier()
+    batches = seen_when_called(model, caplog)
     options: dict[str, Any] = {"eval_dataset": DATA, "compute_metrics": accuracy, "per_device_eval_batch_size": 10}
-    trainer = make_trainer(tmp_path, Counting(), eval_spill_gb=1000 / GB, **options)
+    trainer = make_trainer(tmp_path, model, eval_spill_gb=1000 / GB, **options)
     with caplog.at_level(logging.WARNING, logger="paceline"):
         trainer.evaluate()
     assert batches == [0, 1, 1, 1, 1]

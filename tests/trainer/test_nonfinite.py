@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from small_models import Classifier, classification, losses, make_trainer, weights
 from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
 
+from paceline import TrainerCallback
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.core.nonfinite import NonFiniteError
 
@@ -94,6 +97,31 @@ def test_skip_leaves_the_weights_finite(tmp_path: Path, optim: str) -> None:
     assert all(math.isfinite(loss) for loss in losses(trainer))
 
 
+@pytest.mark.parametrize("where", [0, POISON])
+def test_skip_moves_the_schedule_on_whatever_the_optimizer(tmp_path: Path, where: int) -> None:
+    """Also where the first update is bad; torch warns, elsewhere, of a schedule before the optimizer."""
+    samples = data()
+    samples[where] = samples[POISON]
+    rates = {}
+    for optim in ("adamw_torch_fused", "adamw_torch", "sgd"):
+        options = {"optim": optim, "train_sampling_strategy": "sequential", "max_steps": 10}
+        trainer = make_trainer(tmp_path / optim, Poisoned(), samples, nonfinite_policy="skip", **options)
+        trainer.train()
+        assert sum(row.get("nonfinite_steps", 0) for row in trainer.state.log_history) == 1 + (where == 0)
+        rates[optim] = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+        assert trainer.lr_scheduler.last_epoch == 10
+    assert rates["adamw_torch_fused"] == rates["adamw_torch"] == rates["sgd"]
+    assert rates["sgd"] == pytest.approx([5e-5 * (1 - step / 10) for step in range(10)])
+
+
+def test_skip_with_fp16_is_the_same_for_every_optimizer(tmp_path: Path) -> None:
+    steps = []
+    for optim in ("adamw_torch_fused", "adamw_torch", "sgd"):
+        options = {"optim": optim, "fp16": True, "train_sampling_strategy": "sequential", "max_steps": 10}
+        steps.append(run(tmp_path / optim, "skip", **options).lr_scheduler.last_epoch)
+    assert steps == [9, 9, 9]
+
+
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
 def test_skip_is_as_if_the_update_had_not_been(tmp_path: Path, optim: str) -> None:
     options = {"optim": optim, "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
@@ -149,3 +177,180 @@ def test_rollback_with_nothing_due_before_the_end(tmp_path: Path) -> None:
     trainer = run(tmp_path, "rollback", logging_strategy="no", num_train_epochs=1)
     assert torch.isfinite(weights(trainer.model)).all()
     assert trainer.state.global_step == 9
+
+
+def test_rollback_on_a_disk_that_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The record of what was left out waits until it can be written; training goes on."""
+    blocked = tmp_path / "skipped_samples.jsonl"
+    blocked.mkdir()
+
+    class Unblock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 8 and blocked.is_dir():
+                blocked.rmdir()
+
+    options = {"train_sampling_strategy": "sequential", "num_train_epochs": 1, "logging_steps": 1}
+    trainer = run(tmp_path, "rollback", callbacks=[Unblock()], **options)
+    assert trainer.state.global_step == 9
+    assert json.loads(blocked.read_text())["sample_ids"] == [16, 17, 18, 19]
+    assert caplog.text.count("skipped_samples.jsonl could not be written") == 1
+    assert [row.step for row in read_rows(tmp_path / JOURNAL_FILE)] == list(range(1, 10))
+
+
+class Remembers(Poisoned):
+    """Its loss depends on what it has seen: in a buffer that no checkpoint holds, or in a plain attribute."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.attribute = where, torch.zeros(())
+        self.register_buffer("unsaved", torch.zeros(()), persistent=False)
+        self.register_buffer("queue", torch.zeros(1))  # grows
+        self.inner = torch.nn.Module()
+        self.inner.register_buffer("replaced", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        loss, logits = super().forward(x, labels)
+        new = loss.detach()
+        seen = 0.9 * self.unsaved + 0.1 * self.inner.replaced + self.queue.mean()
+        if self.where == "attribute":
+            self.attribute = self.attribute * 0.9 + new
+        else:
+            self.unsaved.mul_(0.9).add_(new)
+            self.inner.replaced = self.inner.replaced * 0.9 + new
+            self.queue = torch.cat([self.queue, new.reshape(1)])
+        return loss * (1 + 0.1 * torch.tanh(seen + self.attribute)), logits
+
+
+def test_rollback_rewinds_all_buffers(tmp_path: Path) -> None:
+    options = {"lr_scheduler_type": "constant", "train_sampling_strategy": "sequential", "logging_steps": 3}
+    options |= {"loss_weight": "samples"}
+    model, expected = Remembers("buffer"), Remembers("buffer")
+    trainer = make_trainer(tmp_path, model, data(), nonfinite_policy="rollback", **options)
+    trainer.train()
+    assert trainer.state.global_step == 9
+    make_trainer(tmp_path / "clean", expected, data()[:16] + data()[20:], **options).train()
+    assert torch.equal(weights(model), weights(expected))
+    assert all(map(torch.equal, model.buffers(), expected.buffers()))
+    assert len(model.queue) == 10
+
+
+def test_rollback_that_does_not_help_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"no good update between.*outside its parameters and buffers"):
+        make_trainer(
+            tmp_path, Remembers("attribute"), data(), nonfinite_policy="rollback", loss_weight="samples"
+        ).train()
+
+
+def test_rollback_of_bad_samples_side_by_side(tmp_path: Path) -> None:
+    samples = data()
+    for place in range(4, 36, 4):  # of each window but the first and the last: five in a row, a good one, two
+        if place != 24:
+            samples[place] = samples[POISON]
+    options = {"train_sampling_strategy": "sequential", "logging_steps": 1}
+    trainer = make_trainer(tmp_path, Poisoned(), samples, nonfinite_policy="rollback", **options)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert torch.isfinite(weights(trainer.model)).all()
+
+
+# ---- rollback with every kind of data
+
+
+class Recording(Classifier):
+    """Keeps the samples of each micro-batch that it is trained on."""
+
+    def __init__(self, is_poisoned: bool) -> None:
+        super().__init__()
+        self.is_poisoned = is_poisoned
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        if self.training:
+            self.seen.append(x.clone())
+        loss, logits = super().forward(x.clamp(max=10), labels)
+        return loss * float("nan") if self.is_poisoned and bool((x == 100).any()) else loss, logits
+
+
+class Stream(IterableDataset[Any]):
+    """Without a state of its own; workers share it out."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        yield from data()[start::step]
+
+
+def without_poison(model: Recording, accumulation: int) -> list[dict[str, Tensor]]:
+    """The samples that a model saw, in this order, less the windows that hold the poison."""
+    known = {tuple(sample["x"].tolist()): sample for sample in data()}
+    windows = [torch.cat(model.seen[at : at + accumulation]) for at in range(0, len(model.seen), accumulation)]
+    return [known[tuple(row.tolist())] for window in windows if not bool((window == 100).any()) for row in window]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "constant_with_warmup"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["list", "stream"])
+def test_rollback_is_as_if_the_window_had_not_been(
+    tmp_path: Path, kind: str, num_workers: int, accumulation: int, schedule: str
+) -> None:
+    options: dict[str, Any] = {
+        "gradient_accumulation_steps": accumulation,
+        "lr_scheduler_type": schedule,
+        "warmup_steps": 3 if schedule != "constant" else 0,
+        "loss_weight": "samples",
+        "logging_steps": 2,
+    }
+    data_options = {"dataloader_num_workers": num_workers, "max_steps": 10 // accumulation}
+
+    def make(name: str, model: Recording, **more: Any) -> Any:
+        train = Stream() if kind == "stream" else data()
+        trainer = make_trainer(tmp_path / name, model, train, **options, **data_options, **more)
+        trainer.train()
+        return trainer
+
+    recorded, model, expected = Recording(False), Recording(True), Recording(False)
+    make("recorded", recorded)
+    data_options["max_steps"] -= 1
+    trainer = make("rollback", model, nonfinite_policy="rollback")
+    clean = without_poison(recorded, accumulation)
+    assert len(clean) == 40 - 4 * accumulation
+    make_trainer(tmp_path / "clean", expected, clean, train_sampling_strategy="sequential", **options).train()
+    assert torch.equal(weights(model), weights(expected))
+    assert trainer.state.global_step == data_options["max_steps"]
+
+
+class StopsAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("stop", [3, 6, 9, 13])
+def test_a_run_that_was_rolled_back_resumes_to_the_bit(tmp_path: Path, stop: int, num_workers: int) -> None:
+    """Stopped before the poison's turn or after it, in the first epoch or the second."""
+    options = {
+        "nonfinite_policy": "rollback",
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "logging_steps": 1,
+        "num_train_epochs": 2,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 4,
+        "dataloader_num_workers": num_workers,
+    }
+    whole, parts = Poisoned(), Poisoned()
+    undisturbed = make_trainer(tmp_path / "whole", whole, data(), **options)
+    undisturbed.train()
+    make_trainer(tmp_path / "parts", Poisoned(), data(), callbacks=[StopsAt(stop)], **options).train()
+    resumed = make_trainer(tmp_path / "parts", parts, data(), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(whole), weights(parts))
+    assert resumed.state.global_step == undisturbed.state.global_step == 18
+    assert losses(resumed) == losses(undisturbed)
+    kept = [(tmp_path / name / "skipped_samples.jsonl").read_text() for name in ("whole", "parts")]
+    assert kept[0] == kept[1]
+    assert read_rows(tmp_path / "whole" / JOURNAL_FILE) == read_rows(tmp_path / "parts" / JOURNAL_FILE)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,20 @@ def test_the_train_loss_is_the_mean_of_all_updates(tmp_path: Path) -> None:
     rarely = make_trainer(tmp_path, Classifier(), DATA, logging_steps=3).train()
     never = make_trainer(tmp_path, Classifier(), DATA, logging_strategy="no").train()
     assert every.training_loss == pytest.approx(rarely.training_loss) == pytest.approx(never.training_loss)
+
+
+def test_without_a_loss_there_is_no_train_loss(tmp_path: Path) -> None:
+    """Every target is ignored: 0.0 would be a number that nobody measured. With nothing to do it is transformers'."""
+    ignored = [{**sample, "labels": torch.tensor(-100)} for sample in DATA]
+    trainer = make_trainer(tmp_path, Classifier(), ignored)
+    output = trainer.train()
+    assert math.isnan(output.training_loss)
+    assert math.isnan(output.metrics["train_loss"])
+    assert math.isnan(trainer.state.log_history[-1]["train_loss"])
+    options = {"save_strategy": "epoch"}
+    make_trainer(tmp_path, Classifier(), DATA, **options).train()
+    again = make_trainer(tmp_path, Classifier(), DATA, **options).train(resume_from_checkpoint=True)
+    assert again.training_loss == again.metrics["train_loss"] == 0.0
 
 
 @pytest.mark.parametrize(("first", "expected"), [(False, [4, 8]), (True, [1, 4, 8])])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +120,32 @@ def test_what_is_written_is_the_moment_of_the_save(tmp_path: Path, gate: threadi
     assert all(map(torch.equal, moments, taken["moments"]))
 
 
+def test_the_state_that_is_written_is_the_moment_of_the_save(tmp_path: Path, gate: threading.Event) -> None:
+    """A callback may hand out its own dict, which grows while the checkpoint is written; log rows may change."""
+
+    class Keeps(TrainerCallback):
+        def __init__(self) -> None:
+            self.seen: dict[str, list[int]] = {"steps": []}
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.seen["steps"].append(state.global_step)
+            self.seen[f"step {state.global_step}"] = []
+            if state.global_step == 7:
+                state.log_history[0]["loss"] = "changed"
+                gate.set()
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"seen": self.seen}}
+
+    make(tmp_path, save_steps=5, logging_steps=1, callbacks=[Keeps()]).train()
+    written = json.loads((tmp_path / "checkpoint-5" / "trainer_state.json").read_text())
+    seen = written["stateful_callbacks"]["Keeps"]["attributes"]["seen"]
+    assert seen.pop("steps") == [1, 2, 3, 4, 5]
+    assert list(seen) == [f"step {step}" for step in range(1, 6)]
+    assert [row["step"] for row in written["log_history"]] == [1, 2, 3, 4, 5]
+    assert isinstance(written["log_history"][0]["loss"], float)
+
+
 def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     under_way, most = 0, 0
     publish = folders.publish
@@ -148,6 +176,12 @@ class OwnCheckpoint(Trainer):
         assert Path(self.args.output_dir, f"checkpoint-{self.state.global_step}").is_dir()
 
 
+class OwnModel(Trainer):
+    def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        Path(output_dir, f"model of {self.state.global_step}").write_text("here")
+
+
 class AddsFile(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         Path(args.output_dir, f"checkpoint-{state.global_step}", "adapter.txt").write_text("here")
@@ -163,6 +197,7 @@ class SavesItself(Classifier):
     [
         ({"cls": OwnSave}, "OwnSave has its own _save", "mine.txt"),
         ({"cls": OwnCheckpoint}, "OwnCheckpoint has its own _save_checkpoint", "model.safetensors"),
+        ({"cls": OwnModel}, "OwnModel has its own save_model", "model.safetensors"),
         ({"callbacks": [AddsFile()]}, "AddsFile listens to on_save", "adapter.txt"),
         ({"model": SavesItself()}, "SavesItself has its own save_pretrained", "pytorch_model.bin"),
         ({"save_in_background": False}, None, "model.safetensors"),
@@ -178,6 +213,39 @@ def test_what_makes_training_wait(
     said = [record.message for record in caplog.records if "Training waits" in record.message]
     assert len(said) == (0 if reason is None else 1)  # once
     assert reason is None or reason in said[0]
+
+
+def test_an_adapter_callback_writes_into_the_checkpoint(tmp_path: Path) -> None:
+    """As the callbacks do that projects with adapters carry along: the adapter in a folder of its own, at on_save."""
+    peft = pytest.importorskip("peft")
+
+    class SavesAdapter(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            kwargs["model"].save_pretrained(str(checkpoint / "adapter_model"))
+            (checkpoint / "pytorch_model.bin").unlink(missing_ok=True)
+
+    def adapted() -> Any:
+        return peft.get_peft_model(Classifier(), peft.LoraConfig(target_modules=["first", "second"], r=2))
+
+    models = [adapted() for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    options = {"callbacks": [SavesAdapter()], "learning_rate": 0.1}
+    make(tmp_path / "whole", models[0], **options).train()
+    make(tmp_path / "parts", models[1], **options, max_steps=4, lr_scheduler_type="constant").train()
+    assert good(tmp_path / "parts") == [2, 4]
+    for checkpoint in folders.list_checkpoints(tmp_path / "parts"):
+        loaded = peft.PeftModel.from_pretrained(Classifier(), str(checkpoint / "adapter_model"))
+        assert loaded.peft_config["default"].r == 2
+    last = tmp_path / "parts" / "checkpoint-4" / "adapter_model"
+    state = peft.PeftModel.from_pretrained(Classifier(), str(last)).state_dict()
+    assert all(torch.equal(value, models[1].state_dict()[name]) for name, value in state.items() if "lora" in name)
+    shutil.rmtree(tmp_path / "whole" / "checkpoint-8")
+    resumed = make(tmp_path / "whole", models[2], **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+    assert torch.equal(weights(models[2]), weights(models[0]))
 
 
 def test_training_waits_when_memory_is_short(
@@ -286,12 +354,23 @@ def test_frozen_weights_are_stored_once(tmp_path: Path, in_background: bool) -> 
     assert all(map(torch.equal, fresh.state_dict().values(), model.state_dict().values()))
 
 
-def test_frozen_weights_that_were_changed_are_written_anew(tmp_path: Path) -> None:
+def one_value(weight: torch.Tensor) -> None:
+    weight.data[300, 7] += 1.0  # unseen by autograd's counter of versions
+
+
+def two_rows(weight: torch.Tensor) -> None:
+    """Of a permutation matrix: the sums of rows and columns stay as they are."""
+    weight.data[[3, 5]] = weight.data[[5, 3]]
+
+
+@pytest.mark.parametrize("edit", [one_value, two_rows])
+def test_frozen_weights_that_were_changed_are_written_anew(tmp_path: Path, edit: Any) -> None:
     model = WithBase()
+    torch.nn.init.eye_(model.base.weight)
 
     def change(step: int) -> None:
         if step == 5:
-            model.base.weight.data[300, 7] += 1.0  # unseen by autograd's counter of versions
+            edit(model.base.weight)
 
     make(tmp_path, model, callbacks=[Each(change)]).train()
     assert good(tmp_path) == [2, 4, 6, 8]
@@ -549,6 +628,37 @@ def test_the_journal_catches_up_when_the_disk_is_back(
     make(tmp_path, logging_steps=1, callbacks=[Each(refuse)]).train()
     assert [row.step for row in read_rows(path)] == list(range(1, 9))
     assert caplog.text.count("journal.bin could not be written") == 1
+
+
+def test_a_run_resumes_on_a_disk_that_takes_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither run.json can be written nor the journal cut, until step 6."""
+    make(tmp_path, max_steps=4).train()
+    is_full = True
+
+    def refuse(function: Any, *args: Any) -> Any:
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return function(*args)
+
+    def free(step: int) -> None:
+        nonlocal is_full
+        is_full = step < 6
+
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    monkeypatch.setattr(os, "truncate", partial(refuse, os.truncate))
+    dump = json.dump
+    monkeypatch.setattr("paceline.core.record.json.dump", lambda *args, **named: refuse(partial(dump, **named), *args))
+    trainer = make(tmp_path, logging_steps=1, callbacks=[Each(free)])
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 8
+    assert [row.step for row in read_rows(tmp_path / "journal.bin")] == list(range(1, 9))
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["extra"]["resumed_at_step"] == 2
+    assert [entry["extra"]["resumed_at_step"] for entry in record["history"]] == [0]
+    for name in ("run.json", "journal.bin"):
+        assert caplog.text.count(f"{name} could not be written") == 1
 
 
 @pytest.mark.parametrize("kind", ["gone", "damaged"])

@@ -422,8 +422,9 @@ class PacelineSection:
     )
     nonfinite_policy: str = option(
         "warn",
-        "On a loss or gradient that is not finite: 'warn'; 'skip' the update; 'raise'; or 'rollback' to the last good "
-        "state, leaving the offending samples out. Looked at when the numbers are read: at each log, evaluation, save.",
+        "On a loss or gradient that is not finite: 'warn'; 'skip' the update, while the schedule of the learning rate "
+        "goes on (not so with fp16); 'raise'; or 'rollback' to the last good state, leaving the offending samples out. "
+        "Looked at when the numbers are read: at each log, evaluation, save.",
         ("warn", "skip", "raise", "rollback"),
     )
     save_in_background: bool = option(

@@ -6,11 +6,14 @@ its epoch: that order is a pure function of the seed, so the samples' ids need n
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from paceline.core.outbox import append_whole
 
 JOURNAL_FILE = "journal.bin"
 NOT_COMPUTED = -1.0  # in place of a norm: no norm is negative
@@ -57,13 +60,12 @@ FORMAT = np.dtype(
 def append_rows(path: Path, rows: Sequence[UpdateRow]) -> None:
     """Append updates to a journal, which is made where there is none; half a row at its end goes.
 
-    Raises: OSError, when the disk refuses; what was written before is whole.
+    Raises: OSError, when the disk refuses; none of them is there then, and what was written before is whole.
     """
-    with path.open("ab") as file:
-        half = file.tell() % FORMAT.itemsize
-        if half:
-            file.truncate(file.tell() - half)
-        file.write(np.array([tuple(row) for row in rows], dtype=FORMAT).tobytes())
+    size = path.stat().st_size if path.is_file() else 0
+    if size % FORMAT.itemsize:
+        os.truncate(path, size - size % FORMAT.itemsize)
+    append_whole(path, np.array([tuple(row) for row in rows], dtype=FORMAT).tobytes())
 
 
 def read_rows(path: Path) -> list[UpdateRow]:
@@ -77,11 +79,15 @@ def read_rows(path: Path) -> list[UpdateRow]:
 
 
 def truncate(path: Path, step: int) -> None:
-    """Forget the updates after `step`: the run goes on from there."""
-    kept = [row for row in read_rows(path) if row.step <= step]
-    path.unlink(missing_ok=True)
-    if kept:
-        append_rows(path, kept)
+    """Forget the updates after `step`: the run goes on from there.
+
+    The file is cut in one call, so that a process that dies here loses no other row.
+
+    Raises: OSError, when the disk refuses.
+    """
+    later = next((index for index, row in enumerate(read_rows(path)) if row.step > step), None)
+    if later is not None:
+        os.truncate(path, later * FORMAT.itemsize)
 
 
 def find_row(path: Path, step: int) -> UpdateRow | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import enum
 import math
@@ -40,7 +41,7 @@ def jsonable(value: Any) -> Any:
     """The same value in plain Python: numbers, strings, lists, dicts.
 
     Scalars of numpy or of a tensor library become Python numbers (reading one from a device waits for it), arrays
-    become lists, enums their value; what has no plain form becomes its text.
+    become lists, enums their value, dataclasses dicts; what has no plain form becomes its text.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -52,6 +53,8 @@ def jsonable(value: Any) -> Any:
         return [jsonable(item) for item in value]
     if isinstance(value, (bool, int, float, str)):  # their subclasses: np.float64 is a float, np.str_ a str
         return value.item() if hasattr(value, "item") else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if hasattr(value, "tolist"):
         plain = value.tolist()
         return str(value) if plain is value else jsonable(plain)

@@ -11,6 +11,7 @@ from paceline.core.journal import UpdateRow
 logger = logging.getLogger(__name__)
 
 MAX_REWINDS = 20
+MAX_REWINDS_IN_A_ROW = 5  # with no good update between: more bad samples than that hardly lie side by side
 
 
 class NonFiniteError(ArithmeticError):
@@ -41,6 +42,8 @@ class NonFiniteGuard:
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self.num_rewinds = 0
+        self._num_in_a_row = 0
+        self._last_step = -1  # that was rewound before
 
     def find(self, rows: Sequence[UpdateRow]) -> UpdateRow | None:
         """Look at updates just read.
@@ -49,7 +52,8 @@ class NonFiniteGuard:
             The first bad one where the loop is to rewind before it, else None.
 
         Raises:
-            NonFiniteError: the policy is `raise`, or rewinding did not help `MAX_REWINDS` times.
+            NonFiniteError: the policy is `raise`, or rewinding did not help: `MAX_REWINDS` times, or
+                `MAX_REWINDS_IN_A_ROW` times with no good update between.
         """
         bad = list(filter(is_bad, rows))
         if not bad:
@@ -66,4 +70,12 @@ class NonFiniteGuard:
         self.num_rewinds += 1
         if self.num_rewinds > MAX_REWINDS:
             raise NonFiniteError(f"Rewound {MAX_REWINDS} times, and still not finite at {describe(bad[0])}.")
+        self._num_in_a_row = self._num_in_a_row + 1 if bad[0].step <= self._last_step else 1
+        self._last_step = bad[0].step
+        if self._num_in_a_row > MAX_REWINDS_IN_A_ROW:
+            raise NonFiniteError(
+                f"Rewound {MAX_REWINDS_IN_A_ROW} times with no good update between, and still not finite at "
+                f"{describe(bad[0])}. It is hardly the samples: the model may hold what is not finite outside its "
+                "parameters and buffers, which are all that is rewound, or the learning_rate is too high."
+            )
         return bad[0]

@@ -55,7 +55,11 @@ class PredictionOutput(NamedTuple):
 
 
 class TrainOutput(NamedTuple):
-    """What `train` returns. `training_loss` is the mean over the updates of this call."""
+    """What `train` returns.
+
+    `training_loss` is the mean over the updates of this call: NaN where none of them had a loss, 0.0 where none was
+    made (a finished run that was resumed).
+    """
 
     global_step: int
     training_loss: float

@@ -33,6 +33,7 @@ class Spill:
         self.limit = limit
         self.fallback = folder
         self.held = 0
+        self.announced = 0  # bytes that the user was told will be kept
         self._files: list[IO[bytes]] = []
 
     @property

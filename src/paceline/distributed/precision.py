@@ -51,6 +51,7 @@ class Precision:
             return True
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             if bool(is_bad):
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch warns of the schedule's step
                 return False
             optimizer.step()
             return True

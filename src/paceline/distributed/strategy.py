@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any
 
 import torch
@@ -15,6 +17,10 @@ from torch.optim import Optimizer
 from paceline.data.prefetch import move_to_device
 from paceline.distributed.precision import Precision
 from paceline.distributed.world import World
+
+PARAMETERS_OF = itemgetter("params")
+GRADIENT_OF = attrgetter("grad")
+IS_THERE = partial(is_not, None)
 
 
 @dataclass
@@ -35,15 +41,20 @@ class SingleDevice:
         self.device = world.device
         self.precision = precision
         self.optimizer: Optimizer | None = None
-        self.parameters: list[nn.Parameter] = []
+        self.parameters: list[nn.Parameter] = []  # of the model, and what the optimizer holds beside them
+        self._model: nn.Module | None = None
+        self._held: list[Tensor] = []  # by the optimizer, when that list was made
         self._num_alike = -1  # gradients that were found to be alike; -1: none were
         # the batch, its tensors on the device; one call, since this is on the path of every step
         self.place: Callable[[Any], Any] = partial(move_to_device, device=self.device, non_blocking=True)
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
         """Put the model on the device and make its optimizer there."""
+        self._model = model
         self.parameters = list(model.parameters())
         self.optimizer = make_optimizer(model) if make_optimizer is not None else None
+        if self.optimizer is not None:
+            self._follow(self.optimizer)
         return Prepared(model, self.optimizer)
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -55,7 +66,9 @@ class SingleDevice:
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of `loss`."""
+        """Accumulate the gradients of `loss`. What the optimizer was given since the last time starts without one."""
+        if self.optimizer is not None:
+            self._follow(self.optimizer, clears=True)
         if self.precision.scales:
             loss = self.precision.scale(loss)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -67,11 +80,12 @@ class SingleDevice:
             The norm before clipping, a 0-dim tensor on the device; None when nothing was asked.
         """
         assert self.optimizer is not None
+        self._follow(self.optimizer)
         if self.precision.scales:
             self.precision.unscale(self.optimizer)
         if max_norm <= 0:
             return None
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        gradients = list(filter(IS_THERE, map(GRADIENT_OF, self.parameters)))  # no Python call for it, on every step
         if len(gradients) != self._num_alike:
             self._num_alike = len(gradients) if are_alike(gradients) else -1
         if self._num_alike < 0:
@@ -83,9 +97,28 @@ class SingleDevice:
         return norm
 
     def clear_gradients(self) -> None:
-        """Drop the gradients of every parameter, of those too that the optimizer does not hold: they were clipped."""
+        """Drop the gradients of every parameter of the model, and of what the optimizer holds beside them."""
         for parameter in self.parameters:
             parameter.grad = None
+
+    def _follow(self, optimizer: Optimizer, clears: bool = False) -> None:
+        """List the parameters anew where the optimizer holds others than before: a callback added a head, say.
+
+        Comparing what it holds takes microseconds, where a walk through the model at each step would be dear.
+
+        Args:
+            optimizer: the one that is stepped.
+            clears: drop the gradients of those that are new: they are of updates before.
+        """
+        held = list(chain.from_iterable(map(PARAMETERS_OF, optimizer.param_groups)))
+        if len(held) == len(self._held) and all(map(is_, held, self._held)):
+            return
+        before = set(map(id, self.parameters))
+        self.parameters = list(dict.fromkeys(chain(self._model.parameters() if self._model is not None else (), held)))
+        self._held, self._num_alike = held, -1
+        for parameter in self.parameters if clears else ():
+            if id(parameter) not in before:
+                parameter.grad = None
 
     def step(self, is_bad: Tensor | None = None) -> bool:
         """Update the parameters, unless `is_bad` (0-dim, on the device). Returns whether that is known to be done."""
