@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,6 @@ from paceline.core.rows import RowCollector, map_nest
 from paceline.core.spill import Spill
 from paceline.data.loading import loader_length
 from paceline.model.prediction_size import announce
-
-logger = logging.getLogger(__name__)
 
 # a list of these is one row per sample, not a nest
 ROW_TYPES = (str, bytes, int, float, bool, np.generic)
