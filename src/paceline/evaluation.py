@@ -188,7 +188,7 @@ class EvaluationLoop:
         is_streamed = self.options.streaming and not loss_only
         if self.metric is not None:
             self.metric.reset()
-        with Spill(self.options.spill_bytes, self.options.spill_folder) as spill:
+        with Spill(self.options.spill_bytes, self.options.spill_folder) as spill, self.rule.put_back():
             kept = Kept(self.options, spill)
             with evaluating(self.model, self.options.dtype), casting(self.model, self.options.dtype, self.rule):
                 for batch, is_last in with_last(loader):
@@ -203,8 +203,8 @@ class EvaluationLoop:
                     kept.add(rows if keep_streamed or not is_streamed else {}, size, loader)
                     self.on_step()
             gathered = kept.result()
+            loss = total.mean()
         metrics = self._metrics(gathered, loss_only)
-        loss = total.mean()
         if loss is not None:
             metrics["loss"] = loss
         return EvalLoopOutput(

@@ -1,6 +1,7 @@
 """The loss rule: what a returned loss is a mean over is found out, not guessed."""
 
 import itertools
+import json
 import logging
 
 import pytest
@@ -78,6 +79,53 @@ def test_a_tie_is_kept_until_a_batch_separates_it() -> None:
     rule.look(loss_under(Meaning("samples"), logits, labels), logits, counts)
     assert rule.meaning == Meaning("samples")
     assert rule.is_settled
+
+
+def test_what_was_identified_can_be_taken_along() -> None:
+    rule = LossRule(["labels"])
+    logits, labels = make_batch([6, 6])
+    rule.look(loss_under(Meaning("samples"), logits, labels), logits, rule.count({"labels": labels}))
+    rule.assume_scaled(True)
+    other = LossRule(["labels"])
+    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
+    assert other.state_dict() == rule.state_dict()
+    assert (other.held, other.meaning) == (rule.held, rule.meaning)
+    for again in (rule, other):
+        logits, labels = make_batch([2, 6])
+        again.look(loss_under(Meaning("samples"), logits, labels), logits, again.count({"labels": labels}))
+        assert again.meaning == Meaning("samples")
+    assert rule.state_dict() == other.state_dict()
+
+
+def test_what_is_declared_now_is_stronger_than_what_was_identified_then() -> None:
+    then = LossRule(["labels"])
+    then.settle(Meaning("samples"))
+    now = LossRule(["labels"], declared="tokens")
+    now.load_state_dict(then.state_dict())
+    assert now.meaning == Meaning("tokens")
+
+
+def damaged_states() -> list[dict[str, object]]:
+    rule = LossRule(["labels"])
+    rule.settle(Meaning("tokens"))
+    state = rule.state_dict()
+    meaning = state["held"][0]
+    wrong_values = ("x", 10**30, 1.5, None, [], {})
+    wrong = [{**meaning, name: value} for name in meaning for value in wrong_values]
+    cases = [{**state, "held": [item]} for item in wrong]
+    cases += [{**state, "assumed": item} for item in [*wrong, None, 3]]
+    cases += [{**state, "is_settled": value} for value in (0, "true", None)]
+    cases += [{name: value for name, value in state.items() if name != left_out} for left_out in state]
+    return [*cases, {**state, "held": 3}, {**state, "held": None}, {**state, "declared": "tokens"}]
+
+
+@pytest.mark.parametrize("state", damaged_states(), ids=str)
+def test_a_damaged_state_is_refused_whole(state: dict[str, object]) -> None:
+    rule = LossRule(["labels"])
+    before = rule.state_dict()
+    with pytest.raises((ValueError, TypeError, LookupError)):
+        rule.load_state_dict(state)
+    assert rule.state_dict() == before
 
 
 def test_channel_first_logits_are_understood() -> None:

@@ -10,8 +10,9 @@ pass that is looked at is the one being trained on: no user code runs twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -63,6 +64,19 @@ class Meaning:
             labels = labels[..., 1:]
         return int((labels != self.ignore_index).sum())
 
+    @classmethod
+    def restored(cls, saved: Any) -> Meaning:
+        """From what `dataclasses.asdict` made.
+
+        Raises: ValueError, for anything that is no meaning.
+        """
+        kinds = {field.name: type(field.default) for field in fields(cls)}
+        if not isinstance(saved, dict) or {name: type(value) for name, value in saved.items()} != kinds:
+            raise ValueError(f"{str(saved)[:80]!r} is no reading of a loss")
+        if saved["unit"] not in UNITS or not is_target(saved["ignore_index"]):
+            raise ValueError(f"{str(saved)[:80]!r} is no reading of a loss")
+        return cls(**saved)
+
     def __str__(self) -> str:
         unit = "samples" if self.unit == "samples" else "targets that are not " + str(self.ignore_index)
         shift = ", shifted by one" if self.shifted else ""
@@ -70,6 +84,7 @@ class Meaning:
         return f"a sum over {unit}{shift}, divided by {divisor}"
 
 
+UNITS = ("tokens", "samples")
 DECLARED = {
     "samples": Meaning("samples"),
     "tokens": Meaning("tokens"),
@@ -105,17 +120,28 @@ class LossRule:
         pad_token_id: int | None = None,
     ) -> None:
         self.label_names = tuple(label_names)
-        self.is_settled = declared is not None
-        self.is_verified = False
         self.shifts = shifts
-        self.is_assumed_scaled = False
-        self._assumed = Meaning("tokens", shifted=shifts)
-        self._hold([DECLARED[declared]] if declared is not None else [])
+        self.declared = DECLARED[declared] if declared is not None else None
         self._extra_ignored = tuple({-1, 0, 1} | ({pad_token_id} if isinstance(pad_token_id, int) else set()))
-        self._reported: str | None = None
+        self._said: set[str] = set()  # each sentence is said once, however often what it tells is found out
+        self.begin()
+
+    def begin(self) -> LossRule:
+        """Forget what was identified, not what was declared: runs of the same data are then the same. Returns self."""
+        self.is_settled = self.declared is not None
+        self.is_verified = False
+        self.is_assumed_scaled = False
+        self._assumed = Meaning("tokens", shifted=self.shifts)
+        self._hold([self.declared] if self.declared is not None else [])
+        return self
 
     def declare(self, meaning: Meaning) -> None:
-        """Settle the question: the caller knows."""
+        """Settle the question for good: the caller knows."""
+        self.declared = meaning
+        self.settle(meaning)
+
+    def settle(self, meaning: Meaning) -> None:
+        """Settle the question until the next run begins."""
         self.is_settled = True
         self._hold([meaning])
 
@@ -214,7 +240,7 @@ class LossRule:
         if self.is_settled or not bool(torch.isfinite(loss)):
             return
         if counts.labels is None:
-            self.declare(Meaning("samples", scaled=self._assumed.scaled and num_items is not None))
+            self.settle(Meaning("samples", scaled=self._assumed.scaled and num_items is not None))
             return
         agreeing = self._agreeing(loss, outputs, counts.labels, num_items)
         if agreeing is None or (not agreeing and self.held):
@@ -257,25 +283,70 @@ class LossRule:
 
     def _give_up(self, reason: str) -> None:
         meaning = self._assumed
-        self.declare(meaning)
+        self.settle(meaning)
         self.is_verified = False
         if meaning.scaled:  # whoever was given num_items_in_batch answers for the division by it
-            logger.info("The loss was given num_items_in_batch and is used as it is (%s).", reason)
+            self._say(logging.INFO, f"The loss was given num_items_in_batch and is used as it is ({reason}).")
             return
-        logger.warning(
-            "What the returned loss is a mean over could not be identified (%s): it is taken for %s. If that is wrong, "
-            "gradient accumulation and eval_loss weigh batches of unequal size wrongly: say it with "
+        self._say(
+            logging.WARNING,
+            f"What the returned loss is a mean over could not be identified ({reason}): it is taken for {meaning}. If "
+            "that is wrong, gradient accumulation and eval_loss weigh batches of unequal size wrongly: say it with "
             'TrainingArguments(loss_weight="samples" | "tokens" | "shifted_tokens" | "scaled").',
-            reason,
-            meaning,
         )
 
     def _report(self) -> None:
-        text = str(self.meaning)
-        if text != self._reported:
-            tied = f" ({len(self.held)} readings still agree)" if len(self.held) > 1 else ""
-            logger.info("The returned loss was identified as %s%s.", text, tied)
-            self._reported = text
+        tied = f" ({len(self.held)} readings still agree)" if len(self.held) > 1 else ""
+        self._say(logging.INFO, f"The returned loss was identified as {self.meaning}{tied}.")
+
+    def _say(self, level: int, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.log(level, sentence)
+
+    # ---- what of this a run takes along
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was identified so far: plain values. It decides how an update is weighed, and in which order it runs."""
+        return {
+            "declared": None if self.declared is None else asdict(self.declared),
+            "held": [asdict(meaning) for meaning in self.held],
+            "assumed": asdict(self._assumed),
+            "is_settled": self.is_settled,
+            "is_verified": self.is_verified,
+            "is_assumed_scaled": self.is_assumed_scaled,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; nothing, where something else is declared now than was then.
+
+        Raises: ValueError, TypeError or LookupError, for anything else; then nothing has changed.
+        """
+        declared = None if state["declared"] is None else Meaning.restored(state["declared"])
+        held = [Meaning.restored(saved) for saved in state["held"]]
+        assumed = Meaning.restored(state["assumed"])
+        flags = {name: state[name] for name in ("is_settled", "is_verified", "is_assumed_scaled")}
+        if not all(isinstance(value, bool) for value in flags.values()):
+            raise ValueError(f"{flags} are not true or false")
+        if declared != self.declared:
+            return
+        self.is_settled, self.is_verified, self.is_assumed_scaled = flags.values()
+        self._assumed = assumed
+        self._hold(held)
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """What is identified inside is forgotten: so that an evaluation changes nothing in the updates after it."""
+        state = self.state_dict()
+        try:
+            yield
+        finally:
+            self.load_state_dict(state)
+
+
+def is_target(value: Any) -> bool:
+    """Whether a value can be one of a tensor of targets: an int of 64 bits."""
+    return type(value) is int and -(2**63) <= value < 2**63
 
 
 def is_ragged(labels: Tensor, shifted: bool) -> bool:
