@@ -39,7 +39,10 @@ def loss_under(meaning: Meaning, logits: Tensor, labels: Tensor, num_items: int 
         return torch.stack(rows).sum() / num_items
     if meaning.unit == "tokens":
         return torch.stack(rows).sum() / sum(numbers)
-    return torch.stack([row / number for row, number in zip(rows, numbers, strict=True) if number]).mean()
+    means = [row / max(number, 1) for row, number in zip(rows, numbers, strict=True)]
+    if meaning.unit == "samples":
+        means = [mean for mean, number in zip(means, numbers, strict=True) if number]
+    return torch.stack(means).mean()
 
 
 MEANINGS = [
@@ -47,6 +50,8 @@ MEANINGS = [
     Meaning("tokens", shifted=True),
     Meaning("samples"),
     Meaning("samples", shifted=True),
+    Meaning("all_samples"),
+    Meaning("all_samples", shifted=True),
     Meaning("tokens", scaled=True),
     Meaning("tokens", shifted=True, scaled=True),
     Meaning("tokens", ignore_index=0),
@@ -55,7 +60,7 @@ MEANINGS = [
 
 @pytest.mark.parametrize("truth", MEANINGS, ids=str)
 def test_each_meaning_is_identified_from_one_ragged_batch(truth: Meaning) -> None:
-    logits, labels = make_batch([3, 6, 2])
+    logits, labels = make_batch([3, 6, 0, 2])
     if truth.ignore_index == 0:
         labels = labels.clamp(min=0)
     num_items = 23 if truth.scaled else None
@@ -73,10 +78,36 @@ def test_a_tie_is_kept_until_a_batch_separates_it() -> None:
     assert rule.meaning == Meaning("tokens")  # torch's own default while both hold
     assert not rule.is_settled
     assert rule.telling(counts) == 0  # the same again would tell nothing
-    logits, labels = make_batch([2, 6])
+    logits, labels = make_batch([2, 6, 0])
     counts = rule.count({"labels": labels})
     assert rule.telling(counts) > 0
     rule.look(loss_under(Meaning("samples"), logits, labels), logits, counts)
+    assert rule.meaning == Meaning("samples")
+    assert rule.is_settled
+
+
+def test_whether_empty_samples_count_stays_open_until_there_is_one() -> None:
+    for truth in (Meaning("samples"), Meaning("all_samples")):
+        rule = LossRule(["labels"])
+        for lengths in ([3, 6, 2], [4, 4], [2, 5, 0]):
+            assert not rule.is_settled
+            logits, labels = make_batch(lengths)
+            rule.look(loss_under(truth, logits, labels), logits, rule.count({"labels": labels}))
+            assert rule.meaning.unit in ("samples", "all_samples")
+        assert rule.meaning == truth
+
+
+def test_declared_samples_leave_open_only_whether_empty_ones_count() -> None:
+    for truth in (Meaning("samples"), Meaning("all_samples")):
+        rule = LossRule(["labels"], declared="samples")
+        full, ragged = make_batch([6, 6]), make_batch([2, 5, 0])
+        assert rule.count({"labels": ragged[1]}).weight == 2
+        counts = rule.count({"labels": ragged[1]})
+        assert rule.telling(counts) > rule.telling(rule.count({"labels": full[1]}))
+        rule.look(loss_under(truth, *ragged), ragged[0], counts)
+        assert rule.meaning == truth
+    rule = LossRule(["labels"], declared="samples")
+    rule.look(torch.tensor(123.0), ragged[0], counts)
     assert rule.meaning == Meaning("samples")
     assert rule.is_settled
 
@@ -165,13 +196,11 @@ def test_a_non_finite_loss_tells_nothing() -> None:
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=2, max_size=10).filter(lambda x: sum(n > 1 for n in x) > 0),
     cuts=st.lists(st.integers(1, 9), max_size=4),
-    truth=st.sampled_from(MEANINGS[:4]),
+    truth=st.sampled_from(MEANINGS[:6]),
 )
 def test_any_split_of_the_same_samples_adds_up_to_the_same_loss(
     lengths: list[int], cuts: list[int], truth: Meaning
 ) -> None:
-    if truth.unit == "samples":
-        lengths = [max(length, 2) for length in lengths]  # a sample without a target is in nobody's mean over samples
     logits, labels = make_batch(lengths, seed=sum(lengths))
     whole = float(loss_under(truth, logits, labels))
     rule = LossRule(["labels"])

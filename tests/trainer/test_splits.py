@@ -54,9 +54,9 @@ def first_gradient(
 @pytest.mark.parametrize("per_sample", [False, True], ids=["mean over targets", "mean over samples"])
 @pytest.mark.parametrize("shifted", [False, True], ids=["aligned", "shifted"])
 def test_a_module_that_returns_a_mean(tmp_path: Path, shifted: bool, per_sample: bool) -> None:
-    data = DATA if not per_sample else [s for s in DATA if int((s["labels"][1:] != -100).sum()) > 0]
-    expected = None
-    for batch, accumulation in [(len(data), 1), *SPLITS]:
+    data, expected = DATA, None
+    assert any(bool((sample["labels"][1:] == -100).all()) for sample in data)
+    for batch, accumulation in SPLITS:
         model = Tagger(shifted=shifted, per_sample=per_sample).double()
         # in micro-batches of one sample the two means are one and the same number: only then it must be said
         weight = "samples" if per_sample and batch == 1 else None
@@ -174,10 +174,52 @@ def test_a_batch_without_a_target_inside_an_update_adds_nothing(tmp_path: Path) 
 
 def test_a_declared_weight_is_used(tmp_path: Path) -> None:
     model = Tagger(per_sample=True).double()
-    data = [s for s in DATA if int((s["labels"] != -100).sum()) > 0]
-    whole = first_gradient(tmp_path, model, data, (len(data), 1), loss_weight="samples")
-    parts = first_gradient(tmp_path, Tagger(per_sample=True).double(), data, (3, 8), loss_weight="samples")
-    torch.testing.assert_close(whole[0], parts[0], rtol=1e-10, atol=1e-12)
+    whole = first_gradient(tmp_path, model, DATA, (24, 1), loss_weight="samples")
+    for split in SPLITS[1:4]:
+        parts = first_gradient(tmp_path, Tagger(per_sample=True).double(), DATA, split, loss_weight="samples")
+        torch.testing.assert_close(whole[0], parts[0], rtol=1e-10, atol=1e-12)
+
+
+class MeanOverAll(Tagger):
+    """The mean over all samples of each one's mean over its targets, 0 for those that have none."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(input_ids, labels)["logits"]
+        sums = functional.cross_entropy(logits.movedim(-1, 1), labels, reduction="none").sum(1)
+        return {"loss": (sums / (labels != -100).sum(1).clamp(min=1)).mean(), "logits": logits}
+
+
+@pytest.mark.parametrize("weight", [None, "samples"])
+def test_a_mean_over_all_samples_counts_those_without_a_target(tmp_path: Path, weight: str | None) -> None:
+    options: dict[str, Any] = {"train_sampling_strategy": "sequential", "loss_weight": weight}
+    expected = first_gradient(tmp_path, MeanOverAll().double(), DATA, (24, 1), **options)
+    for split in [(12, 2), (6, 4), (4, 6)]:
+        found = first_gradient(tmp_path, MeanOverAll().double(), DATA, split, **options)
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=1e-12)
+        assert found[1] == pytest.approx(expected[1], rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", [MeanOverAll, lambda: Tagger(per_sample=True)], ids=["all", "with targets"])
+def test_eval_loss_of_a_mean_over_samples(tmp_path: Path, kind: Any) -> None:
+    data = DATA[12:] + DATA[:12]
+    found = [
+        make_trainer(tmp_path, kind().double(), eval_dataset=data, per_device_eval_batch_size=batch).evaluate()
+        for batch in (4, 8, 24)
+    ]
+    assert [row["eval_loss"] for row in found] == pytest.approx([found[0]["eval_loss"]] * 3, rel=1e-10)
+
+
+def test_an_update_without_a_target_changes_nothing_where_all_samples_count(tmp_path: Path) -> None:
+    empty = [{"input_ids": s["input_ids"], "labels": torch.full_like(s["labels"], -100)} for s in DATA[:8]]
+    model = MeanOverAll()
+    options = {"gradient_accumulation_steps": 2, "lr_scheduler_type": "constant", "weight_decay": 0.1}
+    first = make_trainer(tmp_path, MeanOverAll(), DATA[:8], **options, train_sampling_strategy="sequential")
+    first.train()
+    trainer = make_trainer(tmp_path, model, DATA[:8] + empty, **options, train_sampling_strategy="sequential")
+    trainer.train()
+    assert trainer.loss_rule.meaning.unit == "all_samples"
+    assert len(losses(trainer)) == 1
+    assert torch.equal(weights(model), weights(first.model))
 
 
 @pytest.mark.parametrize("scaled", [True, False])

@@ -2,9 +2,9 @@
 
 A model's loss is one number per micro-batch. To add micro-batches up right, one must know what the number was
 divided by. Where that is not declared it is identified: on the first batches the loss is recomputed from the logits
-under every hypothesis (targets shifted or not, which index is ignored, a mean over targets or over samples, divided
-by the batch's own count or by `num_items_in_batch`); those that disagree are dropped until one is left. The forward
-pass that is looked at is the one being trained on: no user code runs twice.
+under every hypothesis (targets shifted or not, which index is ignored, a mean over targets or over samples, with or
+without those that have no target, divided by the batch's own count or by `num_items_in_batch`); those that disagree
+are dropped until one is left. The forward pass that is looked at is the one being trained on: no user code runs twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,12 +21,11 @@ from torch.nn import functional
 
 from paceline.data.loading import batch_size_of
 from paceline.model.outputs import candidate_logits
+from paceline.model.readings import IGNORE_INDEX, UNITS, Meaning, agree, align, signatures
+
+__all__ = ["IGNORE_INDEX", "Counts", "LabelSmoother", "LossRule", "Meaning"]
 
 logger = logging.getLogger(__name__)
-
-IGNORE_INDEX = -100
-# targets recomputed at once, so that a look at a large vocabulary stays small beside the model's own logits
-LOOK_CHUNK = 4096
 
 
 @dataclass(slots=True)
@@ -39,52 +38,6 @@ class Counts:
     is_shifted: bool = False  # the labels stand where the output is compared with them, whoever shifts others
 
 
-@dataclass(frozen=True)
-class Meaning:
-    """One hypothesis on what a returned loss is: a sum over targets, divided by what.
-
-    Attributes:
-        unit: `tokens`: the mean over targets that are not ignored; `samples`: the mean over samples (of the mean
-            over each one's targets).
-        shifted: the output at position i is compared with the target at i + 1.
-        ignore_index: the target value that is left out.
-        scaled: the sum was divided by `num_items_in_batch`, not by the micro-batch's own count.
-    """
-
-    unit: str = "tokens"
-    shifted: bool = False
-    ignore_index: int = IGNORE_INDEX
-    scaled: bool = False
-
-    def weigh(self, labels: Tensor | None, samples: int, is_shifted: bool = False) -> int:
-        """The micro-batch's own count, in this meaning's unit."""
-        if labels is None or self.unit == "samples":
-            return samples
-        if self.shifted and not is_shifted and labels.dim() > 1:
-            labels = labels[..., 1:]
-        return int((labels != self.ignore_index).sum())
-
-    @classmethod
-    def restored(cls, saved: Any) -> Meaning:
-        """From what `dataclasses.asdict` made.
-
-        Raises: ValueError, for anything that is no meaning.
-        """
-        kinds = {field.name: type(field.default) for field in fields(cls)}
-        if not isinstance(saved, dict) or {name: type(value) for name, value in saved.items()} != kinds:
-            raise ValueError(f"{str(saved)[:80]!r} is no reading of a loss")
-        if saved["unit"] not in UNITS or not is_target(saved["ignore_index"]):
-            raise ValueError(f"{str(saved)[:80]!r} is no reading of a loss")
-        return cls(**saved)
-
-    def __str__(self) -> str:
-        unit = "samples" if self.unit == "samples" else "targets that are not " + str(self.ignore_index)
-        shift = ", shifted by one" if self.shifted else ""
-        divisor = "num_items_in_batch" if self.scaled else "their number"
-        return f"a sum over {unit}{shift}, divided by {divisor}"
-
-
-UNITS = ("tokens", "samples")
 DECLARED = {
     "samples": Meaning("samples"),
     "tokens": Meaning("tokens"),
@@ -127,18 +80,25 @@ class LossRule:
         self.begin()
 
     def begin(self) -> LossRule:
-        """Forget what was identified, not what was declared: runs of the same data are then the same. Returns self."""
-        self.is_settled = self.declared is not None
+        """Forget what was identified, not what was declared: runs of the same data are then the same. Returns self.
+
+        Where samples were declared, it is left open whether those without a target count.
+        """
+        held = [self.declared] if self.declared is not None else []
+        if self.declared == DECLARED["samples"]:
+            shifts = (self.shifts, not self.shifts)
+            held = [Meaning(unit, shifted) for unit in ("samples", "all_samples") for shifted in shifts]
+        self.is_settled = len(held) == 1
         self.is_verified = False
         self.is_assumed_scaled = False
         self._assumed = Meaning("tokens", shifted=self.shifts)
-        self._hold([self.declared] if self.declared is not None else [])
+        self._hold(held)
         return self
 
     def declare(self, meaning: Meaning) -> None:
         """Settle the question for good: the caller knows."""
         self.declared = meaning
-        self.settle(meaning)
+        self.begin()
 
     def settle(self, meaning: Meaning) -> None:
         """Settle the question until the next run begins."""
@@ -216,21 +176,30 @@ class LossRule:
             item.weight = self.meaning.weigh(item.labels, item.samples, item.is_shifted)
         return sum(item.weight for item in counts)
 
+    def has_target(self, counts: Sequence[Counts]) -> bool:
+        """Whether an update has a target at all: where all samples count, its weight does not tell."""
+        return any(item.labels is None or bool(self._kept(item).any()) for item in counts)
+
+    def _kept(self, counts: Counts) -> Tensor:
+        assert counts.labels is not None
+        return self.meaning.kept(counts.labels, counts.is_shifted)
+
     # ---- identification
 
     def telling(self, counts: Counts) -> int:
-        """How much a look at this micro-batch could tell: 0 where no hypothesis that still holds would be dropped."""
+        """How much a look at this micro-batch could tell: 0 where no hypothesis that still holds would be dropped.
+
+        What tells the units apart counts most. It alone changes the weights of micro-batches that did not tell it; of
+        the rest, those keep their weights, and at most the total changes.
+        """
         if self.is_settled:
             return 0
-        labels = counts.labels
-        if labels is None:
+        if counts.labels is None:
             return 1  # floating-point or no targets: one look settles it for samples
-        first = not self.held
-        tells_form = first or len({(m.shifted, m.scaled) for m in self.held}) > 1
-        tells_unit = (first or len({m.unit for m in self.held}) > 1) and is_ragged(labels, self.meaning.shifted)
-        ignored = {m.ignore_index for m in self.held}
-        tells_ignored = len(ignored) > 1 and any(bool((labels == index).any()) for index in ignored)
-        return int(tells_form) + int(tells_unit) + int(tells_ignored)
+        hypotheses = self._hypotheses(counts.labels, None)
+        found = signatures(hypotheses, counts.labels)
+        tells_unit = len({unit for *place, unit, _ in found if place == list(found[0][:2])}) > 1
+        return len(set(found)) - (1 if self.held else 0) + (len(hypotheses) if tells_unit else 0)
 
     def look(self, loss: Tensor, outputs: Any, counts: Counts, num_items: Any = None) -> None:
         """Compare a returned loss with what each hypothesis makes of the logits, and drop those that disagree.
@@ -259,32 +228,35 @@ class LossRule:
         if not fitting:
             return None
         for logits in fitting:
-            hypotheses = self.held or self._hypotheses(labels, num_items, (IGNORE_INDEX,))
-            agreeing = agree(loss, logits, labels, num_items, hypotheses)
-            if not agreeing and not self.held:
-                present = tuple(index for index in self._extra_ignored if bool((labels == index).any()))
-                agreeing = agree(loss, logits, labels, num_items, self._hypotheses(labels, num_items, present))
+            agreeing = agree(loss, logits, labels, num_items, self._hypotheses(labels, num_items))
             if agreeing:
                 return agreeing
         return []
 
-    def _hypotheses(self, labels: Tensor, num_items: Any, ignored: Sequence[int]) -> list[Meaning]:
-        """Every hypothesis, the likelier first: while several hold, the first one counts."""
+    def _hypotheses(self, labels: Tensor, num_items: Any) -> list[Meaning]:
+        """Every hypothesis that still holds, the likelier first: while several hold, the first one counts."""
+        if self.held:
+            return self.held
         shifts = (self.shifts, not self.shifts) if labels.dim() > 1 else (False,)
         scalings = (False,) if num_items is None else (self._assumed.scaled, not self._assumed.scaled)
+        ignored = [IGNORE_INDEX, *(index for index in self._extra_ignored if bool((labels == index).any()))]
         return [
             Meaning(unit, shifted, index, scaled)
-            for scaled in scalings
-            for unit in ("tokens", "samples")
-            for shifted in shifts
             for index in ignored
-            if not (scaled and unit == "samples")
+            for scaled in scalings
+            for unit in UNITS
+            for shifted in shifts
+            # with one target a sample, those that have one are the targets
+            if not (scaled and unit != "tokens") and not (unit == "samples" and labels.dim() == 1)
         ]
 
     def _give_up(self, reason: str) -> None:
-        meaning = self._assumed
+        meaning = self.declared or self._assumed
         self.settle(meaning)
         self.is_verified = False
+        if self.declared is not None:
+            self._say(logging.INFO, f"Whether samples without a target count could not be seen ({reason}): they don't.")
+            return
         if meaning.scaled:  # whoever was given num_items_in_batch answers for the division by it
             self._say(logging.INFO, f"The loss was given num_items_in_batch and is used as it is ({reason}).")
             return
@@ -342,84 +314,6 @@ class LossRule:
             yield
         finally:
             self.load_state_dict(state)
-
-
-def is_target(value: Any) -> bool:
-    """Whether a value can be one of a tensor of targets: an int of 64 bits."""
-    return type(value) is int and -(2**63) <= value < 2**63
-
-
-def is_ragged(labels: Tensor, shifted: bool) -> bool:
-    """Whether the samples hold different numbers of targets, so that a mean over samples shows."""
-    targets = labels[..., 1:] if shifted and labels.dim() > 1 else labels
-    kept = targets != IGNORE_INDEX
-    numbers = kept.flatten(1).sum(1) if kept.dim() > 1 else kept
-    return bool((numbers != numbers[0]).any()) if len(numbers) else False
-
-
-def align(logits: Tensor, labels: Tensor) -> Tensor | None:
-    """Logits with the classes last, `(*labels.shape, num_classes)`, or None where the shapes cannot belong together."""
-    if logits.shape[:-1] == labels.shape:
-        return logits
-    if logits.dim() == labels.dim() + 1 and logits.shape[0] == labels.shape[0] and logits.shape[2:] == labels.shape[1:]:
-        return logits.movedim(1, -1)
-    return None
-
-
-def agree(loss: Tensor, logits: Tensor, labels: Tensor, num_items: Any, hypotheses: Sequence[Meaning]) -> list[Meaning]:
-    """The hypotheses under which the mean cross-entropy of `logits` is `loss`, up to the rounding of their types."""
-    tolerance = rounding(loss.dtype, logits.dtype)
-    found, sums = float(loss), {}
-    agreeing = []
-    for meaning in hypotheses:
-        key = (meaning.shifted, meaning.ignore_index)
-        if key not in sums:
-            sums[key] = row_sums(logits, labels.to(logits.device), *key)
-        rows = sums[key]
-        if rows is None:
-            continue
-        value = meaning_value(meaning, *rows, num_items)
-        if value is not None and abs(value - found) <= tolerance * max(abs(found), 1e-6):
-            agreeing.append(meaning)
-    return agreeing
-
-
-def rounding(loss: torch.dtype, logits: torch.dtype) -> float:
-    """The relative difference that two ways of computing the same loss may show."""
-    if loss in (torch.float16, torch.bfloat16):
-        return 2e-2
-    if logits in (torch.float16, torch.bfloat16):
-        return 5e-4
-    return 1e-9 if loss == torch.float64 and logits == torch.float64 else 5e-5
-
-
-def meaning_value(meaning: Meaning, sums: Tensor, numbers: Tensor, num_items: Any) -> float | None:
-    """The loss under one hypothesis, from each row's sum and number of targets (float64 and int64, on the host)."""
-    if meaning.scaled:
-        return float(sums.sum() / float(num_items)) if float(num_items) > 0 else None
-    if meaning.unit == "tokens":
-        return float(sums.sum() / numbers.sum()) if int(numbers.sum()) > 0 else None
-    filled = numbers > 0
-    return float((sums[filled] / numbers[filled]).mean()) if bool(filled.any()) else None
-
-
-@torch.no_grad()
-def row_sums(logits: Tensor, labels: Tensor, shifted: bool, ignore_index: int) -> tuple[Tensor, Tensor] | None:
-    """Each row's summed cross-entropy and number of targets; None where a target is no class."""
-    if shifted:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    kept = labels != ignore_index
-    num_classes = logits.shape[-1]
-    if bool(((labels < 0) | (labels >= num_classes))[kept].any()) or labels.numel() == 0:
-        return None
-    flat_logits, flat_labels = logits.reshape(-1, num_classes), labels.reshape(-1)
-    precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    pieces = [
-        functional.cross_entropy(part.to(precise), target, ignore_index=ignore_index, reduction="none")
-        for part, target in zip(torch.split(flat_logits, LOOK_CHUNK), torch.split(flat_labels, LOOK_CHUNK), strict=True)
-    ]
-    losses = torch.cat(pieces).reshape(labels.shape[0], -1)
-    return losses.sum(1, dtype=torch.float64).cpu(), kept.reshape(labels.shape[0], -1).sum(1).cpu()
 
 
 class LabelSmoother:
