@@ -24,7 +24,7 @@ from paceline.core.spill import Spill
 from paceline.core.streaming import StreamingMetric, is_streaming
 from paceline.data.loading import batch_size_of, loader_length
 from paceline.distributed.strategy import is_out_of_memory
-from paceline.model.loss import Counts, LossRule, Meaning
+from paceline.model.loss import IGNORE_INDEX, Counts, LossRule, Meaning
 from paceline.model.objective import compute_loss_with_outputs
 from paceline.model.outputs import detach, read_predictions
 from paceline.model.signature import innermost
@@ -108,7 +108,11 @@ class LossSum:
 
     def _sum_under(self, meaning: Meaning) -> ReadingSum:
         """The sum so far; of a reading that was not followed so far, that of the likeliest one that was."""
-        return self._sums.get(meaning) or replace(next(iter(self._sums.values()), ReadingSum()))
+        if meaning in self._sums:
+            return self._sums[meaning]
+        # that another value is ignored shows when there is one: before, the sums were the same
+        alike = self._sums.get(replace(meaning, ignore_index=IGNORE_INDEX))
+        return replace(alike or next(iter(self._sums.values()), ReadingSum()))
 
     def mean(self) -> float | None:
         """The mean loss; None when no batch had one. Waits for the device."""

@@ -112,6 +112,54 @@ def test_declared_samples_leave_open_only_whether_empty_ones_count() -> None:
     assert rule.is_settled
 
 
+@pytest.mark.parametrize("index", [0, 1, -1, 4])
+@pytest.mark.parametrize("unit", ["tokens", "samples"])
+def test_another_ignored_value_shows_when_it_comes(unit: str, index: int) -> None:
+    """The first batches hold none; then some have it, one more than the other."""
+    rule = LossRule(["labels"], pad_token_id=4)
+    truth = Meaning(unit, ignore_index=index)
+    for seed in range(2):
+        logits, labels = make_batch([6, 6], seed=seed)
+        labels = torch.where(labels == index, 2, labels).clamp(min=0)
+        rule.look(loss_under(truth, logits, labels), logits, rule.count({"labels": labels}))
+        assert rule.meaning.ignore_index == IGNORE_INDEX
+        assert not rule.is_settled
+    labels[0, :4] = labels[1, :1] = index
+    counts = rule.count({"labels": labels})
+    assert rule.telling(counts) > 0
+    rule.look(loss_under(truth, logits, labels), logits, counts)
+    assert rule.meaning == truth
+    assert rule.is_settled or unit == "samples"  # then empty samples may count
+
+
+def test_a_value_that_is_ignored_often_is_a_class_all_the_same() -> None:
+    rule = LossRule(["labels"])
+    for seed in range(3):
+        logits, labels = make_batch([6, 5], seed=seed)
+        labels[1, 5] = 2
+        rule.look(loss_under(Meaning("tokens"), logits, labels), logits, rule.count({"labels": labels}))
+        assert rule.meaning == Meaning("tokens")
+    assert not rule.is_settled  # -1 was not there yet
+    counts = rule.count({"labels": labels})
+    assert rule.telling(counts) == 0 or len(rule.held) > 1
+    logits, labels = make_batch([6, 5])
+    rule.look(loss_under(Meaning("tokens"), logits, labels), logits, rule.count({"labels": labels}))
+    assert rule.held == [Meaning("tokens")]
+    assert rule.is_settled  # -100 was there, and ignored
+
+
+def test_a_tie_of_ignored_values_that_rounding_hides_ends_some_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.model.loss.MAX_LOOKS", 3)
+    rule = LossRule(["labels"])
+    logits = torch.zeros(2, 6, 5, dtype=torch.float64)  # every target costs the same
+    _, labels = make_batch([6, 6])
+    labels[0, :2] = 0
+    for _ in range(4):
+        assert len({meaning.ignore_index for meaning in rule.held}) != 1
+        rule.look(loss_under(Meaning("tokens"), logits, labels), logits, rule.count({"labels": labels}))
+    assert {meaning.ignore_index for meaning in rule.held} == {IGNORE_INDEX}
+
+
 def test_what_was_identified_can_be_taken_along() -> None:
     rule = LossRule(["labels"])
     logits, labels = make_batch([6, 6])

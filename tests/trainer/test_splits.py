@@ -180,6 +180,75 @@ def test_a_declared_weight_is_used(tmp_path: Path) -> None:
         torch.testing.assert_close(whole[0], parts[0], rtol=1e-10, atol=1e-12)
 
 
+class IgnoresOther(Tagger):
+    """A mean over the targets that are not `index`, as who pads targets with the padding token has it."""
+
+    index = 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.embedding(input_ids)))
+        return {"loss": functional.cross_entropy(logits.mT, labels, ignore_index=self.index), "logits": logits}
+
+
+class IgnoresOne(IgnoresOther):
+    index = 1
+
+
+def padded(index: int) -> list[dict[str, Tensor]]:
+    """Eight samples without padding, then ragged ones, filled up with `index`."""
+    full = [{"input_ids": s["input_ids"], "labels": s["input_ids"].clamp(min=2)} for s in DATA[:8]]
+    ragged = [s for s in DATA if bool((s["labels"] != -100).any())]
+    return full + [
+        {"input_ids": s["input_ids"], "labels": s["labels"].masked_fill(s["labels"] == -100, index)} for s in ragged
+    ]
+
+
+def test_another_ignored_value_that_comes_late(tmp_path: Path) -> None:
+    logged = []
+    for batch, accumulation in ((8, 1), (4, 2), (2, 4)):
+        trainer = make_trainer(
+            tmp_path,
+            IgnoresOther().double(),
+            padded(0)[:24],
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            train_sampling_strategy="sequential",
+        )
+        trainer.train()
+        logged.append(losses(trainer))
+    for found in logged[1:]:
+        assert found == pytest.approx(logged[0], rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", [IgnoresOther, IgnoresOne])
+def test_eval_loss_with_another_ignored_value(tmp_path: Path, kind: Any) -> None:
+    found = [
+        make_trainer(
+            tmp_path, kind().double(), eval_dataset=padded(kind.index), per_device_eval_batch_size=size
+        ).evaluate()["eval_loss"]
+        for size in (2, 4, 8)
+    ]
+    assert found == pytest.approx([found[0]] * 3, rel=1e-10)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_a_second_look_in_one_update_corrects_the_first(tmp_path: Path, order: tuple[int, ...]) -> None:
+    """The first micro-batch has zeros, which count; the second one has ones, which do not; the third neither."""
+    ids = [s["input_ids"] for s in DATA[:6]]
+    labels = [i.clamp(min=2) for i in ids]
+    for row in (0, 1):
+        labels[row][:2] = 0
+    for row in (2, 3):
+        labels[row][:3] = 1
+    pairs = [[{"input_ids": ids[row], "labels": labels[row]} for row in (2 * k, 2 * k + 1)] for k in order]
+    data = [sample for pair in pairs for sample in pair]
+    options: dict[str, Any] = {"train_sampling_strategy": "sequential"}
+    whole = first_gradient(tmp_path, IgnoresOne().double(), data, (6, 1), **options)
+    parts = first_gradient(tmp_path, IgnoresOne().double(), data, (2, 3), **options)
+    torch.testing.assert_close(parts[0], whole[0], rtol=1e-10, atol=1e-12)
+    assert parts[1] == pytest.approx(whole[1], rel=1e-10)
+
+
 class MeanOverAll(Tagger):
     """The mean over all samples of each one's mean over its targets, 0 for those that have none."""
 

@@ -21,11 +21,14 @@ from torch.nn import functional
 
 from paceline.data.loading import batch_size_of
 from paceline.model.outputs import candidate_logits
-from paceline.model.readings import IGNORE_INDEX, UNITS, Meaning, agree, align, signatures
+from paceline.model.readings import IGNORE_INDEX, UNITS, Meaning, agree, align, is_target, present, signatures
 
 __all__ = ["IGNORE_INDEX", "Counts", "LabelSmoother", "LossRule", "Meaning"]
 
 logger = logging.getLogger(__name__)
+
+# after so many, which value is ignored makes less of a difference than rounding, and each look costs a read-back
+MAX_LOOKS = 100
 
 
 @dataclass(slots=True)
@@ -53,7 +56,7 @@ class LossRule:
         label_names: names under which a batch carries its targets.
         declared: `loss_weight` as the user gave it (a key of `DECLARED`), or None to identify.
         shifts: the model is known to shift its targets (the first hypothesis tried).
-        pad_token_id: another target value that may be ignored.
+        pad_token_id: another target value that may be ignored, beside 0, -1 and 1.
 
     Attributes:
         meaning: what is taken for true now: the first hypothesis that still holds.
@@ -75,8 +78,9 @@ class LossRule:
         self.label_names = tuple(label_names)
         self.shifts = shifts
         self.declared = DECLARED[declared] if declared is not None else None
-        self._extra_ignored = tuple({-1, 0, 1} | ({pad_token_id} if isinstance(pad_token_id, int) else set()))
-        self._said: set[str] = set()  # each sentence is said once, however often what it tells is found out
+        padding = [pad_token_id] if pad_token_id is not None and is_target(pad_token_id) else []
+        self._often_ignored = tuple(dict.fromkeys([*padding, 0, -1, 1]))
+        self._said: set[str] = set()  # each thing is said once, however often it is found out
         self.begin()
 
     def begin(self) -> LossRule:
@@ -92,6 +96,8 @@ class LossRule:
         self.is_verified = False
         self.is_assumed_scaled = False
         self._assumed = Meaning("tokens", shifted=self.shifts)
+        self._unseen: tuple[int, ...] = self._often_ignored
+        self._num_looks = 0
         self._hold(held)
         return self
 
@@ -217,10 +223,23 @@ class LossRule:
         elif not agreeing:
             self._give_up("the loss is none that paceline knows")
         else:
-            self._hold(agreeing)
-            self.is_settled = len(agreeing) == 1
+            self._narrow(agreeing, counts.labels)
             self.is_verified = True
             self._report()
+
+    def _narrow(self, agreeing: list[Meaning], labels: Tensor) -> None:
+        """Keep the hypotheses that agree with a look at these targets."""
+        self._num_looks += 1
+        if self._num_looks > MAX_LOOKS:
+            agreeing = [meaning for meaning in agreeing if meaning.ignore_index == agreeing[0].ignore_index]
+        ignored = {meaning.ignore_index for meaning in agreeing}
+        if IGNORE_INDEX not in ignored or (ignored == {IGNORE_INDEX} and bool((labels == IGNORE_INDEX).any())):
+            self._unseen = ()  # a loss ignores one value
+        else:
+            seen = present(labels, self._unseen)
+            self._unseen = tuple(index for index in self._unseen if index not in seen)
+        self._hold(agreeing)
+        self.is_settled = len(agreeing) == 1 and not self._unseen
 
     def _agreeing(self, loss: Tensor, outputs: Any, labels: Tensor, num_items: Any) -> list[Meaning] | None:
         """The hypotheses that give the returned loss; None where no output can be the logits of these targets."""
@@ -234,15 +253,19 @@ class LossRule:
         return []
 
     def _hypotheses(self, labels: Tensor, num_items: Any) -> list[Meaning]:
-        """Every hypothesis that still holds, the likelier first: while several hold, the first one counts."""
-        if self.held:
-            return self.held
+        """Every hypothesis that still holds, the likelier first: while several hold, the first one counts.
+
+        That another value is ignored than -100 is open for each that often is, until it is among the targets.
+        """
+        held = self.held or self._first_hypotheses(labels, num_items)
+        others = present(labels, self._unseen)
+        return held + [replace(m, ignore_index=i) for i in others for m in held if m.ignore_index == IGNORE_INDEX]
+
+    def _first_hypotheses(self, labels: Tensor, num_items: Any) -> list[Meaning]:
         shifts = (self.shifts, not self.shifts) if labels.dim() > 1 else (False,)
         scalings = (False,) if num_items is None else (self._assumed.scaled, not self._assumed.scaled)
-        ignored = [IGNORE_INDEX, *(index for index in self._extra_ignored if bool((labels == index).any()))]
         return [
-            Meaning(unit, shifted, index, scaled)
-            for index in ignored
+            Meaning(unit, shifted, scaled=scaled)
             for scaled in scalings
             for unit in UNITS
             for shifted in shifts
@@ -269,12 +292,12 @@ class LossRule:
 
     def _report(self) -> None:
         tied = f" ({len(self.held)} readings still agree)" if len(self.held) > 1 else ""
-        self._say(logging.INFO, f"The returned loss was identified as {self.meaning}{tied}.")
+        self._say(logging.INFO, f"The returned loss was identified as {self.meaning}", f"{tied}.")
 
-    def _say(self, level: int, sentence: str) -> None:
+    def _say(self, level: int, sentence: str, more: str = "") -> None:
         if sentence not in self._said:
             self._said.add(sentence)
-            logger.log(level, sentence)
+            logger.log(level, sentence + more)
 
     # ---- what of this a run takes along
 
@@ -284,6 +307,8 @@ class LossRule:
             "declared": None if self.declared is None else asdict(self.declared),
             "held": [asdict(meaning) for meaning in self.held],
             "assumed": asdict(self._assumed),
+            "unseen": list(self._unseen),
+            "num_looks": self._num_looks,
             "is_settled": self.is_settled,
             "is_verified": self.is_verified,
             "is_assumed_scaled": self.is_assumed_scaled,
@@ -297,13 +322,16 @@ class LossRule:
         declared = None if state["declared"] is None else Meaning.restored(state["declared"])
         held = [Meaning.restored(saved) for saved in state["held"]]
         assumed = Meaning.restored(state["assumed"])
+        unseen, num_looks = tuple(state["unseen"]), state["num_looks"]
+        if not all(map(is_target, (*unseen, num_looks))):
+            raise ValueError(f"{str(unseen)[:80]} and {str(num_looks)[:80]} are not whole numbers of 64 bits")
         flags = {name: state[name] for name in ("is_settled", "is_verified", "is_assumed_scaled")}
         if not all(isinstance(value, bool) for value in flags.values()):
             raise ValueError(f"{flags} are not true or false")
         if declared != self.declared:
             return
         self.is_settled, self.is_verified, self.is_assumed_scaled = flags.values()
-        self._assumed = assumed
+        self._assumed, self._unseen, self._num_looks = assumed, unseen, num_looks
         self._hold(held)
 
     @contextmanager

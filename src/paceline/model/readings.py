@@ -84,6 +84,15 @@ def is_target(value: Any) -> bool:
     return type(value) is int and -(2**63) <= value < 2**63
 
 
+def present(labels: Tensor, values: Sequence[int]) -> list[int]:
+    """Those of `values` that are among the targets. One read-back."""
+    if not values:
+        return []
+    wanted = torch.tensor(values, dtype=torch.int64, device=labels.device)
+    found = (labels.reshape(-1, 1) == wanted).any(0).tolist()
+    return [value for value, is_there in zip(values, found, strict=True) if is_there]
+
+
 def signatures(meanings: Sequence[Meaning], labels: Tensor) -> list[tuple[Any, ...]]:
     """For each reading, what tells it from the others on these targets: equal ones give equal losses.
 
