@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
 from paceline.model.loss import IGNORE_INDEX, LabelSmoother, LossRule, Meaning
@@ -224,13 +225,97 @@ def test_an_unknown_loss_is_said_once_and_not_guessed_in_silence(caplog: pytest.
     assert "loss_weight=" in caplog.text
 
 
-def test_floating_point_targets_weigh_samples() -> None:
+FLOAT_LOSSES = {
+    "squared error": functional.mse_loss,
+    "binary cross-entropy": functional.binary_cross_entropy_with_logits,
+    "absolute error": functional.l1_loss,
+    "smooth absolute error": functional.smooth_l1_loss,
+    "binary cross-entropy of probabilities": lambda y, x: functional.binary_cross_entropy(y.sigmoid(), x),
+    "cross-entropy with probabilities": functional.cross_entropy,
+}
+
+
+def make_values(samples: int = 5, width: int = 3) -> tuple[Tensor, Tensor]:
+    """Predictions and floating-point targets whose rows add up to one."""
+    generator = torch.Generator().manual_seed(0)
+    predictions = torch.randn(samples, width, generator=generator)
+    return predictions, torch.rand(samples, width, generator=generator).softmax(-1)
+
+
+@pytest.mark.parametrize("measure", FLOAT_LOSSES)
+def test_the_usual_losses_of_floating_point_targets_are_known(measure: str, caplog: pytest.LogCaptureFixture) -> None:
+    predictions, values = make_values()
+    loss = FLOAT_LOSSES[measure](predictions, values)
+    outputs = predictions.sigmoid() if measure.endswith("of probabilities") else predictions
     rule = LossRule(["labels"])
-    batch = {"x": torch.ones(7, 2), "labels": torch.ones(7, 3)}
-    counts = rule.count(batch)
-    rule.look(torch.tensor(0.1), torch.ones(7, 3), counts)
+    counts = rule.count({"labels": values})
+    with caplog.at_level(logging.INFO):
+        rule.look(loss, {"loss": loss, "logits": outputs}, counts)
+    assert rule.meaning == Meaning(measure=measure)
+    assert rule.telling(counts) == 0
+    assert rule.num_items([{"labels": values}]) is None
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert f"of the {measure} over targets that are not NaN" in caplog.text
+
+
+@pytest.mark.parametrize("shapes", [((5, 1), (5,)), ((5,), (5, 1)), ((5,), (5,)), ((1, 1), (1,))])
+def test_a_dimension_of_one_makes_no_difference_to_predictions(shapes: tuple[tuple[int, ...], ...]) -> None:
+    predictions, values = make_values(shapes[0][0], 1)
+    loss = functional.mse_loss(predictions, values * 3)
+    rule = LossRule(["labels"])
+    labels = (values * 3).reshape(shapes[1])
+    rule.look(loss, (loss, predictions.reshape(shapes[0])), rule.count({"labels": labels}))
+    assert rule.meaning == Meaning(measure="squared error")
+
+
+@pytest.mark.parametrize("unit", ["tokens", "samples", "all_samples"])
+def test_what_is_nan_among_the_targets_is_left_out(unit: str) -> None:
+    predictions, values = make_values()
+    rule = LossRule(["labels"])
+    loss = functional.mse_loss(predictions, values)
+    rule.look(loss, predictions, rule.count({"labels": values}))
+    assert rule.meaning.unit == "tokens"  # while it makes no difference
+    values[0, 0] = values[1] = values[2, 1:] = torch.nan
+    errors = (predictions - values.nan_to_num()).square() * ~values.isnan()
+    numbers = (~values.isnan()).sum(1)
+    means = errors.sum(1) / numbers.clamp(min=1)
+    wanted = {"tokens": errors.sum() / numbers.sum(), "samples": means[numbers > 0].mean(), "all_samples": means.mean()}
+    counts = rule.count({"labels": values})
+    assert rule.telling(counts) > 0
+    rule.look(wanted[unit], predictions, counts)
+    assert rule.meaning == Meaning(unit, measure="squared error")
     assert rule.is_settled
-    assert (counts.samples, counts.weight) == (7, 7)
+    assert rule.recount([counts]) == {"tokens": 9, "samples": 4, "all_samples": 5}[unit]
+
+
+@pytest.mark.parametrize("outputs", [torch.ones(7, 3), torch.ones(7, 2), None])
+def test_an_unknown_loss_of_floating_point_targets_weighs_samples_and_says_so(
+    outputs: Tensor | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = LossRule(["labels"])
+    counts = rule.count({"x": torch.ones(7, 2), "labels": torch.ones(7, 3)})
+    for _ in range(2):
+        rule.look(torch.tensor(0.1), outputs, counts)
+        rule.begin()
+    rule.look(torch.tensor(0.1), outputs, counts)
+    assert rule.is_settled
+    assert rule.recount([counts]) == counts.samples == 7
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "each sample is taken to weigh the same" in caplog.text
+    assert "loss_weight=" in caplog.text
+
+
+@pytest.mark.parametrize("declared", [None, "samples"])
+def test_without_targets_samples_weigh_the_same_and_it_is_said(
+    declared: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = LossRule(["labels"], declared=declared)
+    counts = rule.count({"idx": torch.ones(7, 2), "targets": torch.ones(7, 2)})
+    assert rule.telling(counts) > 0
+    rule.look(torch.tensor(0.1), None, counts)
+    assert rule.is_settled
+    assert (rule.meaning.unit, counts.weight) == ("samples", 7)
+    assert ("label_names=[...]" in caplog.text) == (declared is None)
 
 
 def test_a_non_finite_loss_tells_nothing() -> None:

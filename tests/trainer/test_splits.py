@@ -249,6 +249,45 @@ def test_a_second_look_in_one_update_corrects_the_first(tmp_path: Path, order: t
     assert parts[1] == pytest.approx(whole[1], rel=1e-10)
 
 
+class Regression(nn.Module):
+    """The mean squared error over the targets that are not NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found, kept = self.linear(x), ~labels.isnan()
+        return {"loss": functional.mse_loss(found[kept], labels[kept]), "logits": found}
+
+
+def values(share: float) -> list[dict[str, Tensor]]:
+    """24 samples of three values, a share of them unknown."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(24, size, generator=generator, dtype=torch.float64) for size in (4, 3))
+    y[torch.rand(24, 3, generator=generator) < share] = torch.nan
+    return [{"x": x[index], "labels": y[index]} for index in range(24)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_regression(tmp_path: Path, share: float, caplog: pytest.LogCaptureFixture) -> None:
+    data, options = values(share), {"train_sampling_strategy": "sequential"}
+    expected = first_gradient(tmp_path, Regression().double(), data, (24, 1), **options)
+    for split in SPLITS[1:4]:
+        found = first_gradient(tmp_path, Regression().double(), data, split, **options)
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=1e-12)
+        assert found[1] == pytest.approx(expected[1], rel=1e-10)
+    evaluated = [
+        make_trainer(tmp_path, Regression().double(), eval_dataset=data, per_device_eval_batch_size=size).evaluate()[
+            "eval_loss"
+        ]
+        for size in (4, 5, 24)
+    ]
+    assert evaluated == pytest.approx([evaluated[0]] * 3, rel=1e-10)
+    assert not [record for record in caplog.records if "identified" in record.message and record.levelname != "INFO"]
+
+
 class MeanOverAll(Tagger):
     """The mean over all samples of each one's mean over its targets, 0 for those that have none."""
 

@@ -20,8 +20,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.data.loading import batch_size_of
-from paceline.model.outputs import candidate_logits
-from paceline.model.readings import IGNORE_INDEX, UNITS, Meaning, agree, align, is_target, present, signatures
+from paceline.model.readings import (
+    IGNORE_INDEX,
+    MEASURES,
+    UNITS,
+    Meaning,
+    agree,
+    find_outputs,
+    is_target,
+    present,
+    signatures,
+)
 
 __all__ = ["IGNORE_INDEX", "Counts", "LabelSmoother", "LossRule", "Meaning"]
 
@@ -36,7 +45,7 @@ class Counts:
     """What one collated micro-batch holds, counted on the host before user code can take the labels out."""
 
     samples: int
-    labels: Tensor | None  # integer targets the loss is taken over; None: no targets, or floating-point ones
+    labels: Tensor | None  # the targets the loss is taken over; None: there are none
     weight: int  # how much this micro-batch weighs under the meaning in force when it was counted
     is_shifted: bool = False  # the labels stand where the output is compared with them, whoever shifts others
 
@@ -122,13 +131,13 @@ class LossRule:
         self._hold(self.held)
 
     def find_labels(self, batch: Any) -> Tensor | None:
-        """The integer targets of a batch, under the first label name that it has."""
+        """The targets of a batch, under the first label name that it has."""
         if type(batch) is not dict and not isinstance(batch, Mapping):
             return None
         for name in self.label_names:
             labels = batch.get(name)
             if isinstance(labels, Tensor):
-                return None if labels.is_floating_point() or labels.dim() == 0 else labels
+                return None if labels.dim() == 0 else labels
         return None
 
     def count(self, batch: Any) -> Counts:
@@ -149,7 +158,7 @@ class LossRule:
         A 0-dim tensor on the host: reading it waits for nothing, and tensors on any device can be divided by it.
         """
         counts = [self.count(batch) for batch in batches]
-        if any(item.labels is None for item in counts):
+        if any(item.labels is None or item.labels.is_floating_point() for item in counts):
             return None
         tokens = replace(self.meaning, unit="tokens")
         return torch.tensor(
@@ -201,10 +210,10 @@ class LossRule:
         if self.is_settled:
             return 0
         if counts.labels is None:
-            return 1  # floating-point or no targets: one look settles it for samples
+            return 1  # no targets: one look settles it for samples
         hypotheses = self._hypotheses(counts.labels, None)
         found = signatures(hypotheses, counts.labels)
-        tells_unit = len({unit for *place, unit, _ in found if place == list(found[0][:2])}) > 1
+        tells_unit = len({each[2] for each in found if each[:2] == found[0][:2]}) > 1
         return len(set(found)) - (1 if self.held else 0) + (len(hypotheses) if tells_unit else 0)
 
     def look(self, loss: Tensor, outputs: Any, counts: Counts, num_items: Any = None) -> None:
@@ -215,13 +224,20 @@ class LossRule:
         if self.is_settled or not bool(torch.isfinite(loss)):
             return
         if counts.labels is None:
+            if self.declared is None:
+                self._warn(
+                    f"the batches hold no tensor of targets under {' or '.join(map(repr, self.label_names))}",
+                    "each sample is taken to weigh the same",
+                    "name the targets in label_names=[...], or ",
+                )
             self.settle(Meaning("samples", scaled=self._assumed.scaled and num_items is not None))
             return
         agreeing = self._agreeing(loss, outputs, counts.labels, num_items)
         if agreeing is None or (not agreeing and self.held):
-            self._give_up("no logits that match the targets" if agreeing is None else "a later batch contradicts it")
+            reason = "no output matches the targets" if agreeing is None else "a later batch contradicts it"
+            self._give_up(reason, counts.labels)
         elif not agreeing:
-            self._give_up("the loss is none that paceline knows")
+            self._give_up("the loss is none that paceline knows", counts.labels)
         else:
             self._narrow(agreeing, counts.labels)
             self.is_verified = True
@@ -233,7 +249,9 @@ class LossRule:
         if self._num_looks > MAX_LOOKS:
             agreeing = [meaning for meaning in agreeing if meaning.ignore_index == agreeing[0].ignore_index]
         ignored = {meaning.ignore_index for meaning in agreeing}
-        if IGNORE_INDEX not in ignored or (ignored == {IGNORE_INDEX} and bool((labels == IGNORE_INDEX).any())):
+        if labels.is_floating_point():
+            self._unseen = ()
+        elif IGNORE_INDEX not in ignored or (ignored == {IGNORE_INDEX} and bool((labels == IGNORE_INDEX).any())):
             self._unseen = ()  # a loss ignores one value
         else:
             seen = present(labels, self._unseen)
@@ -243,7 +261,7 @@ class LossRule:
 
     def _agreeing(self, loss: Tensor, outputs: Any, labels: Tensor, num_items: Any) -> list[Meaning] | None:
         """The hypotheses that give the returned loss; None where no output can be the logits of these targets."""
-        fitting = [x for x in (align(logits, labels) for logits in candidate_logits(outputs)) if x is not None]
+        fitting = find_outputs(outputs, labels)
         if not fitting:
             return None
         for logits in fitting:
@@ -262,6 +280,9 @@ class LossRule:
         return held + [replace(m, ignore_index=i) for i in others for m in held if m.ignore_index == IGNORE_INDEX]
 
     def _first_hypotheses(self, labels: Tensor, num_items: Any) -> list[Meaning]:
+        if labels.is_floating_point():
+            units = UNITS if labels.dim() > 1 else ("tokens", "all_samples")
+            return [Meaning(unit, measure=measure) for unit in units for measure in MEASURES]
         shifts = (self.shifts, not self.shifts) if labels.dim() > 1 else (False,)
         scalings = (False,) if num_items is None else (self._assumed.scaled, not self._assumed.scaled)
         return [
@@ -273,8 +294,8 @@ class LossRule:
             if not (scaled and unit != "tokens") and not (unit == "samples" and labels.dim() == 1)
         ]
 
-    def _give_up(self, reason: str) -> None:
-        meaning = self.declared or self._assumed
+    def _give_up(self, reason: str, labels: Tensor) -> None:
+        meaning = self.declared or (Meaning("all_samples") if labels.is_floating_point() else self._assumed)
         self.settle(meaning)
         self.is_verified = False
         if self.declared is not None:
@@ -283,10 +304,14 @@ class LossRule:
         if meaning.scaled:  # whoever was given num_items_in_batch answers for the division by it
             self._say(logging.INFO, f"The loss was given num_items_in_batch and is used as it is ({reason}).")
             return
+        is_by_samples = meaning.unit == "all_samples"
+        self._warn(reason, "each sample is taken to weigh the same" if is_by_samples else f"it is taken for {meaning}")
+
+    def _warn(self, reason: str, taken: str, remedy: str = "") -> None:
         self._say(
             logging.WARNING,
-            f"What the returned loss is a mean over could not be identified ({reason}): it is taken for {meaning}. If "
-            "that is wrong, gradient accumulation and eval_loss weigh batches of unequal size wrongly: say it with "
+            f"What the returned loss is a mean over could not be identified ({reason}): {taken}. If that is wrong, "
+            f"gradient accumulation and eval_loss weigh batches of unequal size wrongly: {remedy}say it with "
             'TrainingArguments(loss_weight="samples" | "tokens" | "shifted_tokens" | "scaled").',
         )
 
@@ -367,7 +392,7 @@ class LabelSmoother:
             shift_labels: compare the output at i with the target at i + 1.
             num_items_in_batch: the divisor; None: the number of targets that are not ignored.
         """
-        fitting = [x for x in (align(logits, labels) for logits in candidate_logits(model_output)) if x is not None]
+        fitting = find_outputs(model_output, labels)
         if not fitting:
             raise ValueError(
                 f"label_smoothing_factor={self.epsilon}: no output of the model has the shape (*{tuple(labels.shape)}, "

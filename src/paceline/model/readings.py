@@ -15,9 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.model.outputs import as_mapping, candidate_logits
+
 IGNORE_INDEX = -100
 # targets recomputed at once, so that a look at a large vocabulary stays small beside the model's own logits
 LOOK_CHUNK = 4096
+CLASSES = "cross-entropy"  # of integer targets
+# of floating-point targets, each element one: what is averaged, the likelier first
+MEASURES = (
+    "squared error",
+    "binary cross-entropy",
+    "absolute error",
+    "smooth absolute error",
+    "binary cross-entropy of probabilities",
+    "cross-entropy with probabilities",
+)
 UNITS = ("tokens", "samples", "all_samples")  # the likelier first
 
 
@@ -32,12 +44,14 @@ class Meaning:
         shifted: the output at position i is compared with the target at i + 1.
         ignore_index: the target value that is left out.
         scaled: the sum was divided by `num_items_in_batch`, not by the micro-batch's own count.
+        measure: what is averaged: `CLASSES`, or one of `MEASURES`; of floating-point targets all but NaN count.
     """
 
     unit: str = "tokens"
     shifted: bool = False
     ignore_index: int = IGNORE_INDEX
     scaled: bool = False
+    measure: str = CLASSES
 
     def weigh(self, labels: Tensor | None, samples: int, is_shifted: bool = False) -> int:
         """The micro-batch's own count, in this meaning's unit."""
@@ -50,6 +64,8 @@ class Meaning:
 
     def kept(self, labels: Tensor, is_shifted: bool = False) -> Tensor:
         """Which targets count, where they stand when they are compared: of the labels' shape, or one shorter."""
+        if labels.is_floating_point():
+            return ~labels.isnan()
         if self.shifted and not is_shifted and labels.dim() > 1:
             labels = labels[:, 1:]
         return labels != self.ignore_index
@@ -63,12 +79,13 @@ class Meaning:
         kinds = {field.name: type(field.default) for field in fields(cls)}
         if not isinstance(saved, dict) or {name: type(value) for name, value in saved.items()} != kinds:
             raise ValueError(f"{str(saved)[:80]!r} is no reading of a loss")
-        if saved["unit"] not in UNITS or not is_target(saved["ignore_index"]):
+        is_known = saved["unit"] in UNITS and saved["measure"] in (CLASSES, *MEASURES)
+        if not is_known or not is_target(saved["ignore_index"]):
             raise ValueError(f"{str(saved)[:80]!r} is no reading of a loss")
         return cls(**saved)
 
     def __str__(self) -> str:
-        targets = f"targets that are not {self.ignore_index}"
+        targets = f"targets that are not {self.ignore_index if self.measure == CLASSES else 'NaN'}"
         unit = {
             "tokens": targets,
             "samples": f"samples that have {targets}",
@@ -76,7 +93,8 @@ class Meaning:
         }[self.unit]
         shift = ", shifted by one" if self.shifted else ""
         divisor = "num_items_in_batch" if self.scaled else "their number"
-        return f"a sum over {unit}{shift}, divided by {divisor}"
+        measure = "" if self.measure == CLASSES else f" of the {self.measure}"
+        return f"a sum{measure} over {unit}{shift}, divided by {divisor}"
 
 
 def is_target(value: Any) -> bool:
@@ -86,7 +104,7 @@ def is_target(value: Any) -> bool:
 
 def present(labels: Tensor, values: Sequence[int]) -> list[int]:
     """Those of `values` that are among the targets. One read-back."""
-    if not values:
+    if not values or labels.is_floating_point():
         return []
     wanted = torch.tensor(values, dtype=torch.int64, device=labels.device)
     found = (labels.reshape(-1, 1) == wanted).any(0).tolist()
@@ -96,8 +114,8 @@ def present(labels: Tensor, values: Sequence[int]) -> list[int]:
 def signatures(meanings: Sequence[Meaning], labels: Tensor) -> list[tuple[Any, ...]]:
     """For each reading, what tells it from the others on these targets: equal ones give equal losses.
 
-    Returns: `(shifted, ignore_index, unit, scaled)`, in which `ignore_index` is None where nothing is ignored, and
-        `unit` the first of those that weigh these targets alike; None where there is no target.
+    Returns: `(shifted, ignore_index, unit, scaled, measure)`, in which `ignore_index` is None where nothing is ignored,
+        and `unit` the first of those that weigh these targets alike; None where there is no target.
     """
     seen: dict[tuple[bool, int], tuple[bool, dict[str, str | None]]] = {}
     found: list[tuple[Any, ...]] = []
@@ -111,8 +129,24 @@ def signatures(meanings: Sequence[Meaning], labels: Tensor) -> list[tuple[Any, .
             names: dict[str, str | None] = {"tokens": "tokens", "samples": even, "all_samples": every}
             seen[key] = numbers == {kept.shape[1]}, names if numbers - {0} else dict.fromkeys(names)
         is_whole, names = seen[key]
-        found.append((key[0], None if is_whole else key[1], names[meaning.unit], meaning.scaled))
+        found.append((key[0], None if is_whole else key[1], names[meaning.unit], meaning.scaled, meaning.measure))
     return found
+
+
+def find_outputs(outputs: Any, labels: Tensor) -> list[Tensor]:
+    """The tensors among a model's outputs that its loss may have been made from, in a form to compare with `labels`.
+
+    Of integer targets: logits, the classes last; of floating-point ones: predictions, of the targets' shape.
+    """
+    if not labels.is_floating_point():
+        return [x for x in (align(logits, labels) for logits in candidate_logits(outputs)) if x is not None]
+    if isinstance(outputs, Tensor):
+        sizes = [[size for size in shape if size != 1] for shape in (outputs.shape, labels.shape)]
+        is_alike = outputs.is_floating_point() and outputs.dim() > 0 and sizes[0] == sizes[1]
+        return [outputs.reshape(labels.shape)] if is_alike else []
+    named = as_mapping(outputs)
+    values = named.values() if named is not None else outputs if isinstance(outputs, list | tuple) else ()
+    return [found for value in values for found in find_outputs(value, labels)]
 
 
 def align(logits: Tensor, labels: Tensor) -> Tensor | None:
@@ -125,19 +159,22 @@ def align(logits: Tensor, labels: Tensor) -> Tensor | None:
 
 
 def agree(loss: Tensor, logits: Tensor, labels: Tensor, num_items: Any, hypotheses: Sequence[Meaning]) -> list[Meaning]:
-    """The hypotheses under which the mean cross-entropy of `logits` is `loss`, up to the rounding of their types."""
+    """The hypotheses under which `logits` (or predictions) give `loss`, up to the rounding of their types."""
     tolerance = rounding(loss.dtype, logits.dtype)
     found, labels = float(loss), labels.to(logits.device)
-    losses: dict[bool, Tensor] = {}
-    sums: dict[tuple[bool, int], tuple[Tensor, Tensor] | None] = {}
+    losses: dict[tuple[str, bool], Tensor] = {}
+    sums: dict[tuple[str, bool, int], tuple[Tensor, Tensor] | None] = {}
     agreeing = []
     for meaning in hypotheses:
-        key = (meaning.shifted and labels.dim() > 1, meaning.ignore_index)
-        if key[0] not in losses:
-            aligned = (logits[:, :-1], labels[:, 1:]) if key[0] else (logits, labels)
-            losses[key[0]] = cross_entropies(*aligned)
+        if (meaning.measure == CLASSES) == labels.is_floating_point():
+            continue
+        form = (meaning.measure, meaning.shifted and labels.dim() > 1)
+        key = (*form, meaning.ignore_index)
+        if form not in losses:
+            losses[form] = element_losses(logits, labels, *form)
         if key not in sums:
-            sums[key] = row_sums(losses[key[0]], meaning.kept(labels))
+            kept = meaning.kept(labels)
+            sums[key] = row_sums(losses[form], kept if losses[form].shape == kept.shape else kept.any(-1))
         rows = sums[key]
         value = meaning_value(meaning, *rows, num_items) if rows is not None else None
         if value is not None and abs(value - found) <= tolerance * max(abs(found), 1e-6):
@@ -164,6 +201,28 @@ def meaning_value(meaning: Meaning, sums: Tensor, numbers: Tensor, num_items: An
         return float(sums.sum() / numbers.sum())
     means = sums / numbers.clamp(min=1)
     return float((means if meaning.unit == "all_samples" else means[numbers > 0]).mean())
+
+
+@torch.no_grad()
+def element_losses(outputs: Tensor, labels: Tensor, measure: str, shifted: bool) -> Tensor:
+    """The loss of every target, of the labels' shape after the shift; NaN where it has none."""
+    if measure == CLASSES:
+        return cross_entropies(outputs[:, :-1], labels[:, 1:]) if shifted else cross_entropies(outputs, labels)
+    precise = torch.float64 if outputs.dtype == torch.float64 else torch.float32
+    outputs, labels = outputs.to(precise), labels.to(precise)
+    if measure == "squared error":
+        return functional.mse_loss(outputs, labels, reduction="none")
+    if measure == "absolute error":
+        return functional.l1_loss(outputs, labels, reduction="none")
+    if measure == "smooth absolute error":
+        return functional.smooth_l1_loss(outputs, labels, reduction="none")
+    if measure == "binary cross-entropy":
+        return functional.binary_cross_entropy_with_logits(outputs, labels, reduction="none")
+    if measure == "cross-entropy with probabilities":  # one loss a row
+        return functional.cross_entropy(outputs, labels, reduction="none") if labels.dim() == 2 else labels * torch.nan
+    are_probabilities = (outputs >= 0) & (outputs <= 1)
+    losses = -(labels * outputs.log().clamp(min=-100) + (1 - labels) * (1 - outputs).log().clamp(min=-100))
+    return losses.masked_fill(~are_probabilities, torch.nan)
 
 
 @torch.no_grad()
