@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from paceline.core.contracts import Emit, StepOutput, Strategy
 from paceline.core.journal import NOT_COMPUTED
 from paceline.data.loading import batch_size_of, split_batch
+from paceline.distributed.precision import widened
 from paceline.distributed.strategy import empty_device_cache, is_out_of_memory
 from paceline.model.loss import Counts, LossRule
-from paceline.model.objective import accepts, adapted
+from paceline.model.objective import WatchedCount, accepts, adapted
 from paceline.model.outputs import check_loss, detach, no_gradient
 
 logger = logging.getLogger(__name__)
@@ -127,10 +128,18 @@ class TorchEngine:
         self._losses: list[Tensor] = []  # contributions of the update in progress
         self._weighed: list[tuple[Counts, float]] = []  # with what factor, while that may still turn out to be wrong
         self._num_updates = 0
+        self.num_micro_steps = 1  # of the update in progress
+        self.own_divisor: int | None = None  # what a subclass says instead, for the update in progress
+        self.is_applied = True  # whether the last update was
         # some optimizers (schedule-free) keep two sets of weights and are told which one is in use
         self._enter_train = getattr(optimizer, "train", None)
         self._autocasts = strategy.precision.autocasts
         self._passes_count = accepts(compute_loss, "num_items_in_batch")
+
+    @property
+    def is_last_micro_step(self) -> bool:
+        """Whether the gradients are whole after the micro-batch in progress; True between updates."""
+        return self._current is None or self._current.last
 
     # ---- the contract of the loop
 
@@ -147,6 +156,7 @@ class TorchEngine:
             total = sum([item.weight for item in counts])
         losses: list[Tensor] = []
         self._kept = []
+        self.num_micro_steps, self.own_divisor = len(batches), None
         if total > 0 and (rule.meaning.unit != "all_samples" or rule.has_target(counts)):
             losses = self._accumulate(batches, counts, total, num_items, emit)
         if not losses:
@@ -155,6 +165,7 @@ class TorchEngine:
         if emit is not None:
             emit("on_pre_optimizer_step")
         applied = self.strategy.step(self._is_bad(losses, norm) if self.skips_non_finite else None)
+        self.is_applied = applied
         if emit is not None:
             emit("on_optimizer_step")
         rate = self.optimizer.param_groups[0]["lr"]
@@ -236,12 +247,13 @@ class TorchEngine:
         # a mean that is alone in its update needs no weight: then nothing is looked at, and no forward hook set
         matters = num_items is not None or counts.weight != total
         looking = matters and self.rule.telling(counts) > 0
+        given = WatchedCount.of(num_items) if looking and isinstance(num_items, Tensor) else num_items
         inputs = self.prepare_inputs(inputs)
         handle = trainer_model.register_forward_hook(self._keep) if looking or self.keep_outputs else None
         try:
-            with self.strategy.forward_context() if self._autocasts else NOTHING:
+            with self._autocasting(trainer_model) if self._autocasts else NOTHING:
                 if self._passes_count:
-                    loss = self.compute_loss(trainer_model, inputs, num_items_in_batch=num_items)
+                    loss = self.compute_loss(trainer_model, inputs, num_items_in_batch=given)
                 else:
                     loss = self.compute_loss(trainer_model, inputs)
         finally:
@@ -252,10 +264,9 @@ class TorchEngine:
         if not loss.requires_grad:
             raise no_gradient()
         if looking:
-            self.rule.look(loss.detach(), self._seen, counts, num_items)
-            total = self._recount(current, counts)
-            if self._weighed:
-                self._weigh_again(total, num_items)
+            total = self._look(loss, current, counts, num_items, given)
+        if self.own_divisor is not None and not self.rule.meaning.scaled:
+            loss = loss * (self.num_micro_steps / self.own_divisor)
         factor = 1
         if num_items is not None or counts.weight != total:
             factor = self.rule.factor(counts, total, num_items) if total else 0
@@ -266,11 +277,22 @@ class TorchEngine:
         self.strategy.backward(loss)
         return loss.detach()
 
-    def _recount(self, current: MicroStep | None, counts: Counts) -> int:
-        """The update's total after a look."""
+    @contextmanager
+    def _autocasting(self, model: nn.Module) -> Iterator[None]:
+        """Mixed precision for a forward pass; who makes the loss gets the outputs in full precision."""
+        with self.strategy.forward_context(), widened(model):
+            yield
+
+    def _look(self, loss: Tensor, current: MicroStep | None, counts: Counts, num_items: Any, given: Any) -> int:
+        """Identify the loss by this micro-batch; returns the update's total after that."""
+        if type(given) is WatchedCount and given.is_used and not self.rule.is_assumed_scaled:
+            self.rule.assume_scaled(True)
+        self.rule.look(loss.detach(), self._seen, counts, num_items)
         if current is None:
             return self.rule.recount([counts])
         current.total = self.rule.recount(self._window)
+        if self._weighed:
+            self._weigh_again(current.total, num_items)
         return current.total
 
     def _weigh_again(self, total: int, num_items: Any) -> None:

@@ -4,68 +4,41 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.callbacks.memory import format_bytes
 from paceline.core.contracts import Strategy
 from paceline.core.metrics import jsonable, prefix_metrics, speed_metrics
-from paceline.core.outputs import EvalLoopOutput, EvalPrediction
-from paceline.core.rows import RowCollector
+from paceline.core.outputs import EvalLoopOutput
 from paceline.core.signals import Interrupted
 from paceline.core.spill import Spill
 from paceline.core.streaming import StreamingMetric, is_streaming
-from paceline.data.loading import batch_size_of, loader_length
+from paceline.data.loading import batch_size_of, close_loader, loader_length, order_by_length
+from paceline.distributed.precision import widened
 from paceline.distributed.strategy import is_out_of_memory
 from paceline.model.loss import IGNORE_INDEX, Counts, LossRule, Meaning
 from paceline.model.objective import compute_loss_with_outputs
-from paceline.model.outputs import detach, read_predictions
+from paceline.model.outputs import detach, find_loss, is_named, read_predictions
+from paceline.model.prepare import edited_for_evaluation
 from paceline.model.signature import innermost
+from paceline.optim.modes import evaluation_weights
+from paceline.predictions import EvaluationOptions, Kept, make_prediction, to_host, with_rows
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-# a list of these is one row per sample, not a nest
-ROW_TYPES = (str, bytes, int, float, bool, np.generic)
-
 ADVICE_ON_MEMORY = (
     "Out of memory while evaluating a batch of {} samples. Set a smaller per_device_eval_batch_size; where predictions "
     "pile up on the device, eval_accumulation_steps=1; where they are not needed, prediction_loss_only=True, or "
     "preprocess_logits_for_metrics to keep less of them."
 )
-
-
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """What the arguments ask of an evaluation.
-
-    Attributes:
-        concatenate: one array per output (False: a list of batches).
-        streaming: metrics are taken batch by batch: `compute_metrics` is called with `compute_result`, or driven as a
-            `StreamingMetric`.
-        include: which of `inputs` and `loss` the metrics get.
-        host_every: move predictions to the host every so many batches.
-        dtype: cast the whole model to this type while it is evaluated; None leaves it.
-        spill_bytes: what is kept for the end goes to disk past so many bytes; None: never.
-        spill_folder: where to, when the system's temporary folder lies in memory.
-    """
-
-    concatenate: bool = True
-    streaming: bool = False
-    include: tuple[str, ...] = ()
-    host_every: int = 1
-    dtype: torch.dtype | None = None
-    spill_bytes: int | None = None
-    spill_folder: str | None = None
 
 
 @dataclass
@@ -185,8 +158,8 @@ class EvaluationLoop:
             keep_streamed: keep the predictions though the metrics are streaming: they are what was asked for.
 
         Returns:
-            predictions and labels with one row per sample (None when `loss_only` or streaming), metrics, and the
-            number of samples seen.
+            predictions and labels with one row per sample, in the order of the dataset (None when `loss_only` or
+            streaming), metrics, and the number of samples seen.
         """
         total = LossSum(self.rule)
         is_streamed = self.options.streaming and not loss_only
@@ -203,10 +176,10 @@ class EvaluationLoop:
                     with advice_on_memory(size):
                         rows = self._predict(batch, total, loss_only, ignore_keys)
                     if is_streamed:
-                        self._stream(rows, is_last)
+                        self._stream(rows, size, is_last)
                     kept.add(rows if keep_streamed or not is_streamed else {}, size, loader)
                     self.on_step()
-            gathered = kept.result()
+            gathered = kept.result(order_by_length(loader))
             loss = total.mean()
         metrics = self._metrics(gathered, loss_only)
         if loss is not None:
@@ -249,11 +222,12 @@ class EvaluationLoop:
     def _keep(self, module: nn.Module, args: Any, outputs: Any) -> None:
         self._seen = outputs
 
-    def _stream(self, rows: dict[str, Any], is_last: bool) -> None:
+    def _stream(self, rows: dict[str, Any], size: int, is_last: bool) -> None:
         """Give one batch to the metrics, as arrays on the host. A batch without labels has none to give."""
         if rows["predictions"] is None or rows["labels"] is None:
             return
-        prediction = make_prediction({name: to_host(value) for name, value in rows.items()})
+        arrays = {name: to_host(value) for name, value in rows.items()}
+        prediction = make_prediction({**arrays, "predictions": with_rows(arrays["predictions"], size)})
         if self.metric is not None:
             self.metric.update(prediction)
         elif self.compute_metrics is not None:
@@ -298,95 +272,6 @@ def advice_on_memory(size: int) -> Iterator[None]:
         raise MemoryError(ADVICE_ON_MEMORY.format(size)) from error
 
 
-class Kept:
-    """What an evaluation keeps of its batches: on the device for a few of them, then on the host, then on disk.
-
-    Args:
-        options: what to keep, and how long where.
-        spill: the limit of what is held in memory, and the files past it.
-
-    Attributes:
-        num_samples: how many samples there were.
-    """
-
-    def __init__(self, options: EvaluationOptions, spill: Spill) -> None:
-        self.options, self.spill = options, spill
-        self.num_samples = 0
-        self._waiting: list[tuple[dict[str, Any], int]] = []
-        self._num_batches = 0
-        names = ("predictions", "labels", "inputs", "losses")
-        self._collectors = {name: RowCollector(options.concatenate, spill=spill) for name in names}
-
-    def add(self, rows: dict[str, Any], size: int, loader: Any) -> None:
-        """Keep one batch. After the first one, it is said what all of them will take."""
-        self.num_samples += size
-        self._num_batches += 1
-        self._waiting.append((rows, size))
-        if self._num_batches == 1:
-            self._flush()
-            self._project(loader_length(loader))
-        elif len(self._waiting) >= self.options.host_every:
-            self._flush()
-
-    def result(self) -> dict[str, Any]:
-        """Everything, by name; None for what there was not."""
-        self._flush()
-        return {name: collector.result() for name, collector in self._collectors.items()}
-
-    def _flush(self) -> None:
-        """Move what waits on the device to the host."""
-        for rows, size in self._waiting:
-            for name, value in rows.items():
-                if value is not None:
-                    self._collectors[name].add(to_host(value), size)
-        self._waiting.clear()
-
-    def _project(self, num_batches: int | None) -> None:
-        """Warn of what will be kept, where it is more than memory is to hold."""
-        each = sum(collector.num_bytes for collector in self._collectors.values())
-        limit = self.spill.limit
-        if limit is None or num_batches is None or each * num_batches <= limit:
-            return
-        folder = self.spill.folder
-        logger.warning(
-            "This evaluation keeps about %s of predictions (%d batches of %s); past %s (eval_spill_gb) it goes to "
-            "%s (%s free). To keep less: reduce them batch by batch with preprocess_logits_for_metrics, give a "
-            "streaming metric as compute_metrics, or set prediction_loss_only=True.",
-            format_bytes(each * num_batches),
-            num_batches,
-            format_bytes(each),
-            format_bytes(limit),
-            folder,
-            format_bytes(shutil.disk_usage(folder).free),
-        )
-
-
-def make_prediction(batch: dict[str, Any]) -> EvalPrediction:
-    """What metrics are given, from what was kept under these names."""
-    return EvalPrediction(
-        predictions=batch.get("predictions"),
-        label_ids=batch.get("labels"),
-        inputs=batch.get("inputs"),
-        losses=batch.get("losses"),
-    )
-
-
-def to_host(value: Any) -> Any:
-    """A nest of tensors as numpy arrays; bfloat16, which numpy lacks, as float32."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        if value.dtype == torch.bfloat16:
-            value = value.float()
-        elif value.untyped_storage().nbytes() > value.nbytes:
-            value = value.clone()  # a part of something larger, which would be kept with it
-        return value.numpy()
-    if isinstance(value, Mapping):
-        return {key: to_host(item) for key, item in value.items()}
-    if isinstance(value, list | tuple) and not (value and isinstance(value[0], ROW_TYPES)):
-        return tuple(to_host(item) for item in value) if isinstance(value, tuple) else [to_host(v) for v in value]
-    return value if value is None or isinstance(value, np.ndarray) else np.asarray(value)
-
-
 def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     """Each batch, and whether it is the last: one is held back, so that a stream of unknown length tells too."""
     iterator = iter(batches)
@@ -401,22 +286,30 @@ def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 @contextmanager
-def evaluating(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Evaluation mode, without gradients, in another type if asked; afterwards everything is as before, to the bit."""
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards every module is in the mode it was in."""
     training = {module: module.training for module in model.modules()}
     model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+@contextmanager
+def evaluating(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Evaluation mode, without gradients, in another type if asked; afterwards everything is as before, to the bit."""
     tensors = [t for t in (*model.parameters(), *model.buffers()) if dtype is not None and t.is_floating_point()]
     originals = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
             tensor.data = tensor.data.to(dtype)
-        with torch.no_grad():
+        with in_evaluation_mode(model), torch.no_grad():
             yield
     finally:
         for tensor, original in zip(tensors, originals, strict=True):
             tensor.data = original
-        for module, mode in training.items():
-            module.training = mode
 
 
 @contextmanager
@@ -505,11 +398,39 @@ def make_evaluation(trainer: Trainer) -> EvaluationLoop:
     )
 
 
-def label_names_in(trainer: Trainer, inputs: Any) -> Sequence[str]:
-    """The names under which a batch holds its labels; none, where one of them is missing."""
+def run_evaluation(
+    trainer: Trainer, loader: Any, description: str, loss_only: bool | None, ignore_keys: list[str] | None, prefix: str
+) -> EvalLoopOutput:
+    """The body of `Trainer.evaluation_loop`: one pass. The workers end with it, unless a run keeps them."""
+    args, run = trainer.args, trainer.run
+    logger.info("%s: %s batches", description, loader_length(loader) or "an unknown number of")
+    edited = edited_for_evaluation(trainer.model, args) if trainer.edits is None else nullcontext()
+    try:
+        with evaluation_weights(trainer.optimizer, trainer.is_in_train), edited:
+            return make_evaluation(trainer).run(
+                loader,
+                loss_only=args.prediction_loss_only if loss_only is None else loss_only,
+                ignore_keys=ignore_keys,
+                prefix=prefix,
+                keep_streamed=description == "Prediction",
+            )
+    finally:
+        if run is None or not (run.loaders.holds(loader) or loader is run.feed.loader):
+            close_loader(loader)
+
+
+def labels_in(trainer: Trainer, inputs: Any) -> list[str]:
+    """The names of a batch's labels; none where it lacks one that it needs.
+
+    Labels that were declared (`label_names`) are all needed. Of those that were found among the parameters of the
+    model's forward, those without a default are, since nobody may have data for the others.
+    """
+    if not isinstance(inputs, Mapping):
+        return []
     names = trainer.label_names or trainer.objective.label_names
-    is_complete = isinstance(inputs, Mapping) and all(inputs.get(name) is not None for name in names)
-    return names if is_complete else ()
+    present = [name for name in names if inputs.get(name) is not None]
+    needed = names if trainer.args.label_names else trainer.signature.required.intersection(names)
+    return present if set(needed).issubset(present) else []
 
 
 def predict_batch(
@@ -521,7 +442,7 @@ def predict_batch(
     the labels the model is known to take, the model is called without a loss; labels it does not take are for
     `compute_loss`.
     """
-    names = label_names_in(trainer, inputs)
+    names = labels_in(trainer, inputs)
     has_labels = bool(names)
     if ignore_keys is None:
         config = getattr(innermost(trainer.model), "config", None)
@@ -530,15 +451,20 @@ def predict_batch(
         num_items = trainer._get_num_items_in_batch([inputs], trainer.world.device) if has_labels else None
         inputs = trainer._prepare_inputs(inputs)
         labels = tuple(inputs[name] for name in names) if has_labels else None
-        with trainer.compute_loss_context_manager():
+        as_widened = widened(model) if trainer.strategy.precision.autocasts else nullcontext()
+        with trainer.compute_loss_context_manager(), as_widened:
             if has_labels or not trainer.label_names or trainer.can_return_loss:
                 loss, outputs = compute_loss_with_outputs(trainer.compute_loss, model, inputs, num_items)
             else:
                 loss, outputs = None, trainer.objective.call(model, inputs)
+    place = trainer.objective.loss_place
+    holds_loss = is_named(outputs) or place.holds(outputs, loss, batch_size_of(inputs), has_labels)
     if loss is not None:
-        loss = loss.detach().mean()
+        candidate = None if holds_loss else find_loss(outputs)
+        is_prediction = candidate is not None and candidate.data_ptr() == loss.data_ptr()
+        loss = loss.detach().mean() if not is_prediction else None
     if loss_only:
         return loss, None, None
     if labels is not None and len(labels) == 1:
         labels = labels[0]
-    return loss, detach(read_predictions(outputs, ignore_keys)), detach(labels)
+    return loss, detach(read_predictions(outputs, ignore_keys, holds_loss)), detach(labels)

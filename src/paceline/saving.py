@@ -135,8 +135,13 @@ class Saves:
             self._said.add(sentence)
             logger.info(sentence)
 
-    def close(self) -> None:
-        """Wait for what is being written, and free the memory of the copies. Raises nothing: another error may be."""
+    def close(self, folder: Path) -> None:
+        """Wait for what is being written, and free the memory of the copies. Raises nothing: another error may be.
+
+        Args:
+            folder: of the run; a save that an error cut off at any line (torch raises in a signal handler, when a
+                worker dies) is cleared from it.
+        """
         try:
             self.writer.join()
         except Exception:
@@ -145,6 +150,7 @@ class Saves:
             self.postponed.drop()
             self.postponed = None
         self.buffers.clear()
+        folders.recover(folder, logger.info)
 
 
 # ---- one checkpoint
@@ -416,8 +422,11 @@ def save_weights(trainer: Trainer, folder: Path, state_dict: Mapping[str, Tensor
                 job.copy.add_model(model, folder)
         else:
             job.known.update(files.store_weights(model, folder, saves.frozen, job.copy))
-    if hasattr(trainer.processing_class, "save_pretrained"):
-        trainer.processing_class.save_pretrained(str(folder))
+    processing_class = trainer.processing_class
+    if processing_class is None:  # the one that the batches are made with
+        processing_class = getattr(trainer.data_collator, "tokenizer", None)
+    if hasattr(processing_class, "save_pretrained"):
+        processing_class.save_pretrained(str(folder))
     put(trainer, files.showable_arguments(trainer.args.to_sanitized_dict()), str(folder), files.TRAINING_ARGS_NAME)
 
 

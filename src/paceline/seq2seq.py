@@ -17,7 +17,7 @@ from paceline.core.outputs import PredictionOutput, TrainOutput
 from paceline.core.streaming import StreamingMetric
 from paceline.data.batches import batch_size_of
 from paceline.data.sampling import make_train_sampler
-from paceline.evaluation import label_names_in
+from paceline.evaluation import labels_in
 from paceline.model import generation
 from paceline.trainer import Trainer
 
@@ -251,7 +251,7 @@ class Seq2SeqTrainer(Trainer):
         """
         if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        names = label_names_in(self, inputs)
+        names = labels_in(self, inputs)
         settings = self._settings_of_batch(gen_kwargs)
         with torch.no_grad():
             placed = self._prepare_inputs(inputs)

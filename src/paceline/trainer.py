@@ -16,14 +16,15 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline import progress, saving, training
+from paceline import assembly, progress, saving, training
 from paceline.args.adopt import adopt, apply_log_level
 from paceline.args.plan import Plan, resolve
 from paceline.args.training import TrainingArguments
@@ -39,7 +40,6 @@ from paceline.core.streaming import StreamingMetric
 from paceline.data.collators import choose_collator
 from paceline.data.columns import (
     RemoveColumnsCollator,
-    find_labels,
     has_removable_columns,
     remove_unused_columns,
     signature_columns,
@@ -50,21 +50,21 @@ from paceline.distributed.precision import make_precision
 from paceline.distributed.random import preserved_rng, set_seed
 from paceline.distributed.strategy import choose_strategy
 from paceline.distributed.world import current_world
-from paceline.evaluation import make_evaluation, predict_batch, timed_metrics, warn_of_gaps
+from paceline.evaluation import in_evaluation_mode, predict_batch, run_evaluation, timed_metrics, warn_of_gaps
 from paceline.model.factory import check_model, make_model
-from paceline.model.loss import LabelSmoother, LossRule, Meaning
-from paceline.model.objective import Objective, accepts, adapted
+from paceline.model.loss import LabelSmoother, LossRule
+from paceline.model.objective import adapted
 from paceline.model.operations import estimate_operations
-from paceline.model.prepare import PreparedModel, cache_as_asked
-from paceline.model.signature import innermost, read_signature, shifts_labels
+from paceline.model.prepare import PreparedModel
+from paceline.model.signature import innermost
 from paceline.optim import optimizers as optimizer_registry
-from paceline.optim.modes import evaluation_weights
 from paceline.optim.schedulers import follows_metrics, get_scheduler
+from paceline.subclassing import ForSubclasses, meet_subclass
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer:
+class Trainer(ForSubclasses):
     """Trains, evaluates and predicts with any `nn.Module`.
 
     Args:
@@ -90,12 +90,15 @@ class Trainer:
     """
 
     loss_is_scaled_for_ga: bool | None = None
+    label_names: list[str]  # this and what follows: from `assembly.read_model`
+    can_return_loss: bool
+    loss_rule: LossRule
+    label_smoother: LabelSmoother | None
     run: training.Run | None = None
     edits: PreparedModel | None = None  # what training changed in the model, while it lasts
     is_in_train = False
     reports_changes = True  # of the arguments since the checkpoint that a run goes on from was written
     current_flos = 0.0
-    hp_search_backend = None
     _created_lr_scheduler = False
     _signature_columns: list[str] | None = None
 
@@ -129,10 +132,10 @@ class Trainer:
         self.is_model_parallel = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
         self.place_model_on_device = self.args.place_model_on_device is not False and not self.is_model_parallel
         self.model = self._first_model(model)
-        self._check_arguments(optimizers)
+        assembly.check_arguments(self, optimizers)
         self.place_model()
         self.strategy = choose_strategy(self.world, make_precision(self._plan().precision, self.world.device))
-        self._read_model()
+        assembly.read_model(self)
         self.data_collator = data_collator or choose_collator(self.processing_class, self.signature.names)
         self.state, self.control = self._first_state(), TrainerControl()
         self.callback_handler = CallbackHandler(
@@ -144,6 +147,7 @@ class Trainer:
         )
         if self.args.should_save:
             make_output_folder(self._get_output_dir(None))
+        meet_subclass(self)
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
     # ---- what the constructor does
@@ -156,55 +160,6 @@ class Trainer:
         with preserved_rng():  # `train` makes the model anew; this one only tells what it looks like
             set_seed(self.args.seed)
             return self.call_model_init()
-
-    def _check_arguments(self, optimizers: tuple[Any, Any]) -> None:
-        if self.optimizer_cls_and_kwargs is not None and self.optimizer is not None:
-            raise ValueError("Pass `optimizers` or `optimizer_cls_and_kwargs`, not both.")
-        if self.model_init is not None and (optimizers[0] is not None or optimizers[1] is not None):
-            raise ValueError(
-                "`optimizers` hold the parameters of one model, and `model_init` makes a new one at each train: pass "
-                "`optimizer_cls_and_kwargs`, or override `create_optimizer`."
-            )
-        metrics = self.compute_metrics
-        if self.args.batch_eval_metrics and callable(metrics) and not accepts(metrics, "compute_result"):
-            raise ValueError(
-                "batch_eval_metrics=True calls `compute_metrics(prediction, compute_result=...)` for each batch: give "
-                "it a parameter `compute_result`, or set batch_eval_metrics=False."
-            )
-
-    def _read_model(self) -> None:
-        """What the model's forward and config tell, read once."""
-        args, model = self.args, self.model
-        self.model_wrapped = model
-        self.signature = read_signature(model)
-        self.label_names = list(args.label_names) if args.label_names is not None else find_labels(innermost(model))
-        self.can_return_loss = self.signature.can_return_loss
-        self.model_accepts_loss_kwargs = self.signature.takes_num_items
-        config = getattr(innermost(model), "config", None)
-        self.loss_rule = LossRule(
-            self.label_names or ["labels"],
-            declared=args.loss_weight,
-            shifts=shifts_labels(model),
-            pad_token_id=getattr(config, "pad_token_id", None),
-        )
-        if args.loss_weight is None and self.loss_is_scaled_for_ga is not None:
-            self.loss_rule.declare(Meaning("samples", scaled=self.loss_is_scaled_for_ga))
-        multi_label = getattr(config, "problem_type", None) == "multi_label_classification"
-        smoothing = args.label_smoothing_factor
-        if smoothing > 0 and multi_label:
-            raise ValueError(
-                f"label_smoothing_factor={smoothing}: the model is a multi-label classifier (binary cross-entropy), "
-                "which label smoothing is not defined for; set label_smoothing_factor=0."
-            )
-        if smoothing > 0 and self.compute_loss_func is not None:
-            raise ValueError(
-                f"label_smoothing_factor={smoothing}: with compute_loss_func the loss is that function's; smooth the "
-                "targets there, and set label_smoothing_factor=0."
-            )
-        self.label_smoother = LabelSmoother(smoothing) if smoothing > 0 else None
-        self.objective = Objective(
-            self.signature, self.label_names or ["labels"], self.loss_rule, self.compute_loss_func, self.label_smoother
-        )
 
     def _first_state(self) -> TrainerState:
         return TrainerState(
@@ -264,11 +219,12 @@ class Trainer:
         is_training: bool = False,
     ) -> Any:
         check_dataset(dataset)
+        given, collate = dataset, self._get_collator_with_removed_columns(self.data_collator, description)
         sampler = adapted(sampler_fn, 1)(dataset) if sampler_fn is not None else None  # may look at any column
-        collate = self._get_collator_with_removed_columns(self.data_collator, description)
         if has_removable_columns(dataset):
             dataset, collate = self._remove_unused_columns(dataset, description), self.data_collator
-        return make_loader(
+        make = partial(
+            make_loader,
             dataset,
             batch_size=batch_size,
             sampler=sampler,
@@ -277,6 +233,9 @@ class Trainer:
             train=is_training,
             seed=self._data_seed,
         )
+        if is_training or self.run is None or not self.args.dataloader_persistent_workers:
+            return make()
+        return self.run.loaders.get(given, description, make)
 
     @property
     def _data_seed(self) -> int:
@@ -299,8 +258,8 @@ class Trainer:
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """The order of evaluation samples; None for a dataset without a length."""
         return make_eval_sampler(
-            eval_dataset,
-            strategy=str(self.args.train_sampling_strategy),
+            eval_dataset,  # batches that are kept apart cannot be put back in order
+            strategy=str(self.args.train_sampling_strategy) if self.args.eval_do_concat_batches else "sequential",
             batch_size=self.args.eval_batch_size,
             seed=self._data_seed,
             length_column=self.args.length_column_name,
@@ -525,11 +484,12 @@ class Trainer:
         self.callback_handler.eval_dataloader = loader
         start = time.time()
         loss_only = True if self.compute_metrics is None else None
-        output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, prefix)
-        warn_of_gaps(self, output, prefix, self.args.prediction_loss_only)
-        metrics = timed_metrics(output, prefix, start, loader_length(loader))
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        with in_evaluation_mode(self.model):  # until the row is logged: an own `log` may ask what it is a row of
+            output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, prefix)
+            warn_of_gaps(self, output, prefix, self.args.prediction_loss_only)
+            metrics = timed_metrics(output, prefix, start, loader_length(loader))
+            self.log(metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self._share_control()
         return metrics
 
@@ -545,7 +505,7 @@ class Trainer:
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Predict: one row per sample, the labels where there are any, and then metrics too."""
+        """Predict: one row per sample, in their order; the labels where there are any, and then metrics too."""
         loader = self.get_test_dataloader(test_dataset)
         start = time.time()
         output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
@@ -563,17 +523,7 @@ class Trainer:
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run the model over a loader once; see `paceline.evaluation.EvaluationLoop`."""
-        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        logger.info("%s: %s batches", description, loader_length(dataloader) or "an unknown number of")
-        as_asked = cache_as_asked(self.model, self.args) if self.edits is None else nullcontext()
-        with evaluation_weights(self.optimizer, self.is_in_train), as_asked:
-            return make_evaluation(self).run(
-                dataloader,
-                loss_only=loss_only,
-                ignore_keys=ignore_keys,
-                prefix=metric_key_prefix,
-                keep_streamed=description == "Prediction",
-            )
+        return run_evaluation(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from paceline.args.plan import Plan, resolve
+from paceline.assembly import declare_loss
 from paceline.checkpoint import files
 from paceline.checkpoint.plausible import blame
 from paceline.core import folders
@@ -30,16 +30,15 @@ from paceline.core.outputs import TrainOutput
 from paceline.core.record import write_run_record
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerState
+from paceline.counting import counter
 from paceline.data.feed import place_in
-from paceline.data.loading import Feed, loader_length, sample_count
+from paceline.data.loading import Feed, KeptLoaders, loader_length, sample_count
 from paceline.distributed.precision import make_precision
 from paceline.distributed.random import enable_full_determinism, restore_rng, set_seed
 from paceline.distributed.strategy import choose_strategy
 from paceline.engine import TorchEngine
 from paceline.model.objective import adapted
-from paceline.model.operations import count_inputs, operations_per_token
-from paceline.model.prepare import compile_model, prepare_model
-from paceline.model.signature import innermost
+from paceline.model.prepare import prepare_model
 from paceline.optim.modes import switch_optimizer
 from paceline.optim.schedulers import follows_metrics
 from paceline.progress import (
@@ -76,6 +75,7 @@ class Run:
         first_step: `global_step` at the start, more than 0 after a resume.
         first_tokens: input tokens seen before it.
         saves: what becomes of its checkpoints.
+        loaders: of its evaluations, where their workers live on.
     """
 
     plan: Plan
@@ -88,6 +88,7 @@ class Run:
     first_tokens: int = 0
     loop: Loop | None = None
     saves: Saves = field(default_factory=Saves)
+    loaders: KeptLoaders = field(default_factory=KeptLoaders)
 
 
 def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
@@ -152,6 +153,7 @@ def start(trainer: Trainer, trial: Any) -> None:
             ", ".join(map(str, trainer.eval_dataset)),
             next(iter(trainer.eval_dataset), "name"),
         )
+    declare_loss(trainer)
     seed_everything(args)
     if trainer.model_init is not None:
         trainer.model = trainer.call_model_init(trial)
@@ -224,7 +226,7 @@ def prepare(trainer: Trainer, plan: Plan) -> None:
         return trainer.optimizer
 
     prepared = strategy.prepare(trainer.model, make_optimizer)
-    trainer.model_wrapped = compile_model(prepared.model, trainer.args)
+    trainer.model_wrapped = trainer._wrap_model(prepared.model)
     handler = trainer.callback_handler
     handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
 
@@ -336,51 +338,6 @@ def bind_hooks(trainer: Trainer, run: Run) -> Hooks:
     )
 
 
-def counter(trainer: Trainer) -> Callable[[Sequence[Any]], None] | None:
-    """Adds up the input tokens and the operations of each window, on the host; None where there is neither."""
-    count_tokens, model = token_counter(trainer), innermost(trainer.model)
-    base: Any = next(kind for kind in type(trainer).__mro__ if kind.__module__ == "paceline.trainer")
-    is_own = getattr(trainer.floating_point_ops, "__func__", None) is not base.floating_point_ops
-    per_token = operations_per_token(model)  # counted once: going through all parameters takes a while
-    asks = is_own or callable(getattr(model, "floating_point_ops", None))
-    if count_tokens is None and not per_token and not asks:
-        return None
-
-    def count(batches: Sequence[Any]) -> None:
-        if count_tokens is not None:
-            trainer.state.num_input_tokens_seen += sum(map(count_tokens, batches))
-        if asks:
-            trainer.current_flos += sum(map(trainer.floating_point_ops, batches))
-        elif per_token:
-            trainer.current_flos += per_token * sum(count_inputs(model, batch) for batch in batches)
-
-    return count
-
-
-def token_counter(trainer: Trainer) -> Callable[[Any], int] | None:
-    """Counts a batch's input tokens on the host, or None where `include_num_input_tokens_seen` does not ask."""
-    how = str(trainer.args.include_num_input_tokens_seen)
-    if how == "no":
-        return None
-    name = getattr(trainer.model, "main_input_name", "input_ids")
-    padding = getattr(trainer.processing_class, "pad_token_id", None)
-
-    def count(batch: Any) -> int:
-        tokens = batch.get(name) if hasattr(batch, "get") else None
-        if not isinstance(tokens, Tensor):
-            raise ValueError(
-                f"include_num_input_tokens_seen={how!r}: the batches hold no tensor {name!r}. Set `main_input_name` on "
-                "the model to the name of its input, or include_num_input_tokens_seen='no'."
-            )
-        if how == "all":
-            return tokens.numel()
-        if isinstance(batch.get("attention_mask"), Tensor):
-            return int(batch["attention_mask"].sum())
-        return tokens.numel() if padding is None else int((tokens != padding).sum())
-
-    return count
-
-
 def announce(trainer: Trainer, run: Run) -> None:
     """Say what will be done, and write it beside the outputs."""
     plan, args = run.plan, trainer.args
@@ -409,7 +366,8 @@ def running(trainer: Trainer, run: Run) -> Iterator[None]:
         yield
     finally:
         run.feed.close()
-        run.saves.close()
+        run.loaders.close()
+        run.saves.close(Path(trainer._get_output_dir(run.trial)))
         switch_optimizer(trainer.optimizer, "eval")
         trainer.is_in_train, trainer.run = False, None
 

@@ -48,7 +48,7 @@ def assert_same(left: Any, right: Any) -> None:
 def batched(draw: st.DrawFn) -> tuple[list[Any], list[int]]:
     """Batches of one nest: rows of one length, ragged ones, ragged in two dimensions, scalars, no rows at all."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-    kind_names = st.sampled_from(["even", "ragged", "twice", "scalar", "none", "mixed"])
+    kind_names = st.sampled_from(["even", "ragged", "twice", "scalar", "samples", "none", "mixed"])
     kinds = draw(st.lists(kind_names, min_size=1, max_size=3))
     dtypes = [draw(st.sampled_from(DTYPES)) for _ in kinds]
     as_dict = draw(st.booleans())
@@ -64,8 +64,13 @@ def batched(draw: st.DrawFn) -> tuple[list[Any], list[int]]:
                 "ragged": (size, draw(st.integers(0, 4))),
                 "twice": (size, draw(st.integers(1, 3)), draw(st.integers(1, 3))),
                 "scalar": (),
+                "samples": (),
                 "mixed": (size if index != 1 else size + 1, 2),
             }[kind]
+            if kind == "samples":  # a list with an entry of its own length for each sample
+                numbers = [draw(st.integers(0, 3)) for _ in range(size)]
+                leaves.append([{"boxes": np.full((n, 2), n).astype(dtype)} for n in numbers])
+                continue
             leaves.append(np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype))
         batches.append({f"k{i}": leaf for i, leaf in enumerate(leaves)} if as_dict else tuple(leaves))
     return batches, sizes
@@ -88,6 +93,30 @@ def test_any_batches_give_the_same_rows(sizes: list[int], limit: int | None) -> 
     assert_same(collect(np.split(rows, cuts), sizes, limit=limit), rows)
 
 
+@given(st.data(), st.sampled_from([None, 0]), st.sampled_from([1, 40, 2**24]))
+def test_rows_are_put_at_their_places(data: Any, limit: int | None, chunk: int) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    places = data.draw(st.permutations(range(sum(sizes))))
+    cuts = np.cumsum(sizes)[:-1]
+    order = np.asarray(places)
+    batches = [
+        {"even": part * 2, "ragged": np.stack([part] * (1 + len(part)), 1), "samples": [{"id": i[None]} for i in part]}
+        for part in np.split(order, cuts)
+    ]
+    with Spill(limit) as spill, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.core.rows.CHUNK_BYTES", chunk)
+        collector = RowCollector(spill=spill)
+        for batch, size in zip(batches, sizes, strict=True):
+            collector.add(batch, size)
+        joined = collector.result(places)
+    assert joined["even"].tolist() == [2 * index for index in range(sum(sizes))]
+    assert joined["ragged"][:, 0].tolist() == list(range(sum(sizes)))
+    if len(joined["samples"]) == sum(sizes) and len(set(sizes)) > 1:
+        assert [int(row["id"][0]) for row in joined["samples"]] == list(range(sum(sizes)))
+    if limit == 0:
+        assert isinstance(joined["even"], np.memmap)
+
+
 def test_ragged_rows_are_padded_to_the_longest() -> None:
     batches = [np.ones((2, 1)), np.ones((1, 3)), np.ones((1, 2))]
     for limit in (None, 0):
@@ -106,6 +135,38 @@ def test_python_objects_stay_in_memory() -> None:
     batch = np.array([{"a": 1}, None], dtype=object)
     joined = collect([batch, batch], [2, 2], limit=0)
     assert joined.tolist() == [{"a": 1}, None, {"a": 1}, None]
+
+
+def boxes(numbers: list[int]) -> list[dict[str, Any]]:
+    return [{"boxes": np.full((number, 4), number), "id": np.asarray(number)} for number in numbers]
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1), st.sampled_from([None, 0]))
+def test_a_list_with_an_entry_per_sample_is_extended(batches: list[list[int]], limit: int | None) -> None:
+    """However many samples a batch holds, and however many boxes a sample."""
+    joined = collect([{"labels": boxes(numbers)} for numbers in batches], list(map(len, batches)), limit=limit)
+    assert_same(joined, {"labels": boxes([number for numbers in batches for number in numbers])})
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+def test_a_list_that_is_as_long_as_its_batches_by_chance(limit: int | None) -> None:
+    """Two hidden states and two batches of two samples: every array has the batch in front, so these are no samples."""
+    first, second = np.arange(6.0).reshape(2, 3), np.arange(8.0).reshape(2, 4)
+    joined = collect([[first, second], [-first, -second]], [2, 2], limit=limit)
+    assert_same(joined, [np.concatenate([first, -first]), np.concatenate([second, -second])])
+    assert isinstance(joined[0], np.memmap) == (limit == 0)
+    joined = collect([[first, second], [first[:1], second[:1]]], [2, 1], limit=limit)
+    assert [values.shape for values in joined] == [(3, 3), (3, 4)]
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+def test_batches_of_another_shape_are_kept_as_they_are(limit: int | None) -> None:
+    batches: list[Any] = [(np.ones(2), boxes([1, 2])), (np.ones(1), boxes([3])), (np.float32(0.5), None)]
+    kept = collect(batches, [2, 1, 1], limit=limit, concatenate=False)
+    assert_same(kept[:2], batches[:2])
+    assert kept[2][0].shape == ()
+    texts = [{"text": np.array(["a", None], dtype=object), "x": np.ones(2)}] * 2
+    assert_same(collect(texts, [2, 2], limit=limit, concatenate=False), texts)
 
 
 def test_empty_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ import torch
 from small_models import weights
 
 from paceline import Trainer, TrainerCallback
-from paceline.core.folders import list_checkpoints, verify
+from paceline.core.folders import begin, list_checkpoints, verify
 
 
 class Boom(RuntimeError):
@@ -36,24 +37,6 @@ class RaisesAt(TrainerCallback):
 
 class Reporter(RaisesAt):
     may_fail = True
-
-
-class Data(torch.utils.data.Dataset[dict[str, Any]]):
-    """Fails at the given read; in a worker process, by an error or by the process's death."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.is_armed = True
-
-    def __len__(self) -> int:
-        return len(crash_job.DATA)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if self.is_armed and index == 17:
-            if self.kind == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise Boom("sample 17 cannot be read")
-        return crash_job.DATA[index]
 
 
 class Fails(crash_job.WithBase):
@@ -119,18 +102,19 @@ def test_an_error_in_a_reporter_ends_nothing(tmp_path: Path, whole: Trainer, cap
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch raises in a signal handler
 @pytest.mark.parametrize(("kind", "message"), [("raises", "sample 17 cannot be read"), ("killed", "worker")])
 def test_an_error_in_a_worker(kind: str, message: str, tmp_path: Path) -> None:
-    """Also a worker that the system kills: for its memory, most often."""
-    data = Data(kind)
-    trainer = crash_job.make(tmp_path, dataloader_num_workers=1, save_steps=1, eval_steps=1)
-    trainer.train_dataset = data
-    with pytest.raises((Boom, RuntimeError), match=message):
-        trainer.train()
-    steps = steps_of(tmp_path)
-    assert steps
-    data.is_armed = False
+    """Also a worker that the system kills: for its memory, most often.
+
+    In a process of its own: torch then raises in a signal handler, at any line, which may leave a lock taken.
+    """
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=crash_job.run_with_failing_data, args=(tmp_path, kind))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 1
+    assert message in (tmp_path / "error.txt").read_text()
+    assert steps_of(tmp_path)
     resumed = crash_job.make(tmp_path, dataloader_num_workers=1, save_steps=1, eval_steps=1)
     resumed.train(resume_from_checkpoint=True)
     plain = crash_job.make(tmp_path / "whole", save_steps=1, eval_steps=1)
@@ -174,3 +158,18 @@ def test_a_signal_between_two_saves(number: int, tmp_path: Path, whole: Trainer)
     resumed = crash_job.make(tmp_path)
     resumed.train(resume_from_checkpoint=True)
     assert torch.equal(weights(resumed.model), weights(whole.model))
+
+
+def test_an_error_in_the_middle_of_beginning_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when torch raises in its signal handler because a worker died: at any line, before anything could clean up."""
+
+    def begin_and_fail(final: Path) -> Path:
+        monkeypatch.undo()
+        begin(final)
+        raise Boom("a worker died")
+
+    trainer = crash_job.make(tmp_path)
+    monkeypatch.setattr("paceline.core.folders.begin", begin_and_fail)
+    with pytest.raises(Boom):
+        trainer.train()
+    assert steps_of(tmp_path) == []

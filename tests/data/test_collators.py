@@ -11,7 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.collators import DataCollatorWithPadding, DefaultDataCollator, default_data_collator
+from paceline.data.collators import (
+    DataCollatorWithPadding,
+    DefaultDataCollator,
+    choose_collator,
+    default_data_collator,
+)
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -157,6 +162,16 @@ def test_padding(name: str) -> None:
     assert options == {"padding": True, "max_length": None, "pad_to_multiple_of": 8, "return_tensors": "pt"}
     assert flags == {"Asking-to-pad-a-fast-tokenizer": True}
     assert padder.deprecation_warnings == {"Asking-to-pad-a-fast-tokenizer": False}
+
+
+@pytest.mark.parametrize("value", [lambda n: n, lambda n: [n] * n])
+def test_padding_keeps_the_name_that_the_model_takes(value: Any) -> None:
+    """A number for each sample, or one for each token."""
+    rows = [{"input_ids": [1, 2], "label": value(2)}, {"input_ids": [3], "label": value(1)}]
+    batch = choose_collator(Padder(), ["input_ids", "label"])(rows)
+    assert batch.keys() == {"input_ids", "label"}
+    assert batch["label"].tolist() in ([2, 1], [[2, 2], [1, -100]])
+    assert choose_collator(Padder(), ["input_ids", "labels"])(rows).keys() == {"input_ids", "labels"}
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
-from paceline.data.loading import Feed, check_dataset, loader_length, make_loader, sample_count
+from paceline.data.loading import Feed, KeptLoaders, check_dataset, loader_length, make_loader, sample_count
 from paceline.data.sampling import make_train_sampler, random_sampler
 
 
@@ -222,3 +222,29 @@ def test_order_of_batches_equals_the_reference(tmp_path: Any, accumulation: int)
         ours.set_epoch(epoch)  # type: ignore[attr-defined]
         assert [batch["x"].tolist() for batch in ours] == [batch["x"].tolist() for batch in theirs]
     torch.set_rng_state(state)
+
+
+def test_loaders_are_kept_by_dataset_up_to_a_limit() -> None:
+    kept = KeptLoaders(limit=2)
+    closed: list[Any] = []
+    datasets = [[index] for index in range(3)]
+
+    def loader_of(dataset: Any, description: str = "evaluation") -> Any:
+        def make_new() -> Any:
+            loader = make(dataset)
+            loader.close = lambda: closed.append(loader)
+            return loader
+
+        return kept.get(dataset, description, make_new)
+
+    first, second = loader_of(datasets[0]), loader_of(datasets[1])
+    assert loader_of(datasets[0]) is first
+    third = loader_of(datasets[2])  # the second was not asked for longest
+    assert closed == [second]
+    assert [kept.holds(loader) for loader in (first, second, third)] == [True, False, True]
+    assert loader_of(datasets[0]) is first
+    other = loader_of(datasets[0], "test")
+    assert other is not first
+    kept.close()
+    assert closed == [second, third, first, other]
+    assert not kept.holds(first)

@@ -253,6 +253,20 @@ def test_closing_ends_the_workers(kind: Any, persistent: bool) -> None:
     feed.close()
 
 
+@pytest.mark.parametrize("kind", [Images, Stream])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_closing_ends_the_workers_of_a_pass_that_somebody_holds(kind: Any, persistent: bool) -> None:
+    """As the traceback of an error does."""
+    before = set(torch.multiprocessing.active_children())
+    feed = feed_of(kind(40), arguments(2, dataloader_persistent_workers=persistent))
+    held = iter(feed.loader)
+    next(held)
+    assert len(set(torch.multiprocessing.active_children()) - before) == 2
+    feed.close()
+    assert set(torch.multiprocessing.active_children()) == before
+    del held
+
+
 def test_an_error_in_a_worker_names_its_cause() -> None:
     class Broken(Images):
         def __getitem__(self, index: int) -> dict[str, Any]:

@@ -71,6 +71,18 @@ def test_each_meaning_is_identified_from_one_ragged_batch(truth: Meaning) -> Non
     assert rule.is_settled
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_that_the_model_rounded_is_compared_as_rounded(dtype: torch.dtype) -> None:
+    """What is looked at is what the model returned; the loss at hand has been widened since."""
+    logits, labels = make_batch([3, 6, 2])
+    truth = Meaning("tokens")
+    rounded = loss_under(truth, logits, labels).to(dtype)
+    rule = LossRule(["labels"])
+    rule.look(rounded.float(), {"loss": rounded, "logits": logits.to(dtype)}, rule.count({"labels": labels}))
+    assert rule.is_verified
+    assert rule.meaning == truth
+
+
 def test_a_tie_is_kept_until_a_batch_separates_it() -> None:
     rule = LossRule(["labels"])
     logits, labels = make_batch([6, 6])

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from paceline.model.outputs import ModelOutputError, candidate_logits, find_loss, read_loss, read_predictions
+from paceline.model.outputs import (
+    LossPlace,
+    ModelOutputError,
+    candidate_logits,
+    find_loss,
+    read_loss,
+    read_predictions,
+)
 
 LOSS = torch.tensor(1.5)
 LOGITS = torch.arange(12.0).reshape(4, 3)
@@ -67,6 +74,32 @@ def test_what_cannot_be_understood_is_described(outputs: object) -> None:
 def test_a_loss_per_sample_is_refused_with_its_shape() -> None:
     with pytest.raises(ModelOutputError, match=r"tensor\(4,\)"):
         read_loss({"loss": torch.ones(4)}, {})
+
+
+def test_a_scalar_is_a_prediction_where_larger_batches_had_rows() -> None:
+    place = LossPlace()
+    assert not place.holds((LOGITS, LOGITS), LOSS, 4)
+    assert not place.holds((LOGITS[0, 0], LOGITS[0, 0]), LOSS, 1)
+    place = LossPlace()
+    assert place.holds((LOSS, LOGITS), LOSS, 4)
+    assert place.holds((LOSS, LOGITS[:1]), LOSS * 2, 1)
+    assert not place.holds(LOGITS[:, 0], None, 4)
+    assert not place.holds(LOGITS[0, 0], LOGITS[0, 0], 1)
+    assert not place.holds((LOGITS[:, 0], LOGITS), None, 4, has_labels=False)
+    assert not place.holds((LOGITS[0, 0], LOGITS[0]), None, 1, has_labels=False)
+
+
+def test_a_scalar_of_a_single_sample_is_a_loss_where_the_loss_was_read_from_it() -> None:
+    first = torch.tensor(0.3)
+    assert LossPlace().holds((first, LOGITS[:1]), first.reshape(()), 1)
+    assert not LossPlace().holds((first, first), first * 2, 1)
+    assert not LossPlace().holds(first, None, 1)
+
+
+def test_without_a_loss_nothing_is_taken_out() -> None:
+    assert read_predictions(LOSS, holds_loss=False) is LOSS
+    assert read_predictions((LOSS, LOGITS), holds_loss=False) == (LOSS, LOGITS)
+    assert read_predictions({"loss": LOSS, "logits": LOGITS}, holds_loss=False) is LOGITS
 
 
 def test_ignored_keys_are_left_out() -> None:

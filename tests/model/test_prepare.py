@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.model.blocks import repeated_blocks
 from paceline.model.checkpointing import CheckpointedForward, CheckpointOptions, enable_checkpointing
-from paceline.model.prepare import cache_as_asked, compile_model, prepare_model, undo_compilation
+from paceline.model.prepare import compile_model, edited_for_evaluation, prepare_model, undo_compilation
 
 
 def make_args(**changes):
@@ -297,7 +297,7 @@ def test_a_transformers_model_is_checkpointed_and_set_back():
 def test_the_cache_follows_the_argument():
     model = nn.Module()
     model.config = SimpleNamespace(use_cache=True, text_config=SimpleNamespace(use_cache=True))
-    with cache_as_asked(model, make_args()):
+    with edited_for_evaluation(model, make_args()):
         assert (model.config.use_cache, model.config.text_config.use_cache) == (False, False)
     assert (model.config.use_cache, model.config.text_config.use_cache) == (True, True)
     assert prepare_model(model, make_args(use_cache=True)).notes == []

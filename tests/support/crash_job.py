@@ -77,6 +77,35 @@ def run(folder: Path, kill_at: int | None = None) -> None:
     os.replace(folder / "result.tmp", folder / "result.pt")
 
 
+class FailingData(torch.utils.data.Dataset[dict[str, Any]]):
+    """Fails at one sample: by an error, or by the death of the process that reads it."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 17:
+            if self.kind == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("sample 17 cannot be read")
+        return DATA[index]
+
+
+def run_with_failing_data(folder: Path, kind: str) -> None:
+    """Train with one worker until it fails; exit with 1, and leave the error in `error.txt`."""
+    torch.set_num_threads(1)
+    trainer = make(folder, dataloader_num_workers=1, save_steps=1, eval_steps=1)
+    trainer.train_dataset = FailingData(kind)
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        (folder / "error.txt").write_text(str(error))
+        raise SystemExit(1) from None
+
+
 def result_of(trainer: Trainer) -> dict[str, Any]:
     state = trainer.state
     rows = [{k: v for k, v in row.items() if not k.endswith(TIMES)} for row in state.log_history[:-1]]

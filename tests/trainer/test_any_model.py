@@ -179,6 +179,37 @@ def test_a_forward_parameter_called_label(tmp_path: Path) -> None:
     assert trainer.predict(data[:5]).label_ids.shape == (5,)
 
 
+class LabelOfTokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(10, 4), nn.Linear(4, 3)
+
+    def forward(self, input_ids: Tensor, label: Tensor | None = None) -> Any:
+        logits = self.head(self.embedding(input_ids).mean(1))
+        return {"loss": None if label is None else functional.cross_entropy(logits, label), "logits": logits}
+
+
+class Padder:
+    """Stands in for a tokenizer."""
+
+    def pad(self, features: list[Any], **options: Any) -> dict[str, Tensor]:
+        longest = max(len(row["input_ids"]) for row in features)
+        ids = [row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in features]
+        rest = {name: torch.tensor([row[name] for row in features]) for name in features[0] if name != "input_ids"}
+        return {"input_ids": torch.tensor(ids), **rest}
+
+    def save_pretrained(self, folder: str) -> None: ...
+
+
+def test_a_forward_parameter_called_label_beside_a_tokenizer(tmp_path: Path) -> None:
+    data = [{"input_ids": [1] * (1 + index % 3), "label": index % 3} for index in range(12)]
+    trainer = make_trainer(tmp_path, LabelOfTokens(), data, eval_dataset=data, processing_class=Padder())
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert trainer.predict(data).label_ids.tolist() == [sample["label"] for sample in data]
+
+
 class TwoLabels(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -198,6 +229,32 @@ def test_several_label_arguments(tmp_path: Path) -> None:
     output = trainer.predict(data[:13])
     assert [rows.shape for rows in output.predictions] == [(13, 4), (13, 4)]
     assert [rows.shape for rows in output.label_ids] == [(13,), (13,)]
+
+
+class SpareLabels(Classifier):
+    """Two parameters for labels, of which one may stay without data."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, aux_labels: Tensor | None = None) -> Any:
+        logits = self.logits(x)
+        loss = None if labels is None else functional.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+
+def test_label_arguments_without_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"eval_dataset": DATA[:13], "compute_metrics": lambda p: {"rows": len(p.label_ids)}}
+    trainer = make_trainer(tmp_path, SpareLabels(), DATA, **options)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_rows"] == 13
+    whole = make_trainer(tmp_path, trainer.model, label_names=["labels"], **options).evaluate()
+    assert metrics["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-6)
+    assert trainer.predict(DATA[:5]).label_ids.shape == (5,)
+    assert "no eval_loss" not in caplog.text
+    unlabelled = trainer.predict([{"x": sample["x"]} for sample in DATA[:5]])
+    assert (unlabelled.label_ids, unlabelled.predictions.shape) == (None, (5, 4))
+    declared = make_trainer(tmp_path, SpareLabels(), label_names=["labels", "aux_labels"], **options)
+    assert "eval_loss" not in declared.evaluate()  # what was declared is needed
+    assert "no eval_loss" in caplog.text
 
 
 class Nested(Classifier):
@@ -269,6 +326,36 @@ def test_a_batch_without_what_forward_needs_says_so(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, Logits(), data, compute_loss_func=mean_cross_entropy)
     with pytest.raises(TypeError, match=r"forward\(x\) needs x, and the batch holds features"):
         trainer.train()
+
+
+class NeedsLabels(Classifier):
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return super().forward(x, labels)
+
+
+def test_a_label_that_forward_needs_and_the_batch_lacks_says_so(tmp_path: Path) -> None:
+    """Columns of other names were left out, so that what is left fits forward but for what it lacks."""
+    for cls, data, message in (
+        (LabelParameter, DATA, r"forward\(x, label\) needs label, and the batch holds x: .*remove_unused_columns"),
+        (NeedsLabels, [{"x": s["x"]} for s in DATA], r"forward\(x, labels\) needs labels, and the batch holds x"),
+    ):
+        trainer = make_trainer(tmp_path, cls(), data)
+        for act in (trainer.train, lambda trainer=trainer, data=data: trainer.predict(data)):
+            with pytest.raises(TypeError, match=message) as caught:
+                act()
+            assert isinstance(caught.value.__cause__, TypeError)
+
+
+class Failing(Classifier):
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return x + None
+
+
+def test_a_type_error_inside_forward_stays_as_it_is(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Failing(), DATA)
+    for act in (trainer.train, lambda: trainer.predict(DATA)):
+        with pytest.raises(TypeError, match="NoneType"):
+            act()
 
 
 class Detached(Classifier):
@@ -407,3 +494,163 @@ def test_outputs_without_rows_do_not_break_those_with(tmp_path: Path) -> None:
     assert scale.shape == (10,)
     assert isinstance(layers, list)
     assert np.concatenate(layers, axis=1).shape == (3, 10, 4)
+
+
+class Counting(Classifier):
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
+        logits = self.logits(x)
+        return {"loss": functional.cross_entropy(logits, labels), "number": len(x), "logits": logits}
+
+
+def test_a_number_among_the_outputs_is_repeated_for_each_sample(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, Counting(), eval_dataset=DATA[:10], compute_metrics=lambda p: {"rows": len(p.predictions[1])}
+    )
+    assert trainer.evaluate()["eval_rows"] == 10
+    numbers, logits = trainer.predict(DATA[:10]).predictions
+    assert numbers.tolist() == [8] * 8 + [2] * 2
+    assert logits.shape == (10, 4)
+
+
+class Squeezed(nn.Module):
+    """One number per sample, without a dimension when there is one sample."""
+
+    def __init__(self, shape: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 1)
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Any:
+        output = self.layer(x).squeeze()
+        return {"bare": output, "tuple": (output, output), "dict": {"a": output}}[self.shape]
+
+
+class SquaredError(Trainer):
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = squared_error(outputs, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+def squared_error(outputs: Any, labels: Tensor) -> Tensor:
+    values = outputs["a"] if isinstance(outputs, dict) else outputs[0] if isinstance(outputs, tuple) else outputs
+    return functional.mse_loss(values.reshape(-1), labels)
+
+
+# without a loss and one at a time, nothing tells such a row from a loss that needs no labels
+WAYS = [*((way, size) for way in ("function", "override") for size in (1, 19, 20)), ("no loss", 19), ("no loss", 20)]
+
+
+@pytest.mark.parametrize(("way", "batch_size"), WAYS)
+@pytest.mark.parametrize("shape", ["bare", "tuple", "dict"])
+def test_a_single_sample_without_a_dimension_is_a_row(tmp_path: Path, shape: str, way: str, batch_size: int) -> None:
+    """19 samples and 1 more: `squeeze()` leaves a scalar, which looks like a loss."""
+    data = [{"x": sample["x"], "labels": float(sample["labels"])} for sample in DATA[:20]]
+    rows: list[Any] = []
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        rows.append(prediction.predictions)
+        return {}
+
+    trainer = make_trainer(
+        tmp_path,
+        Squeezed(shape),
+        cls=SquaredError if way == "override" else Trainer,
+        eval_dataset=data,
+        compute_metrics=compute_metrics if way != "no loss" else None,
+        compute_loss_func=squared_error if way == "function" else None,
+        per_device_eval_batch_size=batch_size,
+    )
+    metrics = trainer.evaluate() if way != "no loss" else {}
+    output = trainer.predict(data)
+    with torch.no_grad():
+        expected = trainer.model.layer(torch.stack([sample["x"] for sample in data]))[:, 0].numpy()
+    for predictions in (output.predictions, *rows):
+        for values in predictions if isinstance(predictions, tuple) else [predictions]:
+            np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
+    assert ("test_loss" in output.metrics) == (way != "no loss")
+    if metrics:
+        labels = np.array([sample["labels"] for sample in data])
+        assert metrics["eval_loss"] == pytest.approx(np.mean((expected - labels) ** 2), rel=1e-5)
+
+
+def test_a_streaming_metric_sees_a_row_for_a_single_sample(tmp_path: Path) -> None:
+    data = [{"x": sample["x"], "labels": float(sample["labels"])} for sample in DATA[:20]]
+    shapes: list[Any] = []
+
+    def compute_metrics(prediction: Any, compute_result: bool) -> dict[str, float]:
+        shapes.append((prediction.predictions.shape, prediction.label_ids.shape))
+        return {}
+
+    make_trainer(
+        tmp_path,
+        Squeezed("bare"),
+        eval_dataset=data,
+        compute_loss_func=squared_error,
+        compute_metrics=compute_metrics,
+        batch_eval_metrics=True,
+        per_device_eval_batch_size=19,
+    ).evaluate()
+    assert shapes == [((19,), (19,)), ((1,), (1,))]
+
+
+class Detector(nn.Module):
+    """Labels as detection models take them: a list with a dict of boxes for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, labels: list[dict[str, Tensor]] | None = None) -> dict[str, Any]:
+        boxes = self.layer(x)
+        loss = None
+        if labels is not None:
+            loss = torch.stack([(box - each["boxes"]).pow(2).mean() for box, each in zip(boxes, labels, strict=True)])
+        found = [box.repeat(1 + index % 2, 1) for index, box in enumerate(boxes)]
+        return {"loss": None if loss is None else loss.mean(), "logits": boxes, "found": found}
+
+
+def collate_boxes(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"x": torch.stack([s["x"] for s in samples]), "labels": [s["labels"] for s in samples]}
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 8])
+@pytest.mark.parametrize("concatenate", [True, False])
+def test_labels_in_a_list_of_samples(tmp_path: Path, concatenate: bool, batch_size: int) -> None:
+    numbers = [1 + index % 3 for index in range(10)]
+    data = [
+        {"x": DATA[index]["x"], "labels": {"boxes": torch.full((number, 4), 1.0 * index), "class": torch.ones(number)}}
+        for index, number in enumerate(numbers)
+    ]
+    seen: list[Any] = []
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.label_ids)
+        return {}
+
+    trainer = make_trainer(
+        tmp_path,
+        Detector(),
+        data,
+        eval_dataset=data,
+        data_collator=collate_boxes,
+        compute_metrics=compute_metrics,
+        per_device_eval_batch_size=batch_size,
+        eval_do_concat_batches=concatenate,
+    )
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    output = trainer.predict(data)
+    sizes = [len(data[start : start + batch_size]) for start in range(0, 10, batch_size)]
+    for labels in (output.label_ids, *seen):
+        if not concatenate:
+            assert [len(batch) for batch in labels] == sizes
+            labels = [row for batch in labels for row in batch]
+        assert [row["boxes"].tolist() for row in labels] == [s["labels"]["boxes"].tolist() for s in data]
+        assert [len(row["class"]) for row in labels] == numbers
+    if concatenate:
+        logits, found = output.predictions
+        assert (logits.shape, len(found)) == ((10, 4), 10)

@@ -1,5 +1,6 @@
 """Whatever the samples come from: lists, datasets of Hugging Face, streams, workers; in every order of sampling."""
 
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from small_models import Classifier, Tagger, classification, losses, make_trainer, weights
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from paceline import TrainerCallback
 
@@ -29,6 +30,91 @@ class StopAt(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = state.global_step >= self.step
+
+
+def workers() -> set[int]:
+    return {child.pid or 0 for child in torch.multiprocessing.active_children()}
+
+
+class SeenWorkers(TrainerCallback):
+    """The worker processes alive after each evaluation and each update."""
+
+    def __init__(self) -> None:
+        self.others = workers()
+        self.after_evaluations: list[set[int]] = []
+        self.after_updates: list[set[int]] = []
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.after_evaluations.append(workers() - self.others)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.after_updates.append(workers() - self.others)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_persistent_workers_evaluate_a_whole_run(tmp_path: Path, persistent: bool, is_stream: bool) -> None:
+    gc.collect()
+    seen = SeenWorkers()
+    trainer = make_trainer(
+        tmp_path,
+        Classifier(),
+        DATA,
+        eval_dataset={"a": Rows() if is_stream else DATA[:8], "b": DATA[8:]},
+        callbacks=[seen],
+        num_train_epochs=2,
+        eval_strategy="steps",
+        eval_steps=3,
+        dataloader_num_workers=1,
+        dataloader_persistent_workers=persistent,
+    )
+    trainer.train()
+    assert workers() == seen.others
+    assert len(seen.after_evaluations) == 8
+    new = [after - before for before, after in zip(seen.after_updates[2::3], seen.after_evaluations[1::2], strict=True)]
+    assert [len(pids) for pids in new] == ([2, 0, 0, 0] if persistent else [0, 0, 0, 0])
+    rows = [row["eval_a_loss"] for row in trainer.state.log_history if "eval_a_loss" in row]
+    for _ in range(2):
+        assert trainer.evaluate()["eval_a_loss"] == rows[-1]
+        assert trainer.predict(DATA).predictions.shape == (24, 4)
+    assert workers() == seen.others
+
+
+class Broken(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index == 7:
+            raise OSError("sample 7 cannot be read")
+        return DATA[index]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_end_with_an_error_in_the_data(tmp_path: Path, persistent: bool) -> None:
+    gc.collect()
+    others = workers()
+    options: dict[str, Any] = {"dataloader_num_workers": 2, "dataloader_persistent_workers": persistent}
+    training = make_trainer(tmp_path, Classifier(), Broken(), **options)
+    evaluating = make_trainer(tmp_path, Classifier(), DATA, eval_dataset=Broken(), eval_strategy="epoch", **options)
+    for act in (training.train, evaluating.evaluate, evaluating.train):
+        with pytest.raises(OSError, match="sample 7") as caught:
+            act()
+        assert workers() == others
+        del caught
+
+
+def test_the_training_data_can_be_evaluated_while_it_is_read(tmp_path: Path) -> None:
+    """Its loader's workers go on."""
+
+    class EvaluateOnce(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                trainer.evaluation_loop(kwargs["train_dataloader"], "Evaluation")
+
+    trainer = make_trainer(tmp_path, Classifier(), DATA, callbacks=[EvaluateOnce()], dataloader_num_workers=1)
+    trainer.train()
+    assert trainer.state.global_step == 6
 
 
 class Seen(TrainerCallback):

@@ -23,8 +23,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from paceline import EvalPrediction, Trainer, TrainerCallback
 from paceline.core.streaming import F1, Accuracy, Mean, MetricGroup, Perplexity
-from paceline.evaluation import LossSum, to_host
+from paceline.evaluation import LossSum
 from paceline.model.loss import LossRule
+from paceline.predictions import to_host
 
 DATA = classification(50)
 GB = 2**30
@@ -170,6 +171,54 @@ def collate_ragged(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"x": x, "labels": torch.zeros(len(samples), longest, dtype=torch.long)}
 
 
+@pytest.mark.parametrize("limit", ["inf", 0])
+@pytest.mark.parametrize("concatenate", [True, False])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_rows_are_in_the_order_of_the_dataset(tmp_path: Path, limit: Any, concatenate: bool, num_workers: int) -> None:
+    """Also where evaluation goes by length."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 9, (40,), generator=generator).tolist()
+    data = [
+        {"x": torch.full((length, 1), float(index)), "input_ids": [0] * length, "number": index}
+        for index, length in enumerate(lengths)
+    ]
+    orders: list[list[int]] = []
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = collate_ragged(samples)
+        return {**batch, "labels": torch.tensor([sample["number"] for sample in samples])}
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        orders.append(prediction.label_ids.tolist() if concatenate else [])
+        return {"right": float((prediction.inputs["x"][:, 0, 0] == prediction.label_ids).all())} if concatenate else {}
+
+    trainer = make_trainer(
+        tmp_path,
+        Ragged(),
+        data_collator=collate,
+        train_sampling_strategy="group_by_length",
+        remove_unused_columns=False,
+        eval_dataset=data,
+        compute_metrics=compute_metrics,
+        include_for_metrics=["inputs"],
+        eval_do_concat_batches=concatenate,
+        eval_spill_gb=limit,
+        dataloader_num_workers=num_workers,
+    )
+    output = trainer.predict(data)
+    metrics = trainer.evaluate()
+    if not concatenate:
+        assert np.concatenate(output.label_ids).tolist() == list(range(40))
+        return
+    assert output.label_ids.tolist() == list(range(40))
+    weight, bias = (parameter.detach().numpy() for parameter in trainer.model.parameters())
+    expected = np.arange(40)[:, None] * weight[:, 0] + bias
+    np.testing.assert_allclose(output.predictions[:, 0], expected, rtol=1e-5, atol=1e-5)
+    assert isinstance(output.predictions, np.memmap) == (limit == 0)
+    assert orders == [list(range(40))] * 2
+    assert metrics["eval_right"] == 1.0
+
+
 def test_metrics_over_spilled_rows(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
@@ -236,6 +285,13 @@ def test_a_part_of_a_tensor_does_not_keep_the_whole() -> None:
     assert to_host(whole.bfloat16()).dtype == np.float32
     assert to_host(["a", "bc"]).tolist() == ["a", "bc"]
     assert to_host((None, [whole])) == (None, [pytest.approx(whole.numpy())])
+
+
+def test_a_number_beside_tensors_is_no_list_of_rows() -> None:
+    number, logits = to_host((4, torch.ones(4, 2)))
+    assert (number.shape, logits.shape) == ((), (4, 2))
+    assert to_host((4, 5, 6)).tolist() == [4, 5, 6]
+    assert to_host(["a", None]).tolist() == ["a", None]
 
 
 # ---- memory

@@ -99,7 +99,41 @@ def test_a_compiled_run_equals_the_plain_one(tmp_path: Path, regions: bool, back
     assert names[0] == names[1]
     (tmp_path / "compiled" / "checkpoint-4" / "model.safetensors").stat()
     compiled.predict(DATA[:4])
-    assert Block.calls > 0  # nothing is left compiled after training
+    assert Block.calls == 0
+    compiled.model(DATA[0]["x"][None])
+    assert Block.calls > 0  # nothing is left compiled afterwards
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_evaluation_outside_of_training_is_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_trained: bool
+) -> None:
+    graphs: list[Any] = []
+
+    def count(graph: Any, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **settings: compile_module(module, backend=count))
+    trainer = make_trainer(
+        tmp_path, Deep(), DATA, eval_dataset=DATA, torch_compile=True, torch_compile_backend="eager"
+    )
+    if is_trained:
+        trainer.train()
+    num_graphs = len(graphs)
+    assert (num_graphs > 0) == is_trained
+    Block.calls = 0
+    found = [trainer.evaluate()["eval_loss"]]
+    assert len(graphs) > num_graphs
+    num_graphs = len(graphs)
+    found += [trainer.evaluate()["eval_loss"], trainer.predict(DATA).metrics["test_loss"]]
+    assert len(graphs) == num_graphs
+    assert Block.calls == 0
+    plain = make_trainer(tmp_path, trainer.model, eval_dataset=DATA).evaluate()["eval_loss"]
+    assert found == [pytest.approx(plain, rel=1e-6)] * 3
+    assert Block.calls > 0
+    assert trainer.model._compiled_call_impl is None
 
 
 def test_regions_need_blocks(tmp_path: Path) -> None:
@@ -157,3 +191,26 @@ def test_noise_on_the_embeddings_ends_with_training(tmp_path: Path) -> None:
     trainer.train()
     assert not torch.equal(weights(plain), weights(noisy))
     assert len(noisy.embedding._forward_hooks) == 0
+
+
+@pytest.mark.parametrize("regions", [False, True])
+def test_a_compiled_model_gives_a_loss_function_full_precision(tmp_path: Path, regions: bool) -> None:
+    seen: set[torch.dtype] = set()
+
+    def compute_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        seen.add(outputs.dtype)
+        return functional.cross_entropy(outputs, labels)
+
+    make_trainer(
+        tmp_path,
+        Deep(),
+        DATA,
+        eval_dataset=DATA,
+        compute_loss_func=compute_loss,
+        bf16=True,
+        eval_strategy="epoch",
+        torch_compile=True,
+        torch_compile_backend="eager",
+        compile_regions=regions,
+    ).train()
+    assert seen == {torch.float32}

@@ -1,5 +1,6 @@
 """Every method that a subclass may override is on the real path: its own version is what runs."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ TRAIN = {
     # private ones that public subclasses override
     "_get_train_sampler", "_get_eval_sampler", "_prepare_inputs", "_prepare_input", "_get_num_items_in_batch",
     "_evaluate", "_save_checkpoint", "_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler",
-    "_load_best_model", "_maybe_log_save_evaluate", "_load_from_checkpoint", "_get_output_dir",
+    "_load_best_model", "_wrap_model", "_maybe_log_save_evaluate", "_load_from_checkpoint", "_get_output_dir",
 }  # fmt: skip
 RESUME = {"_load_optimizer_and_scheduler", "_load_rng_state", "_load_scaler", "_load_from_checkpoint"}
 PREDICT = {"predict", "get_test_dataloader", "evaluation_loop", "prediction_step", "compute_loss", "_prepare_inputs"}
@@ -43,7 +44,7 @@ def counting(names: set[str]) -> tuple[type[Trainer], dict[str, int]]:
 
     body: dict[str, Any] = {}
     for name in names:
-        is_static = isinstance(Trainer.__dict__[name], staticmethod)
+        is_static = isinstance(inspect.getattr_static(Trainer, name), staticmethod)
         body[name] = make(name)
         if is_static:
 

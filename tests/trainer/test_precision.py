@@ -9,7 +9,7 @@ from small_models import Classifier, classification, losses, make_trainer, weigh
 from torch import Tensor
 from torch.nn import functional
 
-from paceline import TrainerCallback
+from paceline import Trainer, TrainerCallback
 
 DATA = classification(24)
 
@@ -53,6 +53,56 @@ def test_products_in_16_bits_parameters_in_32(tmp_path: Path, option: str, dtype
     assert set(mixed.seen) == {dtype}
     assert predictions.predictions.dtype.name in ("float32", "float16")
     assert predictions.metrics["test_loss"] == pytest.approx(trainer.evaluate()["eval_loss"])
+
+
+class Logits(Classifier):
+    def forward(self, x: Tensor) -> Any:
+        return self.logits(x)
+
+
+class OwnLoss(Trainer):
+    seen: set[torch.dtype]
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+        outputs = model(inputs["x"])
+        self.seen.add(outputs.dtype)
+        loss = functional.cross_entropy(outputs, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("option", ["bf16", "fp16"])
+@pytest.mark.parametrize("way", ["function", "override"])
+def test_a_loss_made_from_the_outputs_is_made_in_full_precision(tmp_path: Path, way: str, option: str) -> None:
+    seen: set[torch.dtype] = set()
+    rows: list[str] = []
+
+    def compute_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        seen.add(outputs.dtype)
+        return functional.cross_entropy(outputs, labels)
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        rows.append(prediction.predictions.dtype.name)
+        return {}
+
+    OwnLoss.seen = seen
+    model = Logits()
+    trainer = make_trainer(
+        tmp_path,
+        model,
+        DATA,
+        cls=OwnLoss if way == "override" else Trainer,
+        compute_loss_func=compute_loss if way == "function" else None,
+        eval_dataset=DATA,
+        compute_metrics=compute_metrics,
+        **{option: True},
+    )
+    trainer.train()
+    assert seen == {torch.float32}
+    trainer.evaluate()
+    rows.append(trainer.predict(DATA).predictions.dtype.name)
+    assert seen == {torch.float32}
+    assert set(rows) == {"float32"}
+    assert not model._forward_hooks
 
 
 def test_an_overflow_skips_update_and_schedule(tmp_path: Path) -> None:

@@ -30,6 +30,10 @@ class AcceleratorConfig:
     gradient_accumulation_kwargs: dict[str, Any] | None = None
     use_configured_state: bool = False
 
+    def pop(self, key: str, default: Any = None) -> Any:
+        """Take a setting out: it is at its default afterwards."""
+        return vars(self).pop(key, default)
+
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
         """Read the settings from a JSON file.

@@ -223,9 +223,11 @@ def check_supported(options: Options) -> None:
             shown = [str(item) for item in value] if isinstance(value, list) else value
             raise UnsupportedOption(f"{name}={shown!r} is not supported: {remedy}.")
     config = options.accelerator_config
-    if isinstance(config, AcceleratorConfig) and config.changed():
+    changed = config.changed() if isinstance(config, AcceleratorConfig) else {}
+    changed.pop("use_configured_state", None)  # one that exists is always taken over
+    if changed:
         raise UnsupportedOption(
-            f"accelerator_config={config.changed()!r} is not supported: one process reads all data, in an order that "
+            f"accelerator_config={changed!r} is not supported: one process reads all data, in an order that "
             "is a function of the seed; leave it out."
         )
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from paceline.args import serialize
 from paceline.args.choices import (
@@ -20,7 +20,7 @@ from paceline.args.choices import (
     SaveStrategy,
     SchedulerType,
 )
-from paceline.args.coercion import coerce_option
+from paceline.args.coercion import coerce_option, to_mapping
 from paceline.args.construction import ArgumentsMeta
 from paceline.args.older_names import OLDER_NAMES, Renamed
 from paceline.args.plan import check, resolve_warmup
@@ -53,9 +53,25 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         UnsupportedOption: an option that this version cannot honour.
     """
 
+    # options that a command line gives as JSON; a subclass of another library adds its own names to the list
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        "accelerator_config",
+        "deepspeed",
+        "fsdp_config",
+        "gradient_checkpointing_kwargs",
+        "lr_scheduler_kwargs",
+    ]
+    # what accelerate's plugins would be; libraries ask whether there is one
+    deepspeed_plugin: ClassVar[Any] = None
+    hf_deepspeed_config: ClassVar[Any] = None
+    fsdp_plugin_args: ClassVar[Any] = None
+
     def __post_init__(self) -> None:
         for item in fields(self):
-            self.__dict__[item.name] = coerce_option(type(self), item.name, getattr(self, item.name))
+            value = coerce_option(type(self), item.name, getattr(self, item.name))
+            if item.name in self._VALID_DICT_FIELDS and isinstance(value, str) and value.lstrip().startswith("{"):
+                value = to_mapping(item.name, value)
+            self.__dict__[item.name] = value
         for old, new in ALIASES.items():
             if getattr(self, new) is None:
                 self.__dict__[new] = getattr(self, old)
@@ -181,6 +197,13 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
     def parallel_mode(self) -> ParallelMode:
         """Whether several processes share the work."""
         return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+
+    @property
+    def distributed_state(self) -> Any:
+        """accelerate's state of this process, for code that asks the arguments for it; None without accelerate."""
+        from paceline.distributed.world import process_state
+
+        return process_state(bool(self.use_cpu))
 
     @property
     def should_log(self) -> bool:

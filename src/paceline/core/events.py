@@ -308,6 +308,8 @@ class CallbackHandler(TrainerCallback):
         self.wanted: frozenset[str] = frozenset()
         self._barriers: dict[int, _FaultBarrier] = {}
         self.callbacks: list[Any] = []
+        if type(self).call_event is not CallbackHandler.call_event:
+            self.call_event = self.call_event  # type: ignore[method-assign]
         for callback in callbacks:
             self.add_callback(callback)
         self.model = model
@@ -323,6 +325,8 @@ class CallbackHandler(TrainerCallback):
             self.rebuild()
             return
         super().__setattr__(name, value)
+        if name == "call_event":  # an own dispatch, put on this object: every event goes through it
+            super().__setattr__("fire", value)
         if name in _CONTEXT:
             self.kwargs[name] = value
             if name == "processing_class":
@@ -440,7 +444,7 @@ class CallbackHandler(TrainerCallback):
         """Call any method of this name that callbacks have, an event of your own included."""
         if event not in self.table:
             self._look_up(event)
-        return self.fire(event, args, state, control, **kwargs)
+        return CallbackHandler.fire(self, event, args, state, control, **kwargs)
 
     # ---- the events, each with the flags that it lowers
 

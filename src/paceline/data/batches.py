@@ -98,8 +98,11 @@ def _leading_size(batch: Any) -> int | None:
 
 
 def _is_row_list(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether a sequence is itself the rows (numbers, strings, lists of numbers), not a container of arrays."""
+    """Whether a sequence is itself the rows (numbers, strings, lists of numbers, dicts without an array in them), not a
+    container of arrays."""
     first = values[0] if values else None
+    if isinstance(first, Mapping):  # samples that the collator left as they are
+        return not any(isinstance(value, torch.Tensor | np.ndarray) for value in first.values())
     if isinstance(first, list | tuple):
         return _is_row_list(first) or not first
     return isinstance(first, str | bytes | int | float | bool | np.generic)

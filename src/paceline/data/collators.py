@@ -79,6 +79,7 @@ class DataCollatorWithPadding:
         max_length: in tokens.
         pad_to_multiple_of: round the length up to a multiple, for tensor cores and fewer compilations.
         return_tensors: `pt` or `np`.
+        keep_names: of `label` and `label_ids`, those that keep their name, because the model's forward takes them so.
     """
 
     tokenizer: Any
@@ -86,9 +87,10 @@ class DataCollatorWithPadding:
     max_length: int | None = None
     pad_to_multiple_of: int | None = None
     return_tensors: str = "pt"
+    keep_names: frozenset[str] = frozenset()
 
     def __call__(self, features: Sequence[Any]) -> Any:
-        features, labels = take_label_lists(features)
+        features, name, labels = take_label_lists(features)
         batch = pad_features(
             self.tokenizer,
             features,
@@ -97,12 +99,12 @@ class DataCollatorWithPadding:
             pad_to_multiple_of=self.pad_to_multiple_of,
             return_tensors=self.return_tensors,
         )
-        for name in LABEL_NAMES:
-            if name in batch:
-                batch["labels"] = batch[name]
-                del batch[name]
+        for other in LABEL_NAMES:
+            if other in batch and other not in self.keep_names:
+                batch["labels"] = batch[other]
+                del batch[other]
         if labels:
-            batch["labels"] = self._pad_labels(labels, features, batch)
+            batch[name if name in self.keep_names else "labels"] = self._pad_labels(labels, features, batch)
         return batch
 
     def _pad_labels(self, labels: list[list[Any]], features: Sequence[Any], batch: Any) -> Any:
@@ -119,17 +121,17 @@ class DataCollatorWithPadding:
         return torch.tensor(rows) if self.return_tensors == "pt" else np.array(rows)
 
 
-def take_label_lists(features: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
-    """The samples without labels that are a list of classes per sample, and those lists; none where they are not."""
+def take_label_lists(features: Sequence[Any]) -> tuple[Sequence[Any], str, list[list[Any]]]:
+    """The samples without labels that are a list of classes per sample, their name, and the lists; else no lists."""
     first = features[0]
     name = next((name for name in ("labels", *LABEL_NAMES) if isinstance(first, Mapping) and name in first), None)
     if name is None or not isinstance(first[name], list | tuple | np.ndarray | torch.Tensor):
-        return features, []
+        return features, "labels", []
     labels = [np.asarray(feature[name]) for feature in features]
     if any(label.ndim != 1 or label.dtype.kind not in "iu" for label in labels):
-        return features, []
+        return features, name, []
     rest = [{key: value for key, value in feature.items() if key != name} for feature in features]
-    return rest, [label.tolist() for label in labels]
+    return rest, name, [label.tolist() for label in labels]
 
 
 def choose_collator(processing_class: Any, forward_names: Iterable[str]) -> Any:
@@ -139,9 +141,10 @@ def choose_collator(processing_class: Any, forward_names: Iterable[str]) -> Any:
         processing_class: a tokenizer or processor, or None.
         forward_names: parameters of the model's forward; `label` among them keeps its name in the batch.
     """
+    keep_names = frozenset(LABEL_NAMES).intersection(forward_names)
     if hasattr(processing_class, "pad"):
-        return DataCollatorWithPadding(processing_class)
-    return DefaultDataCollator(keep_names=frozenset(LABEL_NAMES).intersection(forward_names))
+        return DataCollatorWithPadding(processing_class, keep_names=keep_names)
+    return DefaultDataCollator(keep_names=keep_names)
 
 
 def pad_features(tokenizer: Any, features: Sequence[Any], **options: Any) -> Any:

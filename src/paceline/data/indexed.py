@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -150,6 +151,31 @@ class LocalBatches(Iterator[Any]):
         return self.collate(list(map(self.read, indices)))
 
 
+class OpenPasses:
+    """The passes over a loader that may still have workers.
+
+    A worker ends with the iterator that started it. An error on the way holds on to that iterator, through its
+    traceback, so it is told to end.
+    """
+
+    def __init__(self) -> None:
+        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Start a pass."""
+        iterator = iter(loader)
+        self._iterators.add(iterator)
+        return iterator
+
+    def close(self) -> None:
+        """Stop the workers of all of them, and wait until they have ended."""
+        for iterator in list(self._iterators):
+            stop = getattr(iterator, "_shutdown_workers", None)  # torch's own, which it calls from __del__
+            if callable(stop):
+                stop()
+        self._iterators.clear()
+
+
 class IndexedLoader(DataLoader[Any]):
     """A DataLoader over a dataset with an index, whose next pass can start at any sample.
 
@@ -182,6 +208,7 @@ class IndexedLoader(DataLoader[Any]):
         )
         self._options = options
         self._inner: DataLoader[Any] | None = None
+        self._passes = OpenPasses()
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""
@@ -203,13 +230,14 @@ class IndexedLoader(DataLoader[Any]):
                 generator=self.generator,
                 **self._options,
             )
-        iterator = iter(self._inner)
+        iterator = self._passes.open(self._inner)
         self.batches.forget_position()
         return iterator
 
     def close(self) -> None:
-        """Let go of workers that were kept for the next epoch."""
+        """Stop the workers: those of passes that were left half-way, and those that were kept for the next epoch."""
         self._inner = None
+        self._passes.close()
 
 
 def set_epoch(holder: Any, epoch: int) -> None:

@@ -16,7 +16,7 @@ from paceline.data.batches import batch_size_of, split_batch
 from paceline.data.feed import Feed
 from paceline.data.indexed import IndexedLoader
 from paceline.data.lengths import loader_length, sample_count
-from paceline.data.sampling import has_length, sequential_sampler
+from paceline.data.sampling import OrderedSampler, has_length, sequential_sampler
 from paceline.data.stream import StreamLoader
 
 __all__ = ["Feed", "batch_size_of", "loader_length", "make_loader", "sample_count", "split_batch"]
@@ -74,6 +74,51 @@ def make_loader(
         seed=seed,
         options=options,
     )
+
+
+class KeptLoaders:
+    """Loaders whose workers live on from one evaluation to the next, by the dataset that they read.
+
+    Args:
+        limit: how many are kept; beyond it, the one that was not asked for longest is closed.
+    """
+
+    def __init__(self, limit: int = 8) -> None:
+        self.limit = limit
+        self._kept: dict[tuple[int, str], tuple[Any, Any]] = {}  # with the dataset, so that its id stays its own
+
+    def get(self, dataset: Any, description: str, make: Callable[[], Any]) -> Any:
+        """The loader of this dataset for this purpose, made at the first call."""
+        key = (id(dataset), description)
+        self._kept[key] = self._kept.pop(key) if key in self._kept else (dataset, make())  # the latest comes last
+        if len(self._kept) > self.limit:
+            close_loader(self._kept.pop(next(iter(self._kept)))[1])
+        return self._kept[key][1]
+
+    def holds(self, loader: Any) -> bool:
+        """Whether this loader is one of them."""
+        return any(loader is kept for _, kept in self._kept.values())
+
+    def close(self) -> None:
+        """Stop all their workers."""
+        for _, loader in self._kept.values():
+            close_loader(loader)
+        self._kept.clear()
+
+
+def close_loader(loader: Any) -> None:
+    """Stop the workers of a loader that was made here; one that a user made is theirs."""
+    if isinstance(loader, IndexedLoader | StreamLoader):
+        loader.close()
+
+
+def order_by_length(loader: Any) -> list[int] | None:
+    """The samples of a loader in the order in which it reads them, where that is by length; None for any other."""
+    if not isinstance(loader, IndexedLoader) or (loader.num_workers and not loader.in_order):
+        return None
+    sampler = loader.batches.sampler
+    is_by_length = isinstance(sampler, OrderedSampler) and sampler.settings["kind"] == "group_by_length"
+    return list(map(int, sampler.indices())) if is_by_length else None
 
 
 def check_dataset(dataset: Any) -> None:

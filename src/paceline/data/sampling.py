@@ -97,7 +97,11 @@ class OrderedSampler(Sampler[int]):
         return self.size
 
     def __iter__(self) -> Iterator[int]:
-        return walk(self.order(self.epoch, self._current), self.position)
+        return walk(self.indices(), self.position)
+
+    def indices(self) -> Order:
+        """The samples of the whole epoch, in its order."""
+        return self.order(self.epoch, self._current)
 
 
 def finish_in(saved: Mapping[str, Any], settings: Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -331,6 +335,8 @@ def make_eval_sampler(
     model_input_name: str | None = None,
 ) -> OrderedSampler | None:
     """The order of evaluation samples: as they lie, or by length where training is `group_by_length`.
+
+    That is the order in which they are computed, for speed: `predict` gives the rows as the samples lie.
 
     Arguments and errors as `make_train_sampler`; None for a dataset without a length.
     """

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from paceline.data.generators import seed_generators
-from paceline.data.indexed import set_epoch
+from paceline.data.indexed import OpenPasses, set_epoch
 from paceline.data.parts import Part, Share, Watch, next_part, open_parts
 
 logger = logging.getLogger(__name__)
@@ -179,6 +179,7 @@ class StreamLoader(DataLoader[Any]):
             self.clock.share_memory_()  # type: ignore[no-untyped-call]
         self._options = options
         self._inner: DataLoader[Any] | None = None
+        self._passes = OpenPasses()
         self._resume: dict[str, Any] | None = None
         self._before: list[Any] = []  # the dataset's own state before one was loaded into it
 
@@ -229,14 +230,15 @@ class StreamLoader(DataLoader[Any]):
             self._inner = DataLoader(
                 stream, batch_size=None, collate_fn=hand_over, generator=self.generator, **self._options
             )
-        return StreamReader(self, iter(self._inner), resume)
+        return StreamReader(self, self._passes.open(self._inner), resume)
 
     def __iter__(self) -> Any:
         return self.open()
 
     def close(self) -> None:
-        """Let go of workers that were kept for the next epoch, and of a state that was loaded into the dataset."""
+        """Stop the workers, and let go of a state that was loaded into the dataset."""
         self._inner = None
+        self._passes.close()
         if self._before:
             self.dataset.load_state_dict(self._before.pop())  # type: ignore[attr-defined]
 

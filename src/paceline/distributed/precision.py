@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
+
+from paceline.data.batches import rebuild_dataclass, rebuild_mapping, rebuild_sequence
 
 
 class Precision:
@@ -122,3 +127,35 @@ def make_precision(name: str, device: torch.device) -> Precision:
     """`full`, `bf16` or `fp16`, as `Plan.precision` says it."""
     kinds: dict[str, type[Precision]] = {"full": Precision, "bf16": BFloat16, "fp16": Float16}
     return kinds[name](device)
+
+
+@contextmanager
+def widened(model: nn.Module) -> Iterator[None]:
+    """While this is entered, what `model` returns in 16 bits comes out in float32, in the containers that it chose.
+
+    So a loss that is made from the outputs of a model that was autocast is not computed in 16 bits.
+    """
+    handle = model.register_forward_hook(lambda module, args, outputs: widen(outputs))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def widen(value: Any) -> Any:
+    """The same nest with 16-bit tensors in float32; the very same object where there are none."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    if isinstance(value, Mapping):
+        parts = {key: widen(item) for key, item in value.items()}
+        return rebuild_mapping(value, parts) if any(parts[key] is not value[key] for key in parts) else value
+    if isinstance(value, list | tuple):
+        items = [widen(item) for item in value]
+        has_changed = any(item is not before for item, before in zip(items, value, strict=True))
+        return rebuild_sequence(value, items) if has_changed else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changed = {name: widen(item) for name, item in fields.items()}
+        if any(changed[name] is not fields[name] for name in fields):
+            return rebuild_dataclass(value, {**vars(value), **changed})
+    return value

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from paceline.core.optional import is_installed, require
+
 
 @dataclass(frozen=True)
 class World:
@@ -61,3 +63,20 @@ def current_world(args: Any) -> World:
             "Start the script without a launcher (plain `python`), or unset WORLD_SIZE."
         )
     return World(device=choose_device(bool(args.use_cpu)))
+
+
+def process_state(use_cpu: bool = False) -> Any:
+    """accelerate's PartialState of this process, which libraries log and gather through; made where there is none yet.
+
+    Of several processes it is made only once their group is there, so that there is one group. None until then, and
+    without accelerate.
+    """
+    if not is_installed("accelerate"):
+        return None
+    kind: Any = require("accelerate.state", "drop_in").PartialState
+    if kind._shared_state:
+        return kind()
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not has_group:
+        return None
+    return kind(cpu=use_cpu)

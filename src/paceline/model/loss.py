@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.data.loading import batch_size_of
+from paceline.model.outputs import ModelOutputError, find_loss
 from paceline.model.readings import (
     IGNORE_INDEX,
     MEASURES,
@@ -232,6 +233,10 @@ class LossRule:
                 )
             self.settle(Meaning("samples", scaled=self._assumed.scaled and num_items is not None))
             return
+        with suppress(ModelOutputError):  # the loss is another's, and the outputs hold none
+            own = find_loss(outputs)
+            if own is not None:  # as the model rounded it, before what it returned was widened
+                loss = loss.to(own.dtype)
         agreeing = self._agreeing(loss, outputs, counts.labels, num_items)
         if agreeing is None or (not agreeing and self.held):
             reason = "no output matches the targets" if agreeing is None else "a later batch contradicts it"

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from paceline.model.loss import LabelSmoother, LossRule, Meaning
-from paceline.model.outputs import check_loss, find_loss, read_loss
+from paceline.model.outputs import LossPlace, check_loss, find_loss, read_loss
 from paceline.model.signature import ForwardSignature
 
 
@@ -23,6 +24,9 @@ class Objective:
         rule: told whether `num_items_in_batch` reached whoever computed the loss.
         compute_loss_func: `(outputs, labels, num_items_in_batch=None) -> loss`, instead of the model's own loss.
         smoother: smooths the cross-entropy, instead of the model's own loss.
+
+    Attributes:
+        loss_place: tells a loss without a name from a prediction, over all batches that were evaluated.
     """
 
     def __init__(
@@ -33,19 +37,26 @@ class Objective:
         compute_loss_func: Callable[..., Tensor] | None = None,
         smoother: LabelSmoother | None = None,
     ) -> None:
-        self.signature = signature
         self.label_names = tuple(label_names)
         self.rule = rule
         self.compute_loss_func = compute_loss_func
         self.smoother = smoother
-        self.accepted = frozenset(signature.names)
+        self.loss_place = LossPlace()
         self._func_takes_num_items = compute_loss_func is not None and accepts(compute_loss_func, "num_items_in_batch")
+        self.read(signature)
+
+    def read(self, signature: ForwardSignature) -> None:
+        """Take over what `forward` accepts."""
+        self.signature = signature
+        self.accepted = frozenset(signature.names)
         # whether a count of the whole update's targets would be used
-        by_model = compute_loss_func is None and smoother is None and signature.takes_num_items
+        by_model = self.compute_loss_func is None and self.smoother is None and signature.takes_num_items
         self.wants_num_items = self._func_takes_num_items or by_model
 
     def __call__(self, model: nn.Module, inputs: Any, num_items: Any = None) -> tuple[Tensor | None, Any]:
         """The loss and the model's outputs; the loss is None only where no gradient is asked and there is none."""
+        if type(num_items) is WatchedCount:
+            num_items = num_items.count
         if self.compute_loss_func is not None:
             return self._by_function(model, inputs, num_items)
         if self.smoother is not None and isinstance(inputs, Mapping):
@@ -64,7 +75,11 @@ class Objective:
         if gives_count:
             outputs = self.call(model, {**inputs, "num_items_in_batch": num_items})
         elif type(inputs) is dict and self.accepted.issuperset(inputs):  # the common case, without another hop
-            outputs = model(**inputs)
+            try:
+                outputs = model(**inputs)
+            except TypeError as error:
+                self._explain(error, inputs)
+                raise
         else:
             outputs = self.call(model, inputs)
         if torch.is_grad_enabled():
@@ -74,12 +89,14 @@ class Objective:
     def call(self, model: nn.Module, inputs: Any) -> Any:
         """The model on a batch: by name, leaving out names that `forward` does not know."""
         if type(inputs) is dict or isinstance(inputs, Mapping):
+            known = inputs
             if not self.signature.takes_keywords and not self.accepted.issuperset(inputs):
                 known = {name: value for name, value in inputs.items() if name in self.accepted}
-                if not self.signature.required.issubset(known):
-                    raise self._missing(inputs)
-                inputs = known
-            return model(**inputs)
+            try:
+                return model(**known)
+            except TypeError as error:
+                self._explain(error, inputs)
+                raise
         return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
 
     def name_inputs(self, batch: Any) -> Any:
@@ -90,6 +107,8 @@ class Objective:
         if type(batch) is dict or isinstance(batch, Mapping) or not self.signature.names:
             return batch
         values = batch if isinstance(batch, list | tuple) else [batch]
+        if values and isinstance(values[0], Mapping):
+            return batch  # samples that the collator left as they are, for an own `_prepare_inputs`
         names = (*self.signature.names, *(name for name in self.label_names if name not in self.accepted))
         if len(values) > len(names):
             raise ValueError(
@@ -99,13 +118,19 @@ class Objective:
             )
         return dict(zip(names, values, strict=False))
 
-    def _missing(self, inputs: Mapping[str, Any]) -> TypeError:
-        """The error for a batch without something that `forward` cannot do without."""
+    def _explain(self, error: TypeError, inputs: Mapping[str, Any]) -> None:
+        """Raise a clearer error for a batch without something that `forward` cannot do without.
+
+        Asked only when the call has failed, so that the steps that work pay nothing.
+        """
         missing = [name for name in self.signature.names if name in self.signature.required and name not in inputs]
-        return TypeError(
+        if not any(repr(name) in str(error) for name in missing):
+            return
+        raise TypeError(
             f"The model's forward({', '.join(self.signature.names)}) needs {', '.join(missing)}, and the batch holds "
-            f"{', '.join(inputs)}: give the dataset's columns those names, or make the batch in a data_collator."
-        )
+            f"{', '.join(inputs)}: give the dataset's columns those names (the others are left out, unless "
+            "remove_unused_columns=False), or make the batch in a data_collator."
+        ) from error
 
     def _by_function(self, model: nn.Module, inputs: Any, num_items: Any) -> tuple[Tensor, Any]:
         labels, rest = self._take_labels(inputs)
@@ -129,9 +154,7 @@ class Objective:
             return None, rest
         return (next(iter(found.values())) if len(found) == 1 else found), rest
 
-    def _smoothed(
-        self, smoother: LabelSmoother, model: nn.Module, inputs: Any, labels: Tensor
-    ) -> tuple[Tensor, Any]:
+    def _smoothed(self, smoother: LabelSmoother, model: nn.Module, inputs: Any, labels: Tensor) -> tuple[Tensor, Any]:
         """The smoothed loss. Whether targets are shifted is read off the model's own loss, where it returns one."""
         outputs = self.call(model, inputs)
         rule = self.rule
@@ -141,6 +164,36 @@ class Objective:
                 rule.look(own.detach(), outputs, rule.count(inputs))
             rule.settle(Meaning("tokens", shifted=rule.meaning.shifted))
         return smoother(outputs, labels, shift_labels=rule.meaning.shifted), outputs
+
+
+class WatchedCount(Tensor):
+    """`num_items_in_batch` that knows whether anyone computed with it.
+
+    A loss that took it and cannot be recomputed from logits was divided by it if it was used, and was not if not.
+    """
+
+    count: Tensor
+    is_used: bool
+
+    @classmethod
+    def of(cls, count: Tensor) -> WatchedCount:
+        """Watch a count from now on."""
+        watched = count.as_subclass(cls)
+        watched.count, watched.is_used = count, False
+        return watched
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        plain, named = tree_map(cls._take, (args, kwargs))
+        return func(*plain, **named)
+
+    @classmethod
+    def _take(cls, value: Any) -> Any:
+        if type(value) is not cls:
+            return value
+        value.__dict__["is_used"] = True
+        return value.__dict__["count"]
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

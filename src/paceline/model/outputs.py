@@ -117,21 +117,61 @@ def no_gradient() -> ModelOutputError:
     )
 
 
-def read_predictions(outputs: Any, ignore_keys: Sequence[str] = ()) -> Any:
+class LossPlace:
+    """Whether a scalar that stands without a name in a model's outputs, alone or in front, is a loss or a prediction.
+
+    A batch of several samples tells: its predictions have rows. The prediction of a single sample may have no dimension
+    left (`squeeze()`): it is judged as the larger batches before it were, and where there were none, it is a loss if
+    the loss was read from it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, bool] = {}
+
+    def holds(self, outputs: Any, loss: Tensor | None, num_samples: int, has_labels: bool = True) -> bool:
+        """Whether the first of these outputs, or they themselves, are a loss.
+
+        Args:
+            outputs: as the model returned them.
+            loss: what was taken for the loss of this batch, wherever it came from; None: there was none.
+            num_samples: of the batch.
+            has_labels: whether the batch had labels: without them a model may return something else.
+        """
+        candidate = find_loss(outputs)
+        kind = (has_labels, type(outputs), len(outputs) if isinstance(outputs, list | tuple) else None)
+        if num_samples > 1:
+            self._known[kind] = candidate is not None
+        elif candidate is not None and kind not in self._known:
+            return loss is not None and loss.data_ptr() == candidate.data_ptr()
+        return self._known.get(kind, candidate is not None)
+
+
+def is_named(outputs: Any) -> bool:
+    """Whether a loss among these outputs would have its name."""
+    named = as_mapping(outputs)
+    return named is not None and ("loss" in named or not isinstance(outputs, tuple))
+
+
+def read_predictions(outputs: Any, ignore_keys: Sequence[str] = (), holds_loss: bool = True) -> Any:
     """What is left of the outputs when the loss is taken out: one tensor, or a tuple of the rest.
 
     A bare tensor with rows is the predictions, whole: it is never sliced. Entries that are None, and those named
     in `ignore_keys`, are left out.
+
+    Args:
+        outputs: as the model returned them.
+        ignore_keys: names to leave out.
+        holds_loss: whether a scalar without a name, alone or in front, is a loss; see `LossPlace`.
     """
     named = as_mapping(outputs)
-    if named is not None and not (isinstance(outputs, tuple) and "loss" not in named):
+    if named is not None and is_named(outputs):
         skipped = {"loss", *ignore_keys}
         kept = tuple(value for key, value in named.items() if key not in skipped and value is not None)
     elif isinstance(outputs, list | tuple):
-        rest = outputs[1:] if outputs and find_loss(outputs) is not None else outputs
+        rest = outputs[1:] if holds_loss and find_loss(outputs) is not None else outputs
         kept = tuple(value for value in rest if value is not None)
     elif isinstance(outputs, Tensor):
-        kept = () if outputs.dim() == 0 else (outputs,)
+        kept = () if outputs.dim() == 0 and holds_loss else (outputs,)
     else:
         kept = ()
     if not kept:

@@ -22,8 +22,8 @@ from paceline.model.compilation import compile_model, undo_compilation
 __all__ = [
     "PreparedModel",
     "add_embedding_noise",
-    "cache_as_asked",
     "compile_model",
+    "edited_for_evaluation",
     "prepare_model",
     "undo_compilation",
 ]
@@ -99,11 +99,17 @@ def prepare_model(model: nn.Module, args: Any) -> PreparedModel:
 
 
 @contextmanager
-def cache_as_asked(model: nn.Module, args: Any) -> Iterator[None]:
-    """Only `use_cache`, for as long as it lasts: for evaluation and prediction outside of training."""
+def edited_for_evaluation(model: nn.Module, args: Any) -> Iterator[None]:
+    """Only `use_cache` and `torch_compile`, for as long as it lasts: for evaluation and prediction outside of training.
+
+    A model that is compiled again with the same settings takes what the compiler kept of the last time.
+    """
     prepared = PreparedModel()
+    if args.torch_compile:
+        prepared._undo.append(lambda: undo_compilation(model))
     _set_cache(model, bool(args.use_cache), prepared)
     try:
+        compile_model(model, args)
         yield
     finally:
         prepared.undo()

@@ -223,14 +223,16 @@ def build_optimizer(
     Args:
         optimizer_class: a torch optimizer class, called with parameter groups; or the class of a factory, which is
             made without arguments and called with the model.
-        kwargs: passed on, but for "params", which replaces the groups; "weight_decay" replaces `weight_decay`.
+        kwargs: passed on, but for "params" (or "model" or "optimizer_dict", as subclasses of transformers' Trainer
+            name them), which replaces the groups; "weight_decay" replaces `weight_decay`.
         targets, decay_names: see `parameter_groups`.
     """
     kwargs = dict(kwargs)
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         return cast(Optimizer, optimizer_class()(model, **kwargs))
     name = "muon" if issubclass(optimizer_class, MuonWithAdamW) else ""
-    groups = kwargs.pop("params", None)
+    given = [kwargs.pop(key) for key in ("params", "model", "optimizer_dict") if key in kwargs]
+    groups = given[-1] if given else None
     if groups is None:
         weight_decay = kwargs.pop("weight_decay", weight_decay)
         groups = parameter_groups(model, weight_decay, name, targets=targets or None, decay_names=decay_names)

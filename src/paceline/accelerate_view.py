@@ -1,0 +1,273 @@
+"""`trainer.accelerator`: the members of accelerate's Accelerator that subclasses use, told of our world and strategy.
+
+A view for code written for transformers; nothing of paceline uses it. Where accelerate can be imported, making the
+view starts its process state, which its loggers and its collective functions need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from paceline.core.optional import is_installed, require
+from paceline.data.sampling import random_sampler
+from paceline.distributed.world import process_state
+
+if TYPE_CHECKING:
+    from paceline.trainer import Trainer
+
+
+def start_states(trainer: Trainer) -> Any:
+    """Start what accelerate's functions look at: the state of the process, returned, and that of its Accelerator."""
+    use_cpu = trainer.world.device.type == "cpu"
+    found = process_state(use_cpu)
+    if found is None:
+        return None
+    kind = require("accelerate.state", "drop_in").AcceleratorState
+    wanted = trainer.args.mixed_precision
+    if kind._shared_state and kind().mixed_precision != wanted:
+        kind._reset_state()
+    if not kind._shared_state:
+        no_compiler = require("accelerate.utils", "drop_in").TorchDynamoPlugin(backend="NO")
+        kind(mixed_precision=wanted, cpu=use_cpu, dynamo_plugin=no_compiler, _from_accelerator=True)
+    return found
+
+
+class State:
+    """`accelerator.state`: what accelerate's process state says, and that none of its plugins is in use."""
+
+    deepspeed_plugin = None
+    fsdp_plugin = None
+    megatron_lm_plugin = None
+
+    def __init__(self, view: AcceleratorView, process_state: Any) -> None:
+        self._view, self._process_state = view, process_state
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in MEMBERS_OF_STATE:
+            return getattr(self._view, name)
+        return getattr(self._process_state, name)
+
+
+MEMBERS_OF_STATE = frozenset({
+    "device", "num_processes", "process_index", "local_process_index", "is_main_process", "is_local_main_process",
+    "distributed_type", "mixed_precision", "parallelism_config",
+})  # fmt: skip
+
+
+class AcceleratorView:
+    """Reads and forwards; holds no state of its own but what a subclass sets on it.
+
+    Attributes:
+        gradient_accumulation_steps: 1: what `backward` divides by. The Trainer weighs the losses itself.
+        even_batches: may be set, as with an Accelerator; one process has nothing to even out.
+    """
+
+    gradient_accumulation_steps = 1
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.state = State(self, start_states(trainer))
+        self.dataloader_config = trainer.args.accelerator_config
+        self.even_batches = getattr(self.dataloader_config, "even_batches", True)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"trainer.accelerator has no {name!r}: it is a view over paceline's Trainer, with "
+            f"{', '.join(member for member in dir(type(self)) if not member.startswith('_'))}. Use the Trainer's own "
+            "methods for the rest (docs/migration.md)."
+        )
+
+    # ---- the world
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._trainer.world.device
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that train together."""
+        return self._trainer.world.world_size
+
+    @property
+    def process_index(self) -> int:
+        """Rank among all processes."""
+        return self._trainer.world.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank on this machine."""
+        return self._trainer.world.local_process_index
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process on its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process of all."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.num_processes > 1
+
+    @property
+    def distributed_type(self) -> Any:
+        """accelerate's DistributedType where it is installed, else its value, a string."""
+        if not is_installed("accelerate"):
+            return "NO"
+        return require("accelerate.utils", "drop_in").DistributedType.NO
+
+    @property
+    def mixed_precision(self) -> str:
+        """`no`, `fp16` or `bf16`."""
+        return self._trainer.args.mixed_precision
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The arguments' `parallelism_config`; None without one."""
+        return getattr(self._trainer.args, "parallelism_config", None)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batches are cut among the processes."""
+        return bool(getattr(self.dataloader_config, "split_batches", False))
+
+    # ---- between processes
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of all processes, joined along the first dimension."""
+        return tensor
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, without what was repeated to even out the last batch."""
+        return input_data
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or mean over the processes, times `scale` where it is a mean."""
+        return tensor * scale if reduction == "mean" and scale != 1.0 else tensor
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Padded to the greatest size along `dim` that any process has."""
+        return tensor
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all processes are here."""
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The first process goes through the block before the others."""
+        yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The first process of each machine goes through the block before the others on it."""
+        yield
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print, on the first process of the machine."""
+        if self.is_local_main_process:
+            print(*values, **options)
+
+    # ---- one step
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+        """The precision that losses are computed in."""
+        return self._trainer.strategy.forward_context()
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Accumulate the gradients of `loss`, as it is: no factor is put on it."""
+        self._trainer.strategy.backward(loss)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip gradients to a total norm; returns the norm before."""
+        precision, optimizer = self._trainer.strategy.precision, self._trainer.optimizer
+        if precision.scales and optimizer is not None:
+            precision.unscale(optimizer)
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this is the last micro-batch of an update."""
+        run = self._trainer.run
+        return run is None or run.engine.is_last_micro_step
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last update was left out (float16: its gradients overflowed)."""
+        run = self._trainer.run
+        return run is not None and not run.engine.is_applied
+
+    def no_sync(self, model: Any = None) -> AbstractContextManager[Any]:
+        """The context in which gradients are not exchanged."""
+        return nullcontext()
+
+    def accumulate(self, *models: Any) -> AbstractContextManager[Any]:
+        """The context of one micro-batch: the Trainer sees to the accumulation itself."""
+        return nullcontext()
+
+    # ---- models and loaders
+
+    def prepare(self, *items: Any, **options: Any) -> Any:
+        """Models on the device; loaders whose random order is a function of the seed and the epoch; the rest as is."""
+        prepared = tuple(self._prepare(item) for item in items)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """A model beside the one that is trained (a reference, a teacher), on the device."""
+        has_own_devices = bool(getattr(model, "hf_device_map", None)) or getattr(model, "quantization_method", None)
+        if device_placement is not False and not has_own_devices:
+            model.to(self.device)
+        return model
+
+    def prepare_data_loader(self, data_loader: Any, **options: Any) -> Any:
+        """The loader, its random order a function of the seed and the epoch."""
+        return self._prepare_loader(data_loader)
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The module as the user gave it, of whatever was put around it for training."""
+        return model if keep_torch_compile else self._trainer.strategy.unwrap(model)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Nothing is held here; returns one None for each object."""
+        return tuple(None for _ in objects)
+
+    def _prepare(self, item: Any) -> Any:
+        if isinstance(item, DataLoader):
+            return self._prepare_loader(item)
+        return self.prepare_model(item) if isinstance(item, nn.Module) else item
+
+    def _prepare_loader(self, loader: Any) -> Any:
+        """Put a sampler that is told the epoch in the place of a RandomSampler, as accelerate does by default."""
+        if not getattr(self.dataloader_config, "use_seedable_sampler", True):
+            return loader
+        holder, inner = loader, getattr(loader, "sampler", None)
+        if type(inner) is not RandomSampler:  # a batch sampler's own
+            holder = getattr(loader, "batch_sampler", None)
+            inner = getattr(holder, "sampler", None)
+        if type(inner) is RandomSampler and not inner.replacement and inner.num_samples == len(inner.data_source):
+            ordered = random_sampler(len(inner.data_source), self._trainer._data_seed)
+            for owner in (holder, getattr(loader, "batch_sampler", None)):
+                if getattr(owner, "sampler", None) is inner:
+                    vars(owner)["sampler"] = ordered  # DataLoader refuses the assignment
+        return loader

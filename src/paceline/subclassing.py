@@ -1,0 +1,183 @@
+"""What code that subclasses transformers' Trainer finds beside the documented methods, and what it is told.
+
+The attributes here are read by libraries; the methods are on the path that a run takes. Private methods of the
+reference that paceline never calls are in one table: who overrides one is told so.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from paceline.accelerate_view import AcceleratorView
+from paceline.model.compilation import compile_model
+
+if TYPE_CHECKING:
+    from paceline.args.training import TrainingArguments
+    from paceline.model.objective import Objective
+    from paceline.model.signature import ForwardSignature
+    from paceline.trainer import Trainer
+    from paceline.training import Run
+
+logger = logging.getLogger(__name__)
+
+HUB = "nothing is pushed from here in this version"
+LOOP = "override training_step, compute_loss, get_batch_samples or log, or use a TrainerCallback"
+FILES = "override _save_checkpoint, _save or _load_from_checkpoint"
+# methods of the reference (4.57 and 5.x) that no run of paceline calls -> what serves instead
+UNCALLED: dict[str, str] = {
+    "_activate_neftune": "set neftune_noise_alpha",
+    "_add_sm_patterns_to_gitignore": HUB,
+    "_build_accelerator_args": "the device and precision follow from TrainingArguments",
+    "_clip_grad_norm": "set max_grad_norm, or use on_pre_optimizer_step",
+    "_deactivate_neftune": "set neftune_noise_alpha",
+    "_defer_fsdp_gradient_reduction": LOOP,
+    "_determine_best_metric": "override evaluate, or set metric_for_best_model",
+    "_finalize_training": "use on_train_end",
+    "_finish_current_push": HUB,
+    "_fsdp_qlora_plugin_updates": LOOP,
+    "_gather_and_numpify": "override evaluation_loop",
+    "_get_grad_norm": "use on_pre_optimizer_step",
+    "_get_learning_rate": "override create_scheduler, or log",
+    "_has_mixed_mesh_grads": LOOP,
+    "_hp_search_setup": "use model_init",
+    "_init_training_state": "use on_train_begin",
+    "_inner_training_loop": "override train, or use on_train_begin and on_train_end",
+    "_issue_warnings_after_load": FILES,
+    "_load_callback_state": "give the callback state_dict and load_state_dict",
+    "_mixed_mesh_grad_norm": LOOP,
+    "_move_model_to_device": "override place_model",
+    "_nested_gather": "override prediction_step or evaluation_loop",
+    "_pad_across_processes": "override prediction_step or evaluation_loop",
+    "_prepare_context_parallel_inputs": "override _prepare_inputs",
+    "_prepare_for_training": "override create_optimizer_and_scheduler, or use on_train_begin",
+    "_push_from_checkpoint": HUB,
+    "_report_to_hp_search": "use on_evaluate",
+    "_rotate_checkpoints": "set save_total_limit",
+    "_run_epoch": LOOP,
+    "_save_tpu": FILES,
+    "_sorted_checkpoints": "set save_total_limit",
+    "_sync_replicated_trainable_parameters": LOOP,
+    "_track_num_input_tokens": "set include_num_input_tokens_seen",
+    "_tune_save_checkpoint": FILES,
+    "_update_auto_batch_size": "set auto_find_batch_size",
+    "_validate_args": "override __init__",
+    "create_accelerator_and_postprocess": "trainer.accelerator is a view that is made when it is read",
+    "ipex_optimize_model": "set torch_compile",
+    "prediction_loop": "override evaluation_loop",
+    "set_initial_training_values": "set max_steps or num_train_epochs",
+    "torch_jit_model_eval": "set torch_compile",
+}
+
+
+class ForSubclasses:
+    """Attributes and methods of the Trainer that only code written against transformers' asks for.
+
+    Attributes:
+        is_deepspeed_enabled, is_fsdp_enabled, is_fsdp_xla_enabled, is_fsdp_xla_v2_enabled: whether that backend runs.
+        deepspeed: its engine, or None.
+        hub_model_id: the repository that is pushed to, once there is one.
+        push_in_progress: a push that is under way, or None.
+        hp_name, hp_search_backend: of a hyper-parameter search.
+    """
+
+    is_deepspeed_enabled = False
+    is_fsdp_enabled = False
+    is_fsdp_xla_enabled = False
+    is_fsdp_xla_v2_enabled = False
+    deepspeed: Any = None
+    hub_model_id: str | None = None
+    push_in_progress: Any = None
+    hp_name: Any = None
+    hp_search_backend: Any = None
+    args: TrainingArguments
+    signature: ForwardSignature
+    objective: Objective
+    run: Run | None
+    _view: AcceleratorView | None = None
+
+    @property
+    def accelerator(self) -> AcceleratorView:
+        """A view with the members of accelerate's Accelerator that subclasses use."""
+        if self._view is None:
+            self._view = AcceleratorView(cast("Trainer", self))
+        return self._view
+
+    @accelerator.setter
+    def accelerator(self, value: Any) -> None:
+        self._view = value
+
+    @property
+    def gather_function(self) -> Any:
+        """How evaluation gathers tensors from the processes."""
+        return self.accelerator.gather_for_metrics
+
+    @property
+    def current_gradient_accumulation_steps(self) -> int:
+        """Micro-batches of the update in progress.
+
+        Setting it while an update is made divides the losses of its remaining micro-batches by that number instead,
+        where they are means (not where `loss_is_scaled_for_ga`); the next update counts anew.
+        """
+        if self.run is None:
+            return self.args.gradient_accumulation_steps
+        engine = self.run.engine
+        return engine.num_micro_steps if engine.own_divisor is None else engine.own_divisor
+
+    @current_gradient_accumulation_steps.setter
+    def current_gradient_accumulation_steps(self, value: int) -> None:
+        if self.run is not None:
+            self.run.engine.own_divisor = value
+
+    @property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """Whether the loss is divided by `num_items_in_batch`, which is then counted and passed on.
+
+        Read off the model; setting it decides, for this Trainer.
+        """
+        return self.signature.takes_num_items
+
+    @model_accepts_loss_kwargs.setter
+    def model_accepts_loss_kwargs(self, value: bool) -> None:
+        self.signature = replace(self.signature, takes_num_items=bool(value))
+        self.objective.read(self.signature)
+
+    @property
+    def _train_batch_size(self) -> int:
+        """Samples of a micro-batch on this process; smaller after an out-of-memory, where that is allowed."""
+        return self.run.plan.micro_batch_size if self.run is not None else self.args.train_batch_size
+
+    def get_sp_size(self) -> int:
+        """Processes that share a sequence."""
+        return 1
+
+    def get_cp_size(self) -> int:
+        """Processes that share a context."""
+        return 1
+
+    def get_tp_size(self) -> int:
+        """Processes that share each matrix."""
+        return 1
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """What is put around the model that the strategy prepared: torch.compile, where it is asked for."""
+        return compile_model(model, self.args) if training else model
+
+
+def meet_subclass(trainer: Trainer) -> None:
+    """Start accelerate's states for a library's trainer, and name its methods that no run here calls."""
+    if type(trainer).__module__.startswith("paceline."):
+        return
+    if "accelerate" in sys.modules:  # whose functions may be called before the view is read
+        assert trainer.accelerator is not None
+    for cls in type(trainer).__mro__:
+        if cls.__module__.startswith("paceline."):
+            continue
+        for name in UNCALLED.keys() & vars(cls).keys():
+            if UNCALLED[name] == HUB and not trainer.args.push_to_hub:
+                continue
+            logger.warning("%s.%s is never called by paceline: %s.", cls.__qualname__, name, UNCALLED[name])

@@ -1,0 +1,35 @@
+"""PEFT's LoRA with the plain Trainer, and the adapter loaded back from the last checkpoint."""
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from small_parts import causal, finish, out, sentences, tokenizer
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+words = tokenizer()
+config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+rows = [words(text, truncation=True, max_length=16)["input_ids"] for text in sentences(64)]
+args = TrainingArguments(
+    output_dir=out(),
+    report_to="none",
+    logging_steps=1,
+    save_steps=4,
+    max_steps=8,
+    learning_rate=1e-3,
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=2,
+    use_cpu=True,
+    disable_tqdm=True,
+)
+trainer = Trainer(
+    model=get_peft_model(causal(), config),
+    args=args,
+    train_dataset=Dataset.from_dict({"input_ids": rows}),
+    data_collator=DataCollatorForLanguageModeling(words, mlm=False),
+)
+trainer.train()
+inputs = torch.tensor([rows[0]])
+loaded = PeftModel.from_pretrained(causal(), f"{out()}/checkpoint-8")
+with torch.no_grad():
+    gap = (loaded(input_ids=inputs).logits - trainer.model.eval()(input_ids=inputs).logits).abs().max().item()
+finish(trainer, gap=gap)

@@ -1,0 +1,90 @@
+"""What the jobs of this folder share: a tokenizer, models and texts made on the spot, and what they leave behind."""
+
+import json
+import logging
+import random
+import sys
+from pathlib import Path
+
+import torch
+from transformers import (
+    BertConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+torch.set_num_threads(1)
+logging.basicConfig(level=logging.WARNING)
+TEXT = "the a cat dog bird sees hears likes red green blue big small house tree river and but so"
+WORDS = TEXT.split()
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def out() -> str:
+    """The folder that the job was given."""
+    return sys.argv[1]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>"]
+    vocabulary = {word: index for index, word in enumerate([*special, *WORDS])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        eos_token="</s>",
+        model_max_length=64,
+    )
+
+
+SIZES = {
+    "vocab_size": 6 + len(WORDS),
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+
+
+def causal(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, eos_token_id=5, bos_token_id=None))
+
+
+def scorer() -> LlamaForSequenceClassification:
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1, eos_token_id=5, bos_token_id=None))
+
+
+def encoder_folder(kind: type) -> str:
+    """A saved encoder with its tokenizer, for libraries that load from a path."""
+    torch.manual_seed(0)
+    folder = f"{out()}/encoder"
+    extra = {"num_labels": 1} if "SequenceClassification" in kind.__name__ else {}
+    kind(BertConfig(**SIZES, **NO_DROPOUT, **extra)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def sentences(number: int, seed: int = 0) -> list[str]:
+    """Sentences of 3 to 14 words."""
+    source = random.Random(seed)
+    return [" ".join(source.choices(WORDS, k=source.randint(3, 14))) for _ in range(number)]
+
+
+def finish(trainer, **more) -> None:
+    """Write down the rows that were logged, and whose Trainer it was."""
+    bases = [kind.__module__ for kind in type(trainer).__mro__ if kind.__name__ == "Trainer"]
+    result = {"rows": trainer.state.log_history, "trainers": bases, **more}
+    Path(out(), "result.json").write_text(json.dumps(result, default=float))

@@ -1,0 +1,279 @@
+"""Attributes that subclasses written for transformers read and set, and what they are told."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging, weights
+from torch import nn
+from torch.nn import functional
+
+from paceline import CallbackHandler, Trainer
+from paceline.subclassing import UNCALLED
+
+
+def test_what_no_backend_sets(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Classifier(), classification(8))
+    for name in ("is_deepspeed_enabled", "is_fsdp_enabled", "is_fsdp_xla_enabled", "is_model_parallel", "is_in_train"):
+        assert getattr(trainer, name) is False
+    for name in ("deepspeed", "hub_model_id", "push_in_progress", "hp_name", "hp_search_backend", "label_smoother"):
+        assert getattr(trainer, name) is None
+    assert trainer.get_sp_size() == trainer.get_cp_size() == trainer.get_tp_size() == 1
+    assert trainer._train_batch_size == trainer.args.train_batch_size
+    assert torch.equal(trainer.gather_function(torch.ones(2)), torch.ones(2))
+    assert trainer.args.deepspeed_plugin is trainer.args.hf_deepspeed_config is trainer.args.fsdp_plugin_args is None
+
+
+def test_the_length_of_the_window(tmp_path: Path) -> None:
+    class Own(Trainer):
+        seen: list[int] = []
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.seen.append(self.current_gradient_accumulation_steps)
+            return super().compute_loss(*args, **kwargs)
+
+    trainer = make_trainer(tmp_path, Classifier(), classification(20), cls=Own, gradient_accumulation_steps=3)
+    assert trainer.current_gradient_accumulation_steps == 3
+    trainer.train()
+    assert Own.seen == [3, 3, 3, 2, 2]  # the last window is short
+
+
+def test_setting_it_divides_by_another_number(tmp_path: Path) -> None:
+    """What trainers do whose loss is a sum over the update already, and is to be divided by nothing."""
+
+    class Own(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            share = self.current_gradient_accumulation_steps
+            self.current_gradient_accumulation_steps = 1
+            return loss / share if self.model.training else loss
+
+    own = make_trainer(tmp_path, Classifier(), classification(24), cls=Own, gradient_accumulation_steps=2)
+    plain = make_trainer(tmp_path, Classifier(), classification(24), gradient_accumulation_steps=2)
+    # the first micro-batch of a window reads 2 and leaves 1 to the second, as in transformers
+    factors = [0.5 * 2, 1.0 * 2]
+    seen: list[float] = []
+    original = Trainer.compute_loss
+
+    class Expected(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append(factors[len(seen) % 2])
+            return original(self, *args, **kwargs) * seen[-1]
+
+    expected = make_trainer(
+        tmp_path, Classifier(), classification(24), cls=Expected, gradient_accumulation_steps=2, loss_weight="samples"
+    )
+    own.args.loss_weight = "samples"
+    own.loss_rule.declare(expected.loss_rule.meaning)
+    for trainer in (own, expected, plain):
+        trainer.train()
+    assert losses(own) == pytest.approx(losses(expected))
+    assert losses(own) != pytest.approx(losses(plain))
+
+
+class Quiet(nn.Module):
+    """A tagger that shows no logits, so that nothing can be recomputed from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Tagger()
+
+    def forward(self, input_ids: Any, labels: Any, **kwargs: Any) -> Any:
+        return self.inner.head(torch.tanh(self.inner.embedding(input_ids))).unsqueeze(0).sum(0, keepdim=True)
+
+
+def sums(model: Any, inputs: Any) -> Any:
+    logits = model(**inputs)[0]
+    return functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
+
+
+class Divides(Trainer):
+    """Divides by the count it is given."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        assert num_items_in_batch is not None
+        return sums(model, inputs) / torch.as_tensor(num_items_in_batch).clamp(min=1)
+
+
+class Ignores(Trainer):
+    """Takes the count and makes a mean of its own, as many a script does."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return sums(model, inputs) / (inputs["labels"] != -100).sum().clamp(min=1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_that_divides_by_the_count_is_used_as_it_is(tmp_path: Path) -> None:
+    data = tagging(24)
+    plain = make_trainer(tmp_path, Tagger(), data, gradient_accumulation_steps=3, loss_weight="tokens")
+    plain.train()
+    for cls in (Divides, Ignores):
+        trainer = make_trainer(tmp_path, Quiet(), data, cls=cls, gradient_accumulation_steps=3)
+        trainer.model_accepts_loss_kwargs = True
+        trainer.train()
+        assert losses(trainer) == pytest.approx(losses(plain), rel=1e-5), cls
+        torch.testing.assert_close(weights(trainer.model), weights(plain.model))
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+def test_whether_the_count_is_passed_on_can_be_set(tmp_path: Path, accepts: bool) -> None:
+    class Model(Tagger):
+        seen: list[Any] = []
+
+        def forward(self, input_ids: Any, labels: Any, **kwargs: Any) -> Any:
+            self.seen.append("num_items_in_batch" in kwargs)
+            return super().forward(input_ids, labels)
+
+    class Own(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.model_accepts_loss_kwargs = accepts
+
+    Model.seen = []
+    trainer = make_trainer(tmp_path, Model(), tagging(8), cls=Own)
+    trainer.train()
+    assert trainer.model_accepts_loss_kwargs is accepts
+    assert set(Model.seen) == {accepts}
+
+
+def test_whether_the_loss_is_scaled_can_be_set_on_the_object(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.loss_is_scaled_for_ga = True
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs) / self.current_gradient_accumulation_steps
+
+    own = make_trainer(tmp_path, Classifier(), classification(24), cls=Own, gradient_accumulation_steps=2)
+    plain = make_trainer(tmp_path, Classifier(), classification(24), gradient_accumulation_steps=2)
+    own.train()
+    plain.train()
+    assert losses(own) == pytest.approx(losses(plain))
+
+
+def test_a_subclass_wraps_the_model_for_training(tmp_path: Path) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.calls = inner, 0
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return self.inner(*args, **kwargs)
+
+    class Own(Trainer):
+        def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+            return Wrapper(super()._wrap_model(model, training, dataloader))
+
+    trainer = make_trainer(tmp_path, Classifier(), classification(24), cls=Own)
+    trainer.train()
+    assert isinstance(trainer.model_wrapped, Wrapper)
+    assert trainer.model_wrapped.calls == 6
+    assert isinstance(trainer.model, Classifier)
+
+
+def test_a_subclass_names_the_columns(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    class Own(Trainer):
+        def _set_signature_columns_if_needed(self) -> None:
+            if self._signature_columns is None:
+                self._signature_columns = ["x", "labels", "more"]
+
+    data = classification(8)
+    rows = {"x": [s["x"].tolist() for s in data], "labels": [int(s["labels"]) for s in data]}
+    dataset = datasets.Dataset.from_dict({**rows, "more": [1] * 8, "less": [2] * 8})
+    trainer = make_trainer(tmp_path, Classifier(), dataset, cls=Own)
+    assert set(next(iter(trainer.get_train_dataloader()))) == {"x", "labels", "more"}
+
+
+def test_groups_under_the_names_that_subclasses_use(tmp_path: Path) -> None:
+    class Own(Trainer):
+        @staticmethod
+        def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Any:
+            cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+            return cls, {**kwargs, "optimizer_dict": [{"params": list(model.parameters()), "lr": 0.125}]}
+
+    trainer = make_trainer(tmp_path, Classifier(), classification(8), cls=Own)
+    assert trainer.create_optimizer().param_groups[0]["lr"] == 0.125
+
+
+class Doubled(CallbackHandler):
+    events: list[str] = []
+
+    def call_event(self, event: str, *args: Any, **kwargs: Any) -> Any:
+        self.events.append(event)
+        return super().call_event(event, *args, **kwargs)
+
+
+@pytest.mark.parametrize("on_the_class", [False, True])
+def test_an_own_dispatch_of_events(tmp_path: Path, on_the_class: bool) -> None:
+    trainer = make_trainer(tmp_path, Classifier(), classification(8))
+    handler = trainer.callback_handler
+    Doubled.events = []
+    if on_the_class:
+        trainer.callback_handler = Doubled(handler.callbacks, trainer.model)
+    else:
+        call = handler.call_event
+
+        def call_event(event: str, *args: Any, **kwargs: Any) -> Any:
+            Doubled.events.append(event)
+            return call(event, *args, **kwargs)
+
+        handler.call_event = call_event  # type: ignore[method-assign]
+    trainer.train()
+    assert {"on_train_begin", "on_step_end", "on_log", "on_train_end"} <= set(Doubled.events)
+    assert len(losses(trainer)) == 2
+
+
+def test_a_row_is_logged_in_the_mode_it_is_of(tmp_path: Path) -> None:
+    class Own(Trainer):
+        modes: list[tuple[bool, bool]] = []
+
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            self.modes.append(("eval_loss" in logs, self.model.training))
+            super().log(logs, start_time)
+
+    trainer = make_trainer(
+        tmp_path, Classifier(), classification(8), cls=Own, eval_dataset=classification(8), eval_strategy="epoch"
+    )
+    trainer.train()
+    assert Own.modes == [(False, True), (False, True), (True, False), (False, True)]
+
+
+# ---- what a subclass is told
+
+
+def test_a_method_that_is_never_called_is_named(tmp_path: Path, caplog: Any) -> None:
+    class Own(Trainer):
+        def _inner_training_loop(self, *args: Any, **kwargs: Any) -> None:
+            raise AssertionError
+
+        def _push_from_checkpoint(self, folder: str) -> None:
+            raise AssertionError
+
+        def _own_helper(self) -> None:
+            raise AssertionError
+
+    make_trainer(tmp_path, Classifier(), classification(8), cls=Own).train()
+    told = [record.getMessage() for record in caplog.records if "never called" in record.getMessage()]
+    assert len(told) == 1  # and of pushing only where something is pushed
+    assert "Own._inner_training_loop is never called by paceline: override train" in told[0]
+
+
+def test_the_table_knows_every_private_method_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    theirs = {
+        name
+        for name, value in vars(transformers.Trainer).items()
+        if name.startswith("_") and not name.startswith("__") and inspect.isfunction(value)
+    }
+    assert theirs - UNCALLED.keys() - set(dir(Trainer)) == set()
+    assert not [name for name in UNCALLED if hasattr(Trainer, name)]
