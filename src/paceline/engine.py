@@ -125,6 +125,8 @@ class TorchEngine:
         self._kept: list[Any] = []
         self._current: MicroStep | None = None
         self._window: Sequence[Counts] = ()
+        self._losses: list[Tensor] = []  # contributions of the update in progress
+        self._weighed: list[tuple[Counts, float]] = []  # with what factor, while that may still turn out to be wrong
         self._num_updates = 0
         self.num_micro_steps = 1  # of the update in progress
         self.own_divisor: int | None = None  # what a subclass says instead, for the update in progress
@@ -158,7 +160,7 @@ class TorchEngine:
         losses: list[Tensor] = []
         self._kept = []
         self.num_micro_steps, self.own_divisor = len(batches), None
-        if total > 0:
+        if total > 0 and (rule.meaning.unit != "all_samples" or rule.has_target(counts)):
             losses = self._accumulate(batches, counts, total, num_items, emit)
         if not losses:
             return self._skip()
@@ -210,9 +212,9 @@ class TorchEngine:
         self, batches: Sequence[Any], counts: Sequence[Counts], total: int, num_items: Any, emit: Emit | None
     ) -> list[Tensor]:
         """Forward and backward of every micro-batch that weighs something; their contributions to the loss."""
-        losses: list[Tensor] = []
+        self._losses = losses = []
         last = len(batches) - 1
-        self._window = counts
+        self._window, self._weighed = counts, []
         for index, batch in enumerate(batches):
             self._current = current = MicroStep(counts[index], total, index == last)
             if self.keep_batches or self.keep_outputs:
@@ -268,10 +270,13 @@ class TorchEngine:
             total = self._look(loss, current, counts, num_items, given)
         if self.own_divisor is not None and not self.rule.meaning.scaled:
             loss = loss * (self.num_micro_steps / self.own_divisor)
+        factor = 1
         if num_items is not None or counts.weight != total:
             factor = self.rule.factor(counts, total, num_items) if total else 0
             if factor != 1:
                 loss = loss * factor
+        if current is not None and not self.rule.is_settled:
+            self._weighed.append((counts, factor))
         self.strategy.backward(loss)
         return loss.detach()
 
@@ -289,7 +294,30 @@ class TorchEngine:
         if current is None:
             return self.rule.recount([counts])
         current.total = self.rule.recount(self._window)
+        if self._weighed:
+            self._weigh_again(current.total, num_items)
         return current.total
+
+    def _weigh_again(self, total: int, num_items: Any) -> None:
+        """Correct what this update holds so far, after a look at a later micro-batch changed what it weighs.
+
+        All of it by one factor: what changes the share of one micro-batch in another one's is told by the first look.
+        """
+        wanted = [self.rule.factor(counts, total, num_items) if total else 0 for counts, _ in self._weighed]
+        ratios = [now / then for now, (_, then) in zip(wanted, self._weighed, strict=True) if then]
+        if not ratios or ratios == [1] * len(ratios):
+            return
+        if max(ratios) - min(ratios) > 1e-9 * max(ratios):
+            logger.warning(
+                "What the loss is a mean over showed late in this update: its first micro-batches weigh up to %.3g "
+                "times what they should. Later updates are right.",
+                max(ratios) / min(ratios) if min(ratios) else math.inf,
+            )
+        self._weighed = [(counts, factor) for (counts, _), factor in zip(self._weighed, wanted, strict=True)]
+        self._losses[:] = [loss * ratios[0] for loss in self._losses]
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(ratios[0])
 
     def _keep(self, module: nn.Module, args: Any, outputs: Any) -> None:
         self._seen = outputs

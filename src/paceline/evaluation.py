@@ -22,7 +22,7 @@ from paceline.core.streaming import StreamingMetric, is_streaming
 from paceline.data.loading import batch_size_of, close_loader, loader_length, order_by_length
 from paceline.distributed.precision import widened
 from paceline.distributed.strategy import is_out_of_memory
-from paceline.model.loss import Counts, LossRule, Meaning
+from paceline.model.loss import IGNORE_INDEX, Counts, LossRule, Meaning
 from paceline.model.objective import compute_loss_with_outputs
 from paceline.model.outputs import detach, find_loss, is_named, read_predictions
 from paceline.model.prediction_size import announce, expected_bytes
@@ -83,7 +83,11 @@ class LossSum:
 
     def _sum_under(self, meaning: Meaning) -> ReadingSum:
         """The sum so far; of a reading that was not followed so far, that of the likeliest one that was."""
-        return self._sums.get(meaning) or replace(next(iter(self._sums.values()), ReadingSum()))
+        if meaning in self._sums:
+            return self._sums[meaning]
+        # that another value is ignored shows when there is one: before, the sums were the same
+        alike = self._sums.get(replace(meaning, ignore_index=IGNORE_INDEX))
+        return replace(alike or next(iter(self._sums.values()), ReadingSum()))
 
     def mean(self) -> float | None:
         """The mean loss; None when no batch had one. Waits for the device."""
@@ -167,7 +171,7 @@ class EvaluationLoop:
         keeps = not loss_only and (keep_streamed or not is_streamed)
         if self.metric is not None:
             self.metric.reset()
-        with Spill(self.options.spill_bytes, self.options.spill_folder) as spill:
+        with Spill(self.options.spill_bytes, self.options.spill_folder) as spill, self.rule.put_back():
             kept = Kept(self.options, spill)
             with evaluating(self.model, self.options.dtype), casting(self.model, self.options.dtype, self.rule):
                 for batch, is_last in with_last(loader):
@@ -184,8 +188,8 @@ class EvaluationLoop:
                     kept.add(rows if keep_streamed or not is_streamed else {}, size, loader)
                     self.on_step()
             gathered = kept.result(order_by_length(loader))
+            loss = total.mean()
         metrics = self._metrics(gathered, loss_only)
-        loss = total.mean()
         if loss is not None:
             metrics["loss"] = loss
         return EvalLoopOutput(

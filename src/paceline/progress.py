@@ -60,6 +60,7 @@ def describe_progress(trainer: Trainer) -> tuple[str, dict[str, Any]]:
         "callbacks": {name: state for name, state in states.items() if name not in heavy},
         "skipped": sorted(loop.skipped) if loop is not None else [],
         "unlogged": dataclasses.asdict(loop.unlogged) if loop is not None else {},
+        "loss_rule": trainer.loss_rule.state_dict(),
         "arguments": trainer.args.to_sanitized_dict(),
     }
     try:
@@ -130,10 +131,14 @@ def restore_callbacks(trainer: Trainer, checkpoint: Path, progress: Mapping[str,
             restore_callback_states(trainer.callback_handler, states, with_arguments=whole)
 
 
-def restore_loop(loop: Loop, progress: Mapping[str, Any]) -> None:
-    """Give the loop back the updates that the next log is a mean of, and the windows that it leaves out."""
+def restore_loop(trainer: Trainer, loop: Loop, progress: Mapping[str, Any]) -> None:
+    """Give back the updates that the next log is a mean of, the windows that are left out, and what the loss is."""
     loop.unlogged = UpdateSummary.restored(progress.get("unlogged") or {})
     loop.skipped = {(int(epoch), int(first)) for epoch, first in progress.get("skipped") or ()}
+    rule, arguments = progress.get("loss_rule"), progress.get("arguments") or {}
+    # with other smoothing it is another loss, to be looked at anew
+    if rule is not None and arguments.get("label_smoothing_factor") == trainer.args.label_smoothing_factor:
+        trainer.loss_rule.load_state_dict(rule)
 
 
 def changed_arguments(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:

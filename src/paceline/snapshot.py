@@ -36,6 +36,7 @@ class Snapshot:
     position: dict[str, Any]
     random: dict[str, Any]
     callbacks: dict[str, Any]
+    loss_rule: dict[str, Any]
 
 
 def changing_items(trainer: Trainer) -> dict[str, Any]:
@@ -53,6 +54,7 @@ def take_snapshot(trainer: Trainer, feed: Feed) -> Snapshot:
         position=feed.state_dict(),
         random=capture_rng(),
         callbacks=copy.deepcopy(callback_states(trainer.callback_handler)),
+        loss_rule=trainer.loss_rule.state_dict(),
     )
 
 
@@ -84,6 +86,7 @@ def rewind(
     for field in fields(snapshot.state):
         setattr(trainer.state, field.name, copy.deepcopy(getattr(snapshot.state, field.name)))
     restore_callback_states(trainer.callback_handler, copy.deepcopy(snapshot.callbacks))
+    trainer.loss_rule.load_state_dict(snapshot.loss_rule)
     restore_rng(snapshot.random)
     feed.load_state_dict(snapshot.position)
     if folder is not None:

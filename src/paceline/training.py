@@ -132,7 +132,7 @@ def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: 
         )
         if checkpoint is not None and progress is not None:
             with blame(checkpoint / PROGRESS_FILE):
-                restore_loop(run.loop, progress)
+                restore_loop(trainer, run.loop, progress)
         announce(trainer, run)
         with running(trainer, run):
             run.loop.run()
@@ -281,7 +281,7 @@ def make_engine(trainer: Trainer, plan: Plan) -> TorchEngine:
         training_step=trainer.training_step,
         compute_loss=trainer.compute_loss,
         prepare_inputs=trainer._prepare_inputs,
-        rule=trainer.loss_rule,
+        rule=trainer.loss_rule.begin(),
         # without clipping the norm is still needed to see a gradient that is not finite
         max_grad_norm=plan.max_grad_norm or (math.inf if plan.nonfinite_policy != "warn" else 0.0),
         skips_non_finite=plan.nonfinite_policy == "skip",

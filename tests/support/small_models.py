@@ -39,15 +39,23 @@ class Tagger(nn.Module):
         per_sample: the mean over samples of each one's mean, instead of the mean over targets.
     """
 
-    def __init__(self, classes: int = 11, shifted: bool = False, per_sample: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self,
+        classes: int = 11,
+        shifted: bool = False,
+        per_sample: bool = False,
+        seed: int = 0,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(classes, 12)
         self.head = nn.Linear(12, classes)
+        self.drop = nn.Dropout(dropout)
         self.shifted, self.per_sample = shifted, per_sample
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.head(torch.tanh(self.embedding(input_ids)))
+        logits = self.head(self.drop(torch.tanh(self.embedding(input_ids))))
         left, right = (logits[:, :-1], labels[:, 1:]) if self.shifted else (logits, labels)
         if not self.per_sample:
             return {"loss": functional.cross_entropy(left.flatten(0, 1), right.flatten()), "logits": logits}

@@ -425,7 +425,7 @@ def test_what_is_kept_of_losses_does_not_grow() -> None:
         rule.look(loss, outputs, counts)
         total.add(loss, counts, None)
     assert not rule.is_settled
-    assert len(total._sums) == len(rule.held) == 2
+    assert len(total._sums) == len(rule.held) == 3
     assert total.mean() == pytest.approx(float(loss), rel=1e-6)
     kept = [value for reading in total._sums.values() for value in vars(reading).values()]
     assert all(isinstance(value, float) or value.numel() == 1 for value in kept)

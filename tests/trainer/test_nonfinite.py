@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Classifier, classification, losses, make_trainer, weights
+from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging, weights
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -354,3 +354,40 @@ def test_a_run_that_was_rolled_back_resumes_to_the_bit(tmp_path: Path, stop: int
     kept = [(tmp_path / name / "skipped_samples.jsonl").read_text() for name in ("whole", "parts")]
     assert kept[0] == kept[1]
     assert read_rows(tmp_path / "whole" / JOURNAL_FILE) == read_rows(tmp_path / "parts" / JOURNAL_FILE)
+
+
+class PoisonedTagger(Tagger):
+    """A mean over samples, with dropout; not finite for a sample that begins with 10."""
+
+    def __init__(self) -> None:
+        super().__init__(per_sample=True, dropout=0.2)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        outputs = super().forward(input_ids, labels)
+        return {**outputs, "loss": outputs["loss"] * math.nan} if (input_ids[:, 0] == 10).any() else outputs
+
+
+def test_rollback_forgets_what_the_bad_update_told_of_the_loss(tmp_path: Path) -> None:
+    """That it is a mean over samples shows in the second update, which is bad, and again in the third."""
+    ragged = [sample for sample in tagging(60) if 0 < int((sample["labels"] != -100).sum()) < 7]
+    for sample in ragged:
+        sample["input_ids"][0] %= 10
+    full = [{**sample, "labels": sample["input_ids"]} for sample in ragged]
+    bad = {**full[0], "input_ids": torch.full((7,), 10)}
+    window = [*full[:2], *ragged[:2]]
+    good, poisoned = [*full[4:8], *window, *window], [*full[4:8], bad, full[1], *ragged[8:10], *window, *window]
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant"}
+    found = []
+    for samples, policy in ((poisoned, "rollback"), (good, "warn")):
+        trainer = make_trainer(
+            tmp_path / policy,
+            PoisonedTagger(),
+            samples,
+            train_sampling_strategy="sequential",
+            nonfinite_policy=policy,
+            **options,
+        )
+        trainer.train()
+        found.append(weights(trainer.model))
+    assert trainer.state.global_step == 3
+    assert torch.equal(*found)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from small_models import Classifier, classification, losses, make_trainer
+from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging
 
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.replaying import replay
@@ -31,6 +31,18 @@ def test_a_step_comes_out_as_recorded(tmp_path: Path, step: int) -> None:
     assert len(replayed.sample_ids) == rows[step - 1].num_samples
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
     assert losses(trainer)
+
+
+@pytest.mark.parametrize("step", [2, 3, 5])
+def test_a_run_whose_loss_is_still_being_looked_at(tmp_path: Path, step: int) -> None:
+    """Its evaluations see that samples are what counts before training does; a replay makes none of them."""
+    ragged = [sample for sample in tagging(60) if (sample["labels"] != -100).any()]
+    full = [{**sample, "labels": sample["input_ids"]} for sample in ragged]
+    data = full[:20] + ragged[:4] + full[:4] + ragged[4:8] + ragged[:8]
+    options = {**OPTIONS, "save_steps": 2, "train_sampling_strategy": "sequential", "num_train_epochs": 1}
+    run = {**options, "eval_dataset": ragged, "eval_strategy": "steps", "eval_steps": 1}
+    make_trainer(tmp_path, Tagger(per_sample=True, dropout=0.3), data, **run).train()
+    assert replay(make_trainer(tmp_path, Tagger(per_sample=True, dropout=0.3), data, **options), step).is_exact
 
 
 def test_every_sample_of_an_epoch_is_named_once(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import Classifier, classification, make_trainer, weights
+import transformers_models
+from small_models import Classifier, Tagger, classification, make_trainer, tagging, weights
 from torch.utils.data import IterableDataset
 
 from paceline import ShuffleBuffer, TrainerCallback
@@ -40,6 +41,23 @@ class Augmented(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return noisy(self.samples[index])
+
+
+def mostly_full(num_samples: int, first: int) -> list[dict[str, Any]]:
+    """Token ids that are all targets, but for every sixth sample: what the loss is a mean over shows now and then."""
+    samples = [sample for sample in tagging(2 * num_samples) if int((sample["labels"][1:] != -100).sum()) > 0]
+    return [
+        sample if index % 6 == first else {**sample, "labels": sample["input_ids"]}
+        for index, sample in enumerate(samples[:num_samples])
+    ]
+
+
+MODELS: dict[str, Any] = {
+    "classifier": lambda: Classifier(dropout=0.2),
+    "tagger": lambda: Tagger(dropout=0.2),
+    "tagger by samples": lambda: Tagger(per_sample=True, dropout=0.2),
+    "gpt2": lambda: transformers_models.gpt2(dropout=0.2),
+}
 
 
 class WithLengths(Augmented):
@@ -132,6 +150,7 @@ def make_data(kind: str) -> Any:
         "lengths": WithLengths(),
         "stream": Stream(),
         "stateful": StatefulStream(),
+        "tokens": mostly_full(26, first=5),
         "buffered": ShuffleBuffer(PlainStream(), 7, seed=1, transform=noisy),
     }
     return made[kind]
@@ -153,7 +172,8 @@ def run(folder: Path, *, data: str = "augmented", stop: int | None = None, resum
     }
     if data in ("stream", "stateful", "buffered"):
         defaults["max_steps"] = 12
-    trainer = make_trainer(folder, Classifier(dropout=0.2), make_data(data), **{**defaults, **options})
+    model = MODELS[options.pop("model", "classifier")]()
+    trainer = make_trainer(folder, model, make_data(data), **{**defaults, **options})
     trainer.train(resume_from_checkpoint=resume)
     rows = [{key: value for key, value in row.items() if not key.endswith(TIMES)} for row in trainer.state.log_history]
     return {
@@ -199,6 +219,8 @@ FOLLOWING = {**EVALUATION, "eval_steps": 1, "metric_for_best_model": "loss", "gr
 LENGTHS = {"data": "lengths", "remove_unused_columns": False}
 WORKERS = {"dataloader_num_workers": 2}
 PERSISTENT = {**WORKERS, "dataloader_persistent_workers": True}
+TOKENS = {"data": "tokens", "train_sampling_strategy": "sequential"}
+RAGGED = {**EVALUATION, "eval_dataset": mostly_full(10, first=0)}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "linear": {},
     "cosine_with_restarts": {"lr_scheduler_kwargs": {"num_cycles": 2}},
@@ -252,6 +274,16 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "momentum": ((3, 8), {"optim": "sgd", "optim_args": "momentum=0.9"}),
     "muon": ((3, 8), {"optim": "muon"}),
     "adafactor": ((3, 8), {"optim": "adafactor"}),
+    "a tagger": ((1, 4), {"model": "tagger", **TOKENS}),
+    "a tagger, shuffled": ((1, 5), {"model": "tagger", "data": "tokens", "gradient_accumulation_steps": 4}),
+    "a tagger by samples": ((1, 3), {"model": "tagger by samples", **TOKENS}),
+    "a tagger by samples, much accumulation": (
+        (1, 2),
+        {"model": "tagger by samples", **TOKENS, "gradient_accumulation_steps": 4},
+    ),
+    "a tagger by samples, evaluation in between": ((1, 3), {"model": "tagger by samples", **TOKENS, **RAGGED}),
+    "gpt2": ((1, 3), {"model": "gpt2", **TOKENS, "gradient_accumulation_steps": 4}),
+    "gpt2, shuffled": ((2, 3), {"model": "gpt2", "data": "tokens", "gradient_accumulation_steps": 4}),
     "a state of lists": ((3, 8), {"as_lists": True}),
     "whole batches by steps": ((3, 8), {"max_steps": 10}),
     "a part of an epoch": ((3, 8), {"num_train_epochs": 2.5}),
@@ -265,10 +297,32 @@ def test_twice_interrupted_is_bit_identical(tmp_path: Path, name: str) -> None:
     check(tmp_path, stops, **options)
 
 
-def test_saving_changes_nothing(tmp_path: Path) -> None:
-    options = {**EVALUATION, "data": "augmented"}
+@pytest.mark.parametrize("options", [{**EVALUATION}, {"model": "tagger by samples", **TOKENS, **RAGGED}])
+def test_saving_changes_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
     without = run(tmp_path / "without", save_strategy="no", **options)
     assert differences(without, run(tmp_path / "with", **options)) == []
+
+
+def test_evaluating_changes_nothing(tmp_path: Path) -> None:
+    """Though it sees what the loss is a mean over before training does."""
+    options = {"model": "tagger by samples", **TOKENS, "gradient_accumulation_steps": 4}
+    with_it = run(tmp_path / "with", **options, **{**RAGGED, "eval_steps": 1, "eval_on_start": True})
+    without = run(tmp_path / "without", **options)
+    assert torch.equal(with_it["weights"], without["weights"])
+    assert with_it["journal"] == without["journal"]
+
+
+def test_training_again_begins_anew(tmp_path: Path) -> None:
+    """What the first run found out does not change the order of the second, which a resume could not know."""
+    options: dict[str, Any] = {"gradient_accumulation_steps": 4, "train_sampling_strategy": "sequential"}
+    trainer = make_trainer(tmp_path, MODELS["tagger by samples"](), make_data("tokens"), **options)
+    found = []
+    for _ in range(2):
+        trainer.model.load_state_dict(MODELS["tagger by samples"]().state_dict())
+        trainer.optimizer = trainer.lr_scheduler = None
+        trainer.train()
+        found.append(weights(trainer.model))
+    assert torch.equal(*found)
 
 
 PRODUCT = list(

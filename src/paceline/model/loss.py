@@ -2,17 +2,17 @@
 
 A model's loss is one number per micro-batch. To add micro-batches up right, one must know what the number was
 divided by. Where that is not declared it is identified: on the first batches the loss is recomputed from the logits
-under every hypothesis (targets shifted or not, which index is ignored, a mean over targets or over samples, divided
-by the batch's own count or by `num_items_in_batch`); those that disagree are dropped until one is left. The forward
-pass that is looked at is the one being trained on: no user code runs twice.
+under every hypothesis (targets shifted or not, which index is ignored, a mean over targets or over samples, with or
+without those that have no target, divided by the batch's own count or by `num_items_in_batch`); those that disagree
+are dropped until one is left. The forward pass that is looked at is the one being trained on: no user code runs twice.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,13 +20,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.data.loading import batch_size_of
-from paceline.model.outputs import ModelOutputError, candidate_logits, find_loss
+from paceline.model.outputs import ModelOutputError, find_loss
+from paceline.model.readings import (
+    IGNORE_INDEX,
+    MEASURES,
+    UNITS,
+    Meaning,
+    agree,
+    find_outputs,
+    is_target,
+    present,
+    signatures,
+)
+
+__all__ = ["IGNORE_INDEX", "Counts", "LabelSmoother", "LossRule", "Meaning"]
 
 logger = logging.getLogger(__name__)
 
-IGNORE_INDEX = -100
-# targets recomputed at once, so that a look at a large vocabulary stays small beside the model's own logits
-LOOK_CHUNK = 4096
+# after so many, which value is ignored makes less of a difference than rounding, and each look costs a read-back
+MAX_LOOKS = 100
 
 
 @dataclass(slots=True)
@@ -34,41 +46,9 @@ class Counts:
     """What one collated micro-batch holds, counted on the host before user code can take the labels out."""
 
     samples: int
-    labels: Tensor | None  # integer targets the loss is taken over; None: no targets, or floating-point ones
+    labels: Tensor | None  # the targets the loss is taken over; None: there are none
     weight: int  # how much this micro-batch weighs under the meaning in force when it was counted
     is_shifted: bool = False  # the labels stand where the output is compared with them, whoever shifts others
-
-
-@dataclass(frozen=True)
-class Meaning:
-    """One hypothesis on what a returned loss is: a sum over targets, divided by what.
-
-    Attributes:
-        unit: `tokens`: the mean over targets that are not ignored; `samples`: the mean over samples (of the mean
-            over each one's targets).
-        shifted: the output at position i is compared with the target at i + 1.
-        ignore_index: the target value that is left out.
-        scaled: the sum was divided by `num_items_in_batch`, not by the micro-batch's own count.
-    """
-
-    unit: str = "tokens"
-    shifted: bool = False
-    ignore_index: int = IGNORE_INDEX
-    scaled: bool = False
-
-    def weigh(self, labels: Tensor | None, samples: int, is_shifted: bool = False) -> int:
-        """The micro-batch's own count, in this meaning's unit."""
-        if labels is None or self.unit == "samples":
-            return samples
-        if self.shifted and not is_shifted and labels.dim() > 1:
-            labels = labels[..., 1:]
-        return int((labels != self.ignore_index).sum())
-
-    def __str__(self) -> str:
-        unit = "samples" if self.unit == "samples" else "targets that are not " + str(self.ignore_index)
-        shift = ", shifted by one" if self.shifted else ""
-        divisor = "num_items_in_batch" if self.scaled else "their number"
-        return f"a sum over {unit}{shift}, divided by {divisor}"
 
 
 DECLARED = {
@@ -86,7 +66,7 @@ class LossRule:
         label_names: names under which a batch carries its targets.
         declared: `loss_weight` as the user gave it (a key of `DECLARED`), or None to identify.
         shifts: the model is known to shift its targets (the first hypothesis tried).
-        pad_token_id: another target value that may be ignored.
+        pad_token_id: another target value that may be ignored, beside 0, -1 and 1.
 
     Attributes:
         meaning: what is taken for true now: the first hypothesis that still holds.
@@ -106,17 +86,38 @@ class LossRule:
         pad_token_id: int | None = None,
     ) -> None:
         self.label_names = tuple(label_names)
-        self.is_settled = declared is not None
-        self.is_verified = False
         self.shifts = shifts
+        self.declared = DECLARED[declared] if declared is not None else None
+        padding = [pad_token_id] if pad_token_id is not None and is_target(pad_token_id) else []
+        self._often_ignored = tuple(dict.fromkeys([*padding, 0, -1, 1]))
+        self._said: set[str] = set()  # each thing is said once, however often it is found out
+        self.begin()
+
+    def begin(self) -> LossRule:
+        """Forget what was identified, not what was declared: runs of the same data are then the same. Returns self.
+
+        Where samples were declared, it is left open whether those without a target count.
+        """
+        held = [self.declared] if self.declared is not None else []
+        if self.declared == DECLARED["samples"]:
+            shifts = (self.shifts, not self.shifts)
+            held = [Meaning(unit, shifted) for unit in ("samples", "all_samples") for shifted in shifts]
+        self.is_settled = len(held) == 1
+        self.is_verified = False
         self.is_assumed_scaled = False
-        self._assumed = Meaning("tokens", shifted=shifts)
-        self._hold([DECLARED[declared]] if declared is not None else [])
-        self._extra_ignored = tuple({-1, 0, 1} | ({pad_token_id} if isinstance(pad_token_id, int) else set()))
-        self._reported: str | None = None
+        self._assumed = Meaning("tokens", shifted=self.shifts)
+        self._unseen: tuple[int, ...] = self._often_ignored
+        self._num_looks = 0
+        self._hold(held)
+        return self
 
     def declare(self, meaning: Meaning) -> None:
-        """Settle the question: the caller knows."""
+        """Settle the question for good: the caller knows."""
+        self.declared = meaning
+        self.begin()
+
+    def settle(self, meaning: Meaning) -> None:
+        """Settle the question until the next run begins."""
         self.is_settled = True
         self._hold([meaning])
 
@@ -131,13 +132,13 @@ class LossRule:
         self._hold(self.held)
 
     def find_labels(self, batch: Any) -> Tensor | None:
-        """The integer targets of a batch, under the first label name that it has."""
+        """The targets of a batch, under the first label name that it has."""
         if type(batch) is not dict and not isinstance(batch, Mapping):
             return None
         for name in self.label_names:
             labels = batch.get(name)
             if isinstance(labels, Tensor):
-                return None if labels.is_floating_point() or labels.dim() == 0 else labels
+                return None if labels.dim() == 0 else labels
         return None
 
     def count(self, batch: Any) -> Counts:
@@ -158,7 +159,7 @@ class LossRule:
         A 0-dim tensor on the host: reading it waits for nothing, and tensors on any device can be divided by it.
         """
         counts = [self.count(batch) for batch in batches]
-        if any(item.labels is None for item in counts):
+        if any(item.labels is None or item.labels.is_floating_point() for item in counts):
             return None
         tokens = replace(self.meaning, unit="tokens")
         return torch.tensor(
@@ -191,21 +192,30 @@ class LossRule:
             item.weight = self.meaning.weigh(item.labels, item.samples, item.is_shifted)
         return sum(item.weight for item in counts)
 
+    def has_target(self, counts: Sequence[Counts]) -> bool:
+        """Whether an update has a target at all: where all samples count, its weight does not tell."""
+        return any(item.labels is None or bool(self._kept(item).any()) for item in counts)
+
+    def _kept(self, counts: Counts) -> Tensor:
+        assert counts.labels is not None
+        return self.meaning.kept(counts.labels, counts.is_shifted)
+
     # ---- identification
 
     def telling(self, counts: Counts) -> int:
-        """How much a look at this micro-batch could tell: 0 where no hypothesis that still holds would be dropped."""
+        """How much a look at this micro-batch could tell: 0 where no hypothesis that still holds would be dropped.
+
+        What tells the units apart counts most. It alone changes the weights of micro-batches that did not tell it; of
+        the rest, those keep their weights, and at most the total changes.
+        """
         if self.is_settled:
             return 0
-        labels = counts.labels
-        if labels is None:
-            return 1  # floating-point or no targets: one look settles it for samples
-        first = not self.held
-        tells_form = first or len({(m.shifted, m.scaled) for m in self.held}) > 1
-        tells_unit = (first or len({m.unit for m in self.held}) > 1) and is_ragged(labels, self.meaning.shifted)
-        ignored = {m.ignore_index for m in self.held}
-        tells_ignored = len(ignored) > 1 and any(bool((labels == index).any()) for index in ignored)
-        return int(tells_form) + int(tells_unit) + int(tells_ignored)
+        if counts.labels is None:
+            return 1  # no targets: one look settles it for samples
+        hypotheses = self._hypotheses(counts.labels, None)
+        found = signatures(hypotheses, counts.labels)
+        tells_unit = len({each[2] for each in found if each[:2] == found[0][:2]}) > 1
+        return len(set(found)) - (1 if self.held else 0) + (len(hypotheses) if tells_unit else 0)
 
     def look(self, loss: Tensor, outputs: Any, counts: Counts, num_items: Any = None) -> None:
         """Compare a returned loss with what each hypothesis makes of the logits, and drop those that disagree.
@@ -215,7 +225,13 @@ class LossRule:
         if self.is_settled or not bool(torch.isfinite(loss)):
             return
         if counts.labels is None:
-            self.declare(Meaning("samples", scaled=self._assumed.scaled and num_items is not None))
+            if self.declared is None:
+                self._warn(
+                    f"the batches hold no tensor of targets under {' or '.join(map(repr, self.label_names))}",
+                    "each sample is taken to weigh the same",
+                    "name the targets in label_names=[...], or ",
+                )
+            self.settle(Meaning("samples", scaled=self._assumed.scaled and num_items is not None))
             return
         with suppress(ModelOutputError):  # the loss is another's, and the outputs hold none
             own = find_loss(outputs)
@@ -223,137 +239,139 @@ class LossRule:
                 loss = loss.to(own.dtype)
         agreeing = self._agreeing(loss, outputs, counts.labels, num_items)
         if agreeing is None or (not agreeing and self.held):
-            self._give_up("no logits that match the targets" if agreeing is None else "a later batch contradicts it")
+            reason = "no output matches the targets" if agreeing is None else "a later batch contradicts it"
+            self._give_up(reason, counts.labels)
         elif not agreeing:
-            self._give_up("the loss is none that paceline knows")
+            self._give_up("the loss is none that paceline knows", counts.labels)
         else:
-            self._hold(agreeing)
-            self.is_settled = len(agreeing) == 1
+            self._narrow(agreeing, counts.labels)
             self.is_verified = True
             self._report()
 
+    def _narrow(self, agreeing: list[Meaning], labels: Tensor) -> None:
+        """Keep the hypotheses that agree with a look at these targets."""
+        self._num_looks += 1
+        if self._num_looks > MAX_LOOKS:
+            agreeing = [meaning for meaning in agreeing if meaning.ignore_index == agreeing[0].ignore_index]
+        ignored = {meaning.ignore_index for meaning in agreeing}
+        if labels.is_floating_point():
+            self._unseen = ()
+        elif IGNORE_INDEX not in ignored or (ignored == {IGNORE_INDEX} and bool((labels == IGNORE_INDEX).any())):
+            self._unseen = ()  # a loss ignores one value
+        else:
+            seen = present(labels, self._unseen)
+            self._unseen = tuple(index for index in self._unseen if index not in seen)
+        self._hold(agreeing)
+        self.is_settled = len(agreeing) == 1 and not self._unseen
+
     def _agreeing(self, loss: Tensor, outputs: Any, labels: Tensor, num_items: Any) -> list[Meaning] | None:
         """The hypotheses that give the returned loss; None where no output can be the logits of these targets."""
-        fitting = [x for x in (align(logits, labels) for logits in candidate_logits(outputs)) if x is not None]
+        fitting = find_outputs(outputs, labels)
         if not fitting:
             return None
         for logits in fitting:
-            hypotheses = self.held or self._hypotheses(labels, num_items, (IGNORE_INDEX,))
-            agreeing = agree(loss, logits, labels, num_items, hypotheses)
-            if not agreeing and not self.held:
-                present = tuple(index for index in self._extra_ignored if bool((labels == index).any()))
-                agreeing = agree(loss, logits, labels, num_items, self._hypotheses(labels, num_items, present))
+            agreeing = agree(loss, logits, labels, num_items, self._hypotheses(labels, num_items))
             if agreeing:
                 return agreeing
         return []
 
-    def _hypotheses(self, labels: Tensor, num_items: Any, ignored: Sequence[int]) -> list[Meaning]:
-        """Every hypothesis, the likelier first: while several hold, the first one counts."""
+    def _hypotheses(self, labels: Tensor, num_items: Any) -> list[Meaning]:
+        """Every hypothesis that still holds, the likelier first: while several hold, the first one counts.
+
+        That another value is ignored than -100 is open for each that often is, until it is among the targets.
+        """
+        held = self.held or self._first_hypotheses(labels, num_items)
+        others = present(labels, self._unseen)
+        return held + [replace(m, ignore_index=i) for i in others for m in held if m.ignore_index == IGNORE_INDEX]
+
+    def _first_hypotheses(self, labels: Tensor, num_items: Any) -> list[Meaning]:
+        if labels.is_floating_point():
+            units = UNITS if labels.dim() > 1 else ("tokens", "all_samples")
+            return [Meaning(unit, measure=measure) for unit in units for measure in MEASURES]
         shifts = (self.shifts, not self.shifts) if labels.dim() > 1 else (False,)
         scalings = (False,) if num_items is None else (self._assumed.scaled, not self._assumed.scaled)
         return [
-            Meaning(unit, shifted, index, scaled)
+            Meaning(unit, shifted, scaled=scaled)
             for scaled in scalings
-            for unit in ("tokens", "samples")
+            for unit in UNITS
             for shifted in shifts
-            for index in ignored
-            if not (scaled and unit == "samples")
+            # with one target a sample, those that have one are the targets
+            if not (scaled and unit != "tokens") and not (unit == "samples" and labels.dim() == 1)
         ]
 
-    def _give_up(self, reason: str) -> None:
-        meaning = self._assumed
-        self.declare(meaning)
+    def _give_up(self, reason: str, labels: Tensor) -> None:
+        meaning = self.declared or (Meaning("all_samples") if labels.is_floating_point() else self._assumed)
+        self.settle(meaning)
         self.is_verified = False
-        if meaning.scaled:  # whoever was given num_items_in_batch answers for the division by it
-            logger.info("The loss was given num_items_in_batch and is used as it is (%s).", reason)
+        if self.declared is not None:
+            self._say(logging.INFO, f"Whether samples without a target count could not be seen ({reason}): they don't.")
             return
-        logger.warning(
-            "What the returned loss is a mean over could not be identified (%s): it is taken for %s. If that is wrong, "
-            "gradient accumulation and eval_loss weigh batches of unequal size wrongly: say it with "
+        if meaning.scaled:  # whoever was given num_items_in_batch answers for the division by it
+            self._say(logging.INFO, f"The loss was given num_items_in_batch and is used as it is ({reason}).")
+            return
+        is_by_samples = meaning.unit == "all_samples"
+        self._warn(reason, "each sample is taken to weigh the same" if is_by_samples else f"it is taken for {meaning}")
+
+    def _warn(self, reason: str, taken: str, remedy: str = "") -> None:
+        self._say(
+            logging.WARNING,
+            f"What the returned loss is a mean over could not be identified ({reason}): {taken}. If that is wrong, "
+            f"gradient accumulation and eval_loss weigh batches of unequal size wrongly: {remedy}say it with "
             'TrainingArguments(loss_weight="samples" | "tokens" | "shifted_tokens" | "scaled").',
-            reason,
-            meaning,
         )
 
     def _report(self) -> None:
-        text = str(self.meaning)
-        if text != self._reported:
-            tied = f" ({len(self.held)} readings still agree)" if len(self.held) > 1 else ""
-            logger.info("The returned loss was identified as %s%s.", text, tied)
-            self._reported = text
+        tied = f" ({len(self.held)} readings still agree)" if len(self.held) > 1 else ""
+        self._say(logging.INFO, f"The returned loss was identified as {self.meaning}", f"{tied}.")
 
+    def _say(self, level: int, sentence: str, more: str = "") -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.log(level, sentence + more)
 
-def is_ragged(labels: Tensor, shifted: bool) -> bool:
-    """Whether the samples hold different numbers of targets, so that a mean over samples shows."""
-    targets = labels[..., 1:] if shifted and labels.dim() > 1 else labels
-    kept = targets != IGNORE_INDEX
-    numbers = kept.flatten(1).sum(1) if kept.dim() > 1 else kept
-    return bool((numbers != numbers[0]).any()) if len(numbers) else False
+    # ---- what of this a run takes along
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was identified so far: plain values. It decides how an update is weighed, and in which order it runs."""
+        return {
+            "declared": None if self.declared is None else asdict(self.declared),
+            "held": [asdict(meaning) for meaning in self.held],
+            "assumed": asdict(self._assumed),
+            "unseen": list(self._unseen),
+            "num_looks": self._num_looks,
+            "is_settled": self.is_settled,
+            "is_verified": self.is_verified,
+            "is_assumed_scaled": self.is_assumed_scaled,
+        }
 
-def align(logits: Tensor, labels: Tensor) -> Tensor | None:
-    """Logits with the classes last, `(*labels.shape, num_classes)`, or None where the shapes cannot belong together."""
-    if logits.shape[:-1] == labels.shape:
-        return logits
-    if logits.dim() == labels.dim() + 1 and logits.shape[0] == labels.shape[0] and logits.shape[2:] == labels.shape[1:]:
-        return logits.movedim(1, -1)
-    return None
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; nothing, where something else is declared now than was then.
 
+        Raises: ValueError, TypeError or LookupError, for anything else; then nothing has changed.
+        """
+        declared = None if state["declared"] is None else Meaning.restored(state["declared"])
+        held = [Meaning.restored(saved) for saved in state["held"]]
+        assumed = Meaning.restored(state["assumed"])
+        unseen, num_looks = tuple(state["unseen"]), state["num_looks"]
+        if not all(map(is_target, (*unseen, num_looks))):
+            raise ValueError(f"{str(unseen)[:80]} and {str(num_looks)[:80]} are not whole numbers of 64 bits")
+        flags = {name: state[name] for name in ("is_settled", "is_verified", "is_assumed_scaled")}
+        if not all(isinstance(value, bool) for value in flags.values()):
+            raise ValueError(f"{flags} are not true or false")
+        if declared != self.declared:
+            return
+        self.is_settled, self.is_verified, self.is_assumed_scaled = flags.values()
+        self._assumed, self._unseen, self._num_looks = assumed, unseen, num_looks
+        self._hold(held)
 
-def agree(loss: Tensor, logits: Tensor, labels: Tensor, num_items: Any, hypotheses: Sequence[Meaning]) -> list[Meaning]:
-    """The hypotheses under which the mean cross-entropy of `logits` is `loss`, up to the rounding of their types."""
-    tolerance = rounding(loss.dtype, logits.dtype)
-    found, sums = float(loss), {}
-    agreeing = []
-    for meaning in hypotheses:
-        key = (meaning.shifted, meaning.ignore_index)
-        if key not in sums:
-            sums[key] = row_sums(logits, labels.to(logits.device), *key)
-        rows = sums[key]
-        if rows is None:
-            continue
-        value = meaning_value(meaning, *rows, num_items)
-        if value is not None and abs(value - found) <= tolerance * max(abs(found), 1e-6):
-            agreeing.append(meaning)
-    return agreeing
-
-
-def rounding(loss: torch.dtype, logits: torch.dtype) -> float:
-    """The relative difference that two ways of computing the same loss may show."""
-    if loss in (torch.float16, torch.bfloat16):
-        return 2e-2
-    if logits in (torch.float16, torch.bfloat16):
-        return 5e-4
-    return 1e-9 if loss == torch.float64 and logits == torch.float64 else 5e-5
-
-
-def meaning_value(meaning: Meaning, sums: Tensor, numbers: Tensor, num_items: Any) -> float | None:
-    """The loss under one hypothesis, from each row's sum and number of targets (float64 and int64, on the host)."""
-    if meaning.scaled:
-        return float(sums.sum() / float(num_items)) if float(num_items) > 0 else None
-    if meaning.unit == "tokens":
-        return float(sums.sum() / numbers.sum()) if int(numbers.sum()) > 0 else None
-    filled = numbers > 0
-    return float((sums[filled] / numbers[filled]).mean()) if bool(filled.any()) else None
-
-
-@torch.no_grad()
-def row_sums(logits: Tensor, labels: Tensor, shifted: bool, ignore_index: int) -> tuple[Tensor, Tensor] | None:
-    """Each row's summed cross-entropy and number of targets; None where a target is no class."""
-    if shifted:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    kept = labels != ignore_index
-    num_classes = logits.shape[-1]
-    if bool(((labels < 0) | (labels >= num_classes))[kept].any()) or labels.numel() == 0:
-        return None
-    flat_logits, flat_labels = logits.reshape(-1, num_classes), labels.reshape(-1)
-    precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    pieces = [
-        functional.cross_entropy(part.to(precise), target, ignore_index=ignore_index, reduction="none")
-        for part, target in zip(torch.split(flat_logits, LOOK_CHUNK), torch.split(flat_labels, LOOK_CHUNK), strict=True)
-    ]
-    losses = torch.cat(pieces).reshape(labels.shape[0], -1)
-    return losses.sum(1, dtype=torch.float64).cpu(), kept.reshape(labels.shape[0], -1).sum(1).cpu()
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """What is identified inside is forgotten: so that an evaluation changes nothing in the updates after it."""
+        state = self.state_dict()
+        try:
+            yield
+        finally:
+            self.load_state_dict(state)
 
 
 class LabelSmoother:
@@ -379,7 +397,7 @@ class LabelSmoother:
             shift_labels: compare the output at i with the target at i + 1.
             num_items_in_batch: the divisor; None: the number of targets that are not ignored.
         """
-        fitting = [x for x in (align(logits, labels) for logits in candidate_logits(model_output)) if x is not None]
+        fitting = find_outputs(model_output, labels)
         if not fitting:
             raise ValueError(
                 f"label_smoothing_factor={self.epsilon}: no output of the model has the shape (*{tuple(labels.shape)}, "

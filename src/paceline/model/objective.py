@@ -162,7 +162,7 @@ class Objective:
             own = find_loss(outputs)
             if own is not None:
                 rule.look(own.detach(), outputs, rule.count(inputs))
-            rule.declare(Meaning("tokens", shifted=rule.meaning.shifted))
+            rule.settle(Meaning("tokens", shifted=rule.meaning.shifted))
         return smoother(outputs, labels, shift_labels=rule.meaning.shifted), outputs
 
 
