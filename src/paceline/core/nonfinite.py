@@ -18,9 +18,10 @@ class NonFiniteError(ArithmeticError):
     """A loss or gradient norm was not finite, and the policy was to stop. The message names update and samples."""
 
 
-def is_bad(row: UpdateRow) -> bool:
-    """Whether an update's loss or gradient norm is infinite or NaN."""
-    return row.is_counted and not (math.isfinite(row.loss) and math.isfinite(row.grad_norm))
+def find_bad(rows: Sequence[UpdateRow]) -> list[UpdateRow]:
+    """The updates whose loss or gradient norm is infinite or NaN."""
+    finite = math.isfinite
+    return [row for row in rows if row.is_counted and not (finite(row.loss) and finite(row.grad_norm))]
 
 
 def describe(row: UpdateRow) -> str:
@@ -55,7 +56,7 @@ class NonFiniteGuard:
             NonFiniteError: the policy is `raise`, or rewinding did not help: `MAX_REWINDS` times, or
                 `MAX_REWINDS_IN_A_ROW` times with no good update between.
         """
-        bad = list(filter(is_bad, rows))
+        bad = find_bad(rows)
         if not bad:
             return None
         if self.policy == "raise":

@@ -80,7 +80,6 @@ class SingleDevice:
             The norm before clipping, a 0-dim tensor on the device; None when nothing was asked.
         """
         assert self.optimizer is not None
-        self._follow(self.optimizer)
         if self.precision.scales:
             self.precision.unscale(self.optimizer)
         if max_norm <= 0:
