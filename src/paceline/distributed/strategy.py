@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.data.prefetch import move_to_device
+from paceline.data.prefetch import DevicePrefetcher, move_to_device
 from paceline.distributed.precision import Precision
 from paceline.distributed.world import World
 
@@ -45,8 +45,10 @@ class SingleDevice:
         self._model: nn.Module | None = None
         self._held: list[Tensor] = []  # by the optimizer, when that list was made
         self._num_alike = -1  # gradients that were found to be alike; -1: none were
-        # the batch, its tensors on the device; one call, since this is on the path of every step
+        # the batch, its tensors on the device; on a CPU one call, since this is on the path of every step
         self.place: Callable[[Any], Any] = partial(move_to_device, device=self.device, non_blocking=True)
+        if self.device.type != "cpu":
+            self.place = DevicePrefetcher(self.device)
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
         """Put the model on the device and make its optimizer there."""
