@@ -74,6 +74,7 @@ class Loop:
         self.num_samples = 0  # that this run trained on
         self.logged: list[tuple[float, int]] = []  # (mean loss, number of updates) of each log of this run
         self.skipped: set[tuple[int, int]] = set()  # (epoch, first sample) of windows that a rewind left out
+        self.is_heeded = False  # a request to stop was obeyed, and what it left undone is for the resumed run
         self._unread: list[tuple[int, int, int, int]] = []  # (step, epoch, first, count) of updates not yet read
         self._snapshot: Any = None  # the last good state, where the policy is to rewind to it
         self._split_to: int | None = None  # micro-batch size after an out-of-memory
@@ -161,12 +162,14 @@ class Loop:
 
     def end_epoch(self, is_exhausted: bool) -> None:
         """Fire the event and do what is due at the end of an epoch; nothing when a signal cut the epoch short."""
-        if self.signals.requested is not None:
+        if self.is_heeded:
             return
         if is_exhausted:  # a checkpoint written from now on goes on with the next epoch
             self.feed.finish_epoch()
         self.control.begin_step()
         self.control = self.handler.on_epoch_end(self.args, self.state, self.control)
+        if self.signals.requested is not None:
+            self.heed_signal()
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
             self.hooks.act()
 
@@ -231,10 +234,14 @@ class Loop:
                 self.evaluate()
         except Interrupted:
             self.heed_signal()
+        if self.signals.requested is not None and not self.is_heeded:
+            self.heed_signal()
         if self.control.should_save:
             self.control.should_save = False
             if self.hooks.save():
                 self.control = self.handler.on_save(self.args, self.state, self.control)
+            if self.signals.requested is not None:  # while it was written: this boundary is the last one
+                self.is_heeded = self.control.should_training_stop = True
         if self._snapshot is not None:
             self._snapshot = self.hooks.snapshot()
 
@@ -309,5 +316,6 @@ class Loop:
 
     def heed_signal(self) -> None:
         """Save at this boundary, if checkpoints are written at all, and train no further."""
+        self.is_heeded = True
         self.control.should_save = self.plan.save_strategy != "no"
         self.control.should_training_stop = True
