@@ -10,7 +10,9 @@ import pytest
 import torch
 from small_models import Classifier, classification, losses, make_trainer, weights
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
+from paceline import ShuffleBuffer
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.core.nonfinite import NonFiniteError
 
@@ -149,3 +151,58 @@ def test_rollback_with_nothing_due_before_the_end(tmp_path: Path) -> None:
     trainer = run(tmp_path, "rollback", logging_strategy="no", num_train_epochs=1)
     assert torch.isfinite(weights(trainer.model)).all()
     assert trainer.state.global_step == 9
+
+
+class Keeping(IterableDataset[dict[str, Tensor]]):
+    """A stream that goes on from where it was read to, whoever asks again."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Any:
+        samples = data()
+        while self.next < len(samples):
+            self.next += 1
+            yield samples[self.next - 1]
+        self.next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+@pytest.mark.parametrize("logging_steps", [1, 6, 100])
+@pytest.mark.parametrize(
+    ("workers", "shuffled"), [({}, False), ({}, True), ({"num_workers": 1, "persistent_workers": True}, False)]
+)
+def test_rollback_loses_no_sample_of_a_stream_that_keeps_its_place(
+    tmp_path: Path, workers: dict[str, Any], shuffled: bool, logging_steps: int
+) -> None:
+    stream = ShuffleBuffer(Keeping(), 8) if shuffled else Keeping()
+    seen: dict[int, list[int]] = {}  # by updates done: what counts of those made again is the last time
+
+    class Noting(Poisoned):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+            rows = [next(i for i, sample in enumerate(data()) if torch.equal(sample["x"], row)) for row in x]
+            seen[trainer.state.global_step] = rows
+            return super().forward(x, labels)
+
+    options = {f"dataloader_{name}": value for name, value in workers.items()}
+    trainer = make_trainer(
+        tmp_path,
+        Noting(),
+        stream,
+        nonfinite_policy="rollback",
+        max_steps=18,
+        logging_steps=logging_steps,
+        loss_weight="samples",
+        **options,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 18
+    for epoch in range(2):
+        ids = [sample for step in range(9 * epoch, 9 * epoch + 9) for sample in seen[step]]
+        assert len(set(ids)) == len(ids) == 36
+        assert POISON not in ids

@@ -216,6 +216,23 @@ def test_a_stream_with_a_state_reads_nothing_twice(tmp_path: Path) -> None:
     assert stream.read <= 8
 
 
+class Continuing(Stream):
+    """Each epoch is the next eight samples."""
+
+    def __iter__(self) -> Any:
+        for _ in range(8):
+            self.position += 1
+            yield DATA[(self.position - 1) % len(DATA)]
+
+
+def test_a_stream_that_goes_on_over_epochs_goes_on_after_one(tmp_path: Path) -> None:
+    options = {"max_steps": 6, "gradient_accumulation_steps": 1, "save_strategy": "epoch"}
+    whole = run(tmp_path, data=Continuing(), **options)
+    for step in (2, 4):
+        parts = run(tmp_path / "parts", data=Continuing(), resume=str(tmp_path / f"checkpoint-{step}"), **options)
+        assert torch.equal(weights(whole.model), weights(parts.model))
+
+
 def test_added_and_removed_callbacks_do_not_matter(tmp_path: Path) -> None:
     from paceline import EarlyStoppingCallback
 
