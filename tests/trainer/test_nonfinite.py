@@ -206,3 +206,22 @@ def test_rollback_loses_no_sample_of_a_stream_that_keeps_its_place(
         ids = [sample for step in range(9 * epoch, 9 * epoch + 9) for sample in seen[step]]
         assert len(set(ids)) == len(ids) == 36
         assert POISON not in ids
+
+
+@pytest.mark.parametrize("step", [2, 10])
+def test_a_rollback_leaves_the_schedule_of_a_resumed_run_alone(tmp_path: Path, step: int) -> None:
+    """Resumed before the first rewind, or between the two, of which each makes the run one update shorter."""
+    options = {"lr_scheduler_type": "cosine", "save_strategy": "steps", "save_steps": 1, "loss_weight": "samples"}
+    whole = run(tmp_path, "rollback", **options)
+    parts = make_trainer(
+        tmp_path / "parts",
+        Poisoned(),
+        data(),
+        nonfinite_policy="rollback",
+        num_train_epochs=2,
+        logging_steps=5,
+        **options,
+    )
+    parts.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert parts.state.global_step == parts.state.max_steps == whole.state.max_steps == 18
+    assert torch.equal(weights(whole.model), weights(parts.model))

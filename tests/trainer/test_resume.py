@@ -98,6 +98,33 @@ def test_another_batch_size_sees_every_sample_once(tmp_path: Path) -> None:
     assert sorted(first.rows + second.rows) == sorted(tuple(sample["x"].tolist()) for sample in DATA)
 
 
+class EndsEpochs(TrainerCallback):
+    """Leaves every epoch after three updates."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = state.global_step % 3 == 0
+
+
+@pytest.mark.parametrize("step", [2, 4, 7])
+def test_an_epoch_that_a_callback_ended_leaves_the_schedule_alone(tmp_path: Path, step: int) -> None:
+    whole = run(tmp_path, callbacks=[EndsEpochs()])
+    checkpoint = str(tmp_path / f"checkpoint-{step}")
+    parts = run(tmp_path / "parts", callbacks=[EndsEpochs()], resume=checkpoint)
+    assert parts.state.max_steps == whole.state.max_steps == 12
+    assert parts.state.global_step == whole.state.global_step == 9
+    assert torch.equal(weights(whole.model), weights(parts.model))
+
+
+def test_resumed_again_a_run_of_another_batch_size_keeps_its_length(tmp_path: Path) -> None:
+    run(tmp_path / "one", stop=5)
+    other = {"gradient_accumulation_steps": 1}
+    whole = run(tmp_path / "whole", resume=str(tmp_path / "one/checkpoint-5"), **other)
+    run(tmp_path / "parts", resume=str(tmp_path / "one/checkpoint-5"), stop=9, **other)
+    parts = run(tmp_path / "parts", resume=True, **other)
+    assert parts.state.max_steps == whole.state.max_steps
+    assert torch.equal(weights(whole.model), weights(parts.model))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(

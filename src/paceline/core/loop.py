@@ -74,6 +74,7 @@ class Loop:
         self.num_samples = 0  # that this run trained on
         self.logged: list[tuple[float, int]] = []  # (mean loss, number of updates) of each log of this run
         self.skipped: set[tuple[int, int]] = set()  # (epoch, first sample) of windows that a rewind left out
+        self.num_allowed_for = 0  # of these, windows that the plan's length has been without from the start
         self.is_heeded = False  # a request to stop was obeyed, and what it left undone is for the resumed run
         self._unread: list[tuple[int, int, int, int]] = []  # (step, epoch, first, count) of updates not yet read
         self._snapshot: Any = None  # the last good state, where the policy is to rewind to it
@@ -284,7 +285,8 @@ class Loop:
         self.control.begin_step()
         self.control.should_training_stop = self.signals.requested is not None
         if self.args.max_steps <= 0:  # the epochs are as many updates shorter, and the last one is still to be known
-            self.state.max_steps = min(self.state.max_steps, self.plan.max_steps - self.guard.num_rewinds)
+            num_lost = len(self.skipped) - self.num_allowed_for
+            self.state.max_steps = min(self.state.max_steps, self.plan.max_steps - num_lost)
         logger.warning("Rewound to step %d; %d samples are left out.", self.state.global_step, bad.num_samples)
 
     def evaluate(self, skip_scheduler: bool = False) -> None:

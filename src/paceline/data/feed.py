@@ -331,6 +331,7 @@ class Feed:
             "consumed": self.consumed,
             "batches": self.batches,
             "batch_size": getattr(self.loader, "batch_size", None),
+            "num_samples": sample_count(self.loader),
             **place,
         }
 
