@@ -172,7 +172,8 @@ def restore_callbacks(trainer: Trainer, checkpoint: Path, progress: Mapping[str,
                 states.update(load_tensors(checkpoint / CALLBACKS_FILE))
         with blame(checkpoint / STATE_FILE):
             control = exported.get("TrainerControl", {}).get("args", {})
-            trainer.control.should_evaluate = bool(control.get("should_evaluate", False))
+            for name in ("should_evaluate", "should_epoch_stop"):  # asked for, and not done yet
+                setattr(trainer.control, name, bool(control.get(name, False)))
     if states or progress is not None:
         whole = trainer.args.restore_callback_states_from_checkpoint  # also what the callbacks were constructed with
         with blame(checkpoint / " or ".join(sources)):

@@ -12,7 +12,7 @@ from small_models import Classifier, classification, losses, make_trainer, weigh
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from paceline import ShuffleBuffer
+from paceline import ShuffleBuffer, TrainerCallback
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.core.nonfinite import NonFiniteError
 
@@ -225,3 +225,14 @@ def test_a_rollback_leaves_the_schedule_of_a_resumed_run_alone(tmp_path: Path, s
     parts.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
     assert parts.state.global_step == parts.state.max_steps == whole.state.max_steps == 18
     assert torch.equal(weights(whole.model), weights(parts.model))
+
+
+def test_rollback_to_where_a_callback_ended_an_epoch(tmp_path: Path) -> None:
+    class EndsEpoch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = state.global_step == 3
+
+    options = {"train_sampling_strategy": "sequential", "logging_steps": 3, "max_steps": 9, "num_train_epochs": 1}
+    run(tmp_path, "rollback", callbacks=[EndsEpoch()], logging_strategy="steps", **options)
+    rows = [(row.epoch, row.first) for row in read_rows(tmp_path / JOURNAL_FILE)]
+    assert rows == [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (1, 8), (1, 12), (1, 20), (1, 24)]

@@ -78,6 +78,7 @@ class Loop:
         self.is_heeded = False  # a request to stop was obeyed, and what it left undone is for the resumed run
         self._unread: list[tuple[int, int, int, int]] = []  # (step, epoch, first, count) of updates not yet read
         self._snapshot: Any = None  # the last good state, where the policy is to rewind to it
+        self._ends_epoch = False  # whether the epoch was to end there
         self._split_to: int | None = None  # micro-batch size after an out-of-memory
         # micro-batches, as the loader gives them, that make one epoch of `state.epoch`; a stream of unknown length is
         # one epoch as a whole
@@ -89,7 +90,7 @@ class Loop:
         self.start_time = time.time()
         self.control = self.handler.on_train_begin(self.args, self.state, self.control)
         if self.guard.policy == "rollback":
-            self._snapshot = self.hooks.snapshot()
+            self.keep_snapshot()
         if self.control.should_evaluate:
             self.finish_pending()
         elif self.plan.eval_on_start and self.state.global_step == 0:
@@ -114,8 +115,10 @@ class Loop:
     def run_epoch(self, epoch: int) -> None:
         """One pass over the data, or what is left of it after a resume."""
         feed, handler, state, args, signals = self.feed, self.handler, self.state, self.args, self.signals
+        is_ended = self.control.should_epoch_stop and feed.is_restored and feed.consumed > 0  # before a restart
         feed.start_epoch(epoch)
         self.control = control = handler.on_epoch_begin(args, state, self.control)
+        control.should_epoch_stop |= is_ended
         per_epoch = self.batches_per_epoch
         has_stepped, is_exhausted = feed.batches > 0, False
         while not (control.should_epoch_stop or control.should_training_stop or state.global_step >= state.max_steps):
@@ -244,7 +247,7 @@ class Loop:
             if self.signals.requested is not None:  # while it was written: this boundary is the last one
                 self.is_heeded = self.control.should_training_stop = True
         if self._snapshot is not None:
-            self._snapshot = self.hooks.snapshot()
+            self.keep_snapshot()
 
     def collect(self) -> UpdateRow | None:
         """Read what the engine gathered, and apply the policy for what is not finite.
@@ -278,11 +281,16 @@ class Loop:
         logs["learning_rate"] = past.learning_rate
         return logs
 
+    def keep_snapshot(self) -> None:
+        """Take the present state for the last good one."""
+        self._snapshot, self._ends_epoch = self.hooks.snapshot(), self.control.should_epoch_stop
+
     def rewind(self, bad: UpdateRow) -> None:
         """Go back to the last good state; the samples of the bad update are left out when their turn comes again."""
         self.skipped.add((bad.epoch, bad.first))
         self.hooks.rewind(self._snapshot, bad)
         self.control.begin_step()
+        self.control.should_epoch_stop = self._ends_epoch
         self.control.should_training_stop = self.signals.requested is not None
         if self.args.max_steps <= 0:  # the epochs are as many updates shorter, and the last one is still to be known
             num_lost = len(self.skipped) - self.num_allowed_for
