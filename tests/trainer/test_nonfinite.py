@@ -10,9 +10,9 @@ import pytest
 import torch
 from small_models import Classifier, classification, losses, make_trainer, weights
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from paceline import ShuffleBuffer, TrainerCallback
+from paceline import ShuffleBuffer, Trainer, TrainerCallback
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.core.nonfinite import NonFiniteError
 
@@ -236,3 +236,26 @@ def test_rollback_to_where_a_callback_ended_an_epoch(tmp_path: Path) -> None:
     run(tmp_path, "rollback", callbacks=[EndsEpoch()], logging_strategy="steps", **options)
     rows = [(row.epoch, row.first) for row in read_rows(tmp_path / JOURNAL_FILE)]
     assert rows == [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (1, 8), (1, 12), (1, 20), (1, 24)]
+
+
+def test_rollback_with_an_own_loader_that_keeps_its_workers(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(
+                data(),  # type: ignore[arg-type]
+                batch_size=4,
+                shuffle=True,
+                num_workers=1,
+                persistent_workers=True,
+                collate_fn=self.data_collator,
+            )
+
+    options = {"cls": Own, "loss_weight": "samples", "num_train_epochs": 2}
+    often, seldom = (
+        make_trainer(tmp_path, Poisoned(), data(), nonfinite_policy="rollback", logging_steps=number, **options)
+        for number in (1, 100)
+    )
+    often.train()
+    seldom.train()
+    assert often.state.global_step == seldom.state.global_step == 18
+    assert torch.equal(weights(often.model), weights(seldom.model))

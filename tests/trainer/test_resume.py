@@ -168,21 +168,32 @@ def test_another_number_of_workers_goes_on_alike(tmp_path: Path) -> None:
     assert torch.equal(weights(whole.model), weights(parts.model))
 
 
+KEPT = {"num_workers": 2, "persistent_workers": True}
+
+
 @pytest.mark.filterwarnings("ignore:.*set_vital.*")
 @pytest.mark.parametrize("saved", ["steps", "epoch"])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["torch.utils.data", "torchdata.stateful_dataloader"])
-def test_someone_elses_loader_goes_on_alike(tmp_path: Path, kind: str, workers: int, saved: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        ("torch.utils.data", {"num_workers": 0}),
+        ("torch.utils.data", {"num_workers": 2}),
+        ("torch.utils.data", KEPT),
+        ("torch.utils.data", {**KEPT, "generator": None}),
+        ("torchdata.stateful_dataloader", {"num_workers": 0}),
+        ("torchdata.stateful_dataloader", {"num_workers": 2}),
+    ],
+)
+def test_someone_elses_loader_goes_on_alike(tmp_path: Path, kind: str, workers: dict[str, Any], saved: str) -> None:
     library = pytest.importorskip(kind)
+    is_torch = kind.startswith("torch.")
+    data: Any = Augmented() if is_torch and workers["num_workers"] else DATA
 
     class Own(Trainer):
         def get_train_dataloader(self) -> Any:
-            loader = library.DataLoader if kind.startswith("torch.") else library.StatefulDataLoader
-            generator = torch.Generator().manual_seed(5)
-            collate = self.data_collator
-            return loader(
-                DATA, batch_size=4, shuffle=True, num_workers=workers, generator=generator, collate_fn=collate
-            )
+            loader = library.DataLoader if is_torch else library.StatefulDataLoader
+            options = {"generator": torch.Generator().manual_seed(5), **workers}
+            return loader(data, batch_size=4, shuffle=True, collate_fn=self.data_collator, **options)
 
     options = {"cls": Own, "save_strategy": saved}
     whole = run(tmp_path / "whole", **options)

@@ -197,6 +197,7 @@ class ReplayReader(Reader):
 
     def __init__(self, loader: Any, consumed: int, batches: int, saved: Saved | None) -> None:
         super().__init__(consumed, batches)
+        forget_workers(loader)
         own = own_generators(loader)
         sampler = getattr(loader, "sampler", None)
         self.fallback_size = getattr(loader, "batch_size", None) or 1
@@ -242,6 +243,17 @@ class ReplayReader(Reader):
         if self.sampler is not None and hasattr(self.sampler, "state_dict"):
             place["order"] = self.sampler.state_dict()
         return place
+
+
+def forget_workers(loader: Any) -> None:
+    """Let someone else's loader start its workers anew, which is when torch seeds them.
+
+    Kept ones would have drawn what they drew in the epochs before, and an epoch would begin with one draw less than the
+    first of a process: neither can be had again after a restart.
+    """
+    if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is not None:
+        logger.info("persistent_workers: the loader's workers start anew with each epoch, so that it can be resumed.")
+        loader._iterator = None
 
 
 class Feed:
