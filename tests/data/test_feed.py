@@ -684,3 +684,43 @@ def test_a_loader_that_keeps_its_place_goes_back_to_the_start_of_an_epoch() -> N
     feed.load_state_dict(state)
     feed.start_epoch(0)
     assert draw_ids(feed) == list(range(10))
+
+
+class Stopping(Counting):
+    """One of its samples raises what would pass for the end of the data."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return next(iter(())) if index == 4 else super().__getitem__(index)
+
+
+class StoppingMany(Stopping):
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [Stopping, StoppingMany])
+def test_a_dataset_that_raises_stop_iteration_does_not_end_the_epoch(kind: Any, workers: int) -> None:
+    args = SimpleNamespace(**{**vars(arguments()), "dataloader_num_workers": workers})
+    loader = make_loader(kind(12), batch_size=3, sampler=None, collate=collate_ids, args=args, train=True, seed=0)
+    feed = feed_of(loader)
+    feed.start_epoch(0)
+    assert draw_ids(feed, 1) == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="index 4 of" if kind is Stopping else "indices 3, 4, 5 of"):
+        draw_ids(feed)
+    feed.close()
+
+
+def stop(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return next(iter(())) if rows[0]["id"] >= 3 else collate_ids(rows)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collator_that_raises_stop_iteration_does_not_end_the_epoch(workers: int) -> None:
+    args = SimpleNamespace(**{**vars(arguments()), "dataloader_num_workers": workers})
+    loader = make_loader(Counting(12), batch_size=3, sampler=None, collate=stop, args=args, train=True, seed=0)
+    feed = feed_of(loader)
+    feed.start_epoch(0)
+    with pytest.raises(RuntimeError, match="StopIteration was raised"):
+        draw_ids(feed)
+    feed.close()

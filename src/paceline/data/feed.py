@@ -100,7 +100,12 @@ class IndexReader(Reader):
         self.sizes = indices.sizes  # of this pass, even if someone else starts another
 
     def __next__(self) -> Any:  # the hot path: one hop less
-        batch = next(self.iterator)
+        try:
+            batch = next(self.iterator)
+        except StopIteration as error:
+            if self.sizes:  # raised by a collator in a worker
+                raise RuntimeError("StopIteration was raised while making a batch: it would end the epoch.") from error
+            raise
         self.consumed += self.sizes.popleft()
         self.batches += 1
         return batch
