@@ -154,7 +154,7 @@ def unread(loader: StreamLoader, consumed: int) -> dict[str, Any]:
             "the stream. Resume with dataloader_num_workers=0, or set ignore_data_skip=True to begin the epoch anew."
         )
     place = {"num_read": consumed, "is_shared": True, "is_ended": False, "dataset": None}
-    return {"num_workers": 0, "last": -1, "workers": [place]}
+    return {"num_workers": loader.num_workers, "last": -1, "workers": [place]}
 
 
 class StatefulReader(Reader):

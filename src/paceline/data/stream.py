@@ -67,7 +67,7 @@ class Stream(IterableDataset[Any]):
         info = get_worker_info()
         if info is not None and self.asks:
             self._begin_alike()
-        if resume is not None and is_cut_otherwise(resume, info.num_workers if info is not None else 0):
+        if resume is not None and is_cut_otherwise(resume, info.num_workers if info is not None else 0, self.asks):
             return self._read_parts(resume, epoch, info)
         if info is None:
             place = resume["workers"][0] if resume is not None else None
@@ -215,7 +215,7 @@ class StreamLoader(DataLoader[Any]):
             ValueError: it was, and the stream did not share itself out: each part would read all of it again.
         """
         saved = position["num_workers"]
-        if is_cut_otherwise(position, self.num_workers):
+        if is_cut_otherwise(position, self.num_workers, self.restores):
             if saved > 1 and any(place is not None and not place["is_shared"] for place in position["workers"]):
                 raise ValueError(
                     f"dataloader_num_workers={self.num_workers}: the checkpoint was written in the middle of a stream "
@@ -224,7 +224,8 @@ class StreamLoader(DataLoader[Any]):
                     "stream whose __iter__ chooses its part by torch.utils.data.get_worker_info() (as datasets streams "
                     "of several shards do) can change the number."
                 )
-            logger.info("The rest of this epoch is read in the %d parts that it was begun in.", max(saved, 1))
+            if max(saved, self.num_workers) > 1:
+                logger.info("The rest of this epoch is read in the %d parts that it was begun in.", max(saved, 1))
         self._resume = dict(position)
 
     def standing(self) -> dict[str, Any] | None:
@@ -275,8 +276,8 @@ class StreamReader:
     def __init__(self, loader: StreamLoader, deliveries: Iterator[Delivery], resume: Mapping[str, Any] | None) -> None:
         self.loader, self.deliveries = loader, deliveries
         self.num_workers: int = resume["num_workers"] if resume else loader.num_workers
-        if max(self.num_workers, loader.num_workers) <= 1:
-            self.num_workers = loader.num_workers  # none and one read alike
+        if loader.restores and max(self.num_workers, loader.num_workers) <= 1:
+            self.num_workers = loader.num_workers
         self.places: list[dict[str, Any] | None] = (
             list(resume["workers"]) if resume else [None] * max(self.num_workers, 1)
         )
@@ -303,8 +304,14 @@ class StreamReader:
         return {"num_workers": num_workers, "last": last, "workers": places}
 
 
-def is_cut_otherwise(position: Mapping[str, Any], num_workers: int) -> bool:
-    """Whether a position was taken with another number of workers (none and one read alike)."""
+def is_cut_otherwise(position: Mapping[str, Any], num_workers: int, restores: bool) -> bool:
+    """Whether a position was taken with another number of workers.
+
+    A stream that is put back to its place reads alike with none and with one. One that is read again may not: those of
+    `datasets` shuffle otherwise in a worker.
+    """
+    if not restores:
+        return int(position["num_workers"]) != num_workers
     return max(int(position["num_workers"]), 1) != max(num_workers, 1)
 
 
