@@ -28,12 +28,12 @@ def start_states(trainer: Trainer) -> Any:
     found = process_state(use_cpu)
     if found is None:
         return None
-    kind = require("accelerate.state", "drop_in").AcceleratorState
+    kind = require("accelerate.state", "libraries").AcceleratorState
     wanted = trainer.args.mixed_precision
     if kind._shared_state and kind().mixed_precision != wanted:
         kind._reset_state()
     if not kind._shared_state:
-        no_compiler = require("accelerate.utils", "drop_in").TorchDynamoPlugin(backend="NO")
+        no_compiler = require("accelerate.utils", "libraries").TorchDynamoPlugin(backend="NO")
         kind(mixed_precision=wanted, cpu=use_cpu, dynamo_plugin=no_compiler, _from_accelerator=True)
     return found
 
@@ -134,7 +134,7 @@ class AcceleratorView:
         """accelerate's DistributedType where it is installed, else its value, a string."""
         if not is_installed("accelerate"):
             return "NO"
-        return require("accelerate.utils", "drop_in").DistributedType.NO
+        return require("accelerate.utils", "libraries").DistributedType.NO
 
     @property
     def mixed_precision(self) -> str:

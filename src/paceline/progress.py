@@ -19,7 +19,8 @@ from paceline.checkpoint.tensors import CheckpointError, load_json, load_tensors
 from paceline.core.events import callback_states, restore_callback_states
 from paceline.core.loop import Loop
 from paceline.core.summary import UpdateSummary
-from paceline.data.lengths import length_of
+from paceline.data.feed import Feed, place_in
+from paceline.data.lengths import length_of, sample_count
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -61,6 +62,7 @@ def describe_progress(trainer: Trainer) -> tuple[str, dict[str, Any]]:
         "skipped": sorted(loop.skipped) if loop is not None else [],
         "unlogged": dataclasses.asdict(loop.unlogged) if loop is not None else {},
         "loss_rule": trainer.loss_rule.state_dict(),
+        "length": {"planned": loop.plan.max_steps, "max_steps": trainer.state.max_steps} if loop is not None else {},
         "arguments": trainer.args.to_sanitized_dict(),
     }
     try:
@@ -109,6 +111,53 @@ def position_of_transformers(checkpoint: Path, loader: Any, plan: Plan) -> dict[
     return {"epoch": epoch, "batches": batches, "consumed": consumed, "batch_size": batch_size}
 
 
+def restore_position(trainer: Trainer, feed: Feed, plan: Plan, checkpoint: Path) -> Plan:
+    """Put the feed where the checkpoint stands, and plan the updates that are left from there.
+
+    The position counts samples. With another batch size, accumulation, number of epochs or of samples than before, the
+    samples that are left make another number of updates; a run that is measured in epochs is then as many updates
+    longer or shorter. With the same ones its length stays what it was, whatever a rollback or a callback left out.
+    """
+    state, progress = trainer.state, read_progress(checkpoint) or {}
+    position = progress.get("feed")
+    source = PROGRESS_FILE if position is not None else STATE_FILE
+    if position is None:
+        with blame(checkpoint / source):
+            position = position_of_transformers(checkpoint, feed.loader, plan)
+    with blame(checkpoint / source):
+        feed.load_state_dict(position, source=str(checkpoint / source))
+        if not all(isinstance(number, int) and number >= 0 for number in (feed.epoch, feed.consumed, feed.batches)):
+            raise ValueError("the position in the data is not made of whole numbers")
+        left = (plan.micro_batches_per_epoch or 0) - place_in(feed.loader, position)[1]
+        length = planned_length(trainer, feed, progress)
+    if trainer.args.max_steps > 0 or plan.updates_per_epoch is None or plan.micro_batches_per_epoch is None:
+        return plan
+    if length is None:
+        done = feed.epoch * plan.updates_per_epoch + plan.updates_per_epoch + (-left // plan.accumulation)
+        if done == state.global_step:
+            return plan
+        planned = state.max_steps = state.global_step + max(plan.max_steps - done, 0)
+        logger.info("With this batch size the run ends at step %d, not %d.", state.max_steps, plan.max_steps)
+    else:
+        planned, state.max_steps = length
+    return dataclasses.replace(plan, max_steps=planned, warmup_steps=trainer.args.get_warmup_steps(planned))
+
+
+def planned_length(trainer: Trainer, feed: Feed, progress: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(updates that the schedule was made for, updates of the run), as saved; None where they do not hold any more."""
+    length, position, before = (progress.get(name) or {} for name in ("length", "feed", "arguments"))
+    now = trainer.args.to_sanitized_dict()
+    names = ("num_train_epochs", "max_steps", "gradient_accumulation_steps")
+    is_same = all(name in before and _is_same(before[name], now[name]) for name in names)
+    sizes = {"batch_size": getattr(feed.loader, "batch_size", None), "num_samples": sample_count(feed.loader)}
+    if not length or not is_same or any(name not in position or position[name] != sizes[name] for name in sizes):
+        return None
+    planned, max_steps = length["planned"], length["max_steps"]
+    if not all(isinstance(number, int) and number >= trainer.state.global_step for number in (planned, max_steps)):
+        raise ValueError(f"the length of the run cannot be {planned!r}, {max_steps!r}")
+    return planned, max_steps
+
+
 def restore_callbacks(trainer: Trainer, checkpoint: Path, progress: Mapping[str, Any] | None) -> None:
     """Give the callbacks their states back, ours or those of a checkpoint of transformers."""
     exported = trainer.state.stateful_callbacks or {}
@@ -124,7 +173,8 @@ def restore_callbacks(trainer: Trainer, checkpoint: Path, progress: Mapping[str,
                 states.update(load_tensors(checkpoint / CALLBACKS_FILE))
         with blame(checkpoint / STATE_FILE):
             control = exported.get("TrainerControl", {}).get("args", {})
-            trainer.control.should_evaluate = bool(control.get("should_evaluate", False))
+            for name in ("should_evaluate", "should_epoch_stop"):  # asked for, and not done yet
+                setattr(trainer.control, name, bool(control.get(name, False)))
     if states or progress is not None:
         whole = trainer.args.restore_callback_states_from_checkpoint  # also what the callbacks were constructed with
         with blame(checkpoint / " or ".join(sources)):
@@ -139,6 +189,7 @@ def restore_loop(trainer: Trainer, loop: Loop, progress: Mapping[str, Any]) -> N
     # with other smoothing it is another loss, to be looked at anew
     if rule is not None and arguments.get("label_smoothing_factor") == trainer.args.label_smoothing_factor:
         trainer.loss_rule.load_state_dict(rule)
+    loop.num_allowed_for = len(loop.skipped) - (loop.plan.max_steps - loop.state.max_steps)
 
 
 def changed_arguments(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:

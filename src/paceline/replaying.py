@@ -78,7 +78,8 @@ def replay(
         say: told which updates are made again.
 
     Raises:
-        ValueError: the run's journal does not hold this step, or its learning rate followed an evaluation.
+        ValueError: the run's journal does not hold this step; its learning rate followed an evaluation; or the update
+            is made of other samples with these arguments than it was.
     """
     folder = Path(run if run is not None else trainer._get_output_dir(None))
     recorded = find_row(folder / JOURNAL_FILE, step)
@@ -96,11 +97,21 @@ def replay(
         made = find_row(temporary / JOURNAL_FILE, step)
     if made is None:
         raise ValueError(f"step={step} was not reached: the run seems to have had other data or arguments.")
+    if made[1:4] != recorded[1:4]:
+        raise ValueError(
+            f"step={step} was made of {place_of(recorded)}; with these arguments it is made of {place_of(made)}. Build "
+            "the trainer with the per_device_train_batch_size and gradient_accumulation_steps in force at that step."
+        )
     loader = trainer.callback_handler.train_dataloader
-    ids = sample_ids(loader, made.epoch, made.first, made.num_samples)
+    ids = sample_ids(loader, recorded.epoch, recorded.first, recorded.num_samples)
     return Replayed(
         step, ids, made.loss, made.grad_norm, made.learning_rate, made.epoch, recorded, start, has_ids(loader)
     )
+
+
+def place_of(row: UpdateRow) -> str:
+    """An update's samples in words."""
+    return f"{row.num_samples} samples of epoch {row.epoch} from {row.first} on"
 
 
 def newest_before(folder: Path, step: int) -> Path | None:

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,6 @@ from paceline.core.record import RECORD_NAME, write_run_record
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerState
 from paceline.counting import counter
-from paceline.data.feed import place_in
 from paceline.data.loading import Feed, KeptLoaders, loader_length, sample_count
 from paceline.distributed.precision import make_precision
 from paceline.distributed.random import enable_full_determinism, restore_rng, set_seed
@@ -45,11 +44,11 @@ from paceline.optim.schedulers import follows_metrics
 from paceline.progress import (
     PROGRESS_FILE,
     STATE_FILE,
-    position_of_transformers,
     read_progress,
     report_changes,
     restore_callbacks,
     restore_loop,
+    restore_position,
 )
 from paceline.saving import Saves
 from paceline.saving import finish as finish_saves
@@ -404,33 +403,6 @@ def load_best(trainer: Trainer, checkpoint: Path) -> None:
         logger.error("The best model is not loaded, the last one stays: %s: %s.", checkpoint, "; ".join(problems[:3]))
         return
     trainer._load_best_model()
-
-
-def restore_position(trainer: Trainer, feed: Feed, plan: Plan, checkpoint: Path) -> Plan:
-    """Put the feed where the checkpoint stands, and plan the updates that are left from there.
-
-    The position counts samples. With another batch size or accumulation than before, the samples that are left make
-    another number of updates; a run that is measured in epochs is then as many updates longer or shorter.
-    """
-    state = trainer.state
-    position = (read_progress(checkpoint) or {}).get("feed")
-    source = PROGRESS_FILE if position is not None else STATE_FILE
-    if position is None:
-        with blame(checkpoint / source):
-            position = position_of_transformers(checkpoint, feed.loader, plan)
-    with blame(checkpoint / source):
-        feed.load_state_dict(position, source=str(checkpoint / source))
-        if not all(isinstance(number, int) and number >= 0 for number in (feed.epoch, feed.consumed, feed.batches)):
-            raise ValueError("the position in the data is not made of whole numbers")
-        left = (plan.micro_batches_per_epoch or 0) - place_in(feed.loader, position)[1]
-    if trainer.args.max_steps > 0 or plan.updates_per_epoch is None or plan.micro_batches_per_epoch is None:
-        return plan
-    done = feed.epoch * plan.updates_per_epoch + plan.updates_per_epoch + (-left // plan.accumulation)
-    if done == state.global_step:
-        return plan
-    state.max_steps = state.global_step + max(plan.max_steps - done, 0)
-    logger.info("With this batch size the run ends at step %d, not %d.", state.max_steps, plan.max_steps)
-    return replace(plan, max_steps=state.max_steps, warmup_steps=trainer.args.get_warmup_steps(state.max_steps))
 
 
 def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from paceline.data.collators import default_data_collator
 from paceline.data.feed import Feed
 from paceline.data.loading import make_loader
 from paceline.data.sampling import make_train_sampler, random_order, random_sampler
+from paceline.data.shuffle import ShuffleBuffer
 from paceline.data.stream import reread
 
 
@@ -304,7 +305,7 @@ def test_a_position_is_kept_until_its_epoch_starts() -> None:
     feed.start_epoch(3)
     assert draw_ids(feed) == random_order(12, 13, 3).tolist()
     feed.finish_epoch()
-    assert saved(feed) == {"epoch": 4, "consumed": 0, "batches": 0, "batch_size": 2}
+    assert saved(feed) == {"epoch": 4, "consumed": 0, "batches": 0, "batch_size": 2, "num_samples": 12}
 
 
 def test_another_pass_over_the_loader_does_not_disturb_the_feed() -> None:
@@ -546,3 +547,180 @@ def test_reading_again_says_how_long_it_takes(
     assert lines[2] == "Read 7 of 12 samples again; 10 s to go."
     assert lines[-1] == "Read 12 samples again in 26.0 s."
     assert len(lines) == 4
+
+
+class Continuing(IterableDataset[dict[str, Any]]):
+    """Goes on where it stopped: each epoch is the next six samples."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for _ in range(6):
+            self.next += 1
+            yield {"id": self.next - 1, "noise": torch.rand(()).item()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class Ending(StatefulNumbers):
+    """Begins anew with each epoch, but says at its end that it is at its end."""
+
+    loaded = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        start, self.loaded = self.loaded, 0
+        for index in range(start, self.size):
+            self.next = index + 1
+            yield {"id": index, "noise": torch.rand(()).item()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state["next"]
+
+
+KEEPING: dict[str, Any] = {
+    "continuing": Continuing,
+    "beginning anew": lambda: StatefulNumbers(6),
+    "at its end": lambda: Ending(6),
+    "continuing, shuffled": lambda: ShuffleBuffer(Continuing(), 4),
+    "at its end, shuffled": lambda: ShuffleBuffer(Ending(6), 4),
+}
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_a_stream_that_keeps_its_place_resumes_between_epochs(kind: str) -> None:
+    feed = feed_of(loader_of(KEEPING[kind](), 2))
+    epochs, states = [], []
+    for epoch in range(3):
+        states.append(saved(feed))
+        feed.start_epoch(epoch)
+        epochs.append(draw_ids(feed))
+        feed.finish_epoch()
+    assert all(len(ids) == 6 for ids in epochs)
+    for first in (0, 1, 2):
+        resumed = feed_of(loader_of(KEEPING[kind](), 2))
+        resumed.load_state_dict(states[first])
+        for epoch in range(first, 3):
+            resumed.start_epoch(epoch)
+            assert draw_ids(resumed) == epochs[epoch]
+            resumed.finish_epoch()
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+@pytest.mark.parametrize("kind", KEEPING)
+def test_a_stream_that_keeps_its_place_goes_back_to_the_start_of_an_epoch(kind: str, windows: int) -> None:
+    feed = feed_of(loader_of(KEEPING[kind](), 2))
+    for epoch in range(2):
+        state = saved(feed)
+        feed.start_epoch(epoch)
+        before = draw_ids(feed, windows)
+        feed.load_state_dict(state)  # as when a run is rewound
+        feed.start_epoch(epoch)
+        ids = draw_ids(feed)
+        assert ids[: len(before)] == before
+        assert len(set(ids)) == 6
+        feed.finish_epoch()
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_a_second_training_begins_where_the_first_did(kind: str) -> None:
+    stream = KEEPING[kind]()
+    seen = []
+    for _ in range(2):
+        feed = feed_of(loader_of(stream, 2))
+        feed.start_epoch(0)
+        seen.append(draw_ids(feed, 2))
+        feed.close()
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_an_epoch_that_is_left_early_loses_nothing(kind: str) -> None:
+    """The next one takes what was left, in a resumed run too."""
+    feed = feed_of(loader_of(KEEPING[kind](), 2))
+    feed.start_epoch(0)
+    first = draw_ids(feed, 1)
+    feed.finish_epoch()
+    state = saved(feed)
+    feed.start_epoch(1)
+    rest = draw_ids(feed)
+    assert len(set(first + rest)) == len(first + rest) >= 6
+    resumed = feed_of(loader_of(KEEPING[kind](), 2))
+    resumed.load_state_dict(state)
+    resumed.start_epoch(1)
+    assert draw_ids(resumed) == rest
+
+
+def test_workers_that_live_on_begin_each_epoch_alike() -> None:
+    settings = {**vars(arguments()), "dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    loader = make_loader(
+        StatefulNumbers(12),
+        batch_size=2,
+        sampler=None,
+        collate=collate_ids,
+        args=SimpleNamespace(**settings),
+        train=True,
+        seed=0,
+    )
+    feed = feed_of(loader)
+    state = saved(feed)
+    for epoch in (0, 0, 1):  # the first is left after one batch, when more have been read ahead
+        feed.load_state_dict({**state, "epoch": epoch})
+        feed.start_epoch(epoch)
+        assert draw_ids(feed, 1) == [0, 1]
+    assert draw_ids(feed) == list(range(2, 12))
+    feed.close()
+
+
+def test_a_loader_that_keeps_its_place_goes_back_to_the_start_of_an_epoch() -> None:
+    feed = feed_of(StatefulLoader(10), 2)
+    state = saved(feed)
+    feed.start_epoch(0)
+    draw_ids(feed, 2)
+    feed.load_state_dict(state)
+    feed.start_epoch(0)
+    assert draw_ids(feed) == list(range(10))
+
+
+class Stopping(Counting):
+    """One of its samples raises what would pass for the end of the data."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return next(iter(())) if index == 4 else super().__getitem__(index)
+
+
+class StoppingMany(Stopping):
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [Stopping, StoppingMany])
+def test_a_dataset_that_raises_stop_iteration_does_not_end_the_epoch(kind: Any, workers: int) -> None:
+    args = SimpleNamespace(**{**vars(arguments()), "dataloader_num_workers": workers})
+    loader = make_loader(kind(12), batch_size=3, sampler=None, collate=collate_ids, args=args, train=True, seed=0)
+    feed = feed_of(loader)
+    feed.start_epoch(0)
+    assert draw_ids(feed, 1) == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="index 4 of" if kind is Stopping else "indices 3, 4, 5 of"):
+        draw_ids(feed)
+    feed.close()
+
+
+def stop(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return next(iter(())) if rows[0]["id"] >= 3 else collate_ids(rows)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collator_that_raises_stop_iteration_does_not_end_the_epoch(workers: int) -> None:
+    args = SimpleNamespace(**{**vars(arguments()), "dataloader_num_workers": workers})
+    loader = make_loader(Counting(12), batch_size=3, sampler=None, collate=stop, args=args, train=True, seed=0)
+    feed = feed_of(loader)
+    feed.start_epoch(0)
+    with pytest.raises(RuntimeError, match="StopIteration was raised"):
+        draw_ids(feed)
+    feed.close()

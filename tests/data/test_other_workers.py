@@ -92,7 +92,7 @@ def test_interrupted_once_more_the_order_stays() -> None:
 
 
 @pytest.mark.parametrize("shuffling", ["none", "theirs", "ours"])
-@pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2), (2, 3), (0, 1), (1, 0), (1, 2)])
 def test_streams_of_datasets(shuffling: str, before: int, after: int) -> None:
     datasets = pytest.importorskip("datasets")
 

@@ -155,3 +155,11 @@ def test_another_order_is_refused(changed: dict[str, int]) -> None:
         other.load_state_dict(stream.state_dict())
     with pytest.raises(ValueError, match="buffer_size=0"):
         ShuffleBuffer(Numbers(1), 0)
+
+
+def test_another_size_may_begin_with_an_epoch() -> None:
+    buffer = ShuffleBuffer(range(10), 3)
+    list(buffer)
+    other = ShuffleBuffer(range(10), 5)
+    other.load_state_dict(buffer.state_dict())
+    assert sorted(other) == list(range(10))

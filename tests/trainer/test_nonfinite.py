@@ -11,9 +11,9 @@ import pytest
 import torch
 from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging, weights
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from paceline import TrainerCallback
+from paceline import ShuffleBuffer, Trainer, TrainerCallback
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.core.nonfinite import NonFiniteError
 
@@ -391,3 +391,111 @@ def test_rollback_forgets_what_the_bad_update_told_of_the_loss(tmp_path: Path) -
         found.append(weights(trainer.model))
     assert trainer.state.global_step == 3
     assert torch.equal(*found)
+
+
+class Keeping(IterableDataset[dict[str, Tensor]]):
+    """A stream that goes on from where it was read to, whoever asks again."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Any:
+        samples = data()
+        while self.next < len(samples):
+            self.next += 1
+            yield samples[self.next - 1]
+        self.next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+@pytest.mark.parametrize("logging_steps", [1, 6, 100])
+@pytest.mark.parametrize(
+    ("workers", "shuffled"), [({}, False), ({}, True), ({"num_workers": 1, "persistent_workers": True}, False)]
+)
+def test_rollback_loses_no_sample_of_a_stream_that_keeps_its_place(
+    tmp_path: Path, workers: dict[str, Any], shuffled: bool, logging_steps: int
+) -> None:
+    stream = ShuffleBuffer(Keeping(), 8) if shuffled else Keeping()
+    seen: dict[int, list[int]] = {}  # by updates done: what counts of those made again is the last time
+
+    class Noting(Poisoned):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+            rows = [next(i for i, sample in enumerate(data()) if torch.equal(sample["x"], row)) for row in x]
+            seen[trainer.state.global_step] = rows
+            return super().forward(x, labels)
+
+    options = {f"dataloader_{name}": value for name, value in workers.items()}
+    trainer = make_trainer(
+        tmp_path,
+        Noting(),
+        stream,
+        nonfinite_policy="rollback",
+        max_steps=18,
+        logging_steps=logging_steps,
+        loss_weight="samples",
+        **options,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 18
+    for epoch in range(2):
+        ids = [sample for step in range(9 * epoch, 9 * epoch + 9) for sample in seen[step]]
+        assert len(set(ids)) == len(ids) == 36
+        assert POISON not in ids
+
+
+@pytest.mark.parametrize("step", [2, 10])
+def test_a_rollback_leaves_the_schedule_of_a_resumed_run_alone(tmp_path: Path, step: int) -> None:
+    """Resumed before the first rewind, or between the two, of which each makes the run one update shorter."""
+    options = {"lr_scheduler_type": "cosine", "save_strategy": "steps", "save_steps": 1, "loss_weight": "samples"}
+    whole = run(tmp_path, "rollback", **options)
+    parts = make_trainer(
+        tmp_path / "parts",
+        Poisoned(),
+        data(),
+        nonfinite_policy="rollback",
+        num_train_epochs=2,
+        logging_steps=5,
+        **options,
+    )
+    parts.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert parts.state.global_step == parts.state.max_steps == whole.state.max_steps == 18
+    assert torch.equal(weights(whole.model), weights(parts.model))
+
+
+def test_rollback_to_where_a_callback_ended_an_epoch(tmp_path: Path) -> None:
+    class EndsEpoch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = state.global_step == 3
+
+    options = {"train_sampling_strategy": "sequential", "logging_steps": 3, "max_steps": 9, "num_train_epochs": 1}
+    run(tmp_path, "rollback", callbacks=[EndsEpoch()], logging_strategy="steps", **options)
+    rows = [(row.epoch, row.first) for row in read_rows(tmp_path / JOURNAL_FILE)]
+    assert rows == [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (1, 8), (1, 12), (1, 20), (1, 24)]
+
+
+def test_rollback_with_an_own_loader_that_keeps_its_workers(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(
+                data(),  # type: ignore[arg-type]
+                batch_size=4,
+                shuffle=True,
+                num_workers=1,
+                persistent_workers=True,
+                collate_fn=self.data_collator,
+            )
+
+    options = {"cls": Own, "loss_weight": "samples", "num_train_epochs": 2}
+    often, seldom = (
+        make_trainer(tmp_path, Poisoned(), data(), nonfinite_policy="rollback", logging_steps=number, **options)
+        for number in (1, 100)
+    )
+    often.train()
+    seldom.train()
+    assert often.state.global_step == seldom.state.global_step == 18
+    assert torch.equal(weights(often.model), weights(seldom.model))

@@ -64,3 +64,14 @@ def test_a_step_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     trainer.train()
     with pytest.raises(ValueError, match="steps 1 to 12"):
         replay(trainer, 99)
+
+
+def test_an_update_of_another_batch_size_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    """The run went on with a smaller one from step 5."""
+    smaller = {**OPTIONS, "per_device_train_batch_size": 2}
+    make_trainer(tmp_path, Classifier(), DATA, **OPTIONS).train()
+    make_trainer(tmp_path, Classifier(), DATA, **smaller).train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    with pytest.raises(ValueError, match=r"step=3 was made of 8 samples .* from 16 on.*per_device_train_batch_size"):
+        replay(make_trainer(tmp_path, Classifier(), DATA, **smaller), 3)
+    assert replay(make_trainer(tmp_path, Classifier(), DATA, **OPTIONS), 3).is_exact
+    assert replay(make_trainer(tmp_path, Classifier(), DATA, **smaller), 7).is_exact

@@ -98,6 +98,33 @@ def test_another_batch_size_sees_every_sample_once(tmp_path: Path) -> None:
     assert sorted(first.rows + second.rows) == sorted(tuple(sample["x"].tolist()) for sample in DATA)
 
 
+class EndsEpochs(TrainerCallback):
+    """Leaves every epoch after three updates."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = state.global_step % 3 == 0
+
+
+@pytest.mark.parametrize("step", [2, 3, 4, 6, 7])  # at 3 and 6 the epoch is about to end
+def test_an_epoch_that_a_callback_ended_leaves_the_schedule_alone(tmp_path: Path, step: int) -> None:
+    whole = run(tmp_path, callbacks=[EndsEpochs()])
+    checkpoint = str(tmp_path / f"checkpoint-{step}")
+    parts = run(tmp_path / "parts", callbacks=[EndsEpochs()], resume=checkpoint)
+    assert parts.state.max_steps == whole.state.max_steps == 12
+    assert parts.state.global_step == whole.state.global_step == 9
+    assert torch.equal(weights(whole.model), weights(parts.model))
+
+
+def test_resumed_again_a_run_of_another_batch_size_keeps_its_length(tmp_path: Path) -> None:
+    run(tmp_path / "one", stop=5)
+    other = {"gradient_accumulation_steps": 1}
+    whole = run(tmp_path / "whole", resume=str(tmp_path / "one/checkpoint-5"), **other)
+    run(tmp_path / "parts", resume=str(tmp_path / "one/checkpoint-5"), stop=9, **other)
+    parts = run(tmp_path / "parts", resume=True, **other)
+    assert parts.state.max_steps == whole.state.max_steps
+    assert torch.equal(weights(whole.model), weights(parts.model))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
@@ -141,21 +168,32 @@ def test_another_number_of_workers_goes_on_alike(tmp_path: Path) -> None:
     assert torch.equal(weights(whole.model), weights(parts.model))
 
 
+KEPT = {"num_workers": 2, "persistent_workers": True}
+
+
 @pytest.mark.filterwarnings("ignore:.*set_vital.*")
 @pytest.mark.parametrize("saved", ["steps", "epoch"])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["torch.utils.data", "torchdata.stateful_dataloader"])
-def test_someone_elses_loader_goes_on_alike(tmp_path: Path, kind: str, workers: int, saved: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        ("torch.utils.data", {"num_workers": 0}),
+        ("torch.utils.data", {"num_workers": 2}),
+        ("torch.utils.data", KEPT),
+        ("torch.utils.data", {**KEPT, "generator": None}),
+        ("torchdata.stateful_dataloader", {"num_workers": 0}),
+        ("torchdata.stateful_dataloader", {"num_workers": 2}),
+    ],
+)
+def test_someone_elses_loader_goes_on_alike(tmp_path: Path, kind: str, workers: dict[str, Any], saved: str) -> None:
     library = pytest.importorskip(kind)
+    is_torch = kind.startswith("torch.")
+    data: Any = Augmented() if is_torch and workers["num_workers"] else DATA
 
     class Own(Trainer):
         def get_train_dataloader(self) -> Any:
-            loader = library.DataLoader if kind.startswith("torch.") else library.StatefulDataLoader
-            generator = torch.Generator().manual_seed(5)
-            collate = self.data_collator
-            return loader(
-                DATA, batch_size=4, shuffle=True, num_workers=workers, generator=generator, collate_fn=collate
-            )
+            loader = library.DataLoader if is_torch else library.StatefulDataLoader
+            options = {"generator": torch.Generator().manual_seed(5), **workers}
+            return loader(data, batch_size=4, shuffle=True, collate_fn=self.data_collator, **options)
 
     options = {"cls": Own, "save_strategy": saved}
     whole = run(tmp_path / "whole", **options)
@@ -214,6 +252,23 @@ def test_a_stream_with_a_state_reads_nothing_twice(tmp_path: Path) -> None:
     parts = run(tmp_path / "parts", data=stream, resume=True, **options)
     assert torch.equal(weights(whole.model), weights(parts.model))
     assert stream.read <= 8
+
+
+class Continuing(Stream):
+    """Each epoch is the next eight samples."""
+
+    def __iter__(self) -> Any:
+        for _ in range(8):
+            self.position += 1
+            yield DATA[(self.position - 1) % len(DATA)]
+
+
+def test_a_stream_that_goes_on_over_epochs_goes_on_after_one(tmp_path: Path) -> None:
+    options = {"max_steps": 6, "gradient_accumulation_steps": 1, "save_strategy": "epoch"}
+    whole = run(tmp_path, data=Continuing(), **options)
+    for step in (2, 4):
+        parts = run(tmp_path / "parts", data=Continuing(), resume=str(tmp_path / f"checkpoint-{step}"), **options)
+        assert torch.equal(weights(whole.model), weights(parts.model))
 
 
 def test_added_and_removed_callbacks_do_not_matter(tmp_path: Path) -> None:

@@ -47,14 +47,19 @@ class Kill(TrainerCallback):
     def on_substep_end(self, args, state, control, **kwargs): self.at("substep_end", state)
     def on_step_end(self, args, state, control, **kwargs): self.at("step_end", state)
     def on_prediction_step(self, args, state, control, **kwargs): self.at("prediction_step", state)
+    def on_epoch_begin(self, args, state, control, **kwargs): self.at("epoch_begin", state)
+    def on_log(self, args, state, control, **kwargs): self.at("log", state)
+    def on_evaluate(self, args, state, control, **kwargs): self.at("evaluate", state)
+    def on_save(self, args, state, control, **kwargs): self.at("save", state)
     def on_epoch_end(self, args, state, control, **kwargs): self.at("epoch_end", state)
 
 
 def run(folder, plan):
-    options = {"save_strategy": "steps", "save_steps": 100, "eval_strategy": "steps", **plan.get("options", {})}
+    options = {"save_strategy": "steps", "save_steps": 100, "eval_strategy": "steps", "eval_steps": 2}
+    options.update(plan.get("options", {}))
     trainer = make_trainer(
         folder, Classifier(dropout=0.2), DATA, eval_dataset=DATA[:12], num_train_epochs=2,
-        gradient_accumulation_steps=2, eval_steps=2, per_device_eval_batch_size=4, callbacks=[Kill(plan)], **options
+        gradient_accumulation_steps=2, per_device_eval_batch_size=4, callbacks=[Kill(plan)], **options
     )
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before, end = [signal.getsignal(n) for n in numbers], "normal"
@@ -105,7 +110,12 @@ STOPS: dict[str, dict[str, Any]] = {
     "in the last evaluation": {"event": "prediction_step", "step": 6, "signals": ["SIGUSR1"], "saved at": 6},
     "after an update": {"event": "step_end", "step": 3, "signals": ["SIGUSR1"], "saved at": 3},
     "at the start": {"event": "train_begin", "step": 0, "signals": ["SIGTERM"], "saved at": 1},
-    "at the end of an epoch": {"event": "epoch_end", "step": 3, "signals": ["SIGTERM"], "saved at": 4},
+    "at the end of an epoch": {"event": "epoch_end", "step": 3, "signals": ["SIGTERM"], "saved at": 3},
+    "at the start of an epoch": {"event": "epoch_begin", "step": 3, "signals": ["SIGTERM"], "saved at": 4},
+    "in a log": {"event": "log", "step": 2, "signals": ["SIGTERM"], "saved at": 2},
+    # the update that ends an epoch: the epoch must be neither trained again nor left out
+    "in the log of an epoch's last update": {"event": "log", "step": 3, "signals": ["SIGTERM"], "saved at": 3},
+    "in the last log": {"event": "log", "step": 6, "signals": ["SIGTERM"], "saved at": 6},
 }
 EPOCHS = {"eval_strategy": "epoch", "load_best_model_at_end": True, "save_strategy": "epoch"}
 for name, plan in {
@@ -114,9 +124,15 @@ for name, plan in {
     "epochs: in an update": {"event": "substep_end", "step": 4, "signals": ["SIGTERM"], "saved at": 5},
 }.items():
     STOPS[name] = {**plan, "options": EPOCHS, "whole": "epochs"}
+EVERY = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+for event in ("log", "evaluate", "save"):
+    plan = {"event": event, "step": 3, "signals": ["SIGTERM"], "saved at": 3}
+    STOPS[f"every step: in the {event} of an epoch's last update"] = {**plan, "options": EVERY, "whole": "every step"}
+    STOPS[f"epochs: in the {event} of an epoch's last update"] = {**plan, "options": EPOCHS, "whole": "epochs"}
 OTHERS: dict[str, dict[str, Any]] = {
     "undisturbed": {},
     "epochs": {"options": EPOCHS},
+    "every step": {"options": EVERY},
     "two kinds": {"event": "step_begin", "step": 2, "signals": ["SIGUSR1", "SIGTERM"]},
     "ctrl-c": {"event": "step_begin", "step": 2, "signals": ["SIGINT"]},
     "ctrl-c in an evaluation": {"event": "prediction_step", "step": 2, "signals": ["SIGINT"]},

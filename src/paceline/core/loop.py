@@ -74,8 +74,11 @@ class Loop:
         self.num_samples = 0  # that this run trained on
         self.logged: list[tuple[float, int]] = []  # (mean loss, number of updates) of each log of this run
         self.skipped: set[tuple[int, int]] = set()  # (epoch, first sample) of windows that a rewind left out
+        self.num_allowed_for = 0  # of these, windows that the plan's length has been without from the start
+        self.is_heeded = False  # a request to stop was obeyed, and what it left undone is for the resumed run
         self._unread: list[tuple[int, int, int, int]] = []  # (step, epoch, first, count) of updates not yet read
         self._snapshot: Any = None  # the last good state, where the policy is to rewind to it
+        self._ends_epoch = False  # whether the epoch was to end there
         self._split_to: int | None = None  # micro-batch size after an out-of-memory
         # micro-batches, as the loader gives them, that make one epoch of `state.epoch`; a stream of unknown length is
         # one epoch as a whole
@@ -87,7 +90,7 @@ class Loop:
         self.start_time = time.time()
         self.control = self.handler.on_train_begin(self.args, self.state, self.control)
         if self.guard.policy == "rollback":
-            self._snapshot = self.hooks.snapshot()
+            self.keep_snapshot()
         if self.control.should_evaluate:
             self.finish_pending()
         elif self.plan.eval_on_start and self.state.global_step == 0:
@@ -112,8 +115,10 @@ class Loop:
     def run_epoch(self, epoch: int) -> None:
         """One pass over the data, or what is left of it after a resume."""
         feed, handler, state, args, signals = self.feed, self.handler, self.state, self.args, self.signals
+        is_ended = self.control.should_epoch_stop and feed.is_restored and feed.consumed > 0  # before a restart
         feed.start_epoch(epoch)
         self.control = control = handler.on_epoch_begin(args, state, self.control)
+        control.should_epoch_stop |= is_ended
         per_epoch = self.batches_per_epoch
         has_stepped, is_exhausted = feed.batches > 0, False
         while not (control.should_epoch_stop or control.should_training_stop or state.global_step >= state.max_steps):
@@ -161,12 +166,14 @@ class Loop:
 
     def end_epoch(self, is_exhausted: bool) -> None:
         """Fire the event and do what is due at the end of an epoch; nothing when a signal cut the epoch short."""
-        if self.signals.requested is not None:
+        if self.is_heeded:
             return
         if is_exhausted:  # a checkpoint written from now on goes on with the next epoch
             self.feed.finish_epoch()
         self.control.begin_step()
         self.control = self.handler.on_epoch_end(self.args, self.state, self.control)
+        if self.signals.requested is not None:
+            self.heed_signal()
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
             self.hooks.act()
 
@@ -231,12 +238,16 @@ class Loop:
                 self.evaluate()
         except Interrupted:
             self.heed_signal()
+        if self.signals.requested is not None and not self.is_heeded:
+            self.heed_signal()
         if self.control.should_save:
             self.control.should_save = False
             if self.hooks.save():
                 self.control = self.handler.on_save(self.args, self.state, self.control)
+            if self.signals.requested is not None:  # while it was written: this boundary is the last one
+                self.is_heeded = self.control.should_training_stop = True
         if self._snapshot is not None:
-            self._snapshot = self.hooks.snapshot()
+            self.keep_snapshot()
 
     def collect(self) -> UpdateRow | None:
         """Read what the engine gathered, and apply the policy for what is not finite.
@@ -270,14 +281,20 @@ class Loop:
         logs["learning_rate"] = past.learning_rate
         return logs
 
+    def keep_snapshot(self) -> None:
+        """Take the present state for the last good one."""
+        self._snapshot, self._ends_epoch = self.hooks.snapshot(), self.control.should_epoch_stop
+
     def rewind(self, bad: UpdateRow) -> None:
         """Go back to the last good state; the samples of the bad update are left out when their turn comes again."""
         self.skipped.add((bad.epoch, bad.first))
         self.hooks.rewind(self._snapshot, bad)
         self.control.begin_step()
+        self.control.should_epoch_stop = self._ends_epoch
         self.control.should_training_stop = self.signals.requested is not None
         if self.args.max_steps <= 0:  # the epochs are as many updates shorter, and the last one is still to be known
-            self.state.max_steps = min(self.state.max_steps, self.plan.max_steps - self.guard.num_rewinds)
+            num_lost = len(self.skipped) - self.num_allowed_for
+            self.state.max_steps = min(self.state.max_steps, self.plan.max_steps - num_lost)
         logger.warning("Rewound to step %d; %d samples are left out.", self.state.global_step, bad.num_samples)
 
     def evaluate(self, skip_scheduler: bool = False) -> None:
@@ -309,5 +326,6 @@ class Loop:
 
     def heed_signal(self) -> None:
         """Save at this boundary, if checkpoints are written at all, and train no further."""
+        self.is_heeded = True
         self.control.should_save = self.plan.save_strategy != "no"
         self.control.should_training_stop = True

@@ -21,7 +21,7 @@ from paceline.data.generators import capture_generators, capture_own, generators
 from paceline.data.indexed import IndexedLoader, set_epoch
 from paceline.data.lengths import loader_length, sample_count
 from paceline.data.portable import from_portable, to_portable
-from paceline.data.stream import StreamLoader, reread
+from paceline.data.stream import StreamLoader, begin_pass, reread
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,12 @@ class IndexReader(Reader):
         self.sizes = indices.sizes  # of this pass, even if someone else starts another
 
     def __next__(self) -> Any:  # the hot path: one hop less
-        batch = next(self.iterator)
+        try:
+            batch = next(self.iterator)
+        except StopIteration as error:
+            if self.sizes:  # raised by a collator in a worker
+                raise RuntimeError("StopIteration was raised while making a batch: it would end the epoch.") from error
+            raise
         self.consumed += self.sizes.popleft()
         self.batches += 1
         return batch
@@ -149,7 +154,7 @@ def unread(loader: StreamLoader, consumed: int) -> dict[str, Any]:
             "the stream. Resume with dataloader_num_workers=0, or set ignore_data_skip=True to begin the epoch anew."
         )
     place = {"num_read": consumed, "is_shared": True, "is_ended": False, "dataset": None}
-    return {"num_workers": 0, "last": -1, "workers": [place]}
+    return {"num_workers": loader.num_workers, "last": -1, "workers": [place]}
 
 
 class StatefulReader(Reader):
@@ -162,8 +167,13 @@ class StatefulReader(Reader):
         if saved is None or "loader" not in saved:
             self.iterator = iter(loader)
             return
+        if not consumed:
+            with saved.restoring():
+                loader.load_state_dict(from_portable(saved["loader"]))
+            self.iterator = begin_pass(iter(loader), loader)
+            return
         # at its end such a loader stands at the start of the next epoch; torchdata's would draw the same order again
-        if not (self.is_ended and type(loader).__module__.startswith("torchdata.")):
+        if not (self.is_ended and is_of_torchdata(loader)):
             with saved.restoring():
                 loader.load_state_dict(from_portable(saved["loader"]))
         with generators_at(None):
@@ -192,6 +202,7 @@ class ReplayReader(Reader):
 
     def __init__(self, loader: Any, consumed: int, batches: int, saved: Saved | None) -> None:
         super().__init__(consumed, batches)
+        forget_workers(loader)
         own = own_generators(loader)
         sampler = getattr(loader, "sampler", None)
         self.fallback_size = getattr(loader, "batch_size", None) or 1
@@ -239,6 +250,17 @@ class ReplayReader(Reader):
         return place
 
 
+def forget_workers(loader: Any) -> None:
+    """Let someone else's loader start its workers anew, which is when torch seeds them.
+
+    Kept ones would have drawn what they drew in the epochs before, and an epoch would begin with one draw less than the
+    first of a process: neither can be had again after a restart.
+    """
+    if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is not None:
+        logger.info("persistent_workers: the loader's workers start anew with each epoch, so that it can be resumed.")
+        loader._iterator = None
+
+
 class Feed:
     """Hands out the micro-batches of one update at a time. Its position counts samples consumed, never prefetched.
 
@@ -267,6 +289,7 @@ class Feed:
         self.epoch = self.consumed = self.batches = 0
         self._reader: Reader | None = None
         self._saved: Saved | None = None  # a position that the next start_epoch goes to
+        self._is_at_end = False  # the latest window was empty
 
     @property
     def is_restored(self) -> bool:
@@ -290,7 +313,8 @@ class Feed:
         if saved is not None and consumed == 0:
             with saved.restoring():
                 restore_own(saved.get("own") or {}, own_generators(self.loader))
-            saved = None
+            if not self._begins_at(saved):
+                saved = None
         self.epoch = epoch
         self._reader = open_reader(self.loader, consumed, batches, saved)
         self.consumed, self.batches = consumed, batches
@@ -302,32 +326,51 @@ class Feed:
             return [], None
         window = self.collect(itertools.islice(reader, self.accumulation), self.accumulation)
         self.consumed, self.batches = reader.consumed, reader.batches
+        self._is_at_end = not window[0]
         return window
 
     def finish_epoch(self) -> None:
         """Count this epoch as done: a position saved from now on is the start of the next one."""
+        is_left = self._reader is not None and not self._is_at_end
         self._reader = None
         self.epoch, self.consumed, self.batches = self.epoch + 1, 0, 0
+        position = Saved(self.state_dict())
+        if is_left and self._begins_at(position):  # go on where it was left, as a resumed run does
+            self._saved = position
 
     def state_dict(self) -> dict[str, Any]:
         """The position, JSON-able: epoch, samples and micro-batches consumed, and what the loader's kind needs."""
         if self._saved is not None:
             return dict(self._saved)
-        place = self._reader.place() if self._reader is not None else self._generators()
+        place = self._reader.place() if self._reader is not None else self._between()
         return {
             "epoch": self.epoch,
             "consumed": self.consumed,
             "batches": self.batches,
             "batch_size": getattr(self.loader, "batch_size", None),
+            "num_samples": sample_count(self.loader),
             **place,
         }
 
-    def _generators(self) -> dict[str, Any]:
-        """The generators that someone else's loader draws the orders of epochs from."""
-        own = own_generators(self.loader)
-        if isinstance(self.loader, IndexedLoader | StreamLoader):
+    def _between(self) -> dict[str, Any]:
+        """What the next epoch begins from: generators that its order is drawn from, and a place that goes on."""
+        loader, own = self.loader, own_generators(self.loader)
+        if isinstance(loader, IndexedLoader | StreamLoader):
             own.pop("loader", None)
-        return {"own": capture_own(own)} if own else {}
+        place: dict[str, Any] = {"own": capture_own(own)} if own else {}
+        if isinstance(loader, StreamLoader):
+            standing = loader.standing()
+            if standing is not None:
+                place["stream"] = to_portable(standing)
+        elif is_stateful(loader) and not is_of_torchdata(loader):  # those begin from generators alone
+            place["loader"] = to_portable(loader.state_dict())
+        return place
+
+    def _begins_at(self, saved: Saved) -> bool:
+        """Whether a position between two epochs says where this loader's data goes on."""
+        if isinstance(self.loader, StreamLoader):
+            return "stream" in saved and not self.loader.num_workers
+        return "loader" in saved and is_stateful(self.loader)
 
     def load_state_dict(self, state: Mapping[str, Any], source: str = Saved.source) -> None:
         """Go to a position at the next `start_epoch` of its epoch. Only `epoch` and `consumed` are needed.
@@ -366,6 +409,11 @@ def is_stateful(loader: Any) -> bool:
     """Whether a loader keeps its own position. Loaders that accelerate prepared say so by an attribute."""
     offers = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
     return offers and bool(getattr(loader, "use_stateful_dataloader", True))
+
+
+def is_of_torchdata(loader: Any) -> bool:
+    """Whether a loader is one of torchdata, whose state at the end of an epoch begins the same order again."""
+    return type(loader).__module__.startswith("torchdata.")
 
 
 def announce_epoch(loader: Any, epoch: int) -> None:

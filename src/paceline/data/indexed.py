@@ -41,9 +41,24 @@ class SeededItems(Dataset[Any]):
             set_epoch(self.dataset, epoch)
         read_many = getattr(self.dataset, "__getitems__", None)
         if callable(read_many):
-            rows: list[Any] = read_many(list(indices))
+            try:
+                rows: list[Any] = read_many(list(indices))
+            except StopIteration as error:
+                raise cut_short(self.dataset, *indices) from error
             return rows
-        return [self.dataset[index] for index in indices]
+        rows = list(map(partial(operator.getitem, self.dataset), indices))
+        if len(rows) != len(indices):
+            raise cut_short(self.dataset, indices[len(rows)])
+        return rows
+
+
+def cut_short(dataset: Any, *indices: int) -> RuntimeError:
+    """The error for a dataset or collator that raised StopIteration, which would pass for the end of the epoch."""
+    name = f"index {indices[0]}" if len(indices) == 1 else f"one of the indices {', '.join(map(str, indices))}"
+    return RuntimeError(
+        f"StopIteration was raised while reading {name} of a {type(dataset).__name__}. It would end the epoch in "
+        "silence: call next() with a default, or catch StopIteration there and raise what says what is wrong."
+    )
 
 
 class IndexBatches(Sampler[list[int]]):
@@ -141,14 +156,20 @@ class LocalBatches(Iterator[Any]):
 
     def __init__(self, dataset: Any, batches: Iterator[list[int]], collate: Callable[[list[Any]], Any]) -> None:
         self.batches, self.collate = batches, collate
-        self.read = partial(operator.getitem, dataset)
+        self.dataset, self.read = dataset, partial(operator.getitem, dataset)
         self.read_many = getattr(dataset, "__getitems__", None)
 
     def __next__(self) -> Any:
         indices = next(self.batches)
-        if self.read_many is not None:
-            return self.collate(self.read_many(indices))
-        return self.collate(list(map(self.read, indices)))
+        try:
+            if self.read_many is not None:
+                return self.collate(self.read_many(indices))
+            rows = list(map(self.read, indices))  # which ends where an item raises StopIteration
+            if len(rows) == len(indices):
+                return self.collate(rows)
+        except StopIteration as error:
+            raise cut_short(self.dataset, *indices) from error
+        raise cut_short(self.dataset, indices[len(rows)])
 
 
 class OpenPasses:

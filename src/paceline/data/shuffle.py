@@ -45,6 +45,7 @@ class ShuffleBuffer(IterableDataset[Any]):
             raise ValueError(f"buffer_size={buffer_size}: a buffer holds 1 sample or more.")
         self.stream, self.buffer_size, self.seed, self.transform = stream, buffer_size, seed, transform
         self.epoch = 0
+        self._epoch = 0  # whose orders are drawn; an epoch that was left early is finished in its own
         self._round = 0
         self._left = 0  # samples that have left in this round
         self._begin: Any = None  # the stream's state at the beginning of this round
@@ -70,6 +71,7 @@ class ShuffleBuffer(IterableDataset[Any]):
         """Where this stands after the samples given so far."""
         has_begun = self._round > 0 or self._left > 0
         return {
+            "epoch": self._epoch if has_begun else self.epoch,
             "round": self._round,
             "left": self._left,
             "buffer_size": self.buffer_size,
@@ -83,14 +85,16 @@ class ShuffleBuffer(IterableDataset[Any]):
         Raises:
             ValueError: it was saved with another buffer size or seed: the order would be another one.
         """
+        has_begun = state["round"] > 0 or state["left"] > 0
         for name in ("buffer_size", "seed"):
-            if state[name] != getattr(self, name):
+            if has_begun and state[name] != getattr(self, name):
                 raise ValueError(
                     f"ShuffleBuffer: {name}={getattr(self, name)}, and the checkpoint was written in the middle of an "
                     f"epoch with {name}={state[name]}. Use that until the epoch is over, or set ignore_data_skip=True "
                     "to begin it anew."
                 )
         self._round, self._left, self._begin = state["round"], state["left"], state["stream"]
+        self._epoch = state.get("epoch", self.epoch)
         self._is_restored = True
         if self.restores_exactly:
             self.stream.load_state_dict(self._begin)
@@ -143,7 +147,7 @@ class ShuffleBuffer(IterableDataset[Any]):
         return held
 
     def _order(self, size: int) -> list[int]:
-        key = np.random.SeedSequence([self.seed % 2**64, self.epoch, self._round])
+        key = np.random.SeedSequence([self.seed % 2**64, self._epoch, self._round])
         order: list[int] = np.random.default_rng(key).permutation(size).tolist()
         return order
 
@@ -152,3 +156,4 @@ class ShuffleBuffer(IterableDataset[Any]):
 
     def _forget(self) -> None:
         self._round, self._left, self._begin, self._is_restored = 0, 0, None, False
+        self._epoch = self.epoch

@@ -5,11 +5,12 @@ A stream with `state_dict` and `load_state_dict` is asked for its place; one wit
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -58,12 +59,15 @@ class Stream(IterableDataset[Any]):
         self.collate, self.seed, self.clock = collate, seed, clock
         self.asks = restores_exactly(dataset)
         self.resume: dict[str, Any] | None = None  # the position to start from, in the pass `resume["pass"]`
+        self._begin: list[Any] = []  # a worker's: the dataset's own state before its first pass
 
     def __iter__(self) -> Iterator[Delivery]:
         epoch, number = self.clock.tolist()
         resume = self.resume if self.resume is not None and self.resume["pass"] == number else None
         info = get_worker_info()
-        if resume is not None and is_cut_otherwise(resume, info.num_workers if info is not None else 0):
+        if info is not None and self.asks:
+            self._begin_alike()
+        if resume is not None and is_cut_otherwise(resume, info.num_workers if info is not None else 0, self.asks):
             return self._read_parts(resume, epoch, info)
         if info is None:
             place = resume["workers"][0] if resume is not None else None
@@ -79,6 +83,13 @@ class Stream(IterableDataset[Any]):
             share.num_read, share.is_shared = place["num_read"], place["is_shared"]
         had_its_turn = resume is not None and worker <= resume["last"]
         return self._read_share(share, epoch, had_its_turn)
+
+    def _begin_alike(self) -> None:
+        """Let a worker that lives on begin each pass as a fresh one would: a pass may have been left half-read."""
+        if self._begin:
+            self.dataset.load_state_dict(copy.deepcopy(self._begin[0]))
+        else:
+            self._begin = [copy.deepcopy(self.dataset.state_dict())]
 
     def _read_parts(self, resume: Mapping[str, Any], epoch: int, info: Any) -> Iterator[Delivery]:
         """Finish the parts of other workers; see `paceline.data.parts`."""
@@ -128,6 +139,8 @@ class Stream(IterableDataset[Any]):
         source: Iterator[Any] = iter(dataset)
         if place is not None and not is_restored:
             reread(source, place["num_read"], "samples", is_quiet)
+        elif place is not None and not place["num_read"]:
+            return begin_pass(source, dataset)
         return source
 
     def _read_here(self, source: Iterator[Any], start: Mapping[str, Any] | None) -> Iterator[Delivery]:
@@ -181,7 +194,7 @@ class StreamLoader(DataLoader[Any]):
         self._inner: DataLoader[Any] | None = None
         self._passes = OpenPasses()
         self._resume: dict[str, Any] | None = None
-        self._before: list[Any] = []  # the dataset's own state before one was loaded into it
+        self._before: list[Any] = []  # the dataset's own state before the first pass
 
     @property
     def restores(self) -> bool:
@@ -203,7 +216,7 @@ class StreamLoader(DataLoader[Any]):
             ValueError: it was, and the stream did not share itself out: each part would read all of it again.
         """
         saved = position["num_workers"]
-        if is_cut_otherwise(position, self.num_workers):
+        if is_cut_otherwise(position, self.num_workers, self.restores):
             if saved > 1 and any(place is not None and not place["is_shared"] for place in position["workers"]):
                 raise ValueError(
                     f"dataloader_num_workers={self.num_workers}: the checkpoint was written in the middle of a stream "
@@ -212,17 +225,33 @@ class StreamLoader(DataLoader[Any]):
                     "stream whose __iter__ chooses its part by torch.utils.data.get_worker_info() (as datasets streams "
                     "of several shards do) can change the number."
                 )
-            logger.info("The rest of this epoch is read in the %d parts that it was begun in.", max(saved, 1))
+            if max(saved, self.num_workers) > 1:
+                logger.info("The rest of this epoch is read in the %d parts that it was begun in.", max(saved, 1))
         self._resume = dict(position)
+
+    def standing(self) -> dict[str, Any] | None:
+        """Where a stream that keeps its place stands between two passes, as a position.
+
+        None where every pass begins alike: without such a place, and with workers, which read copies of the stream.
+        """
+        if self.num_workers or not self.restores:
+            return None
+        state = copy.deepcopy(self.dataset.state_dict())  # type: ignore[attr-defined]
+        return {
+            "num_workers": 0,
+            "last": -1,
+            "workers": [{"num_read": 0, "is_shared": True, "is_ended": False, "dataset": state}],
+        }
 
     def open(self) -> StreamReader:
         """Start a pass: what has to be read again is read now, if there are no workers."""
         resume, self._resume = self._resume, None
         self.clock[1] += 1
+        begin = self.standing()
+        if begin is not None and not self._before:
+            self._before = [begin["workers"][0]["dataset"]]
         if resume is not None:
             resume["pass"] = int(self.clock[1])
-            if not self.num_workers and self.restores:
-                self._before = [self.dataset.state_dict()]  # type: ignore[attr-defined]
             self._inner = None  # workers that live on cannot be sent a position
         if self._inner is None:
             stream = Stream(self.dataset, self.batch_size or 1, self.drop_last, self.collate_fn, self.seed, self.clock)
@@ -230,13 +259,13 @@ class StreamLoader(DataLoader[Any]):
             self._inner = DataLoader(
                 stream, batch_size=None, collate_fn=hand_over, generator=self.generator, **self._options
             )
-        return StreamReader(self, self._passes.open(self._inner), resume)
+        return StreamReader(self, self._passes.open(self._inner), resume or begin)
 
     def __iter__(self) -> Any:
         return self.open()
 
     def close(self) -> None:
-        """Stop the workers, and let go of a state that was loaded into the dataset."""
+        """Stop the workers, and put the dataset back to before the first pass."""
         self._inner = None
         self._passes.close()
         if self._before:
@@ -249,8 +278,8 @@ class StreamReader:
     def __init__(self, loader: StreamLoader, deliveries: Iterator[Delivery], resume: Mapping[str, Any] | None) -> None:
         self.loader, self.deliveries = loader, deliveries
         self.num_workers: int = resume["num_workers"] if resume else loader.num_workers
-        if max(self.num_workers, loader.num_workers) <= 1:
-            self.num_workers = loader.num_workers  # none and one read alike
+        if loader.restores and max(self.num_workers, loader.num_workers) <= 1:
+            self.num_workers = loader.num_workers
         self.places: list[dict[str, Any] | None] = (
             list(resume["workers"]) if resume else [None] * max(self.num_workers, 1)
         )
@@ -271,15 +300,36 @@ class StreamReader:
     def position(self) -> dict[str, Any]:
         """Where the stream stands after the batches taken so far; JSON-able if the dataset's state is."""
         loader, places, num_workers = self.loader, self.places, self.num_workers
-        if not loader.num_workers and not num_workers and loader.restores and places[0] is not None:
+        if not loader.num_workers and not num_workers and loader.restores and places[0] and places[0]["num_read"]:
             places = [{**places[0], "dataset": loader.dataset.state_dict()}]  # type: ignore[attr-defined]
         last = self.last if max(num_workers, loader.num_workers) > 1 else -1  # one reader alone is always next
         return {"num_workers": num_workers, "last": last, "workers": places}
 
 
-def is_cut_otherwise(position: Mapping[str, Any], num_workers: int) -> bool:
-    """Whether a position was taken with another number of workers (none and one read alike)."""
+def is_cut_otherwise(position: Mapping[str, Any], num_workers: int, restores: bool) -> bool:
+    """Whether a position was taken with another number of workers.
+
+    A stream that is put back to its place reads alike with none and with one. One that is read again may not: those of
+    `datasets` shuffle otherwise in a worker.
+    """
+    if not restores:
+        return int(position["num_workers"]) != num_workers
     return max(int(position["num_workers"]), 1) != max(num_workers, 1)
+
+
+def begin_pass(source: Iterator[Any], again: Any) -> Iterator[Any]:
+    """A pass that begins at a place between two.
+
+    What still stands at the end of the pass before gives nothing; then it is asked once more, as the run that was not
+    interrupted asked it.
+    """
+
+    def passes() -> Iterator[Iterable[Any]]:
+        first = list(itertools.islice(source, 1))
+        yield first
+        yield source if first else again
+
+    return itertools.chain.from_iterable(passes())
 
 
 def hand_over(delivery: Any) -> Any:

@@ -73,7 +73,7 @@ def process_state(use_cpu: bool = False) -> Any:
     """
     if not is_installed("accelerate"):
         return None
-    kind: Any = require("accelerate.state", "drop_in").PartialState
+    kind: Any = require("accelerate.state", "libraries").PartialState
     if kind._shared_state:
         return kind()
     has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
