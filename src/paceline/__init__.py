@@ -33,6 +33,14 @@ if TYPE_CHECKING:
     from paceline.core.outputs import BestRun, EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
     from paceline.core.state import ExportableState, TrainerControl, TrainerState
     from paceline.core.streaming import StreamingMetric
+    from paceline.data.collate_classification import DataCollatorForMultipleChoice, DataCollatorForTokenClassification
+    from paceline.data.collate_flat import DataCollatorWithFlattening
+    from paceline.data.collate_language import (
+        DataCollatorForLanguageModeling,
+        DataCollatorForPermutationLanguageModeling,
+        DataCollatorForSOP,
+        DataCollatorForWholeWordMask,
+    )
     from paceline.data.collate_seq2seq import DataCollatorForSeq2Seq
     from paceline.data.collators import DataCollatorWithPadding, DefaultDataCollator, default_data_collator
     from paceline.data.shuffle import ShuffleBuffer
@@ -70,7 +78,14 @@ _HOMES = {
     "AdafactorSchedule": "paceline.optim.adafactor",
     "BestRun": "paceline.core.outputs",
     "CallbackHandler": "paceline.core.events",
+    "DataCollatorForLanguageModeling": "paceline.data.collate_language",
+    "DataCollatorForMultipleChoice": "paceline.data.collate_classification",
+    "DataCollatorForPermutationLanguageModeling": "paceline.data.collate_language",
+    "DataCollatorForSOP": "paceline.data.collate_language",
     "DataCollatorForSeq2Seq": "paceline.data.collate_seq2seq",
+    "DataCollatorForTokenClassification": "paceline.data.collate_classification",
+    "DataCollatorForWholeWordMask": "paceline.data.collate_language",
+    "DataCollatorWithFlattening": "paceline.data.collate_flat",
     "DataCollatorWithPadding": "paceline.data.collators",
     "DebugOption": "paceline.args.choices",
     "DefaultDataCollator": "paceline.data.collators",

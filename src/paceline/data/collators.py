@@ -51,6 +51,34 @@ def default_data_collator(
     return collate_fields([vars(feature) for feature in features], stack, keep_names)
 
 
+class CollatorByKind:
+    """A collator that makes tensors or arrays, as the call or else its `return_tensors` says.
+
+    Subclasses define `collate(examples, kind)`. `torch_call` and `numpy_call` are the names under which those of
+    the reference are overridden, and are called for that reason.
+    """
+
+    return_tensors: str
+
+    def __call__(self, features: Sequence[Any], return_tensors: str | None = None) -> Any:
+        kind = return_tensors or self.return_tensors
+        if kind not in ("pt", "np"):
+            raise ValueError(f"return_tensors={kind!r} is unknown: use 'pt' or 'np'.")
+        return self.torch_call(features) if kind == "pt" else self.numpy_call(features)
+
+    def torch_call(self, examples: Sequence[Any]) -> Any:
+        """The batch as tensors."""
+        return self.collate(examples, "pt")
+
+    def numpy_call(self, examples: Sequence[Any]) -> Any:
+        """The batch as arrays."""
+        return self.collate(examples, "np")
+
+    def collate(self, examples: Sequence[Any], kind: str) -> Any:
+        """The batch as tensors (`pt`) or arrays (`np`)."""
+        raise NotImplementedError
+
+
 @dataclass
 class DefaultDataCollator:
     """`default_data_collator` as an object.
@@ -276,6 +304,18 @@ def ragged(name: str, values: list[Any], error: Exception | None = None) -> Valu
         f"The values of {name!r} ({listed}) cannot be made a tensor: {error}. Convert or drop them in the dataset, or "
         "pass a data_collator that does."
     )
+
+
+def take_column(examples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    """One value of every sample.
+
+    Raises:
+        ValueError: a sample lacks it.
+    """
+    try:
+        return [example[name] for example in examples]
+    except KeyError:
+        raise missing_name(examples, name) from None
 
 
 def missing_name(features: Sequence[Mapping[str, Any]], name: str) -> ValueError:
