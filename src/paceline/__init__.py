@@ -43,6 +43,14 @@ if TYPE_CHECKING:
     )
     from paceline.data.collate_seq2seq import DataCollatorForSeq2Seq
     from paceline.data.collators import DataCollatorWithPadding, DefaultDataCollator, default_data_collator
+    from paceline.data.samplers import (
+        BatchRebalanceSampler,
+        DistributedLengthGroupedSampler,
+        DistributedSamplerWithLoop,
+        IterableDatasetShard,
+        LengthGroupedSampler,
+        ShardSampler,
+    )
     from paceline.data.shuffle import ShuffleBuffer
     from paceline.distributed.random import enable_full_determinism, set_seed
     from paceline.model.check_targets import check_targets
@@ -76,6 +84,7 @@ _HOMES = {
     "AcceleratorConfig": "paceline.args.accelerator_config",
     "Adafactor": "paceline.optim.adafactor",
     "AdafactorSchedule": "paceline.optim.adafactor",
+    "BatchRebalanceSampler": "paceline.data.samplers",
     "BestRun": "paceline.core.outputs",
     "CallbackHandler": "paceline.core.events",
     "DataCollatorForLanguageModeling": "paceline.data.collate_language",
@@ -90,6 +99,8 @@ _HOMES = {
     "DebugOption": "paceline.args.choices",
     "DefaultDataCollator": "paceline.data.collators",
     "DefaultFlowCallback": "paceline.callbacks.flow",
+    "DistributedLengthGroupedSampler": "paceline.data.samplers",
+    "DistributedSamplerWithLoop": "paceline.data.samplers",
     "EarlyStoppingCallback": "paceline.callbacks.early_stopping",
     "EvalLoopOutput": "paceline.core.outputs",
     "EvalPrediction": "paceline.core.outputs",
@@ -99,7 +110,9 @@ _HOMES = {
     "HfArgumentParser": "paceline.args.parser",
     "HubStrategy": "paceline.args.choices",
     "IntervalStrategy": "paceline.args.choices",
+    "IterableDatasetShard": "paceline.data.samplers",
     "LabelSmoother": "paceline.model.loss",
+    "LengthGroupedSampler": "paceline.data.samplers",
     "NotebookProgressCallback": "paceline.callbacks.notebook",
     "OptimizerNames": "paceline.args.choices",
     "ParallelMode": "paceline.args.choices",
@@ -111,6 +124,7 @@ _HOMES = {
     "SchedulerType": "paceline.args.choices",
     "Seq2SeqTrainer": "paceline.seq2seq",
     "Seq2SeqTrainingArguments": "paceline.args.seq2seq",
+    "ShardSampler": "paceline.data.samplers",
     "ShuffleBuffer": "paceline.data.shuffle",
     "StreamingMetric": "paceline.core.streaming",
     "TensorBoardCallback": "paceline.callbacks.reporters.tensorboard",
