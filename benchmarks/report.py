@@ -22,6 +22,7 @@ TO_RUN = {
     "eval_memory": "python benchmarks/eval_memory.py",
     "checkpoint_save": "python benchmarks/checkpoint_save.py",
     "resume_time": "python benchmarks/resume_time.py",
+    "collation": "python benchmarks/collation.py",
 }
 
 Result = dict[str, Any]
@@ -172,6 +173,25 @@ def checkpoint_save(result: Result) -> str:
     return about + table([*head, "verified, GB/s"], rows)
 
 
+def collation(result: Result) -> str:
+    settings = result["settings"]
+    contenders = list(next(iter(result["rows"].values()))["ms"])
+    rows = [
+        [
+            name,
+            *[spread(row["ms"][contender]) for contender in contenders],
+            spread(row["of_transformers"]),
+        ]
+        for name, row in result["rows"].items()
+    ]
+    about = (
+        f"CPU time of one batch of {settings['samples']} samples of up to {settings['tokens']} tokens, given as lists, "
+        "to tensors, on one thread. Both return the same batch. Permutations are mostly the two square matrices of "
+        "each sample.\n\n"
+    )
+    return about + table(["collator", *[f"{name}, ms" for name in contenders], "of transformers'"], rows)
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "step_overhead": ("What a step costs beside the model", step_overhead),
     "import_time": ("What importing costs", import_time),
@@ -179,6 +199,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "checkpoint_save": ("How long a save holds training up", checkpoint_save),
     "eval_memory": ("What evaluating a language model takes in memory", eval_memory),
     "resume_time": ("What a resume takes until its first update", resume_time),
+    "collation": ("What a batch costs until it is a tensor", collation),
 }
 
 

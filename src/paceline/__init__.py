@@ -33,8 +33,24 @@ if TYPE_CHECKING:
     from paceline.core.outputs import BestRun, EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
     from paceline.core.state import ExportableState, TrainerControl, TrainerState
     from paceline.core.streaming import StreamingMetric
+    from paceline.data.collate_classification import DataCollatorForMultipleChoice, DataCollatorForTokenClassification
+    from paceline.data.collate_flat import DataCollatorWithFlattening
+    from paceline.data.collate_language import (
+        DataCollatorForLanguageModeling,
+        DataCollatorForPermutationLanguageModeling,
+        DataCollatorForSOP,
+        DataCollatorForWholeWordMask,
+    )
     from paceline.data.collate_seq2seq import DataCollatorForSeq2Seq
     from paceline.data.collators import DataCollatorWithPadding, DefaultDataCollator, default_data_collator
+    from paceline.data.samplers import (
+        BatchRebalanceSampler,
+        DistributedLengthGroupedSampler,
+        DistributedSamplerWithLoop,
+        IterableDatasetShard,
+        LengthGroupedSampler,
+        ShardSampler,
+    )
     from paceline.data.shuffle import ShuffleBuffer
     from paceline.distributed.random import enable_full_determinism, set_seed
     from paceline.model.check_targets import check_targets
@@ -68,13 +84,23 @@ _HOMES = {
     "AcceleratorConfig": "paceline.args.accelerator_config",
     "Adafactor": "paceline.optim.adafactor",
     "AdafactorSchedule": "paceline.optim.adafactor",
+    "BatchRebalanceSampler": "paceline.data.samplers",
     "BestRun": "paceline.core.outputs",
     "CallbackHandler": "paceline.core.events",
+    "DataCollatorForLanguageModeling": "paceline.data.collate_language",
+    "DataCollatorForMultipleChoice": "paceline.data.collate_classification",
+    "DataCollatorForPermutationLanguageModeling": "paceline.data.collate_language",
+    "DataCollatorForSOP": "paceline.data.collate_language",
     "DataCollatorForSeq2Seq": "paceline.data.collate_seq2seq",
+    "DataCollatorForTokenClassification": "paceline.data.collate_classification",
+    "DataCollatorForWholeWordMask": "paceline.data.collate_language",
+    "DataCollatorWithFlattening": "paceline.data.collate_flat",
     "DataCollatorWithPadding": "paceline.data.collators",
     "DebugOption": "paceline.args.choices",
     "DefaultDataCollator": "paceline.data.collators",
     "DefaultFlowCallback": "paceline.callbacks.flow",
+    "DistributedLengthGroupedSampler": "paceline.data.samplers",
+    "DistributedSamplerWithLoop": "paceline.data.samplers",
     "EarlyStoppingCallback": "paceline.callbacks.early_stopping",
     "EvalLoopOutput": "paceline.core.outputs",
     "EvalPrediction": "paceline.core.outputs",
@@ -84,7 +110,9 @@ _HOMES = {
     "HfArgumentParser": "paceline.args.parser",
     "HubStrategy": "paceline.args.choices",
     "IntervalStrategy": "paceline.args.choices",
+    "IterableDatasetShard": "paceline.data.samplers",
     "LabelSmoother": "paceline.model.loss",
+    "LengthGroupedSampler": "paceline.data.samplers",
     "NotebookProgressCallback": "paceline.callbacks.notebook",
     "OptimizerNames": "paceline.args.choices",
     "ParallelMode": "paceline.args.choices",
@@ -96,6 +124,7 @@ _HOMES = {
     "SchedulerType": "paceline.args.choices",
     "Seq2SeqTrainer": "paceline.seq2seq",
     "Seq2SeqTrainingArguments": "paceline.args.seq2seq",
+    "ShardSampler": "paceline.data.samplers",
     "ShuffleBuffer": "paceline.data.shuffle",
     "StreamingMetric": "paceline.core.streaming",
     "TensorBoardCallback": "paceline.callbacks.reporters.tensorboard",

@@ -146,6 +146,20 @@ def test_peers_train(tmp_path: Path, peer: str) -> None:
     assert result["rows"][peer]["calls_per_step"] > 10
 
 
+def test_collation(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    result = run_for_result(tmp_path, "collation", "--quick")
+    assert len(result["rows"]) == 9
+    for row in result["rows"].values():
+        assert row["ms"]["paceline"]["median"] > 0
+        assert row["of_transformers"]["median"] > 0
+    worst = result["targets"][0]
+    assert worst["value"] == max(row["of_transformers"]["median"] for row in result["rows"].values())
+    page = tmp_path / "page.md"
+    run("report.py", "--results", str(tmp_path), "--page", str(page))
+    assert "| masked words |" in page.read_text("utf-8")
+
+
 def test_checkpoint_save(tmp_path: Path) -> None:
     contenders = ["background", "synchronous"]
     result = run_for_result(tmp_path, "checkpoint_save", "--quick", "--contenders", *contenders)

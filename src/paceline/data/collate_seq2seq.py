@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.data.collators import missing_name, pad_features
+from paceline.data.collators import missing_name
+from paceline.data.padding import pad_features
 
 
 @dataclass

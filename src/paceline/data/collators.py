@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.data.padding import fill_rows, pad_features
+
 LABEL_NAMES = ("label", "label_ids")
 
 
@@ -47,6 +49,34 @@ def default_data_collator(
     if is_value(first) or isinstance(first, list | tuple):
         return collate_values(list(features), stack, "sample")
     return collate_fields([vars(feature) for feature in features], stack, keep_names)
+
+
+class CollatorByKind:
+    """A collator that makes tensors or arrays, as the call or else its `return_tensors` says.
+
+    Subclasses define `collate(examples, kind)`. `torch_call` and `numpy_call` are the names under which those of
+    the reference are overridden, and are called for that reason.
+    """
+
+    return_tensors: str
+
+    def __call__(self, features: Sequence[Any], return_tensors: str | None = None) -> Any:
+        kind = return_tensors or self.return_tensors
+        if kind not in ("pt", "np"):
+            raise ValueError(f"return_tensors={kind!r} is unknown: use 'pt' or 'np'.")
+        return self.torch_call(features) if kind == "pt" else self.numpy_call(features)
+
+    def torch_call(self, examples: Sequence[Any]) -> Any:
+        """The batch as tensors."""
+        return self.collate(examples, "pt")
+
+    def numpy_call(self, examples: Sequence[Any]) -> Any:
+        """The batch as arrays."""
+        return self.collate(examples, "np")
+
+    def collate(self, examples: Sequence[Any], kind: str) -> Any:
+        """The batch as tensors (`pt`) or arrays (`np`)."""
+        raise NotImplementedError
 
 
 @dataclass
@@ -107,7 +137,7 @@ class DataCollatorWithPadding:
             batch[name if name in self.keep_names else "labels"] = self._pad_labels(labels, features, batch)
         return batch
 
-    def _pad_labels(self, labels: list[list[Any]], features: Sequence[Any], batch: Any) -> Any:
+    def _pad_labels(self, labels: list[Any], features: Sequence[Any], batch: Any) -> Any:
         width, side = max(map(len, labels)), "right"
         for name, value in batch.items():  # the input that has one entry for each label, padded
             rows = [feature.get(name) for feature in features]
@@ -116,13 +146,12 @@ class DataCollatorWithPadding:
             if is_aligned and len(getattr(value, "shape", ())) >= 2:
                 width, side = value.shape[1], getattr(self.tokenizer, "padding_side", "right")
                 break
-        padding = [[-100] * (width - len(label)) for label in labels]
-        rows = [row + fill if side == "right" else fill + row for row, fill in zip(labels, padding, strict=True)]
-        return torch.tensor(rows) if self.return_tensors == "pt" else np.array(rows)
+        filled = fill_rows(labels, width, -100, side)
+        return torch.from_numpy(filled) if self.return_tensors == "pt" else filled
 
 
-def take_label_lists(features: Sequence[Any]) -> tuple[Sequence[Any], str, list[list[Any]]]:
-    """The samples without labels that are a list of classes per sample, their name, and the lists; else no lists."""
+def take_label_lists(features: Sequence[Any]) -> tuple[Sequence[Any], str, list[Any]]:
+    """The samples without labels that are a list of classes each, their name, and the lists as arrays; else none."""
     first = features[0]
     name = next((name for name in ("labels", *LABEL_NAMES) if isinstance(first, Mapping) and name in first), None)
     if name is None or not isinstance(first[name], list | tuple | np.ndarray | torch.Tensor):
@@ -131,7 +160,7 @@ def take_label_lists(features: Sequence[Any]) -> tuple[Sequence[Any], str, list[
     if any(label.ndim != 1 or label.dtype.kind not in "iu" for label in labels):
         return features, name, []
     rest = [{key: value for key, value in feature.items() if key != name} for feature in features]
-    return rest, name, [label.tolist() for label in labels]
+    return rest, name, labels
 
 
 def choose_collator(processing_class: Any, forward_names: Iterable[str]) -> Any:
@@ -145,20 +174,6 @@ def choose_collator(processing_class: Any, forward_names: Iterable[str]) -> Any:
     if hasattr(processing_class, "pad"):
         return DataCollatorWithPadding(processing_class, keep_names=keep_names)
     return DefaultDataCollator(keep_names=keep_names)
-
-
-def pad_features(tokenizer: Any, features: Sequence[Any], **options: Any) -> Any:
-    """`tokenizer.pad`, without its advice to call the tokenizer on text instead, which is no use for tokens."""
-    told = getattr(tokenizer, "deprecation_warnings", None)
-    if not isinstance(told, dict):
-        return tokenizer.pad(features, **options)
-    key = "Asking-to-pad-a-fast-tokenizer"
-    before = told.get(key, False)
-    told[key] = True
-    try:
-        return tokenizer.pad(features, **options)
-    finally:
-        told[key] = before
 
 
 def collate_fields(features: Sequence[Mapping[str, Any]], stack: Any, keep_names: frozenset[str]) -> dict[str, Any]:
@@ -289,6 +304,18 @@ def ragged(name: str, values: list[Any], error: Exception | None = None) -> Valu
         f"The values of {name!r} ({listed}) cannot be made a tensor: {error}. Convert or drop them in the dataset, or "
         "pass a data_collator that does."
     )
+
+
+def take_column(examples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    """One value of every sample.
+
+    Raises:
+        ValueError: a sample lacks it.
+    """
+    try:
+        return [example[name] for example in examples]
+    except KeyError:
+        raise missing_name(examples, name) from None
 
 
 def missing_name(features: Sequence[Mapping[str, Any]], name: str) -> ValueError:
