@@ -70,7 +70,7 @@ class DevicePrefetcher:
         self.device = torch.device(device)
         self.copies: Any = None
         if self.device.type != "cpu":
-            module = getattr(torch, self.device.type, None)  # of no use for the meta device, which has none
+            module: Any = getattr(torch, self.device.type, None)  # of no use for the meta device, which has none
             if hasattr(module, "Stream") and hasattr(module, "current_stream"):
                 self.copies = module.Stream(device=self.device)
                 self._module = module
