@@ -128,6 +128,8 @@ def restore_position(trainer: Trainer, feed: Feed, plan: Plan, checkpoint: Path)
         feed.load_state_dict(position, source=str(checkpoint / source))
         if not all(isinstance(number, int) and number >= 0 for number in (feed.epoch, feed.consumed, feed.batches)):
             raise ValueError("the position in the data is not made of whole numbers")
+        if not feed.is_within(state.global_step + len(progress.get("skipped") or ())):
+            raise ValueError(f"{feed.consumed} samples in {state.global_step} updates (global_step of {STATE_FILE})")
         left = (plan.micro_batches_per_epoch or 0) - place_in(feed.loader, position)[1]
         length = planned_length(trainer, feed, progress)
     if trainer.args.max_steps > 0 or plan.updates_per_epoch is None or plan.micro_batches_per_epoch is None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pickle
 import shutil
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import Classifier, classification, make_trainer, weights
+from torch.utils.data import IterableDataset
 
 from paceline import Trainer, TrainerCallback
 from paceline.core import folders
@@ -244,6 +247,30 @@ def go_on(case: Path, name: str) -> None:
     if name != "model.safetensors":
         trainer._load_from_checkpoint(str(checkpoint), saved)
     assert any(torch.equal(weights(trainer.model), other) for other in (fresh, weights(saved)))
+
+
+class Endless(IterableDataset[dict[str, Any]]):
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return itertools.cycle(DATA)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["consumed", "num_read"])
+def test_a_place_that_cannot_have_been_reached_in_an_endless_stream(tmp_path: Path, name: str) -> None:
+    def stream(**options: Any) -> Trainer:
+        options = {"save_strategy": "steps", "save_steps": 2, **options}
+        return make_trainer(tmp_path, Classifier(), Endless(), max_steps=4, **options)
+
+    stream().train()
+    file = tmp_path / "checkpoint-2" / "progress.json"
+    progress = json.loads(file.read_text())
+    place = progress["feed"] if name == "consumed" else progress["feed"]["stream"]["workers"][0]
+    assert place[name] == 8
+    place[name] = 10**15
+    file.write_text(json.dumps(progress))
+    folders.seal(file.parent)
+    with pytest.raises(ValueError, match=r"progress\.json is damaged"):
+        stream(save_strategy="no").train(resume_from_checkpoint=str(file.parent))
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.data_too_large])

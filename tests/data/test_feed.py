@@ -305,7 +305,7 @@ def test_a_position_is_kept_until_its_epoch_starts() -> None:
     feed.start_epoch(3)
     assert draw_ids(feed) == random_order(12, 13, 3).tolist()
     feed.finish_epoch()
-    assert saved(feed) == {"epoch": 4, "consumed": 0, "batches": 0, "batch_size": 2, "num_samples": 12}
+    assert saved(feed) == {"epoch": 4, "consumed": 0, "batches": 0, "batch_size": 2, "num_samples": 12, "largest": None}
 
 
 def test_another_pass_over_the_loader_does_not_disturb_the_feed() -> None:

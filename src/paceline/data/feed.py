@@ -21,7 +21,7 @@ from paceline.data.generators import capture_generators, capture_own, generators
 from paceline.data.indexed import IndexedLoader, set_epoch
 from paceline.data.lengths import loader_length, sample_count
 from paceline.data.portable import from_portable, to_portable
-from paceline.data.stream import StreamLoader, begin_pass, reread
+from paceline.data.stream import StreamLoader, begin_pass, reread, samples_in
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +130,8 @@ class StreamedReader(Reader):
             if "stream" in saved:
                 with saved.restoring():
                     position = from_portable(saved["stream"])
+                    if samples_in(position) != consumed:
+                        raise ValueError(f"{samples_in(position)} samples were read, but {consumed} were consumed")
             else:
                 position = unread(loader, consumed)
             loader.set_position(position)
@@ -290,6 +292,7 @@ class Feed:
         self._reader: Reader | None = None
         self._saved: Saved | None = None  # a position that the next start_epoch goes to
         self._is_at_end = False  # the latest window was empty
+        self._largest: int | None = 0  # the most samples that a window held; None: a position did not say
 
     @property
     def is_restored(self) -> bool:
@@ -325,6 +328,9 @@ class Feed:
         if reader is None:
             return [], None
         window = self.collect(itertools.islice(reader, self.accumulation), self.accumulation)
+        num_samples = reader.consumed - self.consumed
+        if self._largest is not None and num_samples > self._largest:
+            self._largest = num_samples
         self.consumed, self.batches = reader.consumed, reader.batches
         self._is_at_end = not window[0]
         return window
@@ -349,6 +355,7 @@ class Feed:
             "batches": self.batches,
             "batch_size": getattr(self.loader, "batch_size", None),
             "num_samples": sample_count(self.loader),
+            "largest": self._largest,
             **place,
         }
 
@@ -383,8 +390,13 @@ class Feed:
         if self.ignore_data_skip:
             saved = Saved(epoch=saved["epoch"], consumed=0, batches=0)
         saved.source = source
+        self._largest = state.get("largest")
         self._saved = saved
         self.epoch, self.consumed, self.batches = saved["epoch"], saved["consumed"], saved.get("batches", 0)
+
+    def is_within(self, num_windows: int) -> bool:
+        """Whether so many windows can have held the samples consumed: to read up to there could take for ever."""
+        return self._largest is None or self.consumed <= num_windows * self._largest
 
     def close(self) -> None:
         """Shut the workers down."""

@@ -317,6 +317,16 @@ def is_cut_otherwise(position: Mapping[str, Any], num_workers: int, restores: bo
     return max(int(position["num_workers"]), 1) != max(num_workers, 1)
 
 
+def samples_in(position: Mapping[str, Any]) -> int:
+    """Samples that were handed out before a position. Of a stream that workers read whole, each keeps its part."""
+    num_workers, num_samples = max(int(position["num_workers"]), 1), 0
+    for worker, place in enumerate(position["workers"]):
+        if place is not None:
+            num_read = int(place["num_read"])
+            num_samples += num_read if place["is_shared"] else -(-(num_read - worker) // num_workers)
+    return num_samples
+
+
 def begin_pass(source: Iterator[Any], again: Any) -> Iterator[Any]:
     """A pass that begins at a place between two.
 
