@@ -181,7 +181,8 @@ KEPT = {"num_workers": 2, "persistent_workers": True}
         ("torch.utils.data", KEPT),
         ("torch.utils.data", {**KEPT, "generator": None}),
         ("torchdata.stateful_dataloader", {"num_workers": 0}),
-        ("torchdata.stateful_dataloader", {"num_workers": 2}),
+        # torchdata waits for each worker that it ends, half a minute in all
+        pytest.param("torchdata.stateful_dataloader", {"num_workers": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_someone_elses_loader_goes_on_alike(tmp_path: Path, kind: str, workers: dict[str, Any], saved: str) -> None:
