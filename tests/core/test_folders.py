@@ -359,14 +359,17 @@ class TestCrashes:
         (tmp_path / ".checkpoint-2.incomplete-99999999").mkdir()
         (tmp_path / ".checkpoint-3.deleted-99999999-1").mkdir()
         (tmp_path / ".git").mkdir()
+        (tmp_path / ".run.json.incomplete-99999999").write_text("{")
+        (tmp_path / ".gitignore").touch()
         reports: list[str] = []
         recover(tmp_path, reports.append)
         assert [Path(report.split(" is ")[0]).name for report in reports] == [
             "checkpoint-1",
             ".checkpoint-2.incomplete-99999999",
             ".checkpoint-3.deleted-99999999-1",
+            ".run.json.incomplete-99999999",
         ]
-        assert hidden(tmp_path) == [".git"]
+        assert hidden(tmp_path) == [".git", ".gitignore"]
         assert (tmp_path / "checkpoint-1" / "a.txt").read_text() == "one"
 
     @pytest.mark.skipif(os.name != "posix", reason="asks for processes by signal 0")

@@ -221,7 +221,7 @@ def recover(output_dir: str | os.PathLike[str], report: Callable[[str], None]) -
     """Undo what a crash left in `output_dir`. Call it before a run starts, on one process, with no save under way.
 
     A folder that was put aside for a new one that never came is put back; unfinished and half-deleted ones are removed,
-    but for those of another process that is alive. `report` gets one sentence for each; nothing is raised for a folder
+    unfinished files too, but for those of another process that is alive. `report` gets one sentence for each; nothing is raised for a folder
     that cannot be changed.
     """
     output_dir = Path(output_dir)
@@ -232,7 +232,7 @@ def recover(output_dir: str | os.PathLike[str], report: Callable[[str], None]) -
     for name in names:
         match = _HIDDEN.fullmatch(name)
         path = output_dir / name
-        if match is None or not path.is_dir():
+        if match is None:
             continue
         try:
             _recover_one(path, output_dir / match["name"], match["kind"], int(match["pid"]), report)
@@ -267,7 +267,10 @@ def _recover_one(path: Path, final: Path, kind: str, pid: int, report: Callable[
     elif kind == "incomplete" and _is_other_process(pid):
         report(f"{path} is left alone: process {pid}, which may be writing it, is alive")
     else:
-        _discard(path)
+        if path.is_dir():
+            _discard(path)
+        else:  # the record of a run, cut off
+            path.unlink()
         report(f"{path} is removed: a crash had left it behind")
 
 
