@@ -221,8 +221,8 @@ def recover(output_dir: str | os.PathLike[str], report: Callable[[str], None]) -
     """Undo what a crash left in `output_dir`. Call it before a run starts, on one process, with no save under way.
 
     A folder that was put aside for a new one that never came is put back; unfinished and half-deleted ones are removed,
-    unfinished files too, but for those of another process that is alive. `report` gets one sentence for each; nothing is raised for a folder
-    that cannot be changed.
+    unfinished files too, but for those of another process that is alive. `report` gets one sentence for each; nothing
+    is raised for what cannot be changed.
     """
     output_dir = Path(output_dir)
     try:
