@@ -28,7 +28,7 @@ from measure import (
 
 CONTENDERS = {"background": "torch", "synchronous": "torch", "transformers": "transformers"}
 WIDTH, LAYERS, BATCH = 2048, 16, 8
-SAVES, STEPS_BETWEEN = 4, 32
+SAVES, STEPS_BETWEEN = 4, 80
 LIMIT = 0.15
 
 
