@@ -1,5 +1,6 @@
 """Checkpoint, stop, go on: the run ends where the undisturbed one does, bit for bit."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,41 @@ def test_someone_elses_loader_goes_on_alike(tmp_path: Path, kind: str, workers: 
     parts = run(tmp_path / "parts", resume=True, **options)
     assert torch.equal(weights(whole.model), weights(parts.model))
     assert losses(whole) == losses(parts)
+
+
+class KeepsWorkers:
+    """A loader with a state, as torchdata's with persistent workers: nothing but what is asked of it here."""
+
+    persistent_workers = True
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __len__(self) -> int:
+        return len(DATA) // 4
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < len(self):
+            self.place += 1
+            yield torch.utils.data.default_collate([DATA[4 * self.place - 4 + index] for index in range(4)])
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+def test_workers_that_a_loader_keeps_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return KeepsWorkers()
+
+    run(tmp_path, stop=3, cls=Own)
+    assert "persistent_workers" not in caplog.text
+    run(tmp_path, stop=4, resume=True, cls=Own)
+    assert caplog.text.count("persistent_workers=True") == 1
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -169,6 +169,12 @@ class StatefulReader(Reader):
         if saved is None or "loader" not in saved:
             self.iterator = iter(loader)
             return
+        if getattr(loader, "persistent_workers", False):
+            logger.warning(
+                "%s keeps its workers (persistent_workers=True): what they are after a restart is not what they were, "
+                "so the run does not go on bit for bit. Set persistent_workers=False for that.",
+                type(loader).__name__,
+            )
         if not consumed:
             with saved.restoring():
                 loader.load_state_dict(from_portable(saved["loader"]))
