@@ -10,7 +10,7 @@ from paceline.cli.config import JobConfig
 from paceline.cli.errors import UsageError
 from paceline.cli.job_data import Splits, load_data
 from paceline.cli.job_model import build_model, build_tokenizer
-from paceline.cli.job_text import BlockCutter, count_rows_per_call, tokenize
+from paceline.cli.job_text import BlockCutter, check_labels, count_rows_per_call, tokenize
 from paceline.cli.main import main
 
 LINES = [f"line {i} of the text that is read\n" for i in range(60)]
@@ -205,3 +205,11 @@ def test_a_language_model_is_trained_from_a_file(tmp_path: Path, tokenizer: Any,
     assert main(["train", str(tmp_path / "job.yaml")]) == 0
     assert "eval_loss" in capsys.readouterr().out
     assert (tmp_path / "run" / "tokenizer.json").is_file()
+
+
+def test_labels_that_are_words_are_refused():
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["good", "bad"], "label": ["pos", "neg"]})
+    with pytest.raises(UsageError, match=r"column 'label' of the train set holds text \('pos'\).*number the classes"):
+        check_labels(rows, "train")
+    check_labels(rows.remove_columns("label").add_column("label", [1, 0]), "train")

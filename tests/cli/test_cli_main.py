@@ -13,6 +13,7 @@ from paceline.args.sections import Options
 from paceline.cli.display import AboveBars, say
 from paceline.cli.main import main
 from paceline.cli.texts import help_on
+from paceline.core.metrics import best_metric_value
 
 LOOK = "import sys; from paceline.cli.main import main; main({words!r}); print('torch' in sys.modules)"
 
@@ -104,3 +105,11 @@ def test_a_reader_that_has_seen_enough_is_no_error():
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 141
+
+
+def test_a_metric_that_is_not_there_is_said_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("paceline.cli.main.dispatch", lambda words: best_metric_value({"eval_loss": 1.0}, "bogus"))
+    assert main(["train"]) == 1
+    assert "paceline: metric_for_best_model='bogus'" in capsys.readouterr().err

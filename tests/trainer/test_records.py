@@ -151,6 +151,13 @@ def test_metrics_files_and_state(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(state["log_history"]) == 6
 
 
+def test_the_arguments_in_run_json_can_be_read_back(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Classifier(), classification(8), logging_steps=3)
+    trainer.train()
+    arguments = json.loads((tmp_path / "run.json").read_text())["arguments"]
+    assert TrainingArguments.from_dict(arguments) == trainer.args
+
+
 def test_run_json_lies_beside_the_outputs(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, Classifier(), DATA, learning_rate=1e-3, seed=7, num_train_epochs=2)
     trainer.train()

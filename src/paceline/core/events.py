@@ -309,6 +309,7 @@ class CallbackHandler(TrainerCallback):
         self._barriers: dict[int, _FaultBarrier] = {}
         self.callbacks: list[Any] = []
         if type(self).call_event is not CallbackHandler.call_event:
+            # a subclass's own dispatch; through __setattr__ below, so that every event goes through it
             self.call_event = self.call_event  # type: ignore[method-assign]
         for callback in callbacks:
             self.add_callback(callback)
