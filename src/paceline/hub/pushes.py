@@ -1,0 +1,132 @@
+"""Pushes behind the training: one thread, one push at a time; of those that wait the newest, unless all are wanted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.hub.repository import in_words
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_WORDS = 30.0  # while training has ended and a push has not
+
+
+@dataclass
+class Push:
+    """One push.
+
+    Attributes:
+        name: what it is, in words.
+        send: does it, and returns what the hub answered.
+        drop: called when it is over, whatever became of it.
+        can_be_skipped: a newer one may take its place while it waits.
+        result: what `send` returned or raised.
+    """
+
+    name: str
+    send: Callable[[], Any]
+    drop: Callable[[], None] = lambda: None
+    can_be_skipped: bool = True
+    result: Future[Any] = field(default_factory=Future)
+
+
+class Pushes:
+    """The pushes of a Trainer. A push that fails is told once per outage, and never raised.
+
+    Args:
+        repo_id: where they go, for the words.
+
+    Attributes:
+        num_started: pushes asked for so far.
+        failure: of the last push that ended, if it failed.
+    """
+
+    def __init__(self, repo_id: str) -> None:
+        self.repo_id = repo_id
+        self.num_started = 0
+        self.failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._waiting: deque[Push] = deque()
+        self._current: Push | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, push: Push) -> Future[Any]:
+        """Do a push as soon as those before it have ended."""
+        skipped: list[Push] = []
+        with self._lock:
+            self.num_started += 1
+            if push.can_be_skipped:
+                skipped = [other for other in self._waiting if other.can_be_skipped]
+                self._waiting = deque(other for other in self._waiting if not other.can_be_skipped)
+            self._waiting.append(push)
+            if self._thread is None:
+                # not a daemon: an interpreter that ends waits for it
+                self._thread = threading.Thread(target=self._work, name="paceline-push")
+                self._thread.start()
+        for other in skipped:
+            logger.info("The push of %s is left out: that of %s waits by now.", other.name, push.name)
+            other.drop()
+            other.result.cancel()
+        return push.result
+
+    def is_done(self) -> bool:
+        """Whether no push is under way or waiting."""
+        return self._thread is None
+
+    def wait_until_done(self) -> None:
+        """Wait for all pushes, and say now and then that this is what is waited for."""
+        start = told = time.monotonic()
+        while True:
+            with self._lock:
+                thread, current = self._thread, self._current
+            if thread is None:
+                return
+            if told == start:
+                told += 1e-9
+                name = current.name if current is not None else "the last checkpoint"
+                logger.info("Waiting for the push of %s to %s; Ctrl-C leaves without it.", name, self.repo_id)
+            thread.join(0.2 if time.monotonic() - start < 1 else 1.0)
+            if thread.is_alive() and time.monotonic() - told > SECONDS_BETWEEN_WORDS:
+                told = time.monotonic()
+                logger.info("Still pushing to %s, for %.0f seconds now.", self.repo_id, told - start)
+
+    def report(self, name: str, error: BaseException | None) -> None:
+        """Note how a push ended; say it where that is news."""
+        before, self.failure = self.failure, error
+        if error is not None and before is None:
+            logger.warning(
+                "The push of %s to %s failed (%s). Training goes on, the files are in the output folder, and the next "
+                "checkpoint is pushed again; trainer.push_to_hub() pushes at any time.",
+                name,
+                self.repo_id,
+                in_words(error),
+            )
+        elif error is None and before is not None:
+            logger.warning("%s could be pushed to %s again.", name, self.repo_id)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._current = self._thread = None
+                    return
+                push = self._current = self._waiting.popleft()
+            error: BaseException | None = None
+            answer = None
+            try:
+                answer = push.send()
+            except BaseException as raised:
+                error = raised
+            push.drop()
+            self.report(push.name, error)
+            if error is None:
+                push.result.set_result(answer)
+            else:
+                push.result.set_exception(error)
