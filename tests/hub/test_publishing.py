@@ -8,13 +8,12 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hub_server import USER, Hub, serving
+from hub_server import USER, Hub, point_to
 from small_models import Classifier, classification, make_trainer, weights
 
 from paceline import Trainer, TrainerCallback, TrainingArguments
@@ -23,7 +22,6 @@ from paceline.hub.repository import HubError
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")
-http = pytest.importorskip("huggingface_hub.utils._http")
 
 # of huggingface_hub, which sends large files in an older way of its HTTP client
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
@@ -35,24 +33,6 @@ RUN = {"README.md", "journal.bin", "run.json"}
 CHECKPOINT = {
     *MODEL, "manifest.json", "optimizer.pt", "progress.json", "rng_state.pth", "scheduler.pt", "trainer_state.json",
 }  # fmt: skip
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with serving() as served:
-        point_to(served.url, monkeypatch)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
-        monkeypatch.setattr(http.time, "sleep", lambda seconds: None)  # between its retries
-        yield served
-    huggingface_hub.close_session()
-
-
-def point_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    huggingface_hub.close_session()
 
 
 def make(folder: Path, **options: Any) -> Trainer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
 import json
 import re
 import threading
@@ -17,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pytest
 import yaml
 
 USER = "somebody"
@@ -245,6 +247,15 @@ ROUTES: list[tuple[str, Callable[..., None]]] = [
     (rf"/api/models/{NAME}/revision/(.+)", Handler.info),
     (rf"/{NAME}/resolve/([^/]+)/(.+)", Handler.resolve),
 ]
+
+
+def point_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let huggingface_hub, which reads the environment when it is imported, speak to another server."""
+    constants = importlib.import_module("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    importlib.import_module("huggingface_hub").close_session()
 
 
 @contextmanager

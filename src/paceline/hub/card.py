@@ -76,7 +76,7 @@ def write_card(trainer: Trainer, options: CardOptions) -> None:
         return
     path = output_of(trainer) / CARD_NAME
     metadata, text = read_card(path)
-    name = options.model_name or output_of(trainer).name
+    name = " ".join(str(options.model_name or output_of(trainer).name).split())
     data = make_metadata(trainer, options, metadata, name)
     own = describe(trainer, name, data.base_model, results_named(options, data.datasets))
     content = f"---\n{data.to_yaml()}\n---\n\n{merged(text, own)}"

@@ -54,10 +54,10 @@ def evaluations_of(history: list[dict[str, Any]]) -> list[Evaluation]:
 
 
 def metrics_of(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of an evaluation in a row of logs."""
+    """The numbers of an evaluation in a row of logs, the loss first."""
     return {
         name.removeprefix(_PREFIX): float(value)
-        for name, value in row.items()
+        for name, value in sorted(row.items(), key=lambda item: item[0] != f"{_PREFIX}loss")
         if name.startswith(_PREFIX)
         and not name.endswith(_TIMES)
         and isinstance(value, (int, float))
