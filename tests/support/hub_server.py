@@ -181,7 +181,9 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({"transfer": "basic", "objects": objects})
 
     def blob(self, body: bytes, oid: str) -> None:
-        assert hashlib.sha256(body).hexdigest() == oid
+        if hashlib.sha256(body).hexdigest() != oid:  # changed while it was sent
+            self.reply({"error": "the content is not what was announced"}, 400)
+            return
         self.hub.blobs[oid] = body
         self.reply({})
 

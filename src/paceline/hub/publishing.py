@@ -132,10 +132,10 @@ def push_to_hub(
     return send()
 
 
-def push_saved_model(trainer: Trainer) -> None:
-    """After a `save_model` of the user, where push_to_hub=True: the model is saved, so a failing push is only told."""
+def push_saved_model(trainer: Trainer, message: str = "Model save") -> None:
+    """Push after a save that was asked for, where push_to_hub=True: what was asked for is done, so failing is told."""
     try:
-        trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+        trainer.push_to_hub(commit_message=message, revision=trainer.args.hub_revision)
     except Exception as error:
         pushes_of(trainer).report("the saved model", error)
 

@@ -12,7 +12,7 @@ from paceline.core.optional import require
 SHARD = re.compile(r"(?:pytorch_)?model(?:-\d{5}-of-\d{5}\.(?:safetensors|bin)|\.(?:safetensors|bin)\.index\.json)")
 
 
-class HubError(RuntimeError):
+class HubError(OSError):
     """The repository cannot be pushed to; the message says why and what to do."""
 
 
