@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +87,63 @@ trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data)
 trainer.train()
 trainer.push_to_hub(commit_message="All of it", language="en", tags=["small"])
 """
+
+
+PLAIN = """
+import sys, torch
+from pathlib import Path
+from job_of_the_hub import Net, data
+from paceline import Trainer, TrainerCallback, TrainingArguments
+
+class Touch(TrainerCallback):
+    def on_train_end(self, *args, **kwargs):
+        Path("ended").touch()
+
+args = TrainingArguments("out", max_steps=2, save_steps=2, push_to_hub=True, hub_model_id="team/net", report_to="none",
+                         disable_tqdm=True, use_cpu=True, label_names=["y"], hub_strategy=sys.argv[1])
+trainer = Trainer(Net(), args, train_dataset=data()["train"], callbacks=[Touch()])
+trainer.train()
+if sys.argv[1] == "end":
+    trainer.push_to_hub(blocking=False)
+"""
+
+
+def start(folder: Path, hub: Hub, *arguments: str) -> subprocess.Popen[str]:
+    (folder / "job_of_the_hub.py").write_text(MODULE, encoding="utf-8")
+    (folder / "plain.py").write_text(PLAIN, encoding="utf-8")
+    environment = {
+        **os.environ, "PYTHONPATH": str(Path(paceline.__file__).parents[1]), "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN,
+        "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
+    }  # fmt: skip
+    command = [sys.executable, "plain.py", *arguments]
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, stderr=subprocess.PIPE)
+
+
+def test_an_interpreter_that_ends_waits_for_a_push(tmp_path: Path) -> None:
+    with serving() as hub:
+        hub.answer = lambda method, path: time.sleep(0.1)
+        process = start(tmp_path, hub, "end")
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert hub["team/net"].messages() == ["End of training"]
+        assert "model.safetensors" in hub["team/net"].files
+
+
+def test_ctrl_c_leaves_a_push_behind(tmp_path: Path) -> None:
+    gate = threading.Event()
+    with serving() as hub:
+        hub.answer = lambda method, path: gate.wait(60) and None if "/preupload/" in path else None
+        process = start(tmp_path, hub, "checkpoint")
+        while process.poll() is None and not ((tmp_path / "ended").exists() and hub.calls("/preupload/")):
+            time.sleep(0.02)
+        time.sleep(0.3)  # on_train_end has been told; what follows is waiting
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+        gate.set()
+        assert process.returncode != 0
+        assert "KeyboardInterrupt" in errors
+        assert hub["team/net"].messages() == []
+    assert (tmp_path / "out" / "checkpoint-2" / "manifest.json").exists()
 
 
 @pytest.mark.slow

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +59,7 @@ class Pushes:
         self._waiting: deque[Push] = deque()
         self._current: Push | None = None
         self._thread: threading.Thread | None = None
+        self._waits_at_exit = False
 
     def start(self, push: Push) -> Future[Any]:
         """Do a push as soon as those before it have ended."""
@@ -67,9 +71,10 @@ class Pushes:
                 self._waiting = deque(other for other in self._waiting if not other.can_be_skipped)
             self._waiting.append(push)
             if self._thread is None:
-                # not a daemon: an interpreter that ends waits for it
-                self._thread = threading.Thread(target=self._work, name="paceline-push")
+                # a daemon, which Ctrl-C can leave behind: half a commit is no commit
+                self._thread = threading.Thread(target=self._work, name="paceline-push", daemon=True)
                 self._thread.start()
+        self._wait_at_exit()
         for other in skipped:
             logger.info("The push of %s is left out: that of %s waits by now.", other.name, push.name)
             other.drop()
@@ -81,7 +86,17 @@ class Pushes:
         return self._thread is None
 
     def wait_until_done(self) -> None:
-        """Wait for all pushes, and say now and then that this is what is waited for."""
+        """Wait for all pushes, and say now and then that this is what is waited for.
+
+        Raises: KeyboardInterrupt; the interpreter will then not wait for them either.
+        """
+        try:
+            self._wait()
+        except KeyboardInterrupt:
+            self._waits_at_exit = False
+            raise
+
+    def _wait(self) -> None:
         start = told = time.monotonic()
         while True:
             with self._lock:
@@ -110,6 +125,24 @@ class Pushes:
             )
         elif error is None and before is not None:
             logger.warning("%s could be pushed to %s again.", name, self.repo_id)
+
+    def _wait_at_exit(self) -> None:
+        """Let an interpreter that ends wait for the pushes, unless somebody has had enough of waiting."""
+        if self._waits_at_exit:
+            return
+        self._waits_at_exit = True
+        reference = weakref.ref(self)
+
+        def wait() -> None:
+            pushes = reference()
+            if pushes is not None and pushes._waits_at_exit:
+                with suppress(KeyboardInterrupt):
+                    pushes.wait_until_done()
+
+        # `atexit` is too late: executors, such as huggingface_hub has, take no more work by then
+        register: Callable[[Callable[[], None]], Any] = getattr(threading, "_register_atexit", atexit.register)
+        with suppress(RuntimeError):  # it is ending already
+            register(wait)
 
     def _work(self) -> None:
         while True:
