@@ -129,6 +129,7 @@ def test_an_interpreter_that_ends_waits_for_a_push(tmp_path: Path) -> None:
         assert "model.safetensors" in hub["team/net"].files
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_push_behind(tmp_path: Path) -> None:
     gate = threading.Event()
     with serving() as hub:

@@ -119,20 +119,20 @@ def amount(dataset: Any) -> str:
 def hyper_parameters(trainer: Trainer) -> str:
     """The arguments that make the result what it is."""
     args, state = trainer.args, trainer.state
-    processes, micro = trainer.world.world_size, state.train_batch_size or args.train_batch_size
-    accumulation = args.train_batch_size * args.gradient_accumulation_steps // micro
-    samples = micro * accumulation * processes
+    processes, micro, accumulation = trainer.world.world_size, args.train_batch_size, args.gradient_accumulation_steps
+    now = state.train_batch_size  # less, where memory ran out
     precision = trainer._plan().precision
     lines = [
         f"learning_rate: {args.learning_rate}",
-        f"samples per update: {samples} = {micro} per device x {accumulation} accumulated x {processes} "
-        + ("process" if processes == 1 else "processes"),
+        f"samples per update: {micro * accumulation * processes} = {micro} per device x {accumulation} accumulated x "
+        + (f"{processes} process" if processes == 1 else f"{processes} processes")
+        + (f", in micro-batches of {now}" if now and now != micro else ""),
         f"per_device_eval_batch_size: {args.per_device_eval_batch_size}",
         f"optimizer: {optimizer(trainer)}",
         f"weight_decay: {args.weight_decay}",
         f"lr_scheduler_type: {args.lr_scheduler_type}, warmup_steps: {args.warmup_steps}"
         + (f", {plain(args.lr_scheduler_kwargs)}" if args.lr_scheduler_kwargs else ""),
-        f"updates: {state.max_steps:,}, epochs: {state.num_train_epochs}",
+        f"updates: {state.max_steps:,}" + (f", epochs: {epochs}" if (epochs := state.num_train_epochs) < 2**31 else ""),
         f"max_grad_norm: {args.max_grad_norm}",
         f"precision: {'float32' if precision == 'full' else 'mixed, ' + precision}",
         f"seed: {args.seed}, data_seed: {args.seed if args.data_seed is None else args.data_seed}",

@@ -97,20 +97,26 @@ class Pushes:
             raise
 
     def _wait(self) -> None:
-        start = told = time.monotonic()
-        while True:
-            with self._lock:
-                thread, current = self._thread, self._current
-            if thread is None:
-                return
-            if told == start:
-                told += 1e-9
-                name = current.name if current is not None else "the last checkpoint"
-                logger.info("Waiting for the push of %s to %s; Ctrl-C leaves without it.", name, self.repo_id)
-            thread.join(0.2 if time.monotonic() - start < 1 else 1.0)
-            if thread.is_alive() and time.monotonic() - told > SECONDS_BETWEEN_WORDS:
-                told = time.monotonic()
-                logger.info("Still pushing to %s, for %.0f seconds now.", self.repo_id, told - start)
+        with self._lock:
+            thread, current = self._thread, self._current
+        if thread is None:
+            return
+        name = current.name if current is not None else "the last checkpoint"
+        logger.info("Waiting for the push of %s to %s; Ctrl-C leaves without it.", name, self.repo_id)
+        start = time.monotonic()
+        while thread is not None:
+            thread.join(SECONDS_BETWEEN_WORDS)
+            if thread.is_alive():
+                seconds = time.monotonic() - start
+                logger.info("Still pushing %s to %s, for %.0f seconds now.", self._names(), self.repo_id, seconds)
+            else:
+                with self._lock:
+                    thread = self._thread
+
+    def _names(self) -> str:
+        with self._lock:
+            pushes = [self._current, *self._waiting]
+        return ", ".join(push.name for push in pushes if push is not None) or "nothing"
 
     def report(self, name: str, error: BaseException | None) -> None:
         """Note how a push ended; say it where that is news."""
