@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
 import threading
 import time
@@ -340,8 +341,8 @@ def test_an_interrupt_while_waiting_leaves(tmp_path: Path, hub: Hub, monkeypatch
 
 
 def test_what_a_killed_run_left_is_cleared(tmp_path: Path, hub: Hub) -> None:
-    left = tmp_path / ".push-99999999-0"
-    (left / "checkpoint").mkdir(parents=True)
+    for name in (".push-99999999-a1_b", f".push-{os.getpid()}-c"):  # in containers every run has the same id
+        (tmp_path / name / "checkpoint").mkdir(parents=True)
     make(tmp_path, hub_model_id="a/b").train()
     assert hidden(tmp_path) == []
 

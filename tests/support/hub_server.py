@@ -137,7 +137,8 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(body)
         repo_id = f"{asked['organization'] or USER}/{asked['name']}"
         status = 409 if repo_id in self.hub.repositories else 200
-        self.hub.repositories.setdefault(repo_id, Repository(asked.get("visibility")))
+        visibility = asked.get("visibility") or ("private" if asked.get("private") else None)  # as of 2.0; before
+        self.hub.repositories.setdefault(repo_id, Repository(visibility))
         self.reply({"url": f"{self.hub.url}/{repo_id}"}, status)
 
     def branch(self, body: bytes, repo_id: str, name: str) -> None:

@@ -6,6 +6,8 @@ import fnmatch
 import os
 import re
 import shutil
+import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 CARD_NAME = "README.md"
 LAST_CHECKPOINT = "last-checkpoint"  # the name in the repository that scripts resume from
 
-_STAGED = re.compile(r"\.push-(\d+)-\d+")
+PUSHING_THREAD = "paceline-push"  # the name of each thread that pushes
+
+_STAGED = re.compile(r"\.push-(\d+)-\w+")
 # of a checkpoint, what only a resume reads
 _RESUME_FILES = (
     files.OPTIMIZER_NAME,
@@ -73,9 +77,9 @@ class Staged:
     output_dir: Path
 
     @classmethod
-    def take(cls, checkpoint: Path, output_dir: Path, number: int) -> Staged:
+    def take(cls, checkpoint: Path, output_dir: Path) -> Staged:
         """Link the files of a published checkpoint. Raises: OSError."""
-        staged = cls(output_dir / f".push-{os.getpid()}-{number}", output_dir)
+        staged = cls(Path(tempfile.mkdtemp(prefix=f".push-{os.getpid()}-", dir=output_dir)), output_dir)
         try:
             shutil.copytree(checkpoint, staged.folder / "checkpoint", copy_function=_link)
         except BaseException:
@@ -120,8 +124,10 @@ def clear_staged(output_dir: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
+    if pid == os.getpid():  # in a container, every run's
+        return any(thread.name == PUSHING_THREAD for thread in threading.enumerate())
     if os.name != "posix":
-        return pid == os.getpid()  # where asking for another could end it
+        return False  # asking could end it
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -152,7 +152,7 @@ def push_checkpoint(trainer: Trainer, folder: Path) -> None:
     fire_push_begin(trainer)
     try:
         trainer.create_model_card(**with_model_tags(trainer, {"model_name": model_name(trainer)}))
-        staged = Staged.take(folder, output_of(trainer), pushes.num_started)
+        staged = Staged.take(folder, output_of(trainer))
     except Exception as error:  # a card, an own one perhaps, is no reason to stop
         pushes.report(folder.name, error)
         return

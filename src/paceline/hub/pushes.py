@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.hub.contents import PUSHING_THREAD
 from paceline.hub.repository import in_words
 
 logger = logging.getLogger(__name__)
@@ -47,13 +48,11 @@ class Pushes:
         repo_id: where they go, for the words.
 
     Attributes:
-        num_started: pushes asked for so far.
         failure: of the last push that ended, if it failed.
     """
 
     def __init__(self, repo_id: str) -> None:
         self.repo_id = repo_id
-        self.num_started = 0
         self.failure: BaseException | None = None
         self._lock = threading.Lock()
         self._waiting: deque[Push] = deque()
@@ -65,14 +64,13 @@ class Pushes:
         """Do a push as soon as those before it have ended."""
         skipped: list[Push] = []
         with self._lock:
-            self.num_started += 1
             if push.can_be_skipped:
                 skipped = [other for other in self._waiting if other.can_be_skipped]
                 self._waiting = deque(other for other in self._waiting if not other.can_be_skipped)
             self._waiting.append(push)
             if self._thread is None:
                 # a daemon, which Ctrl-C can leave behind: half a commit is no commit
-                self._thread = threading.Thread(target=self._work, name="paceline-push", daemon=True)
+                self._thread = threading.Thread(target=self._work, name=PUSHING_THREAD, daemon=True)
                 self._thread.start()
         self._wait_at_exit()
         for other in skipped:
