@@ -23,8 +23,6 @@ def test_those_that_must_are_done_in_order_and_of_the_others_the_newest(can_be_s
     gate, done, dropped = threading.Event(), [], []
     pushes = Pushes("a/b")
     pushes.start(Push("first", lambda: gate.wait(30)))
-    while pushes._current is None:
-        pass
     results = [
         pushes.start(Push(str(i), lambda i=i: done.append(i), lambda i=i: dropped.append(i), skipped))  # type: ignore[misc]
         for i, skipped in enumerate(can_be_skipped)

@@ -67,10 +67,12 @@ class Pushes:
             if push.can_be_skipped:
                 skipped = [other for other in self._waiting if other.can_be_skipped]
                 self._waiting = deque(other for other in self._waiting if not other.can_be_skipped)
-            self._waiting.append(push)
-            if self._thread is None:
+            if self._thread is not None:
+                self._waiting.append(push)
+            else:
+                self._current = push
                 # a daemon, which Ctrl-C can leave behind: half a commit is no commit
-                self._thread = threading.Thread(target=self._work, name=PUSHING_THREAD, daemon=True)
+                self._thread = threading.Thread(target=self._work, args=(push,), name=PUSHING_THREAD, daemon=True)
                 self._thread.start()
         self._wait_at_exit()
         for other in skipped:
@@ -148,13 +150,9 @@ class Pushes:
         with suppress(RuntimeError):  # it is ending already
             register(wait)
 
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._current = self._thread = None
-                    return
-                push = self._current = self._waiting.popleft()
+    def _work(self, first: Push) -> None:
+        push: Push | None = first
+        while push is not None:
             error: BaseException | None = None
             answer = None
             try:
@@ -167,3 +165,7 @@ class Pushes:
                 push.result.set_result(answer)
             else:
                 push.result.set_exception(error)
+            with self._lock:
+                push = self._current = self._waiting.popleft() if self._waiting else None
+                if push is None:
+                    self._thread = None
