@@ -25,20 +25,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HUB = "nothing is pushed from here in this version"
 LOOP = "override training_step, compute_loss, get_batch_samples or log, or use a TrainerCallback"
 FILES = "override _save_checkpoint, _save or _load_from_checkpoint"
 # methods of the reference (4.57 and 5.x) that no run of paceline calls -> what serves instead
 UNCALLED: dict[str, str] = {
     "_activate_neftune": "set neftune_noise_alpha",
-    "_add_sm_patterns_to_gitignore": HUB,
+    "_add_sm_patterns_to_gitignore": "override create_model_card, or push_to_hub",
     "_build_accelerator_args": "the device and precision follow from TrainingArguments",
     "_clip_grad_norm": "set max_grad_norm, or use on_pre_optimizer_step",
     "_deactivate_neftune": "set neftune_noise_alpha",
     "_defer_fsdp_gradient_reduction": LOOP,
     "_determine_best_metric": "override evaluate, or set metric_for_best_model",
     "_finalize_training": "use on_train_end",
-    "_finish_current_push": HUB,
     "_fsdp_qlora_plugin_updates": LOOP,
     "_gather_and_numpify": "override evaluation_loop",
     "_get_grad_norm": "use on_pre_optimizer_step",
@@ -55,7 +53,6 @@ UNCALLED: dict[str, str] = {
     "_pad_across_processes": "override prediction_step or evaluation_loop",
     "_prepare_context_parallel_inputs": "override _prepare_inputs",
     "_prepare_for_training": "override create_optimizer_and_scheduler, or use on_train_begin",
-    "_push_from_checkpoint": HUB,
     "_report_to_hp_search": "use on_evaluate",
     "_rotate_checkpoints": "set save_total_limit",
     "_run_epoch": LOOP,
@@ -178,6 +175,4 @@ def meet_subclass(trainer: Trainer) -> None:
         if cls.__module__.startswith("paceline."):
             continue
         for name in UNCALLED.keys() & vars(cls).keys():
-            if UNCALLED[name] == HUB and not trainer.args.push_to_hub:
-                continue
             logger.warning("%s.%s is never called by paceline: %s.", cls.__qualname__, name, UNCALLED[name])

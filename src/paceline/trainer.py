@@ -51,6 +51,8 @@ from paceline.distributed.random import preserved_rng, set_seed
 from paceline.distributed.strategy import choose_strategy
 from paceline.distributed.world import current_world
 from paceline.evaluation import in_evaluation_mode, predict_batch, run_evaluation, timed_metrics, warn_of_gaps
+from paceline.hub import publishing
+from paceline.hub.card import CardOptions, write_card
 from paceline.model.factory import check_model, make_model
 from paceline.model.loss import LabelSmoother, LossRule
 from paceline.model.objective import adapted
@@ -148,6 +150,7 @@ class Trainer(ForSubclasses):
         if self.args.should_save:
             make_output_folder(self._get_output_dir(None))
         meet_subclass(self)
+        publishing.prepare(self)
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
     # ---- what the constructor does
@@ -534,9 +537,11 @@ class Trainer(ForSubclasses):
     # ---- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, and the processing class beside it, so that it can be loaded again."""
+        """Save the model, and the processing class beside it, so that it can be loaded again; pushed if so asked."""
         if self.args.should_save:
             self._save(self._get_output_dir(None) if output_dir is None else output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            publishing.push_saved_model(self)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Tensor] | None = None) -> None:
         folder = Path(self._get_output_dir(None) if output_dir is None else output_dir)
@@ -644,9 +649,75 @@ class Trainer(ForSubclasses):
             "with `model_init=`, or drive it from optuna directly."
         )
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Not in this version."""
-        raise NotImplementedError(
-            "push_to_hub is not in this version of paceline: save_model() writes a folder that "
-            "`huggingface_hub.upload_folder` uploads as it is."
+    # ---- the hub
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository that `hub_model_id` names, where there is none; `self.hub_model_id` is then its full id.
+
+        Raises: HubError, when that fails; the message says what to do.
+        """
+        publishing.init_repository(self, token, private)
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Write `README.md` into the output folder: data, hyper-parameters, results and versions of the run.
+
+        Args:
+            language, license, tags: metadata of the hub.
+            model_name: the title; None: the name of the output folder.
+            finetuned_from: the id of the model that training started from; None: as the model's config says.
+            tasks: ids of the hub such as "text-classification"; None: read off the model's class.
+            dataset_tags: ids of data sets of the hub.
+            dataset, dataset_args: names of the data, and what they were loaded with.
+        """
+        options = CardOptions(
+            language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args
         )
+        write_card(self, options)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model and its card, and upload the output folder without its checkpoints in one commit.
+
+        Args:
+            commit_message: of the commit.
+            blocking: wait for it; False: behind what comes next, which must leave the folder as it is until then.
+            token, revision, private: instead of hub_token, hub_revision and hub_private_repo.
+            kwargs: for `create_model_card`.
+
+        Returns: huggingface_hub's CommitInfo, or a Future of it; None on other processes than the first.
+        """
+        return publishing.push_to_hub(
+            self,
+            commit_message,
+            is_blocking=blocking,
+            token=token,
+            revision=revision,
+            private=private,
+            card=kwargs,
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push what a published checkpoint holds, as `hub_strategy` says."""
+        publishing.push_checkpoint(self, Path(checkpoint_folder))
+
+    def _finish_current_push(self) -> None:
+        """Wait for the pushes under way."""
+        publishing.finish_push(self)

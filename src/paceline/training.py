@@ -37,6 +37,7 @@ from paceline.distributed.precision import make_precision
 from paceline.distributed.random import enable_full_determinism, restore_rng, set_seed
 from paceline.distributed.strategy import choose_strategy
 from paceline.engine import TorchEngine
+from paceline.hub.publishing import finished_pushes
 from paceline.model.objective import adapted
 from paceline.model.prepare import prepare_model
 from paceline.optim.modes import switch_optimizer
@@ -111,7 +112,7 @@ def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: 
     trainer.state = begin_state(trainer, plan, checkpoint, trial)
     if checkpoint is not None:
         plan = restore_position(trainer, feed, plan, checkpoint)
-    with edited_model(trainer), StopSignals(args.stop_signals) as signals:
+    with finished_pushes(trainer), edited_model(trainer), StopSignals(args.stop_signals) as signals:
         prepare(trainer, plan)
         run = Run(plan, feed, make_engine(trainer, plan), signals, trial, ignore_keys)
         trainer.callback_handler.train_dataloader = loader

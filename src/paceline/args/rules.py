@@ -188,7 +188,6 @@ def is_default(*accepted: Any) -> Callable[[Any], bool]:
 
 
 ONE_PROCESS = "this version trains on one process without sharding; leave it out"
-NO_HUB = "this version does not push; leave it out and upload the output folder with huggingface_hub"
 NO_TRACKIO = "the Trackio reporter is not here yet; leave it out and use report_to='tensorboard', 'jsonl' or 'csv'"
 # name: (whether the value asks for nothing, what to do instead)
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -196,12 +195,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fsdp_config": (is_off, ONE_PROCESS),
     "deepspeed": (is_off, ONE_PROCESS),
     "parallelism_config": (is_off, ONE_PROCESS),
-    "push_to_hub": (is_off, NO_HUB),
-    "hub_model_id": (is_off, NO_HUB),
-    "hub_strategy": (is_default("every_save"), NO_HUB),
-    "hub_always_push": (is_off, NO_HUB),
-    "hub_private_repo": (is_off, NO_HUB),
-    "hub_revision": (is_off, NO_HUB),
     "project": (is_default("huggingface"), NO_TRACKIO),
     "trackio_space_id": (is_default(None, "trackio"), NO_TRACKIO),
     "trackio_bucket_id": (is_off, NO_TRACKIO),

@@ -283,8 +283,10 @@ class HubSection:
     hub_strategy: HubStrategy | str = option(
         HubStrategy.EVERY_SAVE, "What is pushed: 'end', 'every_save', 'checkpoint', 'all_checkpoints'."
     )
-    hub_always_push: bool = option(False, "Push even where the push before has not finished.")
-    hub_revision: str | None = option(None, "Branch, tag or commit of the hub repository to push to.")
+    hub_always_push: bool = option(
+        False, "Push every checkpoint; else the newest takes the place of those that wait for a push."
+    )
+    hub_revision: str | None = option(None, "Branch of the hub repository to push to; made where it is not there.")
 
 
 @dataclass(init=False, repr=False, eq=False)
