@@ -51,6 +51,7 @@ test-slow:
 docs:
 	@$(SETUP) --extras dev
 	@$(VENV)/python tools/docs.py
+	@$(VENV)/python tools/parity_page.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
