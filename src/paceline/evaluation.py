@@ -239,8 +239,9 @@ class EvaluationLoop:
             return
         if self.metric is not None:
             rows = {name: to_host(value) for name, value in rows.items()}
-        one_per_sample = {name: with_rows(rows[name], size) for name in ("predictions", "losses") if name in rows}
-        prediction = make_prediction({**rows, **one_per_sample})
+        for name in {"predictions", "losses"} & rows.keys():
+            rows[name] = with_rows(rows[name], size)
+        prediction = make_prediction(rows)
         if self.metric is not None:
             self.metric.update(prediction)
         elif self.compute_metrics is not None:
