@@ -37,6 +37,7 @@ from paceline.distributed.precision import make_precision
 from paceline.distributed.random import enable_full_determinism, restore_rng, set_seed
 from paceline.distributed.strategy import choose_strategy
 from paceline.engine import TorchEngine
+from paceline.model.factory import check_trainable
 from paceline.model.objective import adapted
 from paceline.model.prepare import prepare_model
 from paceline.optim.modes import switch_optimizer
@@ -161,6 +162,7 @@ def start(trainer: Trainer, trial: Any) -> None:
         trainer.model = trainer.call_model_init(trial)
         trainer.optimizer, trainer.lr_scheduler = None, None
         trainer.place_model()
+    check_trainable(trainer.model)
 
 
 def seed_everything(args: Any) -> None:
