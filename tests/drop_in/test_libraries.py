@@ -99,8 +99,8 @@ def test_a_job_gives_the_same_numbers_and_files(name: str, tmp_path: Path) -> No
     more = {Path(file).name for file in files(tmp_path / "ours") - files(tmp_path / "theirs")}
     assert more == {"manifest.json", "progress.json", "journal.bin", "run.json"}
     assert same_weights(tmp_path / "theirs", tmp_path / "ours")
-    if "gap" in ours:  # between the model that was trained and its adapter, loaded again
-        assert ours["gap"] < 1e-5
+    assert ("gap" in ours) == ("peft" in packages)  # between the model that was trained and its adapter, loaded again
+    assert ours.get("gap", 0.0) < 1e-5
 
 
 def same_weights(theirs: Path, ours: Path) -> bool:
@@ -136,7 +136,11 @@ def test_a_job_that_was_killed_goes_on_exactly(name: str, tmp_path: Path) -> Non
     run((*script, "kill"), tmp_path / "parts", with_paceline=True, status=9)
     assert not (tmp_path / "parts" / "checkpoint-8").exists()
     parts = run((*script, "resume"), tmp_path / "parts", with_paceline=True)
-    assert [numbers(row) for row in parts["rows"][:-1]] == [numbers(row) for row in whole["rows"][:-1]]
+    rows = [[numbers(row) for row in result["rows"][:-1]] for result in (parts, whole)]
+    for row in (*rows[0], *rows[1]):  # TRL counts tokens from the start of the process, wherever it resumes
+        row.pop("num_tokens", None)
+        row.pop("eval_num_tokens", None)
+    assert rows[0] == rows[1]
     found = sorted(file for file in files(tmp_path / "whole") if file.endswith(".safetensors"))
     assert any("checkpoint-8" in file for file in found)
     for file in found:

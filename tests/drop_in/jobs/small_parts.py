@@ -105,8 +105,20 @@ def train(trainer) -> None:
     trainer.train(resume_from_checkpoint=True if "resume" in sys.argv else None)
 
 
+def adapter_gap(trained) -> float:
+    """The most by which logits differ between a model with an adapter and its last checkpoint, loaded by PEFT."""
+    from peft import PeftModel
+
+    inputs = torch.tensor([tokenizer()("the cat sees a big red house")["input_ids"]])
+    loaded = PeftModel.from_pretrained(causal(), f"{out()}/checkpoint-8").eval()
+    with torch.no_grad():
+        return (loaded(input_ids=inputs).logits - trained.eval()(input_ids=inputs).logits).abs().max().item()
+
+
 def finish(trainer, **more) -> None:
-    """Write down the rows that were logged, and whose Trainer it was."""
+    """Write down the rows that were logged, and whose Trainer it was; of an adapter, whether it can be loaded."""
+    if hasattr(trainer.model, "peft_config"):
+        more["gap"] = adapter_gap(trainer.model)
     bases = [kind.__module__ for kind in type(trainer).__mro__ if kind.__name__ == "Trainer"]
     result = {"rows": trainer.state.log_history, "trainers": bases, **more}
     Path(out(), "result.json").write_text(json.dumps(result, default=float))
