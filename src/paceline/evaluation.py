@@ -231,11 +231,17 @@ class EvaluationLoop:
         self._seen = outputs
 
     def _stream(self, rows: dict[str, Any], size: int, is_last: bool) -> None:
-        """Give one batch to the metrics, as arrays on the host. A batch without labels has none to give."""
+        """Give one batch to the metrics. A batch without labels has none to give.
+
+        A `StreamingMetric` gets arrays on the host, a function the tensors where they are: as the reference has it.
+        """
         if rows["predictions"] is None or rows["labels"] is None:
             return
-        arrays = {name: to_host(value) for name, value in rows.items()}
-        prediction = make_prediction({**arrays, "predictions": with_rows(arrays["predictions"], size)})
+        if self.metric is not None:
+            rows = {name: to_host(value) for name, value in rows.items()}
+        for name in {"predictions", "losses"} & rows.keys():
+            rows[name] = with_rows(rows[name], size)
+        prediction = make_prediction(rows)
         if self.metric is not None:
             self.metric.update(prediction)
         elif self.compute_metrics is not None:

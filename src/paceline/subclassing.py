@@ -18,6 +18,7 @@ from paceline.model.compilation import compile_model
 
 if TYPE_CHECKING:
     from paceline.args.training import TrainingArguments
+    from paceline.core.state import TrainerState
     from paceline.model.objective import Objective
     from paceline.model.signature import ForwardSignature
     from paceline.trainer import Trainer
@@ -82,6 +83,7 @@ class ForSubclasses:
         hp_name, hp_search_backend: of a hyper-parameter search.
     """
 
+    _total_loss_scalar = 0.0  # an own `_maybe_log_save_evaluate` adds to it; nothing here reads it
     is_deepspeed_enabled = False
     is_fsdp_enabled = False
     is_fsdp_xla_enabled = False
@@ -92,6 +94,7 @@ class ForSubclasses:
     hp_name: Any = None
     hp_search_backend: Any = None
     args: TrainingArguments
+    state: TrainerState
     signature: ForwardSignature
     objective: Objective
     run: Run | None
@@ -147,6 +150,26 @@ class ForSubclasses:
     def _train_batch_size(self) -> int:
         """Samples of a micro-batch on this process; smaller after an out-of-memory, where that is allowed."""
         return self.run.plan.micro_batch_size if self.run is not None else self.args.train_batch_size
+
+    @property
+    def _globalstep_last_logged(self) -> int:
+        """The step of the last row of losses; an own `_maybe_log_save_evaluate` sets it where it has logged one."""
+        loop = self.run.loop if self.run is not None else None
+        return self.state.global_step - (loop.unlogged.num_updates if loop is not None else 0)
+
+    @_globalstep_last_logged.setter
+    def _globalstep_last_logged(self, value: int) -> None:
+        if self.run is not None and self.run.loop is not None:
+            self.run.loop.summarise()
+
+    def _get_learning_rate(self) -> float:
+        """The learning rate of the first parameter group. For subclasses: no run asks it."""
+        return float(cast("Trainer", self).get_learning_rates()[0])
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
+        """Note the best metric, and return whether it is this one. For subclasses: a run decides by itself."""
+        loop = self.run.loop if self.run is not None else None
+        return loop.note_best(metrics) if loop is not None else False
 
     def get_sp_size(self) -> int:
         """Processes that share a sequence."""

@@ -443,7 +443,7 @@ class Trainer(ForSubclasses):
         start_time: float | None,
         learning_rate: float | None = None,
     ) -> None:
-        """Do what is due now."""
+        """Do what is due now. An own one that logs by itself is given the sum of the losses that no row has yet."""
         assert self.run is not None
         assert self.run.loop is not None
         self.run.loop.log_evaluate_save()

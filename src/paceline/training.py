@@ -23,7 +23,7 @@ from paceline.checkpoint import files
 from paceline.checkpoint.plausible import blame
 from paceline.core import folders
 from paceline.core.contracts import Hooks
-from paceline.core.journal import JOURNAL_FILE, UpdateRow, append_rows, truncate
+from paceline.core.journal import JOURNAL_FILE, NOT_COMPUTED, UpdateRow, append_rows, truncate
 from paceline.core.loop import Loop
 from paceline.core.metrics import best_metric_value, speed_metrics
 from paceline.core.outbox import Outbox
@@ -38,6 +38,7 @@ from paceline.distributed.random import enable_full_determinism, restore_rng, se
 from paceline.distributed.strategy import choose_strategy
 from paceline.engine import TorchEngine
 from paceline.hub.publishing import finished_pushes
+from paceline.model.factory import check_trainable
 from paceline.model.objective import adapted
 from paceline.model.prepare import prepare_model
 from paceline.optim.modes import switch_optimizer
@@ -162,6 +163,7 @@ def start(trainer: Trainer, trial: Any) -> None:
         trainer.model = trainer.call_model_init(trial)
         trainer.optimizer, trainer.lr_scheduler = None, None
         trainer.place_model()
+    check_trainable(trainer.model)
 
 
 def seed_everything(args: Any) -> None:
@@ -292,17 +294,27 @@ def make_engine(trainer: Trainer, plan: Plan) -> TorchEngine:
 def bind_hooks(trainer: Trainer, run: Run) -> Hooks:
     """What the loop calls back on this Trainer."""
 
+    is_own = not type(trainer)._maybe_log_save_evaluate.__module__.startswith("paceline.")
+
     def act() -> None:
+        loop = run.loop
+        assert loop is not None
+        if is_own and (bad := loop.collect()) is not None:  # an own one may log by itself: what it is given is read
+            loop.rewind(bad)
+            return
+        past = loop.unlogged
         trainer._maybe_log_save_evaluate(
-            run.engine.log.contributions,
-            run.engine.log.norms[-1] if run.engine.log.norms else None,
+            torch.tensor(past.loss_sum, dtype=torch.float64),
+            past.grad_norm if past.grad_norm != NOT_COMPUTED else None,
             trainer.model_wrapped,
             run.trial,
             trainer.state.epoch,
             run.ignore_keys,
-            run.loop.start_time if run.loop is not None else None,
-            learning_rate=run.engine.log.rates[-1] if run.engine.log.rates else None,
+            loop.start_time,
+            learning_rate=past.learning_rate,
         )
+        if is_own:
+            trainer._share_control()
 
     def evaluate(skip_scheduler: bool) -> dict[str, float]:
         return trainer._evaluate(run.trial, run.ignore_keys, skip_scheduler=skip_scheduler)

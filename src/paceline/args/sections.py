@@ -246,7 +246,9 @@ class MetricSection:
         list, "What compute_metrics gets beside predictions and labels: 'inputs', 'loss'.", METRIC_INPUTS
     )
     batch_eval_metrics: bool = option(
-        False, "Call compute_metrics on each batch, and at the last one with compute_result=True: flat memory."
+        False,
+        "Call compute_metrics on each batch, given as tensors, and at the last one with compute_result=True: flat "
+        "memory.",
     )
 
 
