@@ -154,9 +154,9 @@ def check_switches(options: Options) -> None:
             f"keep_best_metric={options.keep_best_metric!r} says what keep_best goes by: set keep_best to a number of "
             "checkpoints, or leave it out."
         )
-    if options.optim_target_modules and not str(options.optim).startswith(("galore", "apollo")):
+    if options.optim_target_modules and not str(options.optim).startswith(("galore", "apollo", "muon")):
         raise ValueError(
-            f"optim_target_modules={options.optim_target_modules!r} is read by the GaLore and APOLLO optimizers only, "
+            f"optim_target_modules={options.optim_target_modules!r} is read by GaLore, APOLLO and Muon only, "
             f"not by optim='{options.optim}': leave it out, or freeze parameters with requires_grad_(False)."
         )
 

@@ -94,7 +94,7 @@ class OptimSection:
     adam_beta2: float = option(0.999, "Decay of the running mean of squared gradients, for the Adam family.")
     adam_epsilon: float = option(1e-8, "Term that keeps the Adam family's denominator away from zero.")
     optim_target_modules: None | str | list[str] = option(  # noqa: RUF036  transformers' parser takes the 2nd member.
-        None, "Modules whose weights a low-rank optimizer (GaLore, APOLLO) projects: a list of names, or one regex."
+        None, "Modules whose weights GaLore or APOLLO projects (or Muon gets): parts of names, one regex, or 'all-linear'."
     )
 
 

@@ -45,6 +45,7 @@ class SingleDevice:
         self._model: nn.Module | None = None
         self._held: list[Tensor] = []  # by the optimizer, when that list was made
         self._num_alike = -1  # gradients that were found to be alike; -1: none were
+        self._fused_backward: Callable[[Tensor, Any], None] | None = None  # of an optimizer that steps inside it
         # the batch, its tensors on the device; on a CPU one call, since this is on the path of every step
         self.place: Callable[[Any], Any] = partial(move_to_device, device=self.device, non_blocking=True)
         if self.device.type != "cpu":
@@ -57,6 +58,7 @@ class SingleDevice:
         self.optimizer = make_optimizer(model) if make_optimizer is not None else None
         if self.optimizer is not None:
             self._follow(self.optimizer)
+            self._fused_backward = getattr(self.optimizer, "fused_backward", None)
         return Prepared(model, self.optimizer)
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -71,6 +73,9 @@ class SingleDevice:
         """Accumulate the gradients of `loss`. What the optimizer was given since the last time starts without one."""
         if self.optimizer is not None:
             self._follow(self.optimizer, clears=True)
+            if self._fused_backward is not None:
+                self._fused_backward(loss, self.optimizer.param_groups[0]["lr"])
+                return
         if self.precision.scales:
             loss = self.precision.scale(loss)
         loss.backward()  # type: ignore[no-untyped-call]
