@@ -77,11 +77,13 @@ def matches(module_name: str, targets: str | Sequence[str]) -> bool:
     """Whether `optim_target_modules` names this module.
 
     "all-linear" names every `nn.Linear`; another string is a regular expression for the whole name; in a list, each
-    entry is a part of the name (as in "attn") or a regular expression for the whole name.
+    entry is the last parts of the name (as in "attn.q_proj") or a regular expression for the whole name.
     """
     if isinstance(targets, str):
         return is_all_linear(targets) or re.fullmatch(targets, module_name) is not None
-    return any(target in module_name or re.fullmatch(target, module_name) is not None for target in targets)
+    return any(
+        f".{module_name}".endswith(f".{target}") or re.fullmatch(target, module_name) is not None for target in targets
+    )
 
 
 def is_all_linear(targets: str | Sequence[str]) -> bool:

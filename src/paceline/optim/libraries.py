@@ -44,6 +44,17 @@ CHOICES = {
     "scale_type": ("channel", "tensor"),
 }
 _MOMENT_TYPES = ("momentum_dtype", "variance_dtype", "compensation_buffer_dtype")
+EXTRA_OF = {
+    "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao",
+    "galore-torch": "galore",
+    "apollo-torch": "apollo",
+    "lomo-optim": "lomo",
+    "grokadamw": "grokadamw",
+    "schedulefree": "schedulefree",
+    "torch-optimi": "optimi",
+}
+"""Package -> the extra of paceline that installs it. The others come with their device, or must be built."""
 
 
 # ---- classes
@@ -64,8 +75,7 @@ def load_torchao(name: str) -> Any:
 
 
 def load_galore(name: str) -> Any:
-    """A class of galore-torch. The package imports bitsandbytes too, whichever class is used."""
-    require("bitsandbytes", "bitsandbytes")
+    """A class of galore-torch."""
     module = require("galore_torch", "galore")
     mixins = (WithoutUpdateNorm, ExactState) if name.endswith("8bit") else (ExactState,)
     projector = require("galore_torch.galore_projector", "galore").GaLoreProjector

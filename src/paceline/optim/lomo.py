@@ -46,14 +46,17 @@ class LomoState(_Base):
     """
 
     _is_stepping = False
+    if TYPE_CHECKING:
+        clip_grad_norm: float | None
+        grad_norm: Callable[[Tensor], None]
 
     def __init__(self, model: nn.Module, **settings: Any) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dtype == torch.float16:
-                raise ValueError(f"optim='lomo' and 'adalomo': {name} is float16; load the model in bfloat16 or float32")
+                raise ValueError(f"optim='lomo', 'adalomo': {name} is float16; load the model in bfloat16 or float32")
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         with OnDevice(device):
-            super().__init__(model, **settings)
+            super().__init__(model, **settings)  # type: ignore[arg-type]
 
     def fuse_update(self) -> Callable[[Any], Any]:
         """The package's hook, silent outside of `fused_backward`."""

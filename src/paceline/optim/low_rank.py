@@ -12,9 +12,7 @@ from paceline.optim.layerwise import LayerwiseOptimizer
 
 logger = logging.getLogger(__name__)
 
-HOW = (
-    "a list of parts of module names such as ['attn', 'mlp'], a regular expression for whole names, or 'all-linear'"
-)
+HOW = "a list of parts of module names such as ['attn', 'mlp'], a regular expression for whole names, or 'all-linear'"
 
 
 def low_rank_groups(model: nn.Module, args: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -30,7 +28,8 @@ def low_rank_groups(model: nn.Module, args: Any, options: dict[str, Any]) -> lis
         TypeError: `optim_target_modules` is of another type.
     """
     targets = find_targets(model, args)
-    projected, others = [], []
+    projected: list[tuple[str, nn.Parameter]] = []
+    others: list[tuple[str, nn.Parameter]] = []
     decayed = set(decay_parameter_names(model)) if args.weight_decay else set()
     for name, parameter in model.named_parameters():
         (projected if name in targets else others).append((name, parameter))
@@ -51,12 +50,15 @@ def find_targets(model: nn.Module, args: Any) -> set[str]:
     """Names of the weights that are projected; see `low_rank_groups`."""
     targets = args.optim_target_modules
     if not targets:
-        raise ValueError(f"optim={str(args.optim)!r} projects the weights of some layers: set optim_target_modules to {HOW}.")
+        raise ValueError(
+            f"optim={str(args.optim)!r} projects the weights of some layers: set optim_target_modules to {HOW}."
+        )
     if not isinstance(targets, (str, list, tuple)):
         raise TypeError(f"optim_target_modules={targets!r} must be {HOW}.")
     found = set()
     for name, module in model.named_modules():
-        if not matches(name, targets):
+        # in a list, "attn" means "self_attn.q_proj" too: so it does in transformers, whose users write it that way
+        if not matches(name, targets) and not (not isinstance(targets, str) and any(part in name for part in targets)):
             continue
         if isinstance(module, nn.Linear):
             found.add(f"{name}.weight" if name else "weight")

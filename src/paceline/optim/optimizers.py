@@ -49,7 +49,10 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "rmsprop": OptimizerEntry(lambda: torch.optim.RMSprop),
     "adafactor": OptimizerEntry(lambda: Adafactor, lambda args: {"scale_parameter": False, "relative_step": False}),
     "muon": OptimizerEntry(
-        lambda: MuonWithAdamW, adam_settings, targets=True, note="needs torch 2.9; `optim_target_modules` may be left out"
+        lambda: MuonWithAdamW,
+        adam_settings,
+        targets=True,
+        note="needs torch 2.9; `optim_target_modules` may be left out",
     ),
     **FROM_LIBRARIES,
 }
@@ -130,8 +133,8 @@ def _check_device(name: str, entry: OptimizerEntry, model: nn.Module | None) -> 
     device = next((parameter.device.type for parameter in model.parameters()), None) if model is not None else None
     if entry.devices and device is not None and device not in entry.devices:
         raise ValueError(
-            f"optim={name!r} runs on {' or '.join(sorted(entry.devices))} only, and the model is on {device!r}: move the "
-            f"training there, or choose another optimizer, such as 'adamw_torch_fused'"
+            f"optim={name!r} runs on {' or '.join(sorted(entry.devices))} only, and the model is on {device!r}: "
+            "train there, or choose another optimizer, such as 'adamw_torch_fused'"
         )
 
 

@@ -1,0 +1,264 @@
+"""Optimizers of other packages, the packages as released: they learn, they resume bit for bit, they are set up as in
+transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import losses, make_trainer, weights
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline import TrainerCallback, TrainingArguments
+from paceline.checkpoint.tensors import load_tensors
+from paceline.core.optional import is_installed
+from paceline.optim.layerwise import LayerwiseOptimizer
+from paceline.optim.optimizers import OPTIMIZERS, resolve_optimizer
+from paceline.optim.states import ExactState
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU"),
+    pytest.mark.filterwarnings("ignore:OptimState.* does not implement _stable_hash_for_caching"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),  # inside torch.compile
+    pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast"),  # galore-torch and grokadamw, when imported
+]
+
+MODULES = {
+    "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao",
+    "galore-torch": "galore_torch",
+    "apollo-torch": "apollo_torch",
+    "lomo-optim": "lomo_optim",
+    "grokadamw": "grokadamw",
+    "schedulefree": "schedulefree",
+    "torch-optimi": "optimi",
+}
+ON_CPU = [name for name, entry in OPTIMIZERS.items() if entry.package in MODULES and not entry.devices]
+IN_TRANSFORMERS = [name for name, entry in OPTIMIZERS.items() if entry.package in MODULES]
+LAYERWISE = [name for name in ON_CPU if name.endswith("layerwise")]
+# an option of each of these that transformers leaves at a default with a warning, or gets wrong
+OWN_SETTINGS = {"no_deprecation_warning", "triton"}
+
+
+def needs(name: str) -> None:
+    package = OPTIMIZERS[name].package
+    if not is_installed(MODULES[package]):
+        pytest.skip(f"needs the optimizers extra: {package}")
+    if name.startswith("galore"):
+        needs("adamw_8bit")
+
+
+class Words(nn.Module):
+    """Two words in, one of four classes out. The weights are large enough for 8-bit states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(64, 64)
+        self.first = nn.Linear(128, 64)
+        self.norm = nn.LayerNorm(64)
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.drop(torch.tanh(self.norm(self.first(self.embedding(words).flatten(1))))))
+        return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def samples(number: int = 24) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(0, 64, (number, 2), generator=generator)
+    return [{"words": pair, "labels": pair.sum() % 4} for pair in words]
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+def options_for(name: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"optim": name, "learning_rate": 3e-3}
+    if OPTIMIZERS[name].targets:
+        options.update(optim_target_modules=["first"], optim_args="rank=4,update_proj_gap=2")
+    if name in ("lomo", "schedule_free_sgd"):
+        options["learning_rate"] = 0.3
+    if name == "adalomo":
+        options["learning_rate"] = 0.05
+    if name.startswith("schedule_free"):
+        options.update(lr_scheduler_type="constant", warmup_steps=2)
+    if name.endswith("layerwise") or "lomo" in name:
+        options["max_grad_norm"] = 0
+    return options
+
+
+def go(folder: Path, *, stop: int | None = None, resume: bool = False, **options: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "callbacks": [StopAt(stop)] if stop else None,
+        "optim_target_modules": None,
+    }
+    trainer = make_trainer(folder, options.pop("model", None) or Words(), samples(), **{**defaults, **options})
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def loss_of(model: nn.Module) -> float:
+    data = samples()
+    model.eval()
+    with torch.no_grad():
+        batch = {key: torch.stack([sample[key] for sample in data]) for key in data[0]}
+        return float(model(**batch)["loss"])
+
+
+def check(folder: Path, **options: Any) -> Any:
+    whole = go(folder / "whole", **{**options, "save_strategy": "no"})
+    go(folder / "parts", stop=3, **options)
+    parts = go(folder / "parts", resume=True, **options)
+    assert whole.state.global_step == parts.state.global_step == 6
+    assert torch.equal(weights(whole.model), weights(parts.model))
+    assert losses(whole) == losses(parts)
+    assert loss_of(whole.model) < loss_of(Words())
+    return whole, parts
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_it_learns_and_resumes_bit_for_bit(tmp_path: Path, name: str) -> None:
+    needs(name)
+    check(tmp_path, **options_for(name))
+    saved = load_tensors(tmp_path / "parts" / "checkpoint-3" / "optimizer.pt")
+    assert saved["param_groups"]
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "galore_adamw", "galore_adamw_layerwise", "apollo_adamw", "grokadamw"])
+def test_states_of_16_bit_weights_resume(tmp_path: Path, name: str) -> None:
+    needs(name)
+    options = options_for(name)
+    whole = go(tmp_path / "whole", model=Words().bfloat16(), **{**options, "save_strategy": "no"})
+    go(tmp_path / "parts", stop=3, model=Words().bfloat16(), **options)
+    parts = go(tmp_path / "parts", resume=True, model=Words().bfloat16(), **options)
+    assert torch.equal(weights(whole.model), weights(parts.model))
+
+
+@pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw", "adamw_8bit", "grokadamw", "lion_32bit"])
+def test_weight_decay_is_honoured(tmp_path: Path, name: str) -> None:
+    needs(name)
+    trainer = go(tmp_path, weight_decay=0.5, **{**options_for(name), "max_steps": 1})
+    decays = {
+        parameter: group["weight_decay"] for group in trainer.optimizer.param_groups for parameter in group["params"]
+    }
+    names = dict(trainer.model.named_parameters())
+    assert {name for name, parameter in names.items() if decays[parameter] == 0.5} == {
+        "embedding.weight",
+        "first.weight",
+        "head.weight",
+    }
+
+
+@pytest.mark.parametrize("name", ["schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam"])
+def test_saving_and_evaluating_change_nothing(tmp_path: Path, name: str) -> None:
+    """Both sets of weights survive: what is saved are the averaged ones, what goes on are the others, to the bit."""
+    needs(name)
+    options = options_for(name)
+    alone = go(tmp_path / "alone", **{**options, "save_strategy": "no"})
+    watched = go(
+        tmp_path / "watched", eval_strategy="steps", eval_steps=1, eval_dataset=samples(8), **{**options, "save_steps": 1}
+    )
+    assert torch.equal(weights(alone.model), weights(watched.model))
+    assert losses(alone) == losses(watched)
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_layerwise_is_the_same_update(tmp_path: Path, name: str) -> None:
+    needs(name)
+    options = options_for(name)
+    layerwise = go(tmp_path / "layerwise", **options)
+    assert isinstance(layerwise.optimizer, LayerwiseOptimizer)
+    if name.startswith("apollo"):
+        return  # each projection is drawn by its place in the optimizer: one of many, or alone
+    together = go(tmp_path / "together", **{**options, "optim": name.removesuffix("_layerwise")})
+    assert torch.allclose(weights(layerwise.model), weights(together.model), atol=1e-6)
+
+
+def test_embeddings_are_in_32_bits(tmp_path: Path) -> None:
+    needs("adamw_8bit")
+    trainer = go(tmp_path, **options_for("adamw_8bit"))
+    state = trainer.optimizer.state
+    assert state[trainer.model.embedding.weight]["state1"].dtype == torch.float32
+    assert state[trainer.model.first.weight]["state1"].dtype == torch.uint8
+
+
+def test_galore_8bit_where_there_is_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """galore-torch waits for CUDA after each parameter: all that a CPU lacks to run it."""
+    needs("galore_adamw_8bit")
+    with pytest.raises(ValueError, match="runs on cuda only"):
+        go(tmp_path / "refused", **options_for("galore_adamw_8bit"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name in ("galore_adamw_8bit", "galore_adamw_8bit_layerwise"):
+        monkeypatch.setattr("paceline.optim.optimizers._check_device", lambda *given: None)
+        check(tmp_path / name, **options_for(name))
+
+
+def test_lomo_clips_with_a_second_backward_pass(tmp_path: Path) -> None:
+    needs("lomo")
+    options = {**options_for("lomo"), "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_steps": 1}
+    trainer = go(tmp_path, optim_args="clip_grad_norm=0.01", **options)
+    moved = torch.linalg.vector_norm(weights(trainer.model) - weights(Words()))
+    assert float(moved) == pytest.approx(0.01, rel=1e-2)
+
+
+def test_lomo_leaves_other_backward_passes_alone(tmp_path: Path) -> None:
+    needs("adalomo")
+    trainer = go(tmp_path, **options_for("adalomo"))
+    before = weights(trainer.model)
+    batch = {key: value[None] for key, value in samples()[0].items()}
+    trainer.model(**batch)["loss"].backward()
+    assert trainer.model.first.weight.grad is not None
+    assert torch.equal(before, weights(trainer.model))
+
+
+@pytest.mark.parametrize("name", IN_TRANSFORMERS)
+@pytest.mark.filterwarnings("ignore:This implementation of AdamW is deprecated")  # theirs
+def test_class_and_settings_are_those_of_transformers(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs(name)
+    import transformers
+
+    options = options_for(name)
+    shared: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, **options}
+    theirs = transformers.TrainingArguments(**shared)
+    model = Words()
+    if name == "galore_adafactor_layerwise":
+        with pytest.raises(ValueError, match="Cannot combine"):  # theirs contradicts itself
+            transformers.Trainer.get_optimizer_cls_and_kwargs(theirs, model)
+        return
+    expected_class, expected = transformers.Trainer.get_optimizer_cls_and_kwargs(theirs, Words())
+    ours = TrainingArguments(**shared)
+    monkeypatch.setattr("paceline.optim.optimizers._check_device", lambda *given: None)
+    found_class, found = resolve_optimizer(ours, model)
+    if name.endswith("layerwise"):
+        assert found_class is LayerwiseOptimizer
+        inner = next(iter(expected.pop("optimizer_dict").values()))
+        assert issubclass(found.pop("optimizer_class"), type(inner))
+    else:
+        assert issubclass(found_class, expected_class)
+        assert found_class is expected_class or issubclass(found_class, ExactState)
+    for key in ("params", "model"):
+        assert (key in expected) == (key in found)
+        check_groups(expected.pop(key, None), found.pop(key, None))
+    assert {key: value for key, value in found.items() if key not in OWN_SETTINGS} == expected
+
+
+def check_groups(theirs: Any, ours: Any) -> None:
+    if not isinstance(theirs, list):
+        return
+    assert len(theirs) == len(ours)
+    for one, other in zip(theirs, ours, strict=True):
+        assert [p.shape for p in one["params"]] == [p.shape for p in other["params"]]
+        assert {k: v for k, v in one.items() if k != "params"} == {k: v for k, v in other.items() if k != "params"}
