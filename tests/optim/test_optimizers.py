@@ -23,7 +23,6 @@ from paceline.optim.optimizers import (
 )
 from paceline.optim.options import split_options, typed_options
 
-
 OWN = [name for name, entry in OPTIMIZERS.items() if entry.package == "torch"]
 
 

@@ -166,9 +166,8 @@ def test_saving_and_evaluating_change_nothing(tmp_path: Path, name: str) -> None
     needs(name)
     options = options_for(name)
     alone = go(tmp_path / "alone", **{**options, "save_strategy": "no"})
-    watched = go(
-        tmp_path / "watched", eval_strategy="steps", eval_steps=1, eval_dataset=samples(8), **{**options, "save_steps": 1}
-    )
+    options.update(save_steps=1, eval_strategy="steps", eval_steps=1, eval_dataset=samples(8))
+    watched = go(tmp_path / "watched", **options)
     assert torch.equal(weights(alone.model), weights(watched.model))
     assert losses(alone) == losses(watched)
 

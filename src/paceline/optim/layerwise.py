@@ -41,7 +41,7 @@ def check_run(optimizer: Any, name: str, plan: Any) -> None:
     why = f"optim={name!r} updates each parameter inside the backward pass and never holds all gradients"
     if plan.accumulation > 1:
         raise ValueError(f"gradient_accumulation_steps={plan.accumulation}: {why}; set gradient_accumulation_steps=1.")
-    if plan.precision == "fp16":
+    if plan.precision not in ("full", "bf16"):
         raise ValueError(f"fp16=True: {why}, so none can be left out when one overflows; set bf16=True instead.")
     if plan.nonfinite_policy == "skip":
         raise ValueError(f"nonfinite_policy='skip': {why}, so an update cannot be left out; set 'raise' or 'rollback'.")

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from paceline.core.apex import require_apex
 from paceline.core.optional import require
 from paceline.optim.adapted import EmbeddingsIn32Bits, StateInGroups, WithoutUpdateNorm
-from paceline.core.apex import require_apex
 from paceline.optim.entries import (
     Made,
     OptimizerEntry,
@@ -28,6 +28,8 @@ from paceline.optim.entries import (
 from paceline.optim.lomo import LomoState
 from paceline.optim.low_rank import apply_targets
 from paceline.optim.states import ExactState, with_mixins
+
+logger = logging.getLogger(__name__)
 
 PROJECTION = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 APOLLO_PROJECTION = {
@@ -217,6 +219,13 @@ def schedule_free_settings(adam: bool, warmup: bool, args: Any) -> dict[str, Any
     Raises:
         ValueError: the warm-up is a share of a run whose length is not known here.
     """
+    schedule = str(getattr(args, "lr_scheduler_type", "constant"))
+    if schedule != "constant":
+        logger.warning(
+            "optim=%r needs no schedule, and lr_scheduler_type=%r comes on top: set lr_scheduler_type='constant'.",
+            str(args.optim),
+            schedule,
+        )
     settings: dict[str, Any] = adam_settings(args) if adam else {}
     settings["weight_decay"] = args.weight_decay
     if warmup:
@@ -224,8 +233,8 @@ def schedule_free_settings(adam: bool, warmup: bool, args: Any) -> dict[str, Any
         if 0 < steps < 1:
             if args.max_steps <= 0:
                 raise ValueError(
-                    f"warmup_steps={steps} is a share of all updates, and optim={str(args.optim)!r} needs their number: "
-                    "give warmup_steps as a whole number, or max_steps"
+                    f"warmup_steps={steps} is a share of all updates, and optim={str(args.optim)!r} needs their "
+                    "number: give warmup_steps as a whole number, or max_steps"
                 )
             steps = args.get_warmup_steps(args.max_steps)
         settings["warmup_steps"] = int(steps)

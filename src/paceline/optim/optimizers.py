@@ -1,8 +1,8 @@
 """Optimizers by their name in `optim`.
 
-To add one, put an `OptimizerEntry` into `OPTIMIZERS` (into `FROM_LIBRARIES` of `optim.libraries`, if its class is
-another package's): how its class is found, and its keyword arguments beside the learning rate. `optim_args` then reaches
-every other argument of the class by itself.
+To add one, put an `OptimizerEntry` into `OPTIMIZERS` (`FROM_LIBRARIES` of `optim.libraries`, if its class is another
+package's): how its class is found, and its keyword arguments beside the learning rate. `optim_args` then reaches every
+other argument of the class by itself.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -105,9 +104,8 @@ class ExactState(_Base):
         return made
 
 
-@cache
 def with_mixins(base: type, *mixins: type, parts: tuple[type, ...] = ()) -> type:
-    """`base` with `mixins` before it, under its own name; the same class at each call.
+    """`base` with `mixins` before it, under its own name.
 
     Args:
         parts: what `ExactState.parts` lists.
