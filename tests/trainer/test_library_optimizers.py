@@ -10,6 +10,7 @@ from small_models import losses, make_trainer, weights
 from torch import Tensor, nn
 from torch.nn import functional
 
+import paceline
 from paceline import TrainerCallback, TrainingArguments
 from paceline.checkpoint.tensors import load_tensors
 from paceline.core.optional import is_installed
@@ -252,6 +253,47 @@ def test_class_and_settings_are_those_of_transformers(
         assert (key in expected) == (key in found)
         check_groups(expected.pop(key, None), found.pop(key, None))
     assert {key: value for key, value in found.items() if key not in OWN_SETTINGS} == expected
+
+
+def fresh_accelerate() -> None:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._shared_state.clear()
+
+
+# one of each package and kind. Not GrokAdamW: both steps are the class's own, and its autocast warns at each parameter.
+# Not torchao: what is compared is the loop, and compiling twice takes half a minute
+COMPARED = ["adamw_8bit", "paged_lion_32bit", "galore_adamw", "galore_adamw_layerwise", "apollo_adamw", "lomo", "adalomo"]
+COMPARED += ["schedule_free_adamw", "schedule_free_sgd", "stable_adamw", "ademamix"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, accelerate and what they import
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_run_logs_the_losses_of_transformers(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same six updates in both; lomo-optim's AdaLomo asks for CUDA, so that theirs is given ours."""
+    needs(name)
+    import transformers
+
+    options = {**options_for(name), "logging_steps": 1, "per_device_train_batch_size": 4, "num_train_epochs": 1}
+    shared = {"output_dir": str(tmp_path), "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, **options}
+    if name == "adalomo":
+        monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+
+    def rows(library: Any, arguments: dict[str, Any]) -> list[tuple[float, float]]:
+        model = Words()
+        model.drop.p = 0.0
+        trainer = library.Trainer(model, library.TrainingArguments(**arguments), train_dataset=samples())
+        trainer.train()
+        return [(row["loss"], row["learning_rate"]) for row in trainer.state.log_history if "loss" in row]
+
+    fresh_accelerate()
+    theirs = rows(transformers, {**shared, "report_to": "none"})
+    fresh_accelerate()
+    ours = rows(paceline, shared)
+    assert [loss for loss, _ in ours] == pytest.approx([loss for loss, _ in theirs], rel=2e-3)
+    if not name.endswith("layerwise"):  # theirs logs the rate of a stand-in
+        assert [rate for _, rate in ours] == pytest.approx([rate for _, rate in theirs])
 
 
 def check_groups(theirs: Any, ours: Any) -> None:

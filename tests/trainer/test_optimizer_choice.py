@@ -7,6 +7,7 @@ import pytest
 import torch
 from small_models import Classifier, classification, losses, make_trainer, weights
 
+import paceline
 from paceline import Trainer, TrainerCallback
 from paceline.args.choices import SchedulerType
 from paceline.optim.optimizers import OPTIMIZERS
@@ -76,6 +77,40 @@ def test_every_schedule_resumes(tmp_path: Path, schedule: str) -> None:
     assert len(rates) == 12
     if schedule not in ("constant",):
         assert len(set(rates)) > 1
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and accelerate
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("reduce_lr_on_plateau", {"patience": 0, "factor": 0.5}),
+        ("reduce_lr_on_plateau", {"patience": 1, "mode": "max", "cooldown": 1}),
+        ("greedy", {"patience": 1, "factor": 0.5}),
+        ("greedy", {"patience": 0, "warmup": 2, "smooth": True}),
+    ],
+)
+def test_schedules_that_follow_evaluations_equal_the_reference(
+    tmp_path: Path, schedule: str, options: dict[str, Any]
+) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    pytest.importorskip("accelerate")
+    shared = {
+        "output_dir": str(tmp_path), "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
+        "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "num_train_epochs": 3, "optim": "sgd",
+        "learning_rate": 1.5, "lr_scheduler_type": schedule, "lr_scheduler_kwargs": options, "eval_strategy": "steps",
+        "eval_steps": 1, "metric_for_best_model": "loss", "report_to": "none",
+    }  # fmt: skip
+
+    def rates(library: Any) -> list[float]:
+        trainer = library.Trainer(
+            Classifier(), library.TrainingArguments(**shared), train_dataset=DATA, eval_dataset=DATA[:8]
+        )
+        trainer.train()
+        return [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
+
+    found = rates(paceline)
+    assert found == pytest.approx(rates(transformers))
+    assert len(set(found)) > 1
 
 
 def test_a_rate_is_logged_as_it_was_used(tmp_path: Path) -> None:
