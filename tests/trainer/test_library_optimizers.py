@@ -264,8 +264,8 @@ def fresh_accelerate() -> None:
 
 # one of each package and kind. Not GrokAdamW: both steps are the class's own, and its autocast warns at each parameter.
 # Not torchao: what is compared is the loop, and compiling twice takes half a minute
-COMPARED = ["adamw_8bit", "paged_lion_32bit", "galore_adamw", "galore_adamw_layerwise", "apollo_adamw", "lomo", "adalomo"]
-COMPARED += ["schedule_free_adamw", "schedule_free_sgd", "stable_adamw", "ademamix"]
+COMPARED = ["adamw_8bit", "ademamix", "paged_lion_32bit", "galore_adamw", "galore_adamw_layerwise", "apollo_adamw"]
+COMPARED += ["lomo", "adalomo", "schedule_free_adamw", "schedule_free_sgd", "stable_adamw"]
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers, accelerate and what they import

@@ -150,7 +150,12 @@ class ApexPrecision(Precision):
 
     def __init__(self, device: torch.device, level: str) -> None:
         super().__init__(device)
-        self.amp: Any = require_apex("amp")
+        try:
+            self.amp: Any = require_apex("amp")
+        except ImportError as error:
+            raise ImportError(
+                f"half_precision_backend='apex': {error}; or leave the option out: fp16=True runs by torch's autocast"
+            ) from error
         self.level = level
         # there the optimizer steps float32 copies of the weights, whose gradients are the ones to clip
         self.has_masters = level == "O2"
