@@ -189,7 +189,8 @@ def test_the_scale_is_saved_and_resumed(tmp_path: Path, apex: Any) -> None:
 
 def test_without_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_apex(monkeypatch)
-    with pytest.raises(ImportError, match="half_precision_backend='apex': apex.amp of NVIDIA's Apex is needed here.*leave the option out"):
+    words = r"half_precision_backend='apex': apex\.amp of NVIDIA's Apex is needed here.*leave the option out"
+    with pytest.raises(ImportError, match=words):
         go(tmp_path)
 
 

@@ -113,6 +113,48 @@ def test_schedules_that_follow_evaluations_equal_the_reference(
     assert len(set(found)) > 1
 
 
+class FusedSGD(torch.optim.Optimizer):
+    """Steps inside the backward pass, as LOMO does; like LOMO's class, it has no step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def fused_backward(self, loss: torch.Tensor, lr: float) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad, alpha=lr)
+                    parameter.grad = None
+
+
+def test_an_optimizer_that_steps_inside_backward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"weight_decay": 0.0, "save_strategy": "no", "max_grad_norm": 0, "learning_rate": 0.5}
+    fused = run(tmp_path / "fused", optimizer_cls_and_kwargs=(FusedSGD, {"lr": 0.5}), **options)
+    usual = run(tmp_path / "usual", optim="sgd", **options)
+    assert torch.equal(weights(fused.model), weights(usual.model))
+    assert losses(fused) == losses(usual)
+    assert not any("grad_norm" in row for row in fused.state.log_history)
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2.*FusedSGD"):
+        run(tmp_path / "no", optimizer_cls_and_kwargs=(FusedSGD, {}), gradient_accumulation_steps=2, **options)
+    options["max_grad_norm"] = 1.0
+    unclipped = run(tmp_path / "warned", optimizer_cls_and_kwargs=(FusedSGD, {"lr": 0.5}), **options)
+    assert torch.equal(weights(unclipped.model), weights(usual.model))
+    assert "not clipped" in caplog.text
+
+
+def test_memory_that_runs_out_inside_a_fused_step_is_not_tried_again(tmp_path: Path) -> None:
+    """A part of the update may be done: doing it over in halves would do that part twice."""
+
+    class NoMemory(FusedSGD):
+        def fused_backward(self, loss: torch.Tensor, lr: float) -> None:
+            super().fused_backward(loss, lr)
+            raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run(tmp_path, optimizer_cls_and_kwargs=(NoMemory, {}), auto_find_batch_size=True, save_strategy="no")
+
+
 def test_a_rate_is_logged_as_it_was_used(tmp_path: Path) -> None:
     trainer = run(tmp_path, learning_rate=1.0, optim="sgd", eval_strategy="no", save_strategy="no")
     rates = [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]

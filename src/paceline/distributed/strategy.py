@@ -47,6 +47,7 @@ class SingleDevice:
         self._num_alike = -1  # gradients that were found to be alike; -1: none were
         # of an optimizer that steps inside it, or of a precision that does it itself
         self._fused_backward: Callable[[Tensor, Any], None] | None = None
+        self._is_stepped = False  # by the backward pass
         # the batch, its tensors on the device; on a CPU one call, since this is on the path of every step
         self.place: Callable[[Any], Any] = partial(move_to_device, device=self.device, non_blocking=True)
         if self.device.type != "cpu":
@@ -60,7 +61,9 @@ class SingleDevice:
         model, self.optimizer = self.precision.prepare(model, optimizer)
         if self.optimizer is not None:
             self._follow(self.optimizer)
-            self._fused_backward = getattr(self.optimizer, "fused_backward", self.precision.backward)
+            own = getattr(self.optimizer, "fused_backward", None)
+            self._is_stepped = own is not None
+            self._fused_backward = own if own is not None else self.precision.backward
         return Prepared(model, self.optimizer)
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -132,6 +135,8 @@ class SingleDevice:
     def step(self, is_bad: Tensor | None = None) -> bool:
         """Update the parameters, unless `is_bad` (0-dim, on the device). Returns whether that is known to be done."""
         assert self.optimizer is not None
+        if self._is_stepped:
+            return True
         return self.precision.step(self.optimizer, is_bad)
 
     def data_coordinates(self) -> tuple[int, int]:

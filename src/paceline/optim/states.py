@@ -6,6 +6,7 @@ beside tensors, or keep them outside of `state`. Both would end an exact resume.
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from itertools import chain
@@ -110,5 +111,10 @@ def with_mixins(base: type, *mixins: type, parts: tuple[type, ...] = ()) -> type
     Args:
         parts: what `ExactState.parts` lists.
     """
-    names = {"__module__": base.__module__, "__doc__": base.__doc__, "parts": {part.__name__: part for part in parts}}
+    names = {
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+        "__signature__": inspect.signature(base),
+        "parts": {part.__name__: part for part in parts},
+    }
     return type(base.__name__, (*mixins, base), names)
