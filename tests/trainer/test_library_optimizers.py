@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import paceline
 from paceline import TrainerCallback, TrainingArguments
-from paceline.checkpoint.tensors import load_tensors
+from paceline.checkpoint.tensors import CheckpointError, load_tensors
 from paceline.core.optional import is_installed
 from paceline.optim.layerwise import LayerwiseOptimizer
 from paceline.optim.optimizers import OPTIMIZERS, resolve_optimizer
@@ -294,6 +294,40 @@ def test_a_run_logs_the_losses_of_transformers(tmp_path: Path, name: str, monkey
     assert [loss for loss, _ in ours] == pytest.approx([loss for loss, _ in theirs], rel=2e-3)
     if not name.endswith("layerwise"):  # theirs logs the rate of a stand-in
         assert [rate for _, rate in ours] == pytest.approx([rate for _, rate in theirs])
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, accelerate and what they import
+@pytest.mark.parametrize("name", ["adamw_8bit", "schedule_free_adamw", "adamw_torch_8bit", "stable_adamw", "grokadamw"])
+def test_a_checkpoint_of_transformers_is_gone_on_from(tmp_path: Path, name: str) -> None:
+    needs(name)
+    import transformers
+
+    options = {**options_for(name), "logging_steps": 1, "per_device_train_batch_size": 4, "num_train_epochs": 1}
+    options.update(output_dir=str(tmp_path), use_cpu=True, save_strategy="steps", save_steps=3, disable_tqdm=True)
+
+    def trainer_of(library: Any, **more: Any) -> Any:
+        model = Words()
+        model.drop.p = 0.0
+        return library.Trainer(model, library.TrainingArguments(**options, **more), train_dataset=samples())
+
+    fresh_accelerate()
+    theirs = trainer_of(transformers, report_to="none")
+    theirs.train()
+    expected = losses(theirs)[3:]
+    fresh_accelerate()
+    ours = trainer_of(paceline)
+    ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert losses(ours)[-3:] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_checkpoint_with_objects_is_refused(tmp_path: Path) -> None:
+    """transformers pickles the projections of low-rank optimizers: nothing of a pickle is ever run."""
+    needs("apollo_adamw")
+    trainer = go(tmp_path, **options_for("apollo_adamw"))
+    kind = type(trainer.optimizer).__mro__[2]
+    torch.save(kind.state_dict(trainer.optimizer), tmp_path / "optimizer.pt")
+    with pytest.raises(CheckpointError, match="holds more than tensors and plain values"):
+        load_tensors(tmp_path / "optimizer.pt")
 
 
 def check_groups(theirs: Any, ours: Any) -> None:

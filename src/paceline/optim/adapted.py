@@ -71,8 +71,19 @@ class StateInGroups(_Base):
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up a saved state; raises as `ExactState.load_state_dict`."""
+        """Take up a saved state; raises as `ExactState.load_state_dict`.
+
+        A state of the class itself, as transformers saves it, goes by the order of the parameters.
+
+        Raises:
+            ValueError: such a state is of another number of parameters.
+        """
         super().load_state_dict(state_dict)
         loaded = self.state
         for group in self.param_groups:
-            group["state"] = {parameter: loaded.pop(parameter) for parameter in group["params"] if parameter in loaded}
+            parameters = group["params"]
+            theirs = list(group.pop("state", {}).values())
+            if theirs and len(theirs) != len(parameters):
+                raise ValueError(f"a saved group has a state for {len(theirs)} of {len(parameters)} parameters")
+            found = dict(zip(parameters, theirs, strict=False))
+            group["state"] = found or {each: loaded.pop(each) for each in parameters if each in loaded}

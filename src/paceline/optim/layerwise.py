@@ -38,7 +38,8 @@ def check_run(optimizer: Any, name: str, plan: Any) -> None:
     """
     if not steps_in_backward(optimizer):
         return
-    why = f"optim={name!r} ({type(optimizer).__name__}) updates each parameter inside the backward pass and never holds all gradients"
+    who = f"optim={name!r} ({type(optimizer).__name__})"
+    why = f"{who} updates each parameter inside the backward pass and never holds all gradients"
     if plan.accumulation > 1:
         raise ValueError(f"gradient_accumulation_steps={plan.accumulation}: {why}; set gradient_accumulation_steps=1.")
     if plan.precision not in ("full", "bf16"):
