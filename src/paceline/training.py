@@ -41,6 +41,7 @@ from paceline.hub.publishing import finished_pushes
 from paceline.model.factory import check_trainable
 from paceline.model.objective import adapted
 from paceline.model.prepare import prepare_model
+from paceline.optim.layerwise import check_run, steps_in_backward
 from paceline.optim.modes import switch_optimizer
 from paceline.optim.schedulers import follows_metrics
 from paceline.progress import (
@@ -228,6 +229,7 @@ def prepare(trainer: Trainer, plan: Plan) -> None:
     def make_optimizer(model: torch.nn.Module) -> Any:
         trainer.create_optimizer_and_scheduler(num_training_steps=plan.max_steps)
         check_optimizer(trainer.optimizer, model)
+        check_run(trainer.optimizer, str(trainer.args.optim), plan)
         return trainer.optimizer
 
     prepared = strategy.prepare(trainer.model, make_optimizer)
@@ -274,6 +276,8 @@ def begin_state(trainer: Trainer, plan: Plan, checkpoint: Path | None, trial: An
 def make_engine(trainer: Trainer, plan: Plan) -> TorchEngine:
     """The engine of this Trainer, its hooks bound from the instance as it is now."""
     args = trainer.args
+    # without clipping the norm is still needed to see a gradient that is not finite
+    max_norm = plan.max_grad_norm or (math.inf if plan.nonfinite_policy != "warn" else 0.0)
     return TorchEngine(
         strategy=trainer.strategy,
         model=trainer.model_wrapped,
@@ -284,8 +288,7 @@ def make_engine(trainer: Trainer, plan: Plan) -> TorchEngine:
         compute_loss=trainer.compute_loss,
         prepare_inputs=trainer._prepare_inputs,
         rule=trainer.loss_rule.begin(),
-        # without clipping the norm is still needed to see a gradient that is not finite
-        max_grad_norm=plan.max_grad_norm or (math.inf if plan.nonfinite_policy != "warn" else 0.0),
+        max_grad_norm=0.0 if steps_in_backward(trainer.optimizer) else max_norm,
         skips_non_finite=plan.nonfinite_policy == "skip",
         empty_cache_every=args.torch_empty_cache_steps,
     )

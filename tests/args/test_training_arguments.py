@@ -239,8 +239,8 @@ def test_older_attributes_read_and_write_todays() -> None:
     args.group_by_length = False
     args.adafactor = False
     assert (args.use_cpu, args.train_sampling_strategy, args.optim) == (False, "random", "sgd")
-    with pytest.raises(AttributeError, match="no attribute 'fp16_opt_level'"):
-        _ = args.fp16_opt_level
+    with pytest.raises(AttributeError, match="no attribute 'past_index'"):
+        _ = args.past_index
 
 
 def test_copies_are_equal_and_independent() -> None:

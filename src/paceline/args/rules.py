@@ -69,6 +69,13 @@ def check_precision(options: Options) -> None:
         raise ValueError("fp16=True and bf16=True exclude each other: keep one (bf16 needs no loss scaling).")
     if options.fp16_full_eval and options.bf16_full_eval:
         raise ValueError("fp16_full_eval=True and bf16_full_eval=True exclude each other: keep one.")
+    if options.half_precision_backend == "apex" and not options.fp16:
+        raise ValueError("half_precision_backend='apex' is a way to run fp16=True: set that too, or leave it out.")
+    if options.fp16_opt_level != "O1" and options.half_precision_backend != "apex":
+        raise ValueError(
+            f"fp16_opt_level='{options.fp16_opt_level}' is a level of NVIDIA's Apex: set half_precision_backend='apex' "
+            "too, or leave it out."
+        )
 
 
 def check_intervals(options: Options) -> None:
@@ -154,9 +161,9 @@ def check_switches(options: Options) -> None:
             f"keep_best_metric={options.keep_best_metric!r} says what keep_best goes by: set keep_best to a number of "
             "checkpoints, or leave it out."
         )
-    if options.optim_target_modules and not str(options.optim).startswith(("galore", "apollo")):
+    if options.optim_target_modules and not str(options.optim).startswith(("galore", "apollo", "muon")):
         raise ValueError(
-            f"optim_target_modules={options.optim_target_modules!r} is read by the GaLore and APOLLO optimizers only, "
+            f"optim_target_modules={options.optim_target_modules!r} is read by GaLore and APOLLO, and by Muon, "
             f"not by optim='{options.optim}': leave it out, or freeze parameters with requires_grad_(False)."
         )
 

@@ -15,10 +15,12 @@ from typing import Any
 
 from paceline.args.accelerator_config import AcceleratorConfig
 from paceline.args.choices import (
+    APEX_LEVELS,
     BACKENDS,
     LOG_LEVELS,
     LOSS_WEIGHTS,
     METRIC_INPUTS,
+    PRECISION_BACKENDS,
     SAMPLING_STRATEGIES,
     START_METHODS,
     DebugOption,
@@ -94,7 +96,8 @@ class OptimSection:
     adam_beta2: float = option(0.999, "Decay of the running mean of squared gradients, for the Adam family.")
     adam_epsilon: float = option(1e-8, "Term that keeps the Adam family's denominator away from zero.")
     optim_target_modules: None | str | list[str] = option(  # noqa: RUF036  transformers' parser takes the 2nd member.
-        None, "Modules whose weights a low-rank optimizer (GaLore, APOLLO) projects: a list of names, or one regex."
+        None,
+        "Modules whose weights GaLore or APOLLO projects, or Muon gets: parts of names, one regex, or 'all-linear'.",
     )
 
 
@@ -459,6 +462,12 @@ class PacelineSection:
         "Predictions that an evaluation keeps for the end are held in memory up to so many GB, and past them in a "
         "temporary file. 'inf': always in memory.",
     )
+    half_precision_backend: str = option(
+        "auto",
+        "What runs fp16=True: torch's autocast ('auto', 'amp'), or NVIDIA's Apex ('apex'), for scripts written for it.",
+        PRECISION_BACKENDS,
+    )
+    fp16_opt_level: str = option("O1", "With half_precision_backend='apex': the level of apex.amp.", APEX_LEVELS)
     logging_dir: str | None = option(
         None, "Folder of the TensorBoard files. Unset: TENSORBOARD_LOGGING_DIR, else output_dir/runs/<date>_<host>."
     )

@@ -1,6 +1,6 @@
 """What is done to a model before the strategy takes it, in this order, and taken back after training:
 
-liger kernels (these stay) -> no key-value cache -> activation checkpointing -> noise on the embeddings.
+liger kernels (these stay) -> fused norms -> no key-value cache -> activation checkpointing -> noise on the embeddings.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from paceline.core.optional import require
 from paceline.core.spelling import nearest
 from paceline.model.checkpointing import enable_checkpointing
 from paceline.model.compilation import compile_model, undo_compilation
+from paceline.model.fused_norms import fuse_norms
 
 __all__ = [
     "PreparedModel",
@@ -74,7 +75,7 @@ def prepare_model(model: nn.Module, args: Any) -> PreparedModel:
     """Edit `model` in place as the arguments ask.
 
     Args:
-        args: use_liger_kernel, liger_kernel_config, use_cache, activation_checkpointing,
+        args: use_liger_kernel, liger_kernel_config, half_precision_backend, use_cache, activation_checkpointing,
             activation_checkpointing_kwargs, neftune_noise_alpha; with torch_compile, `undo` ends the compilation.
 
     Raises:
@@ -85,6 +86,8 @@ def prepare_model(model: nn.Module, args: Any) -> PreparedModel:
     try:
         if args.use_liger_kernel:
             prepared._did(_apply_liger(model, args.liger_kernel_config))
+        if getattr(args, "half_precision_backend", "auto") == "apex":
+            prepared._did(*fuse_norms(model))
         _set_cache(model, bool(args.use_cache), prepared)
         if args.activation_checkpointing:
             prepared._did(*enable_checkpointing(model, args.activation_checkpointing_kwargs))
