@@ -80,6 +80,9 @@ ALLOWED: list[dict[str, Any]] = [
     {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
     {"fsdp": "", "fsdp_config": {"min_num_params": 0, "xla": False}, "deepspeed": None, "debug": []},
     {"hub_token": "secret"},
+    {"project": "mine"},
+    {"debug": "underflow_overflow"},
+    {"skip_memory_metrics": False},
     {"save_total_limit": 0},
     {"max_grad_norm": float("inf")},
 ]
@@ -104,12 +107,10 @@ LATER: list[tuple[str, Any]] = [
     ("hub_always_push", True),
     ("hub_private_repo", True),
     ("hub_revision", "main"),
-    ("project", "mine"),
     ("trackio_space_id", "owner/space"),
     ("trackio_bucket_id", "bucket"),
     ("trackio_static_space_id", "owner/space"),
-    ("debug", "underflow_overflow"),
-    ("skip_memory_metrics", False),
+    ("debug", "tpu_metrics_debug"),
     ("accelerator_config", {"split_batches": True}),
     ("accelerator_config", {"gradient_accumulation_kwargs": {"sync_each_batch": True}}),
 ]
