@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.args.training import TrainingArguments
     from paceline.callbacks.early_stopping import EarlyStoppingCallback
     from paceline.callbacks.flow import DefaultFlowCallback
+    from paceline.callbacks.jit_checkpoint import JITCheckpointCallback
     from paceline.callbacks.notebook import NotebookProgressCallback
     from paceline.callbacks.printer import PrinterCallback
     from paceline.callbacks.progress import ProgressCallback
@@ -115,6 +116,7 @@ _HOMES = {
     "HubStrategy": "paceline.args.choices",
     "IntervalStrategy": "paceline.args.choices",
     "IterableDatasetShard": "paceline.data.samplers",
+    "JITCheckpointCallback": "paceline.callbacks.jit_checkpoint",
     "LabelSmoother": "paceline.model.loss",
     "LengthGroupedSampler": "paceline.data.samplers",
     "MLflowCallback": "paceline.callbacks.reporters.mlflow",
