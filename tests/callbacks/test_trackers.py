@@ -51,6 +51,8 @@ def read_records(path: Path) -> list[Any]:
             offset += left
             continue
         _, length, place = struct.unpack("<IHB", data[offset : offset + 7])
+        if offset + 7 + length > len(data):
+            break  # still being written
         part += data[offset + 7 : offset + 7 + length]
         offset += 7 + length
         if place in (1, 4):  # whole, or the last part
@@ -97,7 +99,13 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def written_runs(tmp_path: Path) -> list[dict[str, Any]]:
-    return [read_run(path) for path in sorted((tmp_path / "logs").rglob("*.wandb"))]
+    paths = sorted((tmp_path / "logs").rglob("*.wandb"))
+    for path in paths:  # W&B's process writes on behind `finish`
+        for _ in range(600):
+            if any(record.WhichOneof("record_type") == "exit" for record in read_records(path)):
+                break
+            time.sleep(0.05)
+    return [read_run(path) for path in paths]
 
 
 def train(folder: Path, report_to: str, resume: Any = None, model: Any = None, **changes: Any) -> Any:
@@ -257,7 +265,7 @@ class Server:
                 stderr=log,
                 start_new_session=True,
             )
-        for _ in range(600):
+        for _ in range(1200):
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
             except OSError:
@@ -376,7 +384,6 @@ def test_mlflow_whose_server_dies_does_not_stop_the_run(
 ) -> None:
     server = Server(tmp_path / "server")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     try:
         trainer = train(tmp_path / "out", "mlflow", max_steps=12, callbacks=[At(3, server.kill)])
         assert trainer.state.global_step == 12

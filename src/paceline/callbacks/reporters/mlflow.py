@@ -64,6 +64,7 @@ class MLflowCallback(Reporter):
         self._run_name: str | None = None
         self._resumes: Mapping[str, Any] = {}
         self._sender: Sender | None = None
+        self._left_out: set[str] = set()
 
     @property
     def _ml_flow(self) -> Any:
@@ -173,10 +174,18 @@ class MLflowCallback(Reporter):
         kind, now = require("mlflow.entities", "mlflow").Metric, int(time.time() * 1000)
         plain = {NOT_IN_NAMES.sub("_", name): jsonable(value) for name, value in logs.items()}
         numbers = {name: float(value) for name, value in plain.items() if isinstance(value, (bool, int, float))}
+        self._tell_of([name for name in plain if name not in numbers])
         self._sender.put([kind(name, value, now, state.global_step) for name, value in numbers.items()])
         if not self._is_training:
-            self._sender.drain(FINISH_SECONDS)
+            self._finish_sending()
         self._sender.check()
+
+    def _tell_of(self, names: list[str]) -> None:
+        """MLflow's metrics are numbers: say, once for each name, what is left out."""
+        new = [name for name in names if name not in self._left_out]
+        if new:
+            self._left_out.update(new)
+            logger.warning("MLflow takes numbers only, so these logs are left out: %s.", ", ".join(new))
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._log_artifacts and self._run_id is not None:
@@ -187,7 +196,7 @@ class MLflowCallback(Reporter):
         self._is_training = False
         if self._sender is None:
             return
-        is_sent = self._sender.drain(FINISH_SECONDS)
+        is_sent = self._finish_sending()
         if self._auto_end_run and self._ml_flow.active_run() is not None:
             self._end_run(is_sent)
         self._initialized = self._auto_end_run = False  # a further training is another run, or a resume of this one
@@ -196,12 +205,17 @@ class MLflowCallback(Reporter):
                 "MLflow's server did not take the last %d numbers of run %s.", self._sender.num_waiting, self._run_id
             )
 
-    def _end_run(self, is_reachable: bool) -> None:
-        """End the run; of a server that does not answer only here, since mlflow would go on trying for minutes."""
+    def _finish_sending(self) -> bool:
+        """Wait until everything is sent, but not for a server that is not there. Returns whether it is."""
+        assert self._sender is not None
         try:
             check_server(self._ml_flow.get_tracking_uri())
         except OSError:
-            is_reachable = False
+            return False
+        return self._sender.drain(FINISH_SECONDS)
+
+    def _end_run(self, is_reachable: bool) -> None:
+        """End the run; of a server that does not answer only here, since mlflow would go on trying for minutes."""
         if is_reachable:
             self._ml_flow.end_run()
             return
