@@ -37,7 +37,7 @@ COMPARED = {
 }
 SAMPLED = {"grpo": ("more.py", "grpo"), "rloo": ("more.py", "rloo")}
 # of a clock, or of what is counted by another rule
-NOT_COMPARED = ("runtime", "per_second", "step_time", "total_flos")
+NOT_COMPARED = ("runtime", "per_second", "step_time", "preparation_time", "total_flos")
 
 
 def run(script: tuple[str, ...], folder: Path, *, with_paceline: bool) -> dict[str, Any]:
