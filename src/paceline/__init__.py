@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     from paceline.args.training import TrainingArguments
     from paceline.callbacks.early_stopping import EarlyStoppingCallback
     from paceline.callbacks.flow import DefaultFlowCallback
+    from paceline.callbacks.jit_checkpoint import JITCheckpointCallback
     from paceline.callbacks.notebook import NotebookProgressCallback
     from paceline.callbacks.printer import PrinterCallback
     from paceline.callbacks.progress import ProgressCallback
+    from paceline.callbacks.reporters.mlflow import MLflowCallback
     from paceline.callbacks.reporters.tensorboard import TensorBoardCallback
+    from paceline.callbacks.reporters.wandb import WandbCallback
     from paceline.core.events import CallbackHandler, TrainerCallback
     from paceline.core.folders import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
     from paceline.core.metrics import default_compute_objective, speed_metrics
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from paceline.distributed.random import enable_full_determinism, set_seed
     from paceline.model.check_targets import check_targets
     from paceline.model.loss import LabelSmoother
+    from paceline.model.overflow import DebugUnderflowOverflow
     from paceline.optim.adafactor import Adafactor, AdafactorSchedule
     from paceline.optim.greedy import GreedyLR
     from paceline.optim.schedulers import (
@@ -97,6 +101,7 @@ _HOMES = {
     "DataCollatorWithFlattening": "paceline.data.collate_flat",
     "DataCollatorWithPadding": "paceline.data.collators",
     "DebugOption": "paceline.args.choices",
+    "DebugUnderflowOverflow": "paceline.model.overflow",
     "DefaultDataCollator": "paceline.data.collators",
     "DefaultFlowCallback": "paceline.callbacks.flow",
     "DistributedLengthGroupedSampler": "paceline.data.samplers",
@@ -111,8 +116,10 @@ _HOMES = {
     "HubStrategy": "paceline.args.choices",
     "IntervalStrategy": "paceline.args.choices",
     "IterableDatasetShard": "paceline.data.samplers",
+    "JITCheckpointCallback": "paceline.callbacks.jit_checkpoint",
     "LabelSmoother": "paceline.model.loss",
     "LengthGroupedSampler": "paceline.data.samplers",
+    "MLflowCallback": "paceline.callbacks.reporters.mlflow",
     "NotebookProgressCallback": "paceline.callbacks.notebook",
     "OptimizerNames": "paceline.args.choices",
     "ParallelMode": "paceline.args.choices",
@@ -135,6 +142,7 @@ _HOMES = {
     "TrainerState": "paceline.core.state",
     "TrainingArguments": "paceline.args.training",
     "UnsupportedOption": "paceline.args.plan",
+    "WandbCallback": "paceline.callbacks.reporters.wandb",
     "check_targets": "paceline.model.check_targets",
     "default_compute_objective": "paceline.core.metrics",
     "default_data_collator": "paceline.data.collators",

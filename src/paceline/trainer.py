@@ -2,6 +2,7 @@
 
 Who owns what:
     model, args, data, callables   the user's, as given
+    memory_stages                  what each stage took, where `skip_memory_metrics=False` asks for it
     state, control                 the loop's, live; replaced by each `train`
     callback_handler               the callbacks and whom each event calls
     loss_rule, objective           what a loss means, and how one is made by default
@@ -29,6 +30,7 @@ from paceline.args.adopt import adopt, apply_log_level
 from paceline.args.plan import Plan, resolve
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.defaults import with_defaults
+from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint import files
 from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.core.folders import make_output_folder
@@ -99,6 +101,7 @@ class Trainer(ForSubclasses):
     run: training.Run | None = None
     edits: PreparedModel | None = None  # what training changed in the model, while it lasts
     is_in_train = False
+    is_prepared = False  # training or an evaluation has prepared the model: it is no news what that takes
     reports_changes = True  # of the arguments since the checkpoint that a run goes on from was written
     current_flos = 0.0
     _created_lr_scheduler = False
@@ -131,6 +134,8 @@ class Trainer(ForSubclasses):
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.world = current_world(self.args)
+        self.memory_stages = MemoryStages(not self.args.skip_memory_metrics, self.world.device.type)
+        self.memory_stages.start("init")
         self.is_model_parallel = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
         self.place_model_on_device = self.args.place_model_on_device is not False and not self.is_model_parallel
         self.model = self._first_model(model)
@@ -151,6 +156,7 @@ class Trainer(ForSubclasses):
             make_output_folder(self._get_output_dir(None))
         meet_subclass(self)
         publishing.prepare(self)
+        self.memory_stages.stop("init")
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
     # ---- what the constructor does
@@ -399,7 +405,8 @@ class Trainer(ForSubclasses):
         Raises:
             KeyboardInterrupt: Ctrl-C, after a checkpoint was written (where saving is on).
         """
-        return training.train(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        with self.memory_stages.measuring("train"):
+            return training.train(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch; returns its detached contribution to the update's loss."""
@@ -487,12 +494,14 @@ class Trainer(ForSubclasses):
         self.callback_handler.eval_dataloader = loader
         start = time.time()
         loss_only = True if self.compute_metrics is None else None
-        with in_evaluation_mode(self.model):  # until the row is logged: an own `log` may ask what it is a row of
+        # in this mode until the row is logged: an own `log` may ask what it is a row of
+        with self.memory_stages.measuring("eval"), in_evaluation_mode(self.model):
             output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, prefix)
             warn_of_gaps(self, output, prefix, self.args.prediction_loss_only)
             metrics = timed_metrics(output, prefix, start, loader_length(loader))
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            metrics.update(self.memory_stages.stop("eval"))
         self._share_control()
         return metrics
 
@@ -511,9 +520,11 @@ class Trainer(ForSubclasses):
         """Predict: one row per sample, in their order; the labels where there are any, and then metrics too."""
         loader = self.get_test_dataloader(test_dataset)
         start = time.time()
-        output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
-        metrics = timed_metrics(output, metric_key_prefix, start, loader_length(loader))
-        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        with self.memory_stages.measuring("test"):
+            output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
+            metrics = timed_metrics(output, metric_key_prefix, start, loader_length(loader))
+            self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+            metrics.update(self.memory_stages.stop("test"))
         self._share_control()
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 

@@ -222,7 +222,7 @@ def edited_model(trainer: Trainer) -> Iterator[None]:
 def prepare(trainer: Trainer, plan: Plan) -> None:
     """Give the model to the strategy, which calls the factory of optimizer and scheduler when parameters are final."""
     strategy = choose_strategy(trainer.world, make_precision(plan.precision, trainer.world.device))
-    trainer.strategy = strategy
+    trainer.strategy, trainer.is_prepared = strategy, True
     if trainer._created_lr_scheduler:  # its length belonged to the run before
         trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
 
@@ -400,6 +400,7 @@ def finish(trainer: Trainer, run: Run) -> TrainOutput:
     trainer.store_flos()
     metrics["total_flos"] = state.total_flos
     metrics["train_loss"] = train_loss
+    metrics.update(trainer.memory_stages.stop("train"))
     trainer.log(metrics)
     finish_saves(trainer, Path(trainer._get_output_dir(run.trial)))
     switch_optimizer(trainer.optimizer, "eval")

@@ -48,7 +48,7 @@ RESUMED = {
     "lora": (("lora.py", "dropout"), ("peft",)),
 }
 # of a clock, or of what is counted by another rule
-NOT_COMPARED = ("runtime", "per_second", "step_time", "total_flos")
+NOT_COMPARED = ("runtime", "per_second", "step_time", "preparation_time", "total_flos")
 
 
 def run(script: tuple[str, ...], folder: Path, *, with_paceline: bool, status: int = 0) -> dict[str, Any]:

@@ -159,7 +159,7 @@ OLDER_NAMES: Mapping[str, Renamed | Retired] = {
         (None, True),
     ),
     "sharded_ddp": Retired("set fsdp", (None, "", [], False)),
-    "tpu_metrics_debug": Retired("leave it out", (None, False)),
+    "tpu_metrics_debug": Retired("print torch_xla.debug.metrics.metrics_report() in a callback", (None, False)),
     "tpu_num_cores": Retired("set the environment variable TPU_NUM_CORES, or tell the launcher", (None,)),
     "use_ipex": Retired("set torch_compile=True", (None, False)),
     "use_legacy_prediction_loop": Retired("leave it out; there is one prediction loop", (None, False)),

@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 from paceline.args.accelerator_config import AcceleratorConfig
-from paceline.args.choices import IntervalStrategy, SaveStrategy, SchedulerType
+from paceline.args.choices import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
 from paceline.args.errors import UnsupportedOption
 from paceline.args.sections import Options
 
@@ -202,12 +202,14 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fsdp_config": (is_off, ONE_PROCESS),
     "deepspeed": (is_off, ONE_PROCESS),
     "parallelism_config": (is_off, ONE_PROCESS),
-    "project": (is_default("huggingface"), NO_TRACKIO),
     "trackio_space_id": (is_default(None, "trackio"), NO_TRACKIO),
     "trackio_bucket_id": (is_off, NO_TRACKIO),
     "trackio_static_space_id": (is_off, NO_TRACKIO),
-    "debug": (is_off, "leave it out; torch.autograd.set_detect_anomaly finds where a NaN comes from"),
-    "skip_memory_metrics": (is_default(True), "leave it at True; the progress display shows the memory in use"),
+    "debug": (
+        lambda value: DebugOption.TPU_METRICS_DEBUG not in value,
+        "of the diagnoses there is underflow_overflow; leave it out, and print "
+        "torch_xla.debug.metrics.metrics_report() in a callback",
+    ),
 }
 
 

@@ -208,7 +208,7 @@ class LogSection:
         "none", "Reporters that receive the logs: a name, a list of names, 'all' installed ones, or 'none'."
     )
     run_name: str | None = option(None, "Name of the run, for reporters.")
-    project: str = option("huggingface", "Name of the project, for the Trackio reporter.")
+    project: str = option("huggingface", "Project of W&B, or experiment of MLflow, where the environment names none.")
     trackio_space_id: str | None = option(None, "Hub Space that the Trackio reporter syncs to.")
     trackio_bucket_id: str | None = option(None, "Hub bucket that the Trackio reporter stores its data in.")
     trackio_static_space_id: str | None = option(
@@ -400,8 +400,12 @@ class ParallelSection:
 class DebugSection:
     """Diagnoses."""
 
-    debug: str | list[DebugOption] = option("", "Diagnoses to run, separated by spaces: underflow_overflow.")
-    skip_memory_metrics: bool = option(True, "Leave the memory use of each stage out of the metrics.")
+    debug: str | list[DebugOption] = option(
+        "", "Diagnoses to run, separated by spaces: underflow_overflow (infinities and NaN in any module)."
+    )
+    skip_memory_metrics: bool = option(
+        True, "Leave the memory use of each stage (init, train, eval, test) out of the metrics."
+    )
 
 
 @dataclass(init=False, repr=False, eq=False)
