@@ -107,7 +107,6 @@ def questions() -> DatasetDict:
         person = draw.choice(PEOPLE)
         facts = {
             f"where was {person} born?": ("was born in", draw.choice(CITIES)),
-            f"how old is {person}?": ("has the age of", str(draw.randint(20, 79))),
             f"what is the job of {person}?": ("works as a", draw.choice(JOBS)),
             f"who employs {person}?": ("is employed by", draw.choice(FIRMS)),
         }

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         ShardSampler,
     )
     from paceline.data.shuffle import ShuffleBuffer
+    from paceline.distributed.batch_size import find_executable_batch_size
     from paceline.distributed.random import enable_full_determinism, set_seed
     from paceline.model.check_targets import check_targets
     from paceline.model.loss import LabelSmoother
@@ -139,6 +140,7 @@ _HOMES = {
     "default_compute_objective": "paceline.core.metrics",
     "default_data_collator": "paceline.data.collators",
     "enable_full_determinism": "paceline.distributed.random",
+    "find_executable_batch_size": "paceline.distributed.batch_size",
     "get_adafactor_schedule": "paceline.optim.schedulers",
     "get_constant_schedule": "paceline.optim.schedulers",
     "get_constant_schedule_with_warmup": "paceline.optim.schedulers",
