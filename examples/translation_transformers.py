@@ -8,6 +8,7 @@
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,19 +35,17 @@ class ScriptArguments:
 
 
 def bleu2(found: list[str], right: list[str]) -> float:
-    """BLEU over single words and pairs of words, from 0 to 100 (no smoothing)."""
-    hits, totals, lengths = [0, 0], [0, 0], [0, 0]
+    """BLEU over single words and pairs of words, from 0 to 100; no hit at all counts as a tenth of one."""
+    hits, totals = [0, 0], [0, 0]
     for one, other in zip(found, right, strict=True):
         words, others = one.split(), other.split()
-        lengths = [lengths[0] + len(words), lengths[1] + len(others)]
-        for size in (1, 2):
-            first, second = (Counter(zip(*(text[i:] for i in range(size)), strict=False)) for text in (words, others))
-            hits[size - 1] += (first & second).total()
-            totals[size - 1] += first.total()
-    if 0 in hits:
-        return 0.0
-    brevity = min(0.0, 1 - lengths[1] / lengths[0])
-    return 100 * math.exp(brevity + sum(math.log(hit / total) for hit, total in zip(hits, totals, strict=True)) / 2)
+        counts = [(Counter(words), Counter(others)), (Counter(pairwise(words)), Counter(pairwise(others)))]
+        for size, (first, second) in enumerate(counts):
+            hits[size] += (first & second).total()
+            totals[size] += first.total()
+    brevity = min(0.0, 1 - sum(len(text.split()) for text in right) / max(1, totals[0]))
+    logs = [math.log(max(hit, 0.1) / max(1, total)) for hit, total in zip(hits, totals, strict=True)]
+    return 100 * math.exp(brevity + sum(logs) / 2)
 
 
 def main() -> None:
@@ -54,7 +53,6 @@ def main() -> None:
     parser.set_defaults(
         output_dir="runs/translation",
         learning_rate=2e-3,
-        warmup_steps=50,
         per_device_train_batch_size=32,
         per_device_eval_batch_size=64,
         num_train_epochs=5,
@@ -73,9 +71,8 @@ def main() -> None:
     else:
         data = sentences()
 
-    if script.model_name_or_path:
-        tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
-        model = AutoModelForSeq2SeqLM.from_pretrained(script.model_name_or_path)
+    if name := script.model_name_or_path:
+        tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForSeq2SeqLM.from_pretrained(name)
     else:
         tokenizer = train_tokenizer([*data["train"]["en"], *data["train"]["de"]])
         sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 128}
@@ -89,7 +86,6 @@ def main() -> None:
             forced_eos_token_id=None,
             **{f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()},
             pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
         model = AutoModelForSeq2SeqLM.from_config(config)

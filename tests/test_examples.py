@@ -53,7 +53,7 @@ def test_examples_are_short_and_listed(path: Path) -> None:
 
 def run(script: Path, folder: Path) -> list[dict[str, Any]]:
     """Run an example for 20 steps, and return the rows of its log."""
-    words = f"--max_steps {STEPS} --logging_steps 1 --eval_strategy no --save_strategy steps --disable_tqdm true --use_cpu"
+    words = f"--max_steps {STEPS} --logging_steps 1 --eval_strategy no --save_strategy steps --use_cpu"
     command = [sys.executable, str(script), "--output_dir", str(folder), *words.split()]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)

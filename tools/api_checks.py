@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import importlib
 import inspect
 import io
 import logging
@@ -18,12 +19,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import paceline
 from paceline.args.errors import UnsupportedOption
 from paceline.args.older_names import OLDER_NAMES, Renamed
+from paceline.core.events import TrainerCallback
 from paceline.subclassing import UNCALLED
 
-PACKAGE = Path(paceline.__file__).parent
+paceline: Any = importlib.import_module("paceline")
+PACKAGE = Path(str(paceline.__file__)).parent
 MISSING = "missing"
 LATER_TENSORFLOW = "comes with the TensorFlow side"
 
@@ -486,7 +488,7 @@ def small_run() -> Run:
 
     keywords: set[str] = set()
 
-    class Listener(paceline.TrainerCallback):
+    class Listener(TrainerCallback):
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             keywords.update(kwargs)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import paceline
 from paceline.args import sections
 
+paceline: Any = importlib.import_module("paceline")
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "api"
 # title, file, what its modules begin with; a name goes to the first that fits
@@ -39,7 +40,7 @@ def pages() -> dict[Path, str]:
 
 def index(names: dict[str, list[str]]) -> str:
     """The page that leads to the others."""
-    lines = ["# API reference", "", "Written by `make docs` from the docstrings. All names are imported from `paceline`."]
+    lines = ["# API reference", "", "Written by `make docs` from the docstrings. Import all names from `paceline`."]
     for title, file, _ in GROUPS:
         links = ", ".join(f"[{name}]({file}.md#{name.lower()})" for name in names[file])
         lines += ["", f"**[{title}]({file}.md)**: {links}"]
@@ -65,7 +66,8 @@ def described(name: str, item: Any) -> Iterator[str]:
     else:
         yield from (*signature(name, item), *docstring(item))
     if is_enumeration(item):
-        yield from ("Values: " + ", ".join(f"`{member.value}`" for member in item), "")
+        item = cast(Any, item)
+        yield from ("Values: " + ", ".join(f"`{member.value}`" for member in list(item)), "")
         return
     for key, member in members(item):
         text = inspect.getdoc(member) or ""
@@ -117,7 +119,8 @@ def signature(name: str, item: Any) -> list[str]:
 
 def parameter_text(parameter: inspect.Parameter) -> str:
     """One parameter: name, type, default."""
-    prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    is_starred = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    prefix = "" if not is_starred else "*" if parameter.kind == parameter.VAR_POSITIONAL else "**"
     hint = "" if parameter.annotation is parameter.empty else f": {type_text(parameter.annotation)}"
     if parameter.default is parameter.empty:
         return f"{prefix}{parameter.name}{hint}"
