@@ -53,15 +53,15 @@ def main() -> None:
     else:
         tokenizer = train_tokenizer(data["train"]["text"])
         config = AutoConfig.for_model(
-            "gpt2",
+            "llama",
             vocab_size=len(tokenizer),
-            n_positions=max(512, script.block_size),
-            n_embd=64,
-            n_layer=2,
-            n_head=4,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
+            max_position_embeddings=max(512, script.block_size),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            attention_dropout=0.0,
+            tie_word_embeddings=True,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,

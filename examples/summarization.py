@@ -84,7 +84,8 @@ def main() -> None:
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         """F1 over the words that a generated and a written summary share (ROUGE-1), and how many are equal."""
-        ids = [np.where(rows == -100, tokenizer.pad_token_id, rows) for rows in prediction[:2]]
+        arrays = (prediction.predictions, prediction.label_ids)
+        ids = [np.where(rows == -100, tokenizer.pad_token_id, rows) for rows in arrays]
         pairs = list(zip(*(tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in ids), strict=True))
         scores = []
         for found, right in ((Counter(one.split()), Counter(other.split())) for one, other in pairs):

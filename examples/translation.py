@@ -94,7 +94,8 @@ def main() -> None:
         return tokenizer(rows["en"], text_target=rows["de"], truncation=True, max_length=script.max_length)
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-        ids = [np.where(rows == -100, tokenizer.pad_token_id, rows) for rows in prediction[:2]]
+        arrays = (prediction.predictions, prediction.label_ids)
+        ids = [np.where(rows == -100, tokenizer.pad_token_id, rows) for rows in arrays]
         found, right = (tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in ids)
         return {"bleu2": bleu2(found, right), "exact_match": sum(map(str.__eq__, found, right)) / len(right)}
 
@@ -111,8 +112,7 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
-    metrics = trainer.evaluate()
-    trainer.log_metrics("eval", metrics)
+    trainer.log_metrics("eval", metrics := trainer.evaluate())
     trainer.save_metrics("eval", metrics)
 
 

@@ -21,7 +21,7 @@ class Colour(Enum):
     BLUE = "blue"
 
 
-class Level(str, Enum):
+class Level(str, Enum):  # noqa: UP042  As users write it.
     LOW = "low"
     HIGH = "high"
 
@@ -163,14 +163,14 @@ def test_command_lines(kind: Any, line: str) -> None:
 
 
 def test_dicts_as_json_where_theirs_refuses() -> None:
-    line = '--settings {"a":[1,{"b":null}]} --older {"c":1} --either {"d":2}'.split()
+    line = ["--settings", '{"a":[1,{"b":null}]}', "--older", '{"c":1}', "--either", '{"d":2}']
     assert outcome(transformers.HfArgumentParser, Dicts, line) == "exit 2"
     (made,) = HfArgumentParser(Dicts).parse_args_into_dataclasses(line, look_for_args_file=False)
     assert (made.settings, made.older, made.either) == ({"a": [1, {"b": None}]}, {"c": 1}, {"d": 2})
 
 
 def test_remaining_words_and_several_dataclasses() -> None:
-    words = "--a_word w --ints 5 --stray 1 more".split()
+    words = ["--a_word", "w", "--ints", "5", "--stray", "1", "more"]
     kinds = (Plain, Lists)
     for keywords in ({"return_remaining_strings": True}, {}):
         ours = outcome(HfArgumentParser, kinds, words, **keywords)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.args.errors import UnsupportedOption
+from paceline.args.rules import UNSUPPORTED
 from paceline.args.training import TrainingArguments
 
 pytest.importorskip("accelerate")
@@ -70,13 +71,12 @@ def test_the_same_fields_are_set(before: dict[str, Any], setter: str, given: dic
 def test_pushing() -> None:
     """The same fields, or an error that says that nothing is pushed."""
     given = {"model_id": "owner/name", "strategy": "end", "token": "t", "private_repo": True, "always_push": True}
-    try:
-        ours = fields_of(TrainingArguments, {}, "set_push_to_hub", given)
-    except UnsupportedOption as error:
-        assert "push_to_hub=True" in str(error)
+    if "push_to_hub" in UNSUPPORTED:
+        with pytest.raises(UnsupportedOption, match="push_to_hub=True"):
+            fields_of(TrainingArguments, {}, "set_push_to_hub", given)
         return
-    theirs = fields_of(transformers.TrainingArguments, {}, "set_push_to_hub", given)
-    assert {name: ours[name] for name in theirs} == theirs
+    ours = fields_of(TrainingArguments, {}, "set_push_to_hub", given)
+    assert ours == fields_of(transformers.TrainingArguments, {}, "set_push_to_hub", given)
 
 
 def test_every_setter_is_called_with_every_argument() -> None:
