@@ -53,6 +53,7 @@ def main() -> None:
     parser.set_defaults(
         output_dir="runs/translation",
         learning_rate=2e-3,
+        warmup_steps=50,
         per_device_train_batch_size=32,
         per_device_eval_batch_size=64,
         num_train_epochs=5,

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         IterableDatasetShard,
         LengthGroupedSampler,
         ShardSampler,
+        get_length_grouped_indices,
     )
     from paceline.data.shuffle import ShuffleBuffer
     from paceline.distributed.batch_size import find_executable_batch_size
@@ -151,6 +152,7 @@ _HOMES = {
     "get_greedy_schedule": "paceline.optim.schedulers",
     "get_inverse_sqrt_schedule": "paceline.optim.schedulers",
     "get_last_checkpoint": "paceline.core.folders",
+    "get_length_grouped_indices": "paceline.data.samplers",
     "get_linear_schedule_with_warmup": "paceline.optim.schedulers",
     "get_polynomial_decay_schedule_with_warmup": "paceline.optim.schedulers",
     "get_reduce_on_plateau_schedule": "paceline.optim.schedulers",
