@@ -52,10 +52,9 @@ def main() -> None:
     parser = HfArgumentParser((ScriptArguments, Seq2SeqTrainingArguments))
     parser.set_defaults(
         output_dir="runs/translation",
-        learning_rate=2e-3,
+        learning_rate=3e-3,
         warmup_steps=50,
         per_device_train_batch_size=32,
-        per_device_eval_batch_size=64,
         num_train_epochs=5,
         eval_strategy="epoch",
         save_strategy="epoch",
@@ -76,16 +75,16 @@ def main() -> None:
         tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForSeq2SeqLM.from_pretrained(name)
     else:
         tokenizer = train_tokenizer([*data["train"]["en"], *data["train"]["de"]])
-        sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 128}
         config = AutoConfig.for_model(
-            "bart",
+            "t5",
             vocab_size=len(tokenizer),
             d_model=64,
-            max_position_embeddings=128,
-            dropout=0.0,
-            decoder_start_token_id=tokenizer.eos_token_id,
-            forced_eos_token_id=None,
-            **{f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()},
+            d_kv=16,
+            d_ff=128,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=tokenizer.pad_token_id,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
