@@ -53,8 +53,10 @@ if TYPE_CHECKING:
         IterableDatasetShard,
         LengthGroupedSampler,
         ShardSampler,
+        get_length_grouped_indices,
     )
     from paceline.data.shuffle import ShuffleBuffer
+    from paceline.distributed.batch_size import find_executable_batch_size
     from paceline.distributed.random import enable_full_determinism, set_seed
     from paceline.model.check_targets import check_targets
     from paceline.model.loss import LabelSmoother
@@ -147,6 +149,7 @@ _HOMES = {
     "default_compute_objective": "paceline.core.metrics",
     "default_data_collator": "paceline.data.collators",
     "enable_full_determinism": "paceline.distributed.random",
+    "find_executable_batch_size": "paceline.distributed.batch_size",
     "get_adafactor_schedule": "paceline.optim.schedulers",
     "get_constant_schedule": "paceline.optim.schedulers",
     "get_constant_schedule_with_warmup": "paceline.optim.schedulers",
@@ -157,6 +160,7 @@ _HOMES = {
     "get_greedy_schedule": "paceline.optim.schedulers",
     "get_inverse_sqrt_schedule": "paceline.optim.schedulers",
     "get_last_checkpoint": "paceline.core.folders",
+    "get_length_grouped_indices": "paceline.data.samplers",
     "get_linear_schedule_with_warmup": "paceline.optim.schedulers",
     "get_polynomial_decay_schedule_with_warmup": "paceline.optim.schedulers",
     "get_reduce_on_plateau_schedule": "paceline.optim.schedulers",

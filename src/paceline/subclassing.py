@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from paceline.accelerate_view import AcceleratorView
@@ -64,9 +66,11 @@ UNCALLED: dict[str, str] = {
     "_tune_save_checkpoint": FILES,
     "_update_auto_batch_size": "set auto_find_batch_size",
     "_validate_args": "override __init__",
+    "compare_trainer_and_checkpoint_args": "a run that goes on with other arguments says which, without being asked",
     "create_accelerator_and_postprocess": "trainer.accelerator is a view that is made when it is read",
     "ipex_optimize_model": "set torch_compile",
     "prediction_loop": "override evaluation_loop",
+    "propagate_args_to_deepspeed": "no DeepSpeed runs in this version",
     "set_initial_training_values": "set max_steps or num_train_epochs",
     "torch_jit_model_eval": "set torch_compile",
 }
@@ -170,6 +174,40 @@ class ForSubclasses:
         """Note the best metric, and return whether it is this one. For subclasses: a run decides by itself."""
         loop = self.run.loop if self.run is not None else None
         return loop.note_best(metrics) if loop is not None else False
+
+    @property
+    def neftune_noise_alpha(self) -> float | None:
+        """The argument of that name."""
+        return self.args.neftune_noise_alpha
+
+    @neftune_noise_alpha.setter
+    def neftune_noise_alpha(self, value: float | None) -> None:
+        self.args.neftune_noise_alpha = value
+
+    if not TYPE_CHECKING:  # a type checker would take every name for granted
+
+        def __getattr__(self, name: str) -> Any:
+            """Reached only where nothing of that name exists: what no run calls is named, with what serves instead."""
+            if name in UNCALLED:
+                raise AttributeError(f"{type(self).__name__}.{name} is not there: no run calls it; {UNCALLED[name]}.")
+            return object.__getattribute__(self, name)  # raises what was raised before, that of a property included
+
+    @staticmethod
+    def num_tokens(train_dl: Iterable[Mapping[str, Any]], max_steps: int | None = None) -> int:
+        """Input tokens, padding included, in one pass of a loader.
+
+        Args:
+            train_dl: its batches hold `input_ids`; they are all read, or one of them with `max_steps`.
+            max_steps: count this many batches like the first instead.
+        """
+        if max_steps is not None:
+            return max_steps * next((batch["input_ids"].numel() for batch in train_dl), 0)
+        return sum(batch["input_ids"].numel() for batch in train_dl)
+
+    def end(self) -> None:
+        """Leave the process group, where there is one. Nothing may ask the other processes for anything after it."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
     def get_sp_size(self) -> int:
         """Processes that share a sequence."""

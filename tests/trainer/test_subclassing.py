@@ -331,3 +331,33 @@ def test_an_own_way_of_logging_evaluating_and_saving(tmp_path: Path, options: di
         names = sorted(path.name for path in (tmp_path / cls.__name__).glob("checkpoint-*"))
         found.append((rows, names, trainer.state.best_global_step, trainer.state.best_metric))
     assert found[1] == found[0]
+
+
+def test_what_no_run_calls_is_named_when_it_is_asked_for(tmp_path: Path) -> None:
+    trainer: Any = make_trainer(tmp_path, Classifier(), classification(8))
+    with pytest.raises(AttributeError, match=r"Trainer.prediction_loop is not there: .* override evaluation_loop"):
+        trainer.prediction_loop(None)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = trainer.nothing
+    assert not hasattr(trainer, "_run_epoch")
+
+    class Broken(Trainer):
+        @property
+        def broken(self) -> int:
+            raise AttributeError("from inside")
+
+    with pytest.raises(AttributeError, match="from inside"):
+        _ = make_trainer(tmp_path, Classifier(), classification(8), cls=Broken).broken
+
+
+def test_small_parts_of_the_public_surface(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Classifier(), classification(8))
+    assert trainer.neftune_noise_alpha is None
+    trainer.neftune_noise_alpha = 0.5
+    assert trainer.args.neftune_noise_alpha == 0.5
+    batches = [{"input_ids": torch.ones(2, 3)}, {"input_ids": torch.ones(1, 3)}]
+    assert Trainer.num_tokens(batches) == 9
+    assert Trainer.num_tokens(batches, max_steps=5) == 30
+    assert Trainer.num_tokens([]) == 0
+    trainer.end()
+    assert not torch.distributed.is_initialized()
