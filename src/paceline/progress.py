@@ -20,7 +20,7 @@ from paceline.core.events import callback_states, restore_callback_states
 from paceline.core.loop import Loop
 from paceline.core.summary import UpdateSummary
 from paceline.data.feed import Feed, place_in
-from paceline.data.lengths import length_of, sample_count
+from paceline.data.lengths import length_of, sample_count, samples_at_once
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -151,7 +151,7 @@ def planned_length(trainer: Trainer, feed: Feed, progress: Mapping[str, Any]) ->
     now = trainer.args.to_sanitized_dict()
     names = ("num_train_epochs", "max_steps", "gradient_accumulation_steps")
     is_same = all(name in before and _is_same(before[name], now[name]) for name in names)
-    sizes = {"batch_size": getattr(feed.loader, "batch_size", None), "num_samples": sample_count(feed.loader)}
+    sizes = {"batch_size": samples_at_once(feed.loader), "num_samples": sample_count(feed.loader)}
     if not length or not is_same or any(name not in position or position[name] != sizes[name] for name in sizes):
         return None
     planned, max_steps = length["planned"], length["max_steps"]

@@ -130,6 +130,7 @@ LOG_LEVELS = {
 SAMPLING_STRATEGIES = ("random", "sequential", "group_by_length", "batch_rebalance")
 TOKEN_COUNTS = ("no", "all", "non_padding")
 METRIC_INPUTS = ("inputs", "loss")
+PARALLEL = ("ddp",)
 LOSS_WEIGHTS = ("samples", "tokens", "shifted_tokens", "scaled")
 BACKENDS = ("nccl", "gloo", "mpi", "xccl", "hccl", "cncl", "mccl")
 START_METHODS = ("fork", "spawn", "forkserver")

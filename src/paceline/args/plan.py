@@ -15,6 +15,7 @@ from paceline.args.sections import Options
 __all__ = ["Plan", "UnsupportedOption", "check", "resolve", "resolve_warmup"]
 
 
+SHARED_BY = {"ddp": "each with the whole model, gradients averaged (ddp)"}
 UNCOUNTED = {"no": "never", "epoch": "at each end of an epoch", "best": "when an evaluation is the best yet"}
 
 
@@ -27,6 +28,7 @@ class Plan:
         eval_batch_size: samples per process in one evaluation batch.
         accumulation: micro-batches per update.
         world_size: processes that share the data.
+        parallel: how they share the work; None: there is one.
         global_batch_size: samples per update, over all processes.
         updates_per_epoch: updates in one pass over the data, the last one perhaps of fewer micro-batches; None where
             the length is unknown.
@@ -87,6 +89,7 @@ class Plan:
     auto_find_batch_size: bool
     metric_for_best_model: str | None
     greater_is_better: bool | None
+    parallel: str | None = None
     notes: tuple[str, ...] = ()
 
     def halved(self) -> Plan:
@@ -121,6 +124,7 @@ class Plan:
             f"updates    {self.max_steps:,}{epochs}, {epoch}, warmup {self.warmup_steps:,}",
             f"samples    {self.global_batch_size:,} per update = {self.micro_batch_size} x {self.accumulation} "
             f"micro-batches{processes}",
+            *([f"processes  {self.world_size}, {SHARED_BY[self.parallel]}"] if self.parallel is not None else []),
             f"numbers    {self.precision} precision, {clip}, {seeds}",
             f"log        {self._interval('logging')}",
             f"evaluate   {self._interval('eval')}, batches of {self.eval_batch_size}",
@@ -162,16 +166,12 @@ def resolve(
         UnsupportedOption: an option asks for what this version does not do.
     """
     check(args)
-    notes = notes_on_idle_options(args)
+    notes = notes_on_idle_options(args, world_size)
     derived = derived_values(args)
     duration = resolve_duration(args, micro_batches_per_epoch, notes)
     logging_steps = resolve_interval("logging_steps", args.logging_steps, duration.max_steps, notes)
     eval_steps, save_steps = resolve_eval_and_save(args, logging_steps, duration.max_steps, notes)
-    if args.logging_strategy == IntervalStrategy.STEPS and logging_steps > duration.max_steps > 0:
-        notes.append(
-            f"logging_steps={logging_steps} is more than the {duration.max_steps} updates of the run: no training loss "
-            "is logged before the end."
-        )
+    note_logging(args, logging_steps, duration.max_steps, notes)
     return Plan(
         micro_batch_size=args.per_device_train_batch_size,
         eval_batch_size=args.per_device_eval_batch_size,
@@ -206,11 +206,26 @@ def resolve(
         auto_find_batch_size=args.auto_find_batch_size,
         metric_for_best_model=derived.get("metric_for_best_model"),
         greater_is_better=derived.get("greater_is_better", args.greater_is_better),
+        parallel=resolve_parallel(args, world_size),
         notes=tuple(notes),
     )
 
 
-def notes_on_idle_options(args: Options) -> list[str]:
+def resolve_parallel(args: Options, world_size: int) -> str | None:
+    """How several processes share the work; None for one.
+
+    Raises:
+        UnsupportedOption: one of them was asked for; the message says what to set.
+    """
+    if world_size > 1 and args.auto_find_batch_size:
+        raise UnsupportedOption(
+            f"auto_find_batch_size=True with {world_size} processes is not supported: one of them running out of "
+            "memory would leave the others waiting. Set per_device_train_batch_size and gradient_accumulation_steps."
+        )
+    return (args.parallel or "ddp") if world_size > 1 else None
+
+
+def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
     """What was set and changes nothing in this run: on one process, or without the switch it belongs to."""
     several = [
         name
@@ -220,9 +235,11 @@ def notes_on_idle_options(args: Options) -> list[str]:
             "ddp_bucket_cap_mb",
             "ddp_broadcast_buffers",
             "ddp_static_graph",
+            "ddp_comm_hook",
+            "parallel",
             "eval_use_gather_object",
         )
-        if getattr(args, name) not in (None, False)
+        if world_size == 1 and getattr(args, name) not in (None, False)
     ]
     notes = [f"{', '.join(several)}: for several processes; this run has one."] if several else []
     if args.liger_kernel_config and not args.use_liger_kernel:
@@ -291,6 +308,15 @@ def resolve_eval_and_save(args: Options, logging_steps: int, max_steps: int, not
 def resolve_warmup(warmup_steps: float, max_steps: int) -> int:
     """Updates of warmup, from a number of updates or a share of all of them (below 1, rounded up)."""
     return int(warmup_steps) if warmup_steps >= 1 else math.ceil(max_steps * warmup_steps)
+
+
+def note_logging(args: Options, logging_steps: int, max_steps: int, notes: list[str]) -> None:
+    """A note where nothing would be logged."""
+    if args.logging_strategy == IntervalStrategy.STEPS and logging_steps > max_steps > 0:
+        notes.append(
+            f"logging_steps={logging_steps} is more than the {max_steps} updates of the run: no training loss is "
+            "logged before the end."
+        )
 
 
 def note_warmup(args: Options, max_steps: int, notes: list[str]) -> int:

@@ -19,6 +19,7 @@ from paceline.args.choices import (
     LOG_LEVELS,
     LOSS_WEIGHTS,
     METRIC_INPUTS,
+    PARALLEL,
     SAMPLING_STRATEGIES,
     START_METHODS,
     DebugOption,
@@ -454,6 +455,15 @@ class PacelineSection:
         0.25,
         "Predictions that an evaluation keeps for the end are held in memory up to so many GB, and past them in a "
         "temporary file. 'inf': always in memory.",
+    )
+    parallel: str | None = option(
+        None,
+        "How several processes share the work: 'ddp', each with the whole model. Unset: that. Processes are started by "
+        "`paceline launch`, torchrun, accelerate launch or srun.",
+        PARALLEL,
+    )
+    ddp_comm_hook: str | None = option(
+        None, "Exchange gradients in 16 bits: 'fp16' or 'bf16'. Unset: in the type they have.", ("fp16", "bf16")
     )
     logging_dir: str | None = option(
         None, "Folder of the TensorBoard files. Unset: TENSORBOARD_LOGGING_DIR, else output_dir/runs/<date>_<host>."

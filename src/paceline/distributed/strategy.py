@@ -1,7 +1,11 @@
-"""Where tensors live. The Strategy contract is in `core.contracts`; here is the strategy of one process."""
+"""Where tensors live. The Strategy contract is in `core.contracts`; here is the strategy of one process.
+
+A strategy of several processes has a file of its own beside this one.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +25,10 @@ from paceline.distributed.world import World
 PARAMETERS_OF = itemgetter("params")
 GRADIENT_OF = attrgetter("grad")
 IS_THERE = partial(is_not, None)
+NOTHING = nullcontext()
+
+# what `parallel` may name -> where its strategy is; loaded by runs of several processes only
+STRATEGIES = {"ddp": "paceline.distributed.ddp:DistributedData"}
 
 
 @dataclass
@@ -63,9 +71,13 @@ class SingleDevice:
         """Autocast, or nothing."""
         return self.precision.context()
 
-    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
+    def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
         """The context of one forward and backward: nothing to hold back, there is nobody to reduce with."""
-        return nullcontext()
+        return NOTHING
+
+    def evaluation_model(self, model: nn.Module) -> nn.Module:
+        """What to call in evaluation, of what `prepare` made."""
+        return model
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of `loss`. What the optimizer was given since the last time starts without one."""
@@ -151,9 +163,19 @@ def are_alike(tensors: list[Tensor]) -> bool:
     return len(kinds) == 1 and next(iter(kinds))[:2] == (Tensor, torch.strided)
 
 
-def choose_strategy(world: World, precision: Precision) -> SingleDevice:
-    """The strategy for this world."""
-    return SingleDevice(world, precision)
+def choose_strategy(world: World, precision: Precision, args: Any) -> SingleDevice:
+    """The strategy that `parallel` names; without it, every process holds the whole model.
+
+    Args:
+        world: one process needs none of the others.
+        precision: held by it.
+        args: read by the strategies of several processes.
+    """
+    if not world.is_shared:
+        return SingleDevice(world, precision)
+    module, name = STRATEGIES[args.parallel or "ddp"].split(":")
+    strategy: SingleDevice = getattr(importlib.import_module(module), name)(world, precision, args)
+    return strategy
 
 
 def empty_device_cache(device: torch.device) -> None:
