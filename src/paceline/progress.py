@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from paceline.core.loop import Loop
 from paceline.core.summary import UpdateSummary
 from paceline.data.feed import Feed, place_in
 from paceline.data.lengths import length_of, sample_count, samples_at_once
+from paceline.data.shares import Shares
+from paceline.distributed.launchers import num_restarts, run_identity
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -64,6 +67,9 @@ def describe_progress(trainer: Trainer) -> tuple[str, dict[str, Any]]:
         "loss_rule": trainer.loss_rule.state_dict(),
         "length": {"planned": loop.plan.max_steps, "max_steps": trainer.state.max_steps} if loop is not None else {},
         "arguments": trainer.args.to_sanitized_dict(),
+        "world_size": trainer.world.world_size,
+        "update_size": loop.plan.global_batch_size if loop is not None else None,
+        "launch": run_identity(os.environ),
     }
     try:
         return json.dumps(progress, indent=1), heavy
@@ -86,6 +92,48 @@ def read_progress(checkpoint: Path) -> dict[str, Any] | None:
     if not isinstance(progress, dict):
         raise CheckpointError(f"{path} does not hold a mapping")
     return progress
+
+
+def restarted_from(checkpoint: Path) -> bool:
+    """Whether the launcher started these processes anew after one died, and this run of it wrote the checkpoint."""
+    launch = run_identity(os.environ)
+    progress = read_progress(checkpoint) if launch is not None and num_restarts(os.environ) > 0 else None
+    return progress is not None and progress.get("launch") == launch
+
+
+def kept_update_size(trainer: Trainer, checkpoint: Path) -> int | None:
+    """Samples of one update as the run was begun with them, where it goes on on another number of processes.
+
+    None where the number is the same; where the arguments of the batch were changed, which then win; and where the
+    samples cannot be dealt out.
+    """
+    progress, world, args = read_progress(checkpoint) or {}, trainer.world, trainer.args
+    before, kept = progress.get("world_size"), progress.get("update_size")
+    if before in (None, world.world_size) or not isinstance(kept, int) or kept < 1:
+        return None
+    saved, now = progress.get("arguments") or {}, args.to_sanitized_dict()
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    changed = [f"{name}={now[name]}" for name in names if saved.get(name) != now[name]]
+    asked = args.train_batch_size * args.gradient_accumulation_steps * world.world_size
+    reason = f"{', '.join(changed)} was set" if changed else None
+    shares = Shares.of_update(0, world.world_size, args.train_batch_size, kept)
+    if min(shares.slots) < world.world_size:
+        reason = f"{kept} samples are too few for {world.world_size} processes"
+    elif str(args.train_sampling_strategy) == "batch_rebalance":
+        reason = "train_sampling_strategy='batch_rebalance' makes its own micro-batches"
+    if reason is not None and asked != kept:
+        logger.warning("Each update now takes %d samples, not %d as before: %s.", asked, kept, reason)
+        return None
+    if asked == kept:
+        return None
+    logger.warning(
+        "Begun on %s processes, going on on %d: each update takes the same %d samples as before, in %d micro-batches.",
+        before,
+        world.world_size,
+        kept,
+        len(shares.slots),
+    )
+    return kept
 
 
 def position_of_transformers(checkpoint: Path, loader: Any, plan: Plan) -> dict[str, Any]:

@@ -101,6 +101,7 @@ class Trainer(ForSubclasses):
     reports_changes = True  # of the arguments since the checkpoint that a run goes on from was written
     current_flos = 0.0
     _created_lr_scheduler = False
+    _update_size: int | None = None  # samples of an update, where a run goes on on another number of processes
     _signature_columns: list[str] | None = None
 
     def __init__(
@@ -235,15 +236,17 @@ class Trainer(ForSubclasses):
             args=self.args,
             train=is_training,
             seed=self._data_seed,
-            shares=self._shares(batch_size),
+            shares=self._shares(batch_size, is_training),
         )
         if is_training or self.run is None or not self.args.dataloader_persistent_workers:
             return make()
         return self.run.loaders.get(given, description, make)
 
-    def _shares(self, batch_size: int) -> Shares | None:
+    def _shares(self, batch_size: int, is_training: bool) -> Shares | None:
         """This process's part of the data, where several read different parts."""
         rank, size = self.strategy.data_coordinates()
+        if is_training and self._update_size is not None:
+            return Shares.of_update(rank, size, batch_size, self._update_size)
         return Shares.even(rank, size, batch_size) if size > 1 else None
 
     @property

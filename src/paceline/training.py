@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from paceline.core.state import TrainerState
 from paceline.counting import counter, measurer
 from paceline.data.loading import Feed, KeptLoaders, loader_length, sample_count
 from paceline.distributed.collectives import gather_objects, share_object
+from paceline.distributed.launchers import num_restarts
 from paceline.distributed.precision import make_precision
 from paceline.distributed.random import enable_full_determinism, restore_rng, set_seed
 from paceline.distributed.strategy import choose_strategy
@@ -46,8 +48,10 @@ from paceline.optim.schedulers import follows_metrics
 from paceline.progress import (
     PROGRESS_FILE,
     STATE_FILE,
+    kept_update_size,
     read_progress,
     report_changes,
+    restarted_from,
     restore_callbacks,
     restore_loop,
     restore_position,
@@ -103,16 +107,17 @@ def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: 
     args = trainer.args
     start(trainer, trial)
     checkpoint = find_for_all(trainer, resume)
+    trainer._update_size = kept_update_size(trainer, checkpoint) if checkpoint is not None else None
     if checkpoint is not None:
         trainer._load_from_checkpoint(str(checkpoint))
     loader = trainer.get_train_dataloader()
+    plan = make_plan(trainer, loader)
     feed = Feed(
         loader,
-        accumulation=args.gradient_accumulation_steps,
+        accumulation=plan.accumulation,
         collect=partial(trainer.get_batch_samples, device=trainer.world.device),
         ignore_data_skip=args.ignore_data_skip,
     )
-    plan = make_plan(trainer, loader)
     trainer.state = begin_state(trainer, plan, checkpoint, trial)
     if checkpoint is not None:
         plan = restore_position(trainer, feed, plan, checkpoint)
@@ -156,6 +161,7 @@ def make_plan(trainer: Trainer, loader: Any) -> Plan:
         world_size=trainer.world.world_size,
         micro_batches_per_epoch=None if None in lengths else max(lengths),
         samples_per_epoch=sample_count(loader),
+        update_size=trainer._update_size,
     )
 
 
@@ -239,7 +245,7 @@ def find_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
     if isinstance(resume, str) and resume.lower() in ("true", "false"):
         resume = resume.lower() == "true"
     if resume is None or resume is False:
-        return None
+        return newest_of_launch(args)
     if resume is True:
         folders.recover(Path(args.output_dir), logger.warning)
         found = folders.newest_valid(Path(args.output_dir), logger.warning)
@@ -255,6 +261,15 @@ def find_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
             f"Can't resume from {named}: {'; '.join(problems)}. resume_from_checkpoint=True takes the newest good one."
         )
     return named
+
+
+def newest_of_launch(args: Any) -> Path | None:
+    """The newest good checkpoint of this very start, where its launcher has started the processes anew; else None."""
+    if num_restarts(os.environ) == 0:
+        return None
+    folders.recover(Path(args.output_dir), logger.warning)
+    found = folders.newest_valid(Path(args.output_dir), logger.warning)
+    return found if found is not None and restarted_from(found) else None
 
 
 @contextmanager

@@ -151,7 +151,12 @@ class Duration:
 
 
 def resolve(
-    args: Options, *, world_size: int = 1, micro_batches_per_epoch: int | None, samples_per_epoch: int | None = None
+    args: Options,
+    *,
+    world_size: int = 1,
+    micro_batches_per_epoch: int | None,
+    samples_per_epoch: int | None = None,
+    update_size: int | None = None,
 ) -> Plan:
     """Make the plan of a run.
 
@@ -160,6 +165,8 @@ def resolve(
         world_size: processes that share the data.
         micro_batches_per_epoch: training micro-batches of one process in one epoch; None where unknown.
         samples_per_epoch: training samples in one epoch over all processes; None where unknown.
+        update_size: samples of one update over all processes, where a run goes on with those it was begun with on
+            another number of processes; None: what the arguments give.
 
     Raises:
         ValueError: the arguments break a rule, or the length of the run cannot be known.
@@ -168,16 +175,18 @@ def resolve(
     check(args)
     notes = notes_on_idle_options(args, world_size)
     derived = derived_values(args)
-    duration = resolve_duration(args, micro_batches_per_epoch, notes)
+    at_once = args.per_device_train_batch_size * world_size
+    accumulation = args.gradient_accumulation_steps if update_size is None else math.ceil(update_size / at_once)
+    duration = resolve_duration(args, micro_batches_per_epoch, accumulation, notes)
     logging_steps = resolve_interval("logging_steps", args.logging_steps, duration.max_steps, notes)
     eval_steps, save_steps = resolve_eval_and_save(args, logging_steps, duration.max_steps, notes)
     note_logging(args, logging_steps, duration.max_steps, notes)
     return Plan(
         micro_batch_size=args.per_device_train_batch_size,
         eval_batch_size=args.per_device_eval_batch_size,
-        accumulation=args.gradient_accumulation_steps,
+        accumulation=accumulation,
         world_size=world_size,
-        global_batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size,
+        global_batch_size=at_once * accumulation if update_size is None else update_size,
         updates_per_epoch=duration.updates_per_epoch,
         micro_batches_per_epoch=micro_batches_per_epoch,
         max_steps=duration.max_steps,
@@ -249,7 +258,7 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
     return notes
 
 
-def resolve_duration(args: Options, micro_batches: int | None, notes: list[str]) -> Duration:
+def resolve_duration(args: Options, micro_batches: int | None, accumulation: int, notes: list[str]) -> Duration:
     """Updates and epochs from max_steps, num_train_epochs and the length of the data."""
     if micro_batches is None:
         if args.max_steps < 0:
@@ -262,7 +271,6 @@ def resolve_duration(args: Options, micro_batches: int | None, notes: list[str])
         too_few = ", or has fewer samples than one batch while dataloader_drop_last=True"
         reason = f"it is empty{too_few if args.dataloader_drop_last else ''}"
         raise ValueError(f"The training data gives no batch: {reason}.")
-    accumulation = args.gradient_accumulation_steps
     updates = math.ceil(micro_batches / accumulation)
     rest = micro_batches % accumulation
     if rest:

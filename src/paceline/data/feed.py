@@ -467,6 +467,8 @@ def place_in(loader: Any, saved: Mapping[str, Any]) -> tuple[int, int]:
     batch_size = samples_at_once(loader)
     if batch_size is None or batch_size == saved.get("batch_size"):
         return consumed, batches
+    if isinstance(loader, IndexedLoader) and loader.batches.shares is not None:
+        return consumed, loader.batches.shares.num_slots(consumed)
     num_samples, num_batches = sample_count(loader), loader_length(loader)
     if num_samples is None or num_batches is None or isinstance(loader, StreamLoader):
         return consumed, consumed // batch_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,9 +49,9 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 def run_identity(environment: Mapping[str, str]) -> str | None:
-    """A name for this start that a restart by the same launcher has too; None without torchrun."""
+    """A name for this start that the processes of a restart by the same launcher have too; None without torchrun."""
     run_id = environment.get("TORCHELASTIC_RUN_ID")
-    return run_id if run_id not in (None, "", "none") else None
+    return f"launcher {os.getppid()}" if run_id in ("", "none") else run_id
 
 
 def num_restarts(environment: Mapping[str, str]) -> int:
