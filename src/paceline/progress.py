@@ -61,6 +61,7 @@ def describe_progress(trainer: Trainer) -> tuple[str, dict[str, Any]]:
     progress: dict[str, Any] = {
         "format": 1,
         "feed": run.feed.state_dict() if run is not None else None,
+        "feeds": run.saves.positions if run is not None else None,
         "callbacks": {name: state for name, state in states.items() if name not in heavy},
         "skipped": sorted(loop.skipped) if loop is not None else [],
         "unlogged": dataclasses.asdict(loop.unlogged) if loop is not None else {},
@@ -167,7 +168,7 @@ def restore_position(trainer: Trainer, feed: Feed, plan: Plan, checkpoint: Path)
     longer or shorter. With the same ones its length stays what it was, whatever a rollback or a callback left out.
     """
     state, progress = trainer.state, read_progress(checkpoint) or {}
-    position = progress.get("feed")
+    position = own_position(trainer, progress)
     source = PROGRESS_FILE if position is not None else STATE_FILE
     if position is None:
         with blame(checkpoint / source):
@@ -191,6 +192,27 @@ def restore_position(trainer: Trainer, feed: Feed, plan: Plan, checkpoint: Path)
     else:
         planned, state.max_steps = length
     return dataclasses.replace(plan, max_steps=planned, warmup_steps=trainer.args.get_warmup_steps(planned))
+
+
+def own_position(trainer: Trainer, progress: Mapping[str, Any]) -> dict[str, Any] | None:
+    """This process's place in the data, of those that a checkpoint holds.
+
+    Raises:
+        ValueError: each process had a part of its own, and there are other ones now.
+    """
+    world, positions = trainer.world, progress.get("feeds")
+    if positions is None:
+        return progress.get("feed")
+    common: dict[str, Any] = positions[0]
+    if len(positions) == world.world_size:
+        own: dict[str, Any] = positions[world.process_index]
+        return own
+    if trainer.args.ignore_data_skip or not common["consumed"]:
+        return common
+    raise ValueError(
+        f"The checkpoint was written in the middle of a stream that {len(positions)} processes shared, and there are "
+        f"{world.world_size} now: resume on {len(positions)}, or set ignore_data_skip=True to begin the epoch anew."
+    )
 
 
 def planned_length(trainer: Trainer, feed: Feed, progress: Mapping[str, Any]) -> tuple[int, int] | None:

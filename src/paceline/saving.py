@@ -112,6 +112,7 @@ class Saves:
         failed: names of the checkpoints that could not be written since the last that could.
         is_published: whether the last checkpoint was there when the save returned.
         random: the random states of all processes at the moment of the save, by rank; None between saves.
+        positions: their places in the data, where they are not the same.
     """
 
     writer: Writer = field(default_factory=Writer)
@@ -122,6 +123,7 @@ class Saves:
     failed: list[str] = field(default_factory=list)
     is_published: bool = True
     random: list[Any] | None = None
+    positions: list[Any] | None = None
     _place: Place | None = None
     _obstacle: str | None = None  # why copies of this run cannot be written later
     _said: set[str] = field(default_factory=set)
@@ -174,16 +176,25 @@ def save_checkpoint(trainer: Trainer, trial: Any) -> None:
     best_before = trainer.state.best_model_checkpoint
     is_best = point_to_best(trainer, folder, is_coming=True)
     saves.random = gather_objects(world, capture_rng())
+    saves.positions = gather_positions(trainer)
     try:
         if trainer.args.should_save:
             write_checkpoint(trainer, saves, folder, is_best, best_before)
     finally:
-        saves.random = None
+        saves.random = saves.positions = None
     if world.is_shared:
         has_failed, best = share_object(world, (folder.name in saves.failed, trainer.state.best_model_checkpoint))
         trainer.state.best_model_checkpoint = best
         if not trainer.args.should_save:  # nobody waits for the files where they are written behind the training
             saves.is_published = not has_failed
+
+
+def gather_positions(trainer: Trainer) -> list[Any] | None:
+    """Where each of several processes stands in its own part of the data; None where one position says it."""
+    run = trainer.run
+    if run is None or not trainer.world.is_shared or run.feed.is_common:
+        return None
+    return gather_objects(trainer.world, run.feed.state_dict())
 
 
 def write_checkpoint(trainer: Trainer, saves: Saves, folder: Path, is_best: bool, best_before: str | None) -> None:

@@ -159,6 +159,26 @@ def workers(folder: Path, size: int) -> Result:
     return found(train(folder, Classifier(), classification(53), **split(size), dataloader_num_workers=1))
 
 
+class Numbers:
+    """A stream without an index, a length or a place of its own."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return iter(self.samples)
+
+
+@scenario
+def stream(folder: Path, size: int) -> Result:
+    """53 samples of which each is read once an epoch; the processes have different numbers of them at its end."""
+    data = Numbers(tagging(53))
+    options = {"max_steps": 12, "eval_dataset": Numbers(tagging(17, seed=3)), "eval_strategy": "steps", "eval_steps": 6}
+    trainer = train(folder, Tagger(shifted=True), data, **split(size, 2), **options)
+    output = trainer.predict(Numbers(tagging(23, seed=4)))  # in the order of the stream
+    return found(trainer, epoch=0, predictions=output.predictions, labels=output.label_ids)
+
+
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     predicted = np.asarray(prediction.predictions).argmax(-1)
     return {"accuracy": float((predicted == prediction.label_ids).mean()), "count": float(len(predicted))}

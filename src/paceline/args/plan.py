@@ -151,13 +151,9 @@ class Duration:
 
 
 def resolve(
-    args: Options,
-    *,
-    world_size: int = 1,
-    micro_batches_per_epoch: int | None,
-    samples_per_epoch: int | None = None,
+    args: Options, *, world_size: int = 1, micro_batches_per_epoch: int | None, samples_per_epoch: int | None = None,
     update_size: int | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Make the plan of a run.
 
     Args:
@@ -175,8 +171,7 @@ def resolve(
     check(args)
     notes = notes_on_idle_options(args, world_size)
     derived = derived_values(args)
-    at_once = args.per_device_train_batch_size * world_size
-    accumulation = args.gradient_accumulation_steps if update_size is None else math.ceil(update_size / at_once)
+    accumulation, global_batch_size = resolve_update(args, world_size, update_size)
     duration = resolve_duration(args, micro_batches_per_epoch, accumulation, notes)
     logging_steps = resolve_interval("logging_steps", args.logging_steps, duration.max_steps, notes)
     eval_steps, save_steps = resolve_eval_and_save(args, logging_steps, duration.max_steps, notes)
@@ -186,7 +181,7 @@ def resolve(
         eval_batch_size=args.per_device_eval_batch_size,
         accumulation=accumulation,
         world_size=world_size,
-        global_batch_size=at_once * accumulation if update_size is None else update_size,
+        global_batch_size=global_batch_size,
         updates_per_epoch=duration.updates_per_epoch,
         micro_batches_per_epoch=micro_batches_per_epoch,
         max_steps=duration.max_steps,
@@ -256,6 +251,14 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
     if args.activation_checkpointing_kwargs and not args.activation_checkpointing:
         notes.append("activation_checkpointing_kwargs: not read without activation_checkpointing=True.")
     return notes
+
+
+def resolve_update(args: Options, world_size: int, update_size: int | None) -> tuple[int, int]:
+    """(micro-batches of each process, samples of all) in one update; `update_size` as for `resolve`."""
+    at_once = args.per_device_train_batch_size * world_size
+    if update_size is not None:
+        return math.ceil(update_size / at_once), update_size
+    return args.gradient_accumulation_steps, at_once * args.gradient_accumulation_steps
 
 
 def resolve_duration(args: Options, micro_batches: int | None, accumulation: int, notes: list[str]) -> Duration:

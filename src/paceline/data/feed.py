@@ -310,6 +310,11 @@ class Feed:
         """Whether a position was loaded that `start_epoch` has not gone to yet."""
         return self._saved is not None
 
+    @property
+    def is_common(self) -> bool:
+        """Whether the position is the same on all processes: they read parts of one order, and need no more."""
+        return isinstance(self.loader, IndexedLoader) and self.loader.batches.is_positionable
+
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch, or go on in the one that was loaded.
 
@@ -330,8 +335,9 @@ class Feed:
             if not self._begins_at(saved):
                 saved = None
         self.epoch = epoch
-        self._reader = open_reader(self.loader, consumed, batches, saved)
-        self.consumed, self.batches, self._num_read = consumed, batches, consumed
+        own = consumed if saved is None else int(saved.get("own_consumed", consumed))
+        self._reader = open_reader(self.loader, own, batches, saved)
+        self.consumed, self.batches, self._num_read = consumed, batches, own
 
     def draw(self) -> tuple[list[Any], Any]:
         """The next window: (micro-batches, what they were counted as); no batches at the end of the epoch."""
@@ -373,6 +379,7 @@ class Feed:
             "batch_size": samples_at_once(self.loader),
             "num_samples": sample_count(self.loader),
             "largest": self._largest,
+            **({} if self.meet is None or self._reader is None or self.is_common else {"own_consumed": self._num_read}),
             **place,
         }
 

@@ -17,6 +17,7 @@ from paceline.data.feed import Feed
 from paceline.data.indexed import IndexedLoader
 from paceline.data.lengths import loader_length, sample_count
 from paceline.data.sampling import OrderedSampler, has_length, sequential_sampler
+from paceline.data.shared_streams import part_of
 from paceline.data.shares import Shares
 from paceline.data.stream import StreamLoader
 
@@ -60,11 +61,8 @@ def make_loader(
         )
     drop_last = bool(args.dataloader_drop_last) and train  # every sample is evaluated, and predicted for
     if is_stream(dataset):
-        if shares is not None:
-            raise ValueError(
-                f"A stream ({type(dataset).__name__}) is not split among {shares.size} processes in this version: pass "
-                "a dataset with __len__ and __getitem__, or train on one process."
-            )
+        if shares is not None and shares.size > 1:
+            dataset = part_of(dataset, shares.rank, shares.size, batch_size)
         return StreamLoader(
             dataset, batch_size=batch_size, drop_last=drop_last, collate=collate, seed=seed, options=options
         )
