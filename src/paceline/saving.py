@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.checkpoint import files
 from paceline.checkpoint.adapters import has_adapters
@@ -31,6 +31,7 @@ from paceline.checkpoint.background import (
     writes_itself_safely,
 )
 from paceline.checkpoint.frozen import FrozenPart
+from paceline.checkpoint.weights import read_weights
 from paceline.core import folders
 from paceline.core.manifest import KnownFile
 from paceline.core.retention import retention_of, rotate
@@ -113,6 +114,7 @@ class Saves:
         is_published: whether the last checkpoint was there when the save returned.
         random: the random states of all processes at the moment of the save, by rank; None between saves.
         positions: their places in the data, where they are not the same.
+        whole: model and optimizer state put together from the shards of all processes; None where there are no shards.
     """
 
     writer: Writer = field(default_factory=Writer)
@@ -124,6 +126,7 @@ class Saves:
     is_published: bool = True
     random: list[Any] | None = None
     positions: list[Any] | None = None
+    whole: dict[str, Any] | None = None
     _place: Place | None = None
     _obstacle: str | None = None  # why copies of this run cannot be written later
     _said: set[str] = field(default_factory=set)
@@ -177,11 +180,12 @@ def save_checkpoint(trainer: Trainer, trial: Any) -> None:
     is_best = point_to_best(trainer, folder, is_coming=True)
     saves.random = gather_objects(world, capture_rng())
     saves.positions = gather_positions(trainer)
+    saves.whole = gather_shards(trainer)
     try:
         if trainer.args.should_save:
             write_checkpoint(trainer, saves, folder, is_best, best_before)
     finally:
-        saves.random = saves.positions = None
+        saves.random = saves.positions = saves.whole = None
     if world.is_shared:
         has_failed, best = share_object(world, (folder.name in saves.failed, trainer.state.best_model_checkpoint))
         trainer.state.best_model_checkpoint = best
@@ -195,6 +199,40 @@ def gather_positions(trainer: Trainer) -> list[Any] | None:
     if run is None or not trainer.world.is_shared or run.feed.is_common:
         return None
     return gather_objects(trainer.world, run.feed.state_dict())
+
+
+def gather_shards(trainer: Trainer) -> dict[str, Any] | None:
+    """Model and optimizer state whole, where processes hold shards of them; all of these take part."""
+    strategy = trainer.strategy
+    if not strategy.is_sharded:
+        return None
+    with evaluation_weights(trainer.optimizer, trainer.is_in_train):
+        model = strategy.full_weights(strategy.unwrap(trainer.model))
+        has_state = trainer.optimizer is not None and not trainer.args.save_only_model
+        return {"model": model, "optimizer": strategy.full_state(trainer.optimizer.state_dict()) if has_state else None}
+
+
+def whole_weights(trainer: Trainer) -> dict[str, Tensor] | None:
+    """The model's weights put together from shards: gathered for the checkpoint being written, or now; None: no need.
+
+    Gathering takes all processes.
+    """
+    whole = trainer.run.saves.whole if trainer.run is not None else None
+    if whole is not None:
+        return dict(whole["model"])
+    strategy = trainer.strategy
+    return strategy.full_weights(strategy.unwrap(trainer.model)) if strategy.is_sharded else None
+
+
+def load_weights(trainer: Trainer, model: nn.Module, folder: str) -> list[str]:
+    """The body of `_load_from_checkpoint`; returns a sentence for each thing worth knowing."""
+    has_shards = trainer.strategy.is_sharded and any(hasattr(p, "full_tensor") for p in model.parameters())
+    weights = read_weights(Path(folder)) if has_shards else None
+    if weights is None:
+        return files.load_model(model, folder)
+    missing, unexpected = trainer.strategy.load_full(model, weights)
+    return [f"{folder}: {', '.join(names)} {what}" for names, what in
+            ((missing, "are missing"), (unexpected, "are not known")) if names]  # fmt: skip
 
 
 def write_checkpoint(trainer: Trainer, saves: Saves, folder: Path, is_best: bool, best_before: str | None) -> None:
@@ -399,6 +437,8 @@ def why_at_once(trainer: Trainer, saves: Saves, num_bytes: int) -> str | None:
     """
     if trainer.run is None or not trainer.args.save_in_background:
         return ""
+    if saves.whole is not None:
+        return "the weights are put together from shards"
     readers = [c for c in trainer.callback_handler.listening("on_save") if getattr(c, "reads_checkpoint", True)]
     if readers:
         return f"{type(readers[0]).__name__} listens to on_save (reads_checkpoint = False says that it needs no files)"
@@ -470,7 +510,9 @@ def save_weights(trainer: Trainer, folder: Path, state_dict: Mapping[str, Tensor
 def save_optimizer_and_scheduler(trainer: Trainer, folder: str) -> None:
     """The body of `_save_optimizer_and_scheduler`."""
     if trainer.optimizer is not None:
-        put(trainer, trainer.optimizer.state_dict(), folder, files.OPTIMIZER_NAME)
+        whole = trainer.run.saves.whole if trainer.run is not None else None
+        state = whole["optimizer"] if whole is not None else trainer.optimizer.state_dict()
+        put(trainer, state, folder, files.OPTIMIZER_NAME)
     if trainer.lr_scheduler is not None:
         put(trainer, trainer.lr_scheduler.state_dict(), folder, files.SCHEDULER_NAME)
 

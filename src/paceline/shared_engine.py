@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -48,6 +47,7 @@ class Exchange:
         weight: what it weighs on all processes.
         is_idle: this process has nothing in it.
         is_telling: the loss is to be looked at, on some process, at the first micro-batch.
+        num_batches: micro-batches of the process that has most.
         tokens, operations: of the window, over all processes.
     """
 
@@ -65,7 +65,7 @@ class Exchange:
         self.world, self.rule, self.accumulation, self.signals = world, rule, accumulation, signals
         self.averages, self.measure, self.watchdog = averages, measure, watchdog
         self.total = 0.0
-        self.weight = 0
+        self.weight = self.num_batches = 0
         self.is_idle = self.is_telling = False
         self.tokens = self.operations = 0
         self._filler: Any = None  # a batch to go through the model with where there is none
@@ -85,7 +85,7 @@ class Exchange:
             int(any(self.rule.telling(item) for item in counts)),
             int(noted is not None),
             int(noted == signal.SIGINT),
-            int(not batches and self._filler is None),
+            int(own_weight == 0 and self._filler is None),
             tokens,
             int(operations),
             int(bool(counts) and self.rule.has_target(counts)),
@@ -104,15 +104,16 @@ class Exchange:
         num_batches = sum(slot > 0 for slot in slots)
         if num_batches == 0:
             return ([], None), 0, 0
-        if lacking:
-            self._filler = self._find_filler(batches)
+        self.num_batches = num_batches
+        if own_weight > 0:
+            self._filler = copy.copy(next(b for b, item in zip(batches, counts, strict=True) if item.weight > 0))
+        if lacking and self.weight > 0:
+            self._filler = self._find_filler(own_weight)
         if self.averages and num_counting:
             num_items = torch.tensor(items)
         self.is_idle = not batches
         if self.is_idle:
-            batches = [copy.copy(self._filler)]
-        else:
-            self._filler = copy.copy(batches[-1])
+            batches = [self.filler()]
         self.watchdog.enter("making an update")
         return (batches, num_items), samples, num_batches
 
@@ -129,9 +130,13 @@ class Exchange:
     def _weigh(self, weight: int, own_weight: int) -> None:
         self.total = weight / self.world.world_size if self.averages else own_weight
 
-    def _find_filler(self, batches: Sequence[Any]) -> Any:
+    def filler(self) -> Any:
+        """A batch to go through the model with where there is none that weighs anything."""
+        return copy.copy(self._filler)
+
+    def _find_filler(self, own_weight: int) -> Any:
         """A batch of another process, for one that never had any."""
-        offers = gather_objects(self.world, batches[0] if batches else None)
+        offers = gather_objects(self.world, self._filler if own_weight > 0 else None)
         found = next(offer for offer in offers if offer is not None)
         return found if self._filler is None else self._filler
 
@@ -175,25 +180,33 @@ class SharedEngine(TorchEngine):
                 item.weight = 0
         self._losses = losses = []
         self._window, self._weighed = counts, []
-        chosen = [index for index, item in enumerate(counts) if item.weight > 0] or [len(counts) - 1]
         self._looks_now = exchange.is_telling
-        for index, batch in enumerate(batches):
-            self._is_silent, is_last = counts[index].weight == 0, index == chosen[-1]
-            self._current = MicroStep(counts[index], exchange.total, is_last)
-            if index in chosen:
-                with self._micro_step(is_last):
-                    loss = self.training_step(self.model, copy.copy(batch), num_items)
-                losses.append(torch.zeros_like(loss) if self._is_silent else loss)
-            if self.keep_outputs:
+        passes = self._passes(counts)
+        for place, index in enumerate(passes):
+            is_last = place == len(passes) - 1
+            self._is_silent = index is None
+            now = Counts(0, None, 0) if index is None else counts[index]
+            self._current = MicroStep(now, 0.0 if index is None else exchange.total, is_last)
+            batch = exchange.filler() if index is None else copy.copy(batches[index])
+            with self.strategy.micro_step(is_last, self._is_silent):
+                loss = self.training_step(self.model, batch, num_items)
+            losses.append(torch.zeros_like(loss) if self._is_silent else loss)
+            if self.keep_outputs and index is not None:
                 self._kept.append(detach(self._seen))
             self._seen = None
-            if emit is not None and index < len(batches) - 1:
+            if emit is not None and not is_last:
                 emit("on_substep_end")
         self._current, self._is_silent = None, False
         return losses
 
-    def _micro_step(self, is_last: bool) -> AbstractContextManager[Any]:
-        return self.strategy.micro_step(is_last, self._is_silent)
+    def _passes(self, counts: Sequence[Counts]) -> list[int | None]:
+        """The micro-batches that weigh something, and None for each pass in which this process only takes part.
+
+        Where the passes themselves wait for the other processes, all make as many; else one is enough for the exchange.
+        """
+        chosen: list[int | None] = [index for index, item in enumerate(counts) if item.weight > 0]
+        wanted = self.exchange.num_batches if self.strategy.in_step else 1
+        return chosen + [None] * (wanted - len(chosen))
 
     def _is_telling(self, counts: Counts) -> bool:
         """Whether all processes look now: at the first micro-batch that each goes through."""
@@ -210,7 +223,7 @@ class SharedEngine(TorchEngine):
         self.rule.merge(gather_objects(self.exchange.world, self.rule.state_dict()))
         own = 0 if self.exchange.is_idle else self.rule.recount(self._window)
         self.exchange.weigh_again(own)
-        current.total = self.exchange.total
+        current.total = 0.0 if self._is_silent else self.exchange.total
         return current.total
 
     def _is_bad(self, losses: Sequence[Tensor], norm: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ left and whether one was asked to stop, so none waits for another that has ended
 
 from __future__ import annotations
 
+import copy
 import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -101,6 +102,7 @@ class SharedEvaluation(EvaluationLoop):
     def __init__(self, *, world: World, run: Any, **options: Any) -> None:
         super().__init__(**options)
         self.world, self.signals = world, run.signals if run is not None else None
+        self._filler: Any = None
 
     def _make_sum(self) -> LossSum:
         return SharedLossSum(self.rule, self.world)
@@ -124,14 +126,24 @@ class SharedEvaluation(EvaluationLoop):
                 raise Interrupted
             if not here:
                 return
+            if self.strategy.in_step and here < self.world.world_size and self._filler is None:
+                self._filler = self._find_filler(held)
             yield held, more == 0
             held = after
+
+    def _find_filler(self, held: Any) -> Any:
+        """A batch of another process, to go through the model with where there never was one."""
+        offers = gather_objects(self.world, held)
+        return next(self.name_inputs(offer) for offer in offers if offer is not None)
 
     def _take(
         self, batch: Any, total: LossSum, kept: Kept, loader: Any, loss_only: bool, ignore_keys: list[str] | None
     ) -> tuple[Rows, int]:
         if batch is None:
+            if self.strategy.in_step:
+                self.prediction_step(self.model, copy.copy(self._filler), True, ignore_keys)
             return {}, 0
+        self._filler = copy.copy(self.name_inputs(batch)) if self.strategy.in_step else None
         return super()._take(batch, total, kept, loader, loss_only, ignore_keys)
 
     def _stream(self, rows: Rows, size: int, is_last: bool) -> None:

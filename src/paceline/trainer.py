@@ -549,8 +549,10 @@ class Trainer(ForSubclasses):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, and the processing class beside it, so that it can be loaded again."""
+        weights = saving.whole_weights(self)
         if self.args.should_save:
-            self._save(self._get_output_dir(None) if output_dir is None else output_dir)
+            folder = self._get_output_dir(None) if output_dir is None else output_dir
+            self._save(folder, weights) if weights is not None else self._save(folder)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Tensor] | None = None) -> None:
         folder = Path(self._get_output_dir(None) if output_dir is None else output_dir)
@@ -575,7 +577,7 @@ class Trainer(ForSubclasses):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint."""
-        for note in files.load_model(self.model if model is None else model, resume_from_checkpoint):
+        for note in saving.load_weights(self, self.model if model is None else model, resume_from_checkpoint):
             logger.warning(note)
 
     def _load_best_model(self) -> None:

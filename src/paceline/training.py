@@ -520,6 +520,8 @@ def load_optimizer_and_scheduler(trainer: Trainer, checkpoint: str | None) -> No
     ):
         if Path(checkpoint, name).is_file():
             load(target, checkpoint)
+            if target is trainer.optimizer:
+                trainer.strategy.shard_state(target)
         else:
             logger.warning("%s holds no %s: that part of the run starts anew.", checkpoint, name)
 

@@ -7,6 +7,7 @@ Each process writes what it found into `FOLDER/SCENARIO-RANK.pt`.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -31,6 +32,12 @@ def scenario(run: Callable[[Path, int], Result]) -> Callable[[Path, int], Result
     return run
 
 
+def whole(tensor: Any) -> Tensor:
+    """A tensor of all shards."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
 class RecordGradient(TrainerCallback):
     """Keeps the gradient of the first update, and counts the steps of the schedule."""
 
@@ -39,13 +46,14 @@ class RecordGradient(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if self.gradient is None:
-            self.gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            self.gradient = torch.cat([whole(gradient).flatten() for gradient in gradients])
 
 
 def found(trainer: Trainer, **more: Any) -> Result:
     """What two runs are compared by."""
     rows = trainer.state.log_history
-    parameters = [parameter.detach().flatten() for parameter in trainer.model.parameters()]
+    parameters = [whole(parameter.detach()).flatten() for parameter in trainer.model.parameters()]
     record = next((c for c in trainer.callback_handler.callbacks if isinstance(c, RecordGradient)), None)
     return {
         "weights": torch.cat(parameters),
@@ -72,6 +80,8 @@ def split(size: int, accumulation: int = 1, total: int = GLOBAL_BATCH) -> dict[s
 
 def train(folder: Path, model: torch.nn.Module, data: Any, **options: Any) -> Trainer:
     defaults = {"learning_rate": 0.01, "num_train_epochs": 2, "callbacks": [RecordGradient()]}
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("PARALLEL"):
+        defaults.update(json.loads(os.environ["PARALLEL"]))
     trainer = make_trainer(folder, model, data, **{**defaults, **options})
     trainer.train()
     return trainer

@@ -11,11 +11,15 @@ from paceline.args.choices import IntervalStrategy
 from paceline.args.errors import UnsupportedOption
 from paceline.args.rules import check, derived_values
 from paceline.args.sections import Options
+from paceline.args.sharding import is_asked
 
 __all__ = ["Plan", "UnsupportedOption", "check", "resolve", "resolve_warmup"]
 
 
-SHARED_BY = {"ddp": "each with the whole model, gradients averaged (ddp)"}
+SHARED_BY = {
+    "ddp": "each with the whole model, gradients averaged (ddp)",
+    "fsdp": "each with a shard of every parameter, gradient and optimizer state (fsdp)",
+}
 UNCOUNTED = {"no": "never", "epoch": "at each end of an epoch", "best": "when an evaluation is the best yet"}
 
 
@@ -226,7 +230,13 @@ def resolve_parallel(args: Options, world_size: int) -> str | None:
             f"auto_find_batch_size=True with {world_size} processes is not supported: one of them running out of "
             "memory would leave the others waiting. Set per_device_train_batch_size and gradient_accumulation_steps."
         )
-    return (args.parallel or "ddp") if world_size > 1 else None
+    parallel = args.parallel or ("fsdp" if is_asked(args.fsdp) else "ddp")
+    if world_size == 1 and parallel == "fsdp":
+        raise ValueError(
+            "fsdp shards a model over several processes, and this is one: start the script with `paceline launch`, or "
+            "leave fsdp and parallel out."
+        )
+    return parallel if world_size > 1 else None
 
 
 def notes_on_idle_options(args: Options, world_size: int) -> list[str]:

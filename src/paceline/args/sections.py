@@ -458,7 +458,8 @@ class PacelineSection:
     )
     parallel: str | None = option(
         None,
-        "How several processes share the work: 'ddp', each with the whole model. Unset: that. Processes are started by "
+        "How several processes share the work: 'ddp', each with the whole model; 'fsdp', each with a shard of it. "
+        "Unset: 'ddp', or 'fsdp' where fsdp is set. Processes are started by "
         "`paceline launch`, torchrun, accelerate launch or srun.",
         PARALLEL,
     )

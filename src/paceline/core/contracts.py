@@ -156,6 +156,8 @@ class Strategy(Protocol):
 
     device: Any
     precision: Any
+    in_step: bool  # whether forward and backward wait for the other processes, so that all must run as many
+    is_sharded: bool  # whether parameters and optimizer state are parts of tensors
     holds_back: bool  # whether `micro_step` does anything, so that a step of one process need not enter it
     place: Callable[[Any], Any]  # the batch, its tensors on the device
 
@@ -180,5 +182,11 @@ class Strategy(Protocol):
     def stateful(self) -> dict[str, Any]: ...
 
     def full_weights(self, model: Any) -> dict[str, Any]: ...
+
+    def full_state(self, state: Any) -> Any: ...
+
+    def load_full(self, model: Any, weights: Any) -> tuple[list[str], list[str]]: ...
+
+    def shard_state(self, optimizer: Any) -> None: ...
 
     def unwrap(self, model: Any) -> Any: ...

@@ -6,7 +6,7 @@ A strategy of several processes has a file of its own beside this one.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.args.plan import resolve_parallel
 from paceline.data.prefetch import DevicePrefetcher, move_to_device
 from paceline.distributed.precision import Precision
 from paceline.distributed.world import World
@@ -28,7 +29,10 @@ IS_THERE = partial(is_not, None)
 NOTHING = nullcontext()
 
 # what `parallel` may name -> where its strategy is; loaded by runs of several processes only
-STRATEGIES = {"ddp": "paceline.distributed.ddp:DistributedData"}
+STRATEGIES = {
+    "ddp": "paceline.distributed.ddp:DistributedData",
+    "fsdp": "paceline.distributed.fsdp:FullyShardedData",
+}
 
 
 @dataclass
@@ -43,6 +47,8 @@ class SingleDevice:
     """One process, one device: nothing is sharded, nothing is reduced."""
 
     holds_back = False
+    in_step = False
+    is_sharded = False
 
     def __init__(self, world: World, precision: Precision) -> None:
         self.world = world
@@ -150,6 +156,18 @@ class SingleDevice:
         """The whole model's state, on the device it lives on."""
         return model.state_dict()
 
+    def full_state(self, state: Any) -> Any:
+        """The same nest, whole."""
+        return state
+
+    def load_full(self, model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+        """Put whole weights into the model; returns the names that were missing, and those not known."""
+        result = model.load_state_dict(weights, strict=False)
+        return list(result.missing_keys), list(result.unexpected_keys)
+
+    def shard_state(self, optimizer: Optimizer) -> None:
+        """Nothing is sharded."""
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module as the user gave it: what torch.compile and parallel wrappers put around it is taken off."""
         inner = getattr(model, "_orig_mod", model)
@@ -173,7 +191,7 @@ def choose_strategy(world: World, precision: Precision, args: Any) -> SingleDevi
     """
     if not world.is_shared:
         return SingleDevice(world, precision)
-    module, name = STRATEGIES[args.parallel or "ddp"].split(":")
+    module, name = STRATEGIES[resolve_parallel(args, world.world_size) or "ddp"].split(":")
     strategy: SingleDevice = getattr(importlib.import_module(module), name)(world, precision, args)
     return strategy
 
