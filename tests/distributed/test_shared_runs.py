@@ -12,6 +12,8 @@ import processes
 import pytest
 import shared_runs
 import torch
+from safetensors.torch import load_file
+from small_models import Tagger
 
 from paceline.core.folders import verify
 from paceline.core.journal import read_rows
@@ -32,6 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a whole run on two processes, one that a signal to the second process ended, and their resumption."""
     folder = tmp_path_factory.mktemp("runs")
     modes = ["whole", "terminated", f"from={folder}/terminated/checkpoint-7"]
+    modes += ["sharded", f"sharded_from={folder}/sharded/checkpoint-8", "sharded_best"]
     processes.run("shared_runs.py", 2, str(folder), *modes)
     return folder
 
@@ -59,6 +62,35 @@ def test_files_are_written_once(folder: Path) -> None:
     assert [row.num_samples for row in rows[:5]] == [12, 12, 12, 12, 5]
     lines = (folder / "whole" / "log.jsonl").read_text().splitlines()
     assert len(lines) == len({json.loads(line)["step"] for line in lines}) + 1  # and the summary at the end
+
+
+def test_a_sharded_run_is_resumed_bit_for_bit(folder: Path) -> None:
+    for rank in (0, 1):
+        assert torch.equal(weights(folder, "sharded_from", rank), weights(folder, "sharded", 0))
+        assert ended(folder, "sharded_from", rank) == ended(folder, "sharded", rank)
+
+
+def test_a_sharded_run_leaves_whole_checkpoints(folder: Path, tmp_path: Path) -> None:
+    """They are gone on from by one process, with the same samples per update; `save_model` writes the whole model."""
+    assert not verify(folder / "sharded" / "checkpoint-8")
+    saved = load_file(folder / "sharded-model" / "model.safetensors")
+    names = list(Tagger().state_dict())
+    assert torch.equal(torch.cat([saved[name].flatten() for name in names]), weights(folder, "sharded"))
+    shared_runs.run(tmp_path, f"from={folder}/sharded/checkpoint-8")
+    before, after = (read_rows(path / "journal.bin") for path in (folder / "sharded", tmp_path / "from"))
+    assert [row[:4] for row in after] == [row[:4] for row in before[8:]]
+    state = torch.load(folder / "sharded" / "checkpoint-8" / "optimizer.pt", weights_only=True)["state"]
+    assert [tuple(entry["exp_avg"].shape) for entry in state.values()] == [
+        tuple(parameter.shape) for parameter in Tagger().parameters()
+    ]
+
+
+def test_the_best_sharded_model_is_loaded(folder: Path) -> None:
+    best = json.loads((folder / "sharded_best" / "checkpoint-15" / "trainer_state.json").read_text())
+    saved = load_file(Path(best["best_model_checkpoint"]) / "model.safetensors")
+    expected = torch.cat([saved[name].flatten() for name in Tagger().state_dict()])
+    for rank in (0, 1):
+        assert torch.equal(weights(folder, "sharded_best", rank), expected)
 
 
 @pytest.mark.parametrize("batch_size", ["3", "4"])

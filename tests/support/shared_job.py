@@ -1,13 +1,12 @@
 """Trainings whose numbers do not depend on how many processes make them. Run by tests on one process and on several.
 
-    python shared_job.py FOLDER SCENARIO...
+    python shared_job.py FOLDER ENGINE...
 
-Each process writes what it found into `FOLDER/SCENARIO-RANK.pt`.
+Each process writes what it found into `FOLDER/ENGINE-RANK.pt`: a dict by scenario.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -24,7 +23,13 @@ from paceline import EvalPrediction, Trainer, TrainerCallback
 
 Result = dict[str, Any]
 SCENARIOS: dict[str, Callable[[Path, int], Result]] = {}
-GLOBAL_BATCH = 12
+GLOBAL_BATCH = 24
+ENGINES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp": {"fsdp": True},
+    "hsdp": {"fsdp": "hybrid_shard", "fsdp_config": {"replicate": 2}},
+}
+in_force: dict[str, Any] = {}  # of these, on several processes
 
 
 def scenario(run: Callable[[Path, int], Result]) -> Callable[[Path, int], Result]:
@@ -80,9 +85,7 @@ def split(size: int, accumulation: int = 1, total: int = GLOBAL_BATCH) -> dict[s
 
 def train(folder: Path, model: torch.nn.Module, data: Any, **options: Any) -> Trainer:
     defaults = {"learning_rate": 0.01, "num_train_epochs": 2, "callbacks": [RecordGradient()]}
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("PARALLEL"):
-        defaults.update(json.loads(os.environ["PARALLEL"]))
-    trainer = make_trainer(folder, model, data, **{**defaults, **options})
+    trainer = make_trainer(folder, model, data, **{**defaults, **in_force, **options})
     trainer.train()
     return trainer
 
@@ -212,11 +215,13 @@ def predictions(folder: Path, size: int) -> Result:
 
 
 def main() -> None:
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
-    for name in names:
-        trainer_folder = folder / name
-        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        torch.save(SCENARIOS[name](trainer_folder, size), folder / f"{name}-{rank}.pt")
+    folder, engines = Path(sys.argv[1]), sys.argv[2:]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for engine in engines:
+        in_force.clear()
+        in_force.update(ENGINES[engine])
+        found = {name: run(folder / engine / name, size) for name, run in SCENARIOS.items()}
+        torch.save(found, folder / f"{engine}-{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python shared_runs.py FOLDER MODE...     MODE: whole, terminated, killed, from=CHECKPOINT
 
-Writes `MODE-RANK.json` (how it ended) and, on the first process, `MODE.pt` (the weights).
+Writes `MODE-RANK.json` (how it ended) and `MODE-RANK.pt` (the weights). Modes that begin with `sharded` shard it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Disturb(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
-def trainer_in(folder: Path, dropout: float, callbacks: list[TrainerCallback]) -> Trainer:
+def trainer_in(folder: Path, dropout: float, callbacks: list[TrainerCallback], **options: Any) -> Trainer:
     return make_trainer(
         folder,
         Tagger(shifted=True, dropout=dropout),
@@ -44,6 +44,7 @@ def trainer_in(folder: Path, dropout: float, callbacks: list[TrainerCallback]) -
         save_steps=4,
         callbacks=callbacks,
         report_to=["jsonl"],
+        **options,
     )
 
 
@@ -54,12 +55,19 @@ def run(folder: Path, mode: str) -> None:
         callbacks = [Disturb(signal.SIGTERM, 1, 6)]
     elif mode == "killed" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
         callbacks = [Disturb(signal.SIGKILL, 1, 6)]
-    trainer = trainer_in(folder / name, float(os.environ.get("DROPOUT", "0.3")), callbacks)
+    options = {}
+    if name.startswith("sharded"):
+        best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, "eval_dataset": tagging(17)}
+        options = {"fsdp": True, **(best if name == "sharded_best" else {})}
+    trainer = trainer_in(folder / name, float(os.environ.get("DROPOUT", "0.3")), callbacks, **options)
     output = trainer.train(resume_from_checkpoint=checkpoint or None)
     rank = trainer.args.process_index
     ended = {"global_step": output.global_step, "log": trainer.state.log_history[:-1]}
     (folder / f"{name}-{rank}.json").write_text(json.dumps(ended))
-    weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+    trainer.save_model(str(folder / f"{name}-model"))
+    parameters = [parameter.detach() for parameter in trainer.model.parameters()]
+    whole = [parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter for parameter in parameters]
+    weights = torch.cat([parameter.flatten() for parameter in whole])
     torch.save(weights, folder / f"{name}-{rank}.pt")
 
 
