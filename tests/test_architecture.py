@@ -27,7 +27,7 @@ LAYERS = [
     {"core"},
     {"callbacks", "data", "model", "optim", "distributed"},
     {"checkpoint"},
-    {"engine", "evaluation", "predictions", "snapshot", "progress"},
+    {"engine", "evaluation", "predictions", "shared_engine", "shared_evaluation", "snapshot", "progress"},
     {"accelerate_view", "assembly", "counting", "hub", "saving", "subclassing", "training", "replaying"},
     {"trainer"},
     {"seq2seq", "drop_in"},

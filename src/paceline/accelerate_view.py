@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, RandomSampler
 
 from paceline.core.optional import is_installed, require
 from paceline.data.sampling import random_sampler
-from paceline.distributed.world import process_state
+from paceline.distributed.collectives import gather_nest, gather_objects, holds_tensor, sum_tensor
+from paceline.distributed.world import first_before_others, process_state, wait_for_all
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -132,9 +134,13 @@ class AcceleratorView:
     @property
     def distributed_type(self) -> Any:
         """accelerate's DistributedType where it is installed, else its value, a string."""
+        name = "NO"
+        if self.use_distributed:
+            kind = self.device.type
+            name = "MULTI_CPU" if kind == "cpu" else "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
         if not is_installed("accelerate"):
-            return "NO"
-        return require("accelerate.utils", "libraries").DistributedType.NO
+            return name
+        return require("accelerate.utils", "libraries").DistributedType[name]
 
     @property
     def mixed_precision(self) -> str:
@@ -154,33 +160,62 @@ class AcceleratorView:
     # ---- between processes
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all processes, joined along the first dimension."""
-        return tensor
+        """The tensors of all processes, joined along the first dimension, in which their sizes may differ."""
+        return gather_nest(self._trainer.world, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, without what was repeated to even out the last batch."""
-        return input_data
+        """As `gather`: no sample comes twice. What holds no tensor is gathered as objects, one list joined of all."""
+        world = self._trainer.world
+        if not world.is_shared:
+            return input_data
+        if use_gather_object or not holds_tensor(input_data):
+            return [item for part in gather_objects(world, input_data) for item in part]
+        return gather_nest(world, input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or mean over the processes, times `scale` where it is a mean."""
-        return tensor * scale if reduction == "mean" and scale != 1.0 else tensor
+        """The sum or mean over the processes, times `scale` where it is a mean; `none`: as it is."""
+        world = self._trainer.world
+
+        def reduced(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if world.is_shared and reduction != "none":
+                value = sum_tensor(value)
+            factor = scale / world.world_size if reduction == "mean" else 1.0
+            return value * factor if factor != 1.0 else value
+
+        return tree_map(reduced, tensor)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Padded to the greatest size along `dim` that any process has."""
-        return tensor
+        world = self._trainer.world
+
+        def padded(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not world.is_shared or dim >= value.dim():
+                return value
+            missing = max(gather_objects(world, value.shape[dim])) - value.shape[dim]
+            if missing == 0:
+                return value
+            filler = value.new_full((*value.shape[:dim], missing, *value.shape[dim + 1 :]), pad_index)
+            return torch.cat([filler, value] if pad_first else [value, filler], dim)
+
+        return tree_map(padded, tensor)
 
     def wait_for_everyone(self) -> None:
         """Wait until all processes are here."""
+        wait_for_all(self._trainer.world)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """The first process goes through the block before the others."""
-        yield
+        with first_before_others(self._trainer.world, self.is_main_process):
+            yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """The first process of each machine goes through the block before the others on it."""
-        yield
+        with first_before_others(self._trainer.world, self.is_local_main_process):
+            yield
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print, on the first process of the machine."""
@@ -218,7 +253,7 @@ class AcceleratorView:
 
     def no_sync(self, model: Any = None) -> AbstractContextManager[Any]:
         """The context in which gradients are not exchanged."""
-        return nullcontext()
+        return self._trainer.strategy.micro_step(False)
 
     def accumulate(self, *models: Any) -> AbstractContextManager[Any]:
         """The context of one micro-batch: the Trainer sees to the accumulation itself."""
@@ -246,7 +281,8 @@ class AcceleratorView:
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """The module as the user gave it, of whatever was put around it for training."""
-        return model if keep_torch_compile else self._trainer.strategy.unwrap(model)
+        strategy = self._trainer.strategy
+        return model if keep_torch_compile and hasattr(model, "_orig_mod") else strategy.unwrap(model)
 
     def free_memory(self, *objects: Any) -> Any:
         """Nothing is held here; returns one None for each object."""

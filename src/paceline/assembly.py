@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.data.columns import find_labels
 from paceline.model.factory import check_trainable
-from paceline.model.loss import LabelSmoother, LossRule, Meaning
+from paceline.model.loss import AVERAGED_BY_AUTHOR, LabelSmoother, LossRule, Meaning
 from paceline.model.objective import Objective, accepts
 from paceline.model.signature import innermost, read_signature, shifts_labels
 
@@ -77,4 +77,5 @@ def read_model(trainer: Trainer) -> None:
 def declare_loss(trainer: Trainer) -> None:
     """Take a subclass at its word: `loss_is_scaled_for_ga`, set on the class or on the object."""
     if trainer.args.loss_weight is None and trainer.loss_is_scaled_for_ga is not None:
-        trainer.loss_rule.declare(Meaning("samples", scaled=trainer.loss_is_scaled_for_ga))
+        scaled = AVERAGED_BY_AUTHOR if trainer.loss_is_scaled_for_ga else Meaning("samples")
+        trainer.loss_rule.declare(scaled)

@@ -33,7 +33,7 @@ class MicroStep:
     """Where the engine stands inside an update, for `run_micro_step`, which user code calls through training_step."""
 
     counts: Counts
-    total: int  # weights of all micro-batches of the update
+    total: float  # weights of all micro-batches of the update
     last: bool
 
 
@@ -95,6 +95,8 @@ class TorchEngine:
         empty_cache_every: give cached device memory back every so many updates (None: never).
     """
 
+    shares = False  # whether other processes have part in each update: see `paceline.shared_engine`
+
     def __init__(
         self,
         *,
@@ -115,6 +117,7 @@ class TorchEngine:
         self.steps_scheduler = scheduler is not None and not scheduler_follows_metrics
         self.training_step = adapted(training_step, 3)
         self.compute_loss, self.prepare_inputs = compute_loss, prepare_inputs
+        self._inner = strategy.unwrap(model)  # its mode is not the wrapper's, when a user has changed it
         self.rule = rule
         self.max_grad_norm = max_grad_norm
         self.skips_non_finite = skips_non_finite
@@ -161,7 +164,7 @@ class TorchEngine:
         losses: list[Tensor] = []
         self._kept = []
         self.num_micro_steps, self.own_divisor = len(batches), None
-        if total > 0 and (rule.meaning.unit != "all_samples" or rule.has_target(counts)):
+        if self.shares or (total > 0 and (rule.meaning.unit != "all_samples" or rule.has_target(counts))):
             losses = self._accumulate(batches, counts, total, num_items, emit)
         if not losses:
             return self._skip()
@@ -210,7 +213,7 @@ class TorchEngine:
     # ---- inside an update
 
     def _accumulate(
-        self, batches: Sequence[Any], counts: Sequence[Counts], total: int, num_items: Any, emit: Emit | None
+        self, batches: Sequence[Any], counts: Sequence[Counts], total: float, num_items: Any, emit: Emit | None
     ) -> list[Tensor]:
         """Forward and backward of every micro-batch that weighs something; their contributions to the loss."""
         self._losses = losses = []
@@ -241,7 +244,7 @@ class TorchEngine:
         Returns:
             This micro-batch's contribution to the update's loss, 0-dim, detached.
         """
-        if not trainer_model.training:
+        if not (trainer_model.training and self._inner.training):
             trainer_model.train()
             if callable(self._enter_train):
                 self._enter_train()
@@ -249,8 +252,8 @@ class TorchEngine:
         counts = current.counts if current is not None else self.rule.count(inputs)
         total = current.total if current is not None else counts.weight
         # a mean that is alone in its update needs no weight: then nothing is looked at, and no forward hook set
-        matters = num_items is not None or counts.weight != total
-        looking = matters and self.rule.telling(counts) > 0
+        matters = num_items is not None or counts.weight != total or self.shares
+        looking = matters and self._is_telling(counts)
         given = WatchedCount.of(num_items) if looking and isinstance(num_items, Tensor) else num_items
         inputs = self.prepare_inputs(inputs)
         handle = trainer_model.register_forward_hook(self._keep) if looking or self.keep_outputs else None
@@ -272,7 +275,7 @@ class TorchEngine:
         if self.own_divisor is not None and not self.rule.meaning.scaled:
             loss = loss * (self.num_micro_steps / self.own_divisor)
         factor = 1
-        if num_items is not None or counts.weight != total:
+        if matters:
             factor = self.rule.factor(counts, total, num_items) if total else 0
             if factor != 1:
                 loss = loss * factor
@@ -287,7 +290,11 @@ class TorchEngine:
         with self.strategy.forward_context(), widened(model):
             yield
 
-    def _look(self, loss: Tensor, current: MicroStep | None, counts: Counts, num_items: Any, given: Any) -> int:
+    def _is_telling(self, counts: Counts) -> bool:
+        """Whether a look at this micro-batch's loss could tell what it is a mean over."""
+        return self.rule.telling(counts) > 0
+
+    def _look(self, loss: Tensor, current: MicroStep | None, counts: Counts, num_items: Any, given: Any) -> float:
         """Identify the loss by this micro-batch; returns the update's total after that."""
         if type(given) is WatchedCount and given.is_used and not self.rule.is_assumed_scaled:
             self.rule.assume_scaled(True)
@@ -299,7 +306,7 @@ class TorchEngine:
             self._weigh_again(current.total, num_items)
         return current.total
 
-    def _weigh_again(self, total: int, num_items: Any) -> None:
+    def _weigh_again(self, total: float, num_items: Any) -> None:
         """Correct what this update holds so far, after a look at a later micro-batch changed what it weighs.
 
         All of it by one factor: what changes the share of one micro-batch in another one's is told by the first look.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import time
@@ -94,7 +95,9 @@ class LossSum:
         """The mean loss; None when no batch had one. Waits for the device."""
         if not self._sums:
             return None
-        reading = self._sum_under(self.rule.meaning)
+        return self._divide(self._sum_under(self.rule.meaning))
+
+    def _divide(self, reading: ReadingSum) -> float | None:
         # a divisor that was never seen to hold is taken at its word
         weight = reading.weight if self.rule.is_verified else reading.divisors
         return float(reading.total) / weight if weight > 0 else None
@@ -144,6 +147,7 @@ class EvaluationLoop:
         self.expect = expect
         self._seen: Any = None
         self._streamed: dict[str, Any] = {}
+        self._keeps = True  # what the model returns, for the end
 
     def run(
         self,
@@ -167,26 +171,19 @@ class EvaluationLoop:
             predictions and labels with one row per sample, in the order of the dataset (None when `loss_only` or
             streaming), metrics, and the number of samples seen.
         """
-        total = LossSum(self.rule)
+        total = self._make_sum()
         is_streamed = self.options.streaming and not loss_only
-        keeps = not loss_only and (keep_streamed or not is_streamed)
+        self._keeps = not loss_only and (keep_streamed or not is_streamed)
         if self.metric is not None:
             self.metric.reset()
         with Spill(self.options.spill_bytes, self.options.spill_folder) as spill, self.rule.put_back():
-            kept = Kept(self.options, spill)
+            kept = self._make_kept(spill)
             with evaluating(self.model, self.options.dtype), casting(self.model, self.options.dtype, self.rule):
-                for batch, is_last in with_last(loader):
-                    if self.is_stopping():
-                        raise Interrupted
-                    batch = self.name_inputs(batch)
-                    size = batch_size_of(batch)
-                    if self.expect is not None and keeps and kept.num_samples == 0:
-                        announce(spill, self.expect(batch), loader_length(loader))
-                    with advice_on_memory(size):
-                        rows = self._predict(batch, total, loss_only, ignore_keys)
+                for batch, is_last in self._batches(loader):
+                    rows, size = self._take(batch, total, kept, loader, loss_only, ignore_keys)
                     if is_streamed:
                         self._stream(rows, size, is_last)
-                    kept.add(rows if keep_streamed or not is_streamed else {}, size, loader)
+                    kept.add(rows if self._keeps or loss_only else {}, size, loader)
                     self.on_step()
             gathered = kept.result(order_by_length(loader))
             loss = total.mean()
@@ -199,6 +196,30 @@ class EvaluationLoop:
             metrics=prefix_metrics(jsonable(metrics), prefix),
             num_samples=kept.num_samples,
         )
+
+    def _make_sum(self) -> LossSum:
+        return LossSum(self.rule)
+
+    def _make_kept(self, spill: Spill) -> Kept:
+        return Kept(self.options, spill)
+
+    def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
+        """Each batch, and whether it is the last. Raises: Interrupted, where the run was asked to stop."""
+        for batch, is_last in with_last(loader):
+            if self.is_stopping():
+                raise Interrupted
+            yield batch, is_last
+
+    def _take(
+        self, batch: Any, total: LossSum, kept: Kept, loader: Any, loss_only: bool, ignore_keys: list[str] | None
+    ) -> tuple[dict[str, Any], int]:
+        """One batch through the model; what of it is to be kept, and how many samples it has."""
+        batch = self.name_inputs(batch)
+        size = batch_size_of(batch)
+        if self.expect is not None and self._keeps and kept.num_samples == 0:
+            announce(kept.spill, self.expect(batch), loader_length(loader))
+        with advice_on_memory(size):
+            return self._predict(batch, total, loss_only, ignore_keys), size
 
     def _predict(self, batch: Any, total: LossSum, loss_only: bool, ignore_keys: list[str] | None) -> dict[str, Any]:
         """One batch through the model: adds its loss, returns what of it is to be kept, still on the device."""
@@ -399,8 +420,12 @@ def make_evaluation(trainer: Trainer) -> EvaluationLoop:
     def is_stopping() -> bool:
         return trainer.run is not None and trainer.run.signals.requested is not None
 
-    return EvaluationLoop(
-        model=trainer.model_wrapped,
+    kind: Callable[..., EvaluationLoop] = EvaluationLoop
+    if trainer.world.is_shared:
+        shared = importlib.import_module("paceline.shared_evaluation")  # of no use to one process
+        kind = partial(shared.SharedEvaluation, world=trainer.world, run=trainer.run)
+    return kind(
+        model=trainer.strategy.evaluation_model(trainer.model_wrapped),
         strategy=trainer.strategy,
         rule=trainer.loss_rule,
         prediction_step=trainer.prediction_step,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,9 @@ from paceline.core.events import callback_states, restore_callback_states
 from paceline.core.loop import Loop
 from paceline.core.summary import UpdateSummary
 from paceline.data.feed import Feed, place_in
-from paceline.data.lengths import length_of, sample_count
+from paceline.data.lengths import length_of, sample_count, samples_at_once
+from paceline.data.shares import Shares
+from paceline.distributed.launchers import num_restarts, run_identity
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -58,12 +61,16 @@ def describe_progress(trainer: Trainer) -> tuple[str, dict[str, Any]]:
     progress: dict[str, Any] = {
         "format": 1,
         "feed": run.feed.state_dict() if run is not None else None,
+        "feeds": run.saves.positions if run is not None else None,
         "callbacks": {name: state for name, state in states.items() if name not in heavy},
         "skipped": sorted(loop.skipped) if loop is not None else [],
         "unlogged": dataclasses.asdict(loop.unlogged) if loop is not None else {},
         "loss_rule": trainer.loss_rule.state_dict(),
         "length": {"planned": loop.plan.max_steps, "max_steps": trainer.state.max_steps} if loop is not None else {},
         "arguments": trainer.args.to_sanitized_dict(),
+        "world_size": trainer.world.world_size,
+        "update_size": loop.plan.global_batch_size if loop is not None else None,
+        "launch": run_identity(os.environ),
     }
     try:
         return json.dumps(progress, indent=1), heavy
@@ -86,6 +93,48 @@ def read_progress(checkpoint: Path) -> dict[str, Any] | None:
     if not isinstance(progress, dict):
         raise CheckpointError(f"{path} does not hold a mapping")
     return progress
+
+
+def restarted_from(checkpoint: Path) -> bool:
+    """Whether the launcher started these processes anew after one died, and this run of it wrote the checkpoint."""
+    launch = run_identity(os.environ)
+    progress = read_progress(checkpoint) if launch is not None and num_restarts(os.environ) > 0 else None
+    return progress is not None and progress.get("launch") == launch
+
+
+def kept_update_size(trainer: Trainer, checkpoint: Path) -> int | None:
+    """Samples of one update as the run was begun with them, where it goes on on another number of processes.
+
+    None where the number is the same; where the arguments of the batch were changed, which then win; and where the
+    samples cannot be dealt out.
+    """
+    progress, world, args = read_progress(checkpoint) or {}, trainer.world, trainer.args
+    before, kept = progress.get("world_size"), progress.get("update_size")
+    if before in (None, world.world_size) or not isinstance(kept, int) or kept < 1:
+        return None
+    saved, now = progress.get("arguments") or {}, args.to_sanitized_dict()
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    changed = [f"{name}={now[name]}" for name in names if saved.get(name) != now[name]]
+    asked = args.train_batch_size * args.gradient_accumulation_steps * world.world_size
+    reason = f"{', '.join(changed)} was set" if changed else None
+    shares = Shares.of_update(0, world.world_size, args.train_batch_size, kept)
+    if min(shares.slots) < world.world_size:
+        reason = f"{kept} samples are too few for {world.world_size} processes"
+    elif str(args.train_sampling_strategy) == "batch_rebalance":
+        reason = "train_sampling_strategy='batch_rebalance' makes its own micro-batches"
+    if reason is not None and asked != kept:
+        logger.warning("Each update now takes %d samples, not %d as before: %s.", asked, kept, reason)
+        return None
+    if asked == kept:
+        return None
+    logger.warning(
+        "Begun on %s processes, going on on %d: each update takes the same %d samples as before, in %d micro-batches.",
+        before,
+        world.world_size,
+        kept,
+        len(shares.slots),
+    )
+    return kept
 
 
 def position_of_transformers(checkpoint: Path, loader: Any, plan: Plan) -> dict[str, Any]:
@@ -119,7 +168,7 @@ def restore_position(trainer: Trainer, feed: Feed, plan: Plan, checkpoint: Path)
     longer or shorter. With the same ones its length stays what it was, whatever a rollback or a callback left out.
     """
     state, progress = trainer.state, read_progress(checkpoint) or {}
-    position = progress.get("feed")
+    position = own_position(trainer, progress)
     source = PROGRESS_FILE if position is not None else STATE_FILE
     if position is None:
         with blame(checkpoint / source):
@@ -145,13 +194,34 @@ def restore_position(trainer: Trainer, feed: Feed, plan: Plan, checkpoint: Path)
     return dataclasses.replace(plan, max_steps=planned, warmup_steps=trainer.args.get_warmup_steps(planned))
 
 
+def own_position(trainer: Trainer, progress: Mapping[str, Any]) -> dict[str, Any] | None:
+    """This process's place in the data, of those that a checkpoint holds.
+
+    Raises:
+        ValueError: each process had a part of its own, and there are other ones now.
+    """
+    world, positions = trainer.world, progress.get("feeds")
+    if positions is None:
+        return progress.get("feed")
+    common: dict[str, Any] = positions[0]
+    if len(positions) == world.world_size:
+        own: dict[str, Any] = positions[world.process_index]
+        return own
+    if trainer.args.ignore_data_skip or not common["consumed"]:
+        return common
+    raise ValueError(
+        f"The checkpoint was written in the middle of a stream that {len(positions)} processes shared, and there are "
+        f"{world.world_size} now: resume on {len(positions)}, or set ignore_data_skip=True to begin the epoch anew."
+    )
+
+
 def planned_length(trainer: Trainer, feed: Feed, progress: Mapping[str, Any]) -> tuple[int, int] | None:
     """(updates that the schedule was made for, updates of the run), as saved; None where they do not hold any more."""
     length, position, before = (progress.get(name) or {} for name in ("length", "feed", "arguments"))
     now = trainer.args.to_sanitized_dict()
     names = ("num_train_epochs", "max_steps", "gradient_accumulation_steps")
     is_same = all(name in before and _is_same(before[name], now[name]) for name in names)
-    sizes = {"batch_size": getattr(feed.loader, "batch_size", None), "num_samples": sample_count(feed.loader)}
+    sizes = {"batch_size": samples_at_once(feed.loader), "num_samples": sample_count(feed.loader)}
     if not length or not is_same or any(name not in position or position[name] != sizes[name] for name in sizes):
         return None
     planned, max_steps = length["planned"], length["max_steps"]

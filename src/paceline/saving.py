@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.checkpoint import files
 from paceline.checkpoint.adapters import has_adapters
@@ -31,11 +31,13 @@ from paceline.checkpoint.background import (
     writes_itself_safely,
 )
 from paceline.checkpoint.frozen import FrozenPart
+from paceline.checkpoint.weights import read_weights
 from paceline.core import folders
 from paceline.core.manifest import KnownFile
 from paceline.core.retention import retention_of, rotate
 from paceline.core.space import Place, in_words
 from paceline.core.state import export_states, write_values
+from paceline.distributed.collectives import gather_objects, share_object
 from paceline.distributed.random import capture_rng
 from paceline.optim.modes import evaluation_weights
 from paceline.progress import CALLBACKS_FILE, PROGRESS_FILE, STATE_FILE, describe_progress
@@ -110,6 +112,9 @@ class Saves:
         postponed: a best model that could not be written yet.
         failed: names of the checkpoints that could not be written since the last that could.
         is_published: whether the last checkpoint was there when the save returned.
+        random: the random states of all processes at the moment of the save, by rank; None between saves.
+        positions: their places in the data, where they are not the same.
+        whole: model and optimizer state put together from the shards of all processes; None where there are no shards.
     """
 
     writer: Writer = field(default_factory=Writer)
@@ -119,6 +124,9 @@ class Saves:
     postponed: Job | None = None
     failed: list[str] = field(default_factory=list)
     is_published: bool = True
+    random: list[Any] | None = None
+    positions: list[Any] | None = None
+    whole: dict[str, Any] | None = None
     _place: Place | None = None
     _obstacle: str | None = None  # why copies of this run cannot be written later
     _said: set[str] = field(default_factory=set)
@@ -135,12 +143,12 @@ class Saves:
             self._said.add(sentence)
             logger.info(sentence)
 
-    def close(self, folder: Path) -> None:
+    def close(self, folder: Path | None) -> None:
         """Wait for what is being written, and free the memory of the copies. Raises nothing: another error may be.
 
         Args:
             folder: of the run; a save that an error cut off at any line (torch raises in a signal handler, when a
-                worker dies) is cleared from it.
+                worker dies) is cleared from it. None: this process writes nothing there.
         """
         try:
             self.writer.join()
@@ -150,22 +158,85 @@ class Saves:
             self.postponed.drop()
             self.postponed = None
         self.buffers.clear()
-        folders.recover(folder, logger.info)
+        if folder is not None:
+            folders.recover(folder, logger.info)
 
 
 # ---- one checkpoint
 
 
 def save_checkpoint(trainer: Trainer, trial: Any) -> None:
-    """Write one checkpoint: into a hidden folder first, published by one rename. The body of `_save_checkpoint`."""
-    saves = trainer.run.saves if trainer.run is not None else Saves()
+    """Write one checkpoint: into a hidden folder first, published by one rename. The body of `_save_checkpoint`.
+
+    Of several processes each gives its part, and one writes (one of each machine, with `save_on_each_node`). What
+    became of it is what the first process says.
+    """
+    saves, world = trainer.run.saves if trainer.run is not None else Saves(), trainer.world
     saves.writer.join()  # one at a time, and its memory is needed
     saves.is_published = False
     trainer.store_flos()
-    state = trainer.state
-    folder = Path(trainer._get_output_dir(trial)) / folders.checkpoint_name(state.global_step)
-    best_before = state.best_model_checkpoint
+    folder = Path(trainer._get_output_dir(trial)) / folders.checkpoint_name(trainer.state.global_step)
+    best_before = trainer.state.best_model_checkpoint
     is_best = point_to_best(trainer, folder, is_coming=True)
+    saves.random = gather_objects(world, capture_rng())
+    saves.positions = gather_positions(trainer)
+    saves.whole = gather_shards(trainer)
+    try:
+        if trainer.args.should_save:
+            write_checkpoint(trainer, saves, folder, is_best, best_before)
+    finally:
+        saves.random = saves.positions = saves.whole = None
+    if world.is_shared:
+        has_failed, best = share_object(world, (folder.name in saves.failed, trainer.state.best_model_checkpoint))
+        trainer.state.best_model_checkpoint = best
+        if not trainer.args.should_save:  # nobody waits for the files where they are written behind the training
+            saves.is_published = not has_failed
+
+
+def gather_positions(trainer: Trainer) -> list[Any] | None:
+    """Where each of several processes stands in its own part of the data; None where one position says it."""
+    run = trainer.run
+    if run is None or not trainer.world.is_shared or run.feed.is_common:
+        return None
+    return gather_objects(trainer.world, run.feed.state_dict())
+
+
+def gather_shards(trainer: Trainer) -> dict[str, Any] | None:
+    """Model and optimizer state whole, where processes hold shards of them; all of these take part."""
+    strategy = trainer.strategy
+    if not strategy.is_sharded:
+        return None
+    with evaluation_weights(trainer.optimizer, trainer.is_in_train):
+        model = strategy.full_weights(strategy.unwrap(trainer.model))
+        has_state = trainer.optimizer is not None and not trainer.args.save_only_model
+        return {"model": model, "optimizer": strategy.full_state(trainer.optimizer.state_dict()) if has_state else None}
+
+
+def whole_weights(trainer: Trainer) -> dict[str, Tensor] | None:
+    """The model's weights put together from shards: gathered for the checkpoint being written, or now; None: no need.
+
+    Gathering takes all processes.
+    """
+    whole = trainer.run.saves.whole if trainer.run is not None else None
+    if whole is not None:
+        return dict(whole["model"])
+    strategy = trainer.strategy
+    return strategy.full_weights(strategy.unwrap(trainer.model)) if strategy.is_sharded else None
+
+
+def load_weights(trainer: Trainer, model: nn.Module, folder: str) -> list[str]:
+    """The body of `_load_from_checkpoint`; returns a sentence for each thing worth knowing."""
+    has_shards = trainer.strategy.is_sharded and any(hasattr(p, "full_tensor") for p in model.parameters())
+    weights = read_weights(Path(folder)) if has_shards else None
+    if weights is None:
+        return files.load_model(model, folder)
+    missing, unexpected = trainer.strategy.load_full(model, weights)
+    return [f"{folder}: {', '.join(names)} {what}" for names, what in
+            ((missing, "are missing"), (unexpected, "are not known")) if names]  # fmt: skip
+
+
+def write_checkpoint(trainer: Trainer, saves: Saves, folder: Path, is_best: bool, best_before: str | None) -> None:
+    """Take what belongs into the checkpoint, and write it now or behind the training."""
     try:
         job = take(trainer, saves, folder, is_best)
     except OSError as error:
@@ -336,7 +407,10 @@ def tidy(trainer: Trainer, output_dir: Path) -> None:
 
 
 def finish(trainer: Trainer, output_dir: Path) -> None:
-    """At the end of a run: wait for what is being written, try once more what was not, and tidy up."""
+    """At the end of a run: wait for what is being written, try once more what was not, and tidy up.
+
+    Of several processes all go on when the first has done so, and know what it says is the best.
+    """
     assert trainer.run is not None
     saves = trainer.run.saves
     saves.writer.join()
@@ -353,6 +427,8 @@ def finish(trainer: Trainer, output_dir: Path) -> None:
     if saves.failed:
         logger.error("The run ends without %s: see the warnings above.", ", ".join(saves.failed))
     tidy(trainer, output_dir)
+    state = trainer.state
+    state.best_model_checkpoint = share_object(trainer.world, state.best_model_checkpoint)
 
 
 # ---- at once or behind the training
@@ -365,6 +441,8 @@ def why_at_once(trainer: Trainer, saves: Saves, num_bytes: int) -> str | None:
     """
     if trainer.run is None or not trainer.args.save_in_background:
         return ""
+    if saves.whole is not None:
+        return "the weights are put together from shards"
     readers = [c for c in trainer.callback_handler.listening("on_save") if getattr(c, "reads_checkpoint", True)]
     if readers:
         return f"{type(readers[0]).__name__} listens to on_save (reads_checkpoint = False says that it needs no files)"
@@ -436,7 +514,9 @@ def save_weights(trainer: Trainer, folder: Path, state_dict: Mapping[str, Tensor
 def save_optimizer_and_scheduler(trainer: Trainer, folder: str) -> None:
     """The body of `_save_optimizer_and_scheduler`."""
     if trainer.optimizer is not None:
-        put(trainer, trainer.optimizer.state_dict(), folder, files.OPTIMIZER_NAME)
+        whole = trainer.run.saves.whole if trainer.run is not None else None
+        state = whole["optimizer"] if whole is not None else trainer.optimizer.state_dict()
+        put(trainer, state, folder, files.OPTIMIZER_NAME)
     if trainer.lr_scheduler is not None:
         put(trainer, trainer.lr_scheduler.state_dict(), folder, files.SCHEDULER_NAME)
 
@@ -449,6 +529,8 @@ def save_scaler(trainer: Trainer, folder: str) -> None:
 
 
 def save_rng_state(trainer: Trainer, folder: str) -> None:
-    """The body of `_save_rng_state`."""
+    """The body of `_save_rng_state`: those of all processes in a checkpoint, else that of this one."""
     world = trainer.world
-    put(trainer, capture_rng(), folder, files.rng_name(world.process_index, world.world_size))
+    gathered = trainer.run.saves.random if trainer.run is not None else None
+    for rank, state in enumerate(gathered) if gathered is not None else [(world.process_index, capture_rng())]:
+        put(trainer, state, folder, files.rng_name(rank, world.world_size))

@@ -48,6 +48,7 @@ from paceline.data.columns import (
 )
 from paceline.data.loading import check_dataset, loader_length, make_loader, named_dataset, sample_count
 from paceline.data.sampling import make_eval_sampler, make_train_sampler
+from paceline.data.shares import Shares
 from paceline.distributed.precision import make_precision
 from paceline.distributed.random import preserved_rng, set_seed
 from paceline.distributed.strategy import choose_strategy
@@ -105,6 +106,7 @@ class Trainer(ForSubclasses):
     reports_changes = True  # of the arguments since the checkpoint that a run goes on from was written
     current_flos = 0.0
     _created_lr_scheduler = False
+    _update_size: int | None = None  # samples of an update, where a run goes on on another number of processes
     _signature_columns: list[str] | None = None
 
     def __init__(
@@ -141,7 +143,9 @@ class Trainer(ForSubclasses):
         self.model = self._first_model(model)
         assembly.check_arguments(self, optimizers)
         self.place_model()
-        self.strategy = choose_strategy(self.world, make_precision(self._plan().precision, self.world.device))
+        self.strategy = choose_strategy(
+            self.world, make_precision(self._plan().precision, self.world.device), self.args
+        )
         assembly.read_model(self)
         self.data_collator = data_collator or choose_collator(self.processing_class, self.signature.names)
         self.state, self.control = self._first_state(), TrainerControl()
@@ -177,7 +181,7 @@ class Trainer(ForSubclasses):
 
     def _plan(self) -> Plan:
         """The plan as far as it does not depend on the amount of data."""
-        return resolve(self.args, micro_batches_per_epoch=1)
+        return resolve(self.args, world_size=self.world.world_size, micro_batches_per_epoch=1)
 
     def place_model(self) -> None:
         """Move the model to the device, unless the user said not to or did it in parts."""
@@ -241,10 +245,18 @@ class Trainer(ForSubclasses):
             args=self.args,
             train=is_training,
             seed=self._data_seed,
+            shares=self._shares(batch_size, is_training),
         )
         if is_training or self.run is None or not self.args.dataloader_persistent_workers:
             return make()
         return self.run.loaders.get(given, description, make)
+
+    def _shares(self, batch_size: int, is_training: bool) -> Shares | None:
+        """This process's part of the data, where several read different parts."""
+        rank, size = self.strategy.data_coordinates()
+        if is_training and self._update_size is not None:
+            return Shares.of_update(rank, size, batch_size, self._update_size)
+        return Shares.even(rank, size, batch_size) if size > 1 else None
 
     @property
     def _data_seed(self) -> int:
@@ -252,16 +264,18 @@ class Trainer(ForSubclasses):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """The order of the training samples; None for a dataset without a length."""
-        args = self.args
+        args, (rank, size) = self.args, self.strategy.data_coordinates()
         return make_train_sampler(
             train_dataset if train_dataset is not None else self.train_dataset,
             strategy=str(args.train_sampling_strategy),
-            batch_size=args.train_batch_size,
+            batch_size=args.train_batch_size * size,
             accumulation=args.gradient_accumulation_steps,
             seed=self._data_seed,
             length_column=args.length_column_name,
             model_input_name=self._model_input_name,
             drop_last=args.dataloader_drop_last,
+            num_ranks=size,
+            rank=rank,
         )
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
@@ -269,7 +283,7 @@ class Trainer(ForSubclasses):
         return make_eval_sampler(
             eval_dataset,  # batches that are kept apart cannot be put back in order
             strategy=str(self.args.train_sampling_strategy) if self.args.eval_do_concat_batches else "sequential",
-            batch_size=self.args.eval_batch_size,
+            batch_size=self.args.eval_batch_size * self.strategy.data_coordinates()[1],
             seed=self._data_seed,
             length_column=self.args.length_column_name,
             model_input_name=self._model_input_name,
@@ -549,8 +563,10 @@ class Trainer(ForSubclasses):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, and the processing class beside it, so that it can be loaded again; pushed if so asked."""
+        weights = saving.whole_weights(self)
         if self.args.should_save:
-            self._save(self._get_output_dir(None) if output_dir is None else output_dir)
+            folder = self._get_output_dir(None) if output_dir is None else output_dir
+            self._save(folder, weights) if weights is not None else self._save(folder)
         if self.args.push_to_hub and not _internal_call:
             publishing.push_saved_model(self)
 
@@ -577,7 +593,7 @@ class Trainer(ForSubclasses):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint."""
-        for note in files.load_model(self.model if model is None else model, resume_from_checkpoint):
+        for note in saving.load_weights(self, self.model if model is None else model, resume_from_checkpoint):
             logger.warning(note)
 
     def _load_best_model(self) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,11 +32,14 @@ from paceline.core.outputs import TrainOutput
 from paceline.core.record import RECORD_NAME, write_run_record
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerState
-from paceline.counting import counter
+from paceline.counting import counter, measurer
 from paceline.data.loading import Feed, KeptLoaders, loader_length, sample_count
+from paceline.distributed.collectives import gather_objects, share_object
+from paceline.distributed.launchers import num_restarts
 from paceline.distributed.precision import make_precision
 from paceline.distributed.random import enable_full_determinism, restore_rng, set_seed
 from paceline.distributed.strategy import choose_strategy
+from paceline.distributed.watchdog import Watchdog, watching
 from paceline.engine import TorchEngine
 from paceline.hub.publishing import finished_pushes
 from paceline.model.factory import check_trainable
@@ -47,14 +51,17 @@ from paceline.optim.schedulers import follows_metrics
 from paceline.progress import (
     PROGRESS_FILE,
     STATE_FILE,
+    kept_update_size,
     read_progress,
     report_changes,
+    restarted_from,
     restore_callbacks,
     restore_loop,
     restore_position,
 )
 from paceline.saving import Saves
 from paceline.saving import finish as finish_saves
+from paceline.shared_engine import Exchange, SharedEngine
 from paceline.snapshot import rewind, take_snapshot
 
 if TYPE_CHECKING:
@@ -80,6 +87,7 @@ class Run:
         saves: what becomes of its checkpoints.
         loaders: of its evaluations, where their workers live on.
         outbox: writes its journal and its record.
+        exchange: what the processes tell each other before an update; None: there is one.
     """
 
     plan: Plan
@@ -94,29 +102,33 @@ class Run:
     saves: Saves = field(default_factory=Saves)
     loaders: KeptLoaders = field(default_factory=KeptLoaders)
     outbox: Outbox = field(default_factory=Outbox)
+    exchange: Exchange | None = None
 
 
 def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
     """The body of `Trainer.train`."""
     args = trainer.args
     start(trainer, trial)
-    checkpoint = find_checkpoint(args, resume)
+    checkpoint = find_for_all(trainer, resume)
+    trainer._update_size = kept_update_size(trainer, checkpoint) if checkpoint is not None else None
     if checkpoint is not None:
         trainer._load_from_checkpoint(str(checkpoint))
     loader = trainer.get_train_dataloader()
+    plan = make_plan(trainer, loader)
     feed = Feed(
         loader,
-        accumulation=args.gradient_accumulation_steps,
+        accumulation=plan.accumulation,
         collect=partial(trainer.get_batch_samples, device=trainer.world.device),
         ignore_data_skip=args.ignore_data_skip,
     )
-    plan = resolve(args, micro_batches_per_epoch=loader_length(loader), samples_per_epoch=sample_count(loader))
     trainer.state = begin_state(trainer, plan, checkpoint, trial)
     if checkpoint is not None:
         plan = restore_position(trainer, feed, plan, checkpoint)
-    with finished_pushes(trainer), edited_model(trainer), StopSignals(args.stop_signals) as signals:
+    signals = StopSignals(args.stop_signals, trainer.world.is_shared)
+    with finished_pushes(trainer), edited_model(trainer), signals, watching(trainer.world, args) as watchdog:
         prepare(trainer, plan)
-        run = Run(plan, feed, make_engine(trainer, plan), signals, trial, ignore_keys)
+        exchange = share(trainer, plan, feed, signals, watchdog) if watchdog is not None else None
+        run = Run(plan, feed, make_engine(trainer, plan, exchange), signals, trial, ignore_keys, exchange=exchange)
         trainer.callback_handler.train_dataloader = loader
         progress = restore(trainer, checkpoint) if checkpoint is not None else None
         run.first_step, run.first_tokens = trainer.state.global_step, trainer.state.num_input_tokens_seen
@@ -142,6 +154,35 @@ def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: 
     if signals.is_keyboard:
         raise KeyboardInterrupt(f"stopped at step {trainer.state.global_step}; the run can be resumed from there")
     return output
+
+
+def make_plan(trainer: Trainer, loader: Any) -> Plan:
+    """The plan of a run over this loader; the same for all processes, of which one may have more batches."""
+    lengths = gather_objects(trainer.world, loader_length(loader))
+    return resolve(
+        trainer.args,
+        world_size=trainer.world.world_size,
+        micro_batches_per_epoch=None if None in lengths else max(lengths),
+        samples_per_epoch=sample_count(loader),
+        update_size=trainer._update_size,
+    )
+
+
+def share(trainer: Trainer, plan: Plan, feed: Feed, signals: StopSignals, watchdog: Watchdog) -> Exchange:
+    """Let this process's windows be weighed together with those of the others."""
+    exchange = Exchange(
+        trainer.world,
+        trainer.loss_rule,
+        plan.accumulation,
+        signals,
+        averages=plan.average_tokens_across_devices,
+        measure=measurer(trainer),
+        watchdog=watchdog,
+    )
+    feed.meet, feed.collect = exchange.meet, partial(exchange.draw, feed.collect)
+    if not trainer.world.is_first:  # the same weights everywhere, but not the same dropout
+        set_seed(trainer.args.seed + trainer.world.process_index)
+    return exchange
 
 
 def start(trainer: Trainer, trial: Any) -> None:
@@ -177,6 +218,26 @@ def seed_everything(args: Any) -> None:
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
 
 
+def find_for_all(trainer: Trainer, resume: str | bool | None) -> Path | None:
+    """`find_checkpoint`, looked for by the first process, for all: they go on from the same one.
+
+    Raises:
+        ValueError: on all of them, what it was on the first.
+    """
+    if not trainer.world.is_shared:
+        return find_checkpoint(trainer.args, resume)
+    found: Any = None
+    if trainer.world.is_first:
+        try:
+            found = find_checkpoint(trainer.args, resume)
+        except ValueError as error:
+            found = error
+    found = share_object(trainer.world, found)
+    if isinstance(found, ValueError):
+        raise found
+    return None if found is None else Path(found)
+
+
 def find_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
     """The checkpoint to go on from: named, or for True the newest in `output_dir` that verifies.
 
@@ -188,7 +249,7 @@ def find_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
     if isinstance(resume, str) and resume.lower() in ("true", "false"):
         resume = resume.lower() == "true"
     if resume is None or resume is False:
-        return None
+        return newest_of_launch(args)
     if resume is True:
         folders.recover(Path(args.output_dir), logger.warning)
         found = folders.newest_valid(Path(args.output_dir), logger.warning)
@@ -206,6 +267,15 @@ def find_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
     return named
 
 
+def newest_of_launch(args: Any) -> Path | None:
+    """The newest good checkpoint of this very start, where its launcher has started the processes anew; else None."""
+    if num_restarts(os.environ) == 0:
+        return None
+    folders.recover(Path(args.output_dir), logger.warning)
+    found = folders.newest_valid(Path(args.output_dir), logger.warning)
+    return found if found is not None and restarted_from(found) else None
+
+
 @contextmanager
 def edited_model(trainer: Trainer) -> Iterator[None]:
     """Make the edits of the model that the arguments ask for, and take back those that only training needs."""
@@ -221,7 +291,7 @@ def edited_model(trainer: Trainer) -> Iterator[None]:
 
 def prepare(trainer: Trainer, plan: Plan) -> None:
     """Give the model to the strategy, which calls the factory of optimizer and scheduler when parameters are final."""
-    strategy = choose_strategy(trainer.world, make_precision(plan.precision, trainer.world.device))
+    strategy = choose_strategy(trainer.world, make_precision(plan.precision, trainer.world.device), trainer.args)
     trainer.strategy, trainer.is_prepared = strategy, True
     if trainer._created_lr_scheduler:  # its length belonged to the run before
         trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
@@ -273,12 +343,13 @@ def begin_state(trainer: Trainer, plan: Plan, checkpoint: Path | None, trial: An
     return state
 
 
-def make_engine(trainer: Trainer, plan: Plan) -> TorchEngine:
+def make_engine(trainer: Trainer, plan: Plan, exchange: Exchange | None = None) -> TorchEngine:
     """The engine of this Trainer, its hooks bound from the instance as it is now."""
     args = trainer.args
     # without clipping the norm is still needed to see a gradient that is not finite
     max_norm = plan.max_grad_norm or (math.inf if plan.nonfinite_policy != "warn" else 0.0)
-    return TorchEngine(
+    kind: Callable[..., TorchEngine] = TorchEngine if exchange is None else partial(SharedEngine, exchange=exchange)
+    return kind(
         strategy=trainer.strategy,
         model=trainer.model_wrapped,
         optimizer=trainer.optimizer,
@@ -319,10 +390,16 @@ def bind_hooks(trainer: Trainer, run: Run) -> Hooks:
         if is_own:
             trainer._share_control()
 
+    def enter(stage: str) -> None:
+        if run.exchange is not None:
+            run.exchange.watchdog.enter(stage)
+
     def evaluate(skip_scheduler: bool) -> dict[str, float]:
+        enter("evaluating")
         return trainer._evaluate(run.trial, run.ignore_keys, skip_scheduler=skip_scheduler)
 
     def save() -> bool:
+        enter("saving a checkpoint")
         run.saves.is_published = True  # of an own `_save_checkpoint` nothing else is known
         trainer._save_checkpoint(trainer.model_wrapped, run.trial)
         return run.saves.is_published
@@ -345,7 +422,7 @@ def bind_hooks(trainer: Trainer, run: Run) -> Hooks:
         record=record,
         snapshot=partial(take_snapshot, trainer, run.feed),
         rewind=partial(rewind, trainer, run.feed, outbox, folder),
-        count=counter(trainer),
+        count=counter(trainer, run.exchange),
     )
 
 
@@ -380,7 +457,7 @@ def running(trainer: Trainer, run: Run) -> Iterator[None]:
     finally:
         run.feed.close()
         run.loaders.close()
-        run.saves.close(Path(trainer._get_output_dir(run.trial)))
+        run.saves.close(Path(trainer._get_output_dir(run.trial)) if trainer.args.should_save else None)
         run.outbox.close()
         trainer.strategy.clear_gradients()
         switch_optimizer(trainer.optimizer, "eval")
@@ -460,6 +537,8 @@ def load_optimizer_and_scheduler(trainer: Trainer, checkpoint: str | None) -> No
     ):
         if Path(checkpoint, name).is_file():
             load(target, checkpoint)
+            if target is trainer.optimizer:
+                trainer.strategy.shard_state(target)
         else:
             logger.warning("%s holds no %s: that part of the run starts anew.", checkpoint, name)
 

@@ -11,10 +11,15 @@ from paceline.args.choices import IntervalStrategy
 from paceline.args.errors import UnsupportedOption
 from paceline.args.rules import check, derived_values
 from paceline.args.sections import Options
+from paceline.args.sharding import is_asked
 
 __all__ = ["Plan", "UnsupportedOption", "check", "resolve", "resolve_warmup"]
 
 
+SHARED_BY = {
+    "ddp": "each with the whole model, gradients averaged (ddp)",
+    "fsdp": "each with a shard of every parameter, gradient and optimizer state (fsdp)",
+}
 UNCOUNTED = {"no": "never", "epoch": "at each end of an epoch", "best": "when an evaluation is the best yet"}
 
 
@@ -27,6 +32,7 @@ class Plan:
         eval_batch_size: samples per process in one evaluation batch.
         accumulation: micro-batches per update.
         world_size: processes that share the data.
+        parallel: how they share the work; None: there is one.
         global_batch_size: samples per update, over all processes.
         updates_per_epoch: updates in one pass over the data, the last one perhaps of fewer micro-batches; None where
             the length is unknown.
@@ -87,6 +93,7 @@ class Plan:
     auto_find_batch_size: bool
     metric_for_best_model: str | None
     greater_is_better: bool | None
+    parallel: str | None = None
     notes: tuple[str, ...] = ()
 
     def halved(self) -> Plan:
@@ -121,6 +128,7 @@ class Plan:
             f"updates    {self.max_steps:,}{epochs}, {epoch}, warmup {self.warmup_steps:,}",
             f"samples    {self.global_batch_size:,} per update = {self.micro_batch_size} x {self.accumulation} "
             f"micro-batches{processes}",
+            *([f"processes  {self.world_size}, {SHARED_BY[self.parallel]}"] if self.parallel is not None else []),
             f"numbers    {self.precision} precision, {clip}, {seeds}",
             f"log        {self._interval('logging')}",
             f"evaluate   {self._interval('eval')}, batches of {self.eval_batch_size}",
@@ -154,8 +162,9 @@ def precision_of(args: Any) -> str:
 
 
 def resolve(
-    args: Options, *, world_size: int = 1, micro_batches_per_epoch: int | None, samples_per_epoch: int | None = None
-) -> Plan:
+    args: Options, *, world_size: int = 1, micro_batches_per_epoch: int | None, samples_per_epoch: int | None = None,
+    update_size: int | None = None,
+) -> Plan:  # fmt: skip
     """Make the plan of a run.
 
     Args:
@@ -163,28 +172,27 @@ def resolve(
         world_size: processes that share the data.
         micro_batches_per_epoch: training micro-batches of one process in one epoch; None where unknown.
         samples_per_epoch: training samples in one epoch over all processes; None where unknown.
+        update_size: samples of one update over all processes, where a run goes on with those it was begun with on
+            another number of processes; None: what the arguments give.
 
     Raises:
         ValueError: the arguments break a rule, or the length of the run cannot be known.
         UnsupportedOption: an option asks for what this version does not do.
     """
     check(args)
-    notes = notes_on_idle_options(args)
+    notes = notes_on_idle_options(args, world_size)
     derived = derived_values(args)
-    duration = resolve_duration(args, micro_batches_per_epoch, notes)
+    accumulation, global_batch_size = resolve_update(args, world_size, update_size)
+    duration = resolve_duration(args, micro_batches_per_epoch, accumulation, notes)
     logging_steps = resolve_interval("logging_steps", args.logging_steps, duration.max_steps, notes)
     eval_steps, save_steps = resolve_eval_and_save(args, logging_steps, duration.max_steps, notes)
-    if args.logging_strategy == IntervalStrategy.STEPS and logging_steps > duration.max_steps > 0:
-        notes.append(
-            f"logging_steps={logging_steps} is more than the {duration.max_steps} updates of the run: no training loss "
-            "is logged before the end."
-        )
+    note_logging(args, logging_steps, duration.max_steps, notes)
     return Plan(
         micro_batch_size=args.per_device_train_batch_size,
         eval_batch_size=args.per_device_eval_batch_size,
-        accumulation=args.gradient_accumulation_steps,
+        accumulation=accumulation,
         world_size=world_size,
-        global_batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size,
+        global_batch_size=global_batch_size,
         updates_per_epoch=duration.updates_per_epoch,
         micro_batches_per_epoch=micro_batches_per_epoch,
         max_steps=duration.max_steps,
@@ -213,11 +221,32 @@ def resolve(
         auto_find_batch_size=args.auto_find_batch_size,
         metric_for_best_model=derived.get("metric_for_best_model"),
         greater_is_better=derived.get("greater_is_better", args.greater_is_better),
+        parallel=resolve_parallel(args, world_size),
         notes=tuple(notes),
     )
 
 
-def notes_on_idle_options(args: Options) -> list[str]:
+def resolve_parallel(args: Options, world_size: int) -> str | None:
+    """How several processes share the work; None for one.
+
+    Raises:
+        UnsupportedOption: one of them was asked for; the message says what to set.
+    """
+    if world_size > 1 and args.auto_find_batch_size:
+        raise UnsupportedOption(
+            f"auto_find_batch_size=True with {world_size} processes is not supported: one of them running out of "
+            "memory would leave the others waiting. Set per_device_train_batch_size and gradient_accumulation_steps."
+        )
+    parallel = args.parallel or ("fsdp" if is_asked(args.fsdp) else "ddp")
+    if world_size == 1 and parallel == "fsdp":
+        raise ValueError(
+            "fsdp shards a model over several processes, and this is one: start the script with `paceline launch`, or "
+            "leave fsdp and parallel out."
+        )
+    return parallel if world_size > 1 else None
+
+
+def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
     """What was set and changes nothing in this run: on one process, or without the switch it belongs to."""
     several = [
         name
@@ -227,9 +256,11 @@ def notes_on_idle_options(args: Options) -> list[str]:
             "ddp_bucket_cap_mb",
             "ddp_broadcast_buffers",
             "ddp_static_graph",
+            "ddp_comm_hook",
+            "parallel",
             "eval_use_gather_object",
         )
-        if getattr(args, name) not in (None, False)
+        if world_size == 1 and getattr(args, name) not in (None, False)
     ]
     notes = [f"{', '.join(several)}: for several processes; this run has one."] if several else []
     if args.liger_kernel_config and not args.use_liger_kernel:
@@ -239,7 +270,15 @@ def notes_on_idle_options(args: Options) -> list[str]:
     return notes
 
 
-def resolve_duration(args: Options, micro_batches: int | None, notes: list[str]) -> Duration:
+def resolve_update(args: Options, world_size: int, update_size: int | None) -> tuple[int, int]:
+    """(micro-batches of each process, samples of all) in one update; `update_size` as for `resolve`."""
+    at_once = args.per_device_train_batch_size * world_size
+    if update_size is not None:
+        return math.ceil(update_size / at_once), update_size
+    return args.gradient_accumulation_steps, at_once * args.gradient_accumulation_steps
+
+
+def resolve_duration(args: Options, micro_batches: int | None, accumulation: int, notes: list[str]) -> Duration:
     """Updates and epochs from max_steps, num_train_epochs and the length of the data."""
     if micro_batches is None:
         if args.max_steps < 0:
@@ -252,7 +291,6 @@ def resolve_duration(args: Options, micro_batches: int | None, notes: list[str])
         too_few = ", or has fewer samples than one batch while dataloader_drop_last=True"
         reason = f"it is empty{too_few if args.dataloader_drop_last else ''}"
         raise ValueError(f"The training data gives no batch: {reason}.")
-    accumulation = args.gradient_accumulation_steps
     updates = math.ceil(micro_batches / accumulation)
     rest = micro_batches % accumulation
     if rest:
@@ -298,6 +336,15 @@ def resolve_eval_and_save(args: Options, logging_steps: int, max_steps: int, not
 def resolve_warmup(warmup_steps: float, max_steps: int) -> int:
     """Updates of warmup, from a number of updates or a share of all of them (below 1, rounded up)."""
     return int(warmup_steps) if warmup_steps >= 1 else math.ceil(max_steps * warmup_steps)
+
+
+def note_logging(args: Options, logging_steps: int, max_steps: int, notes: list[str]) -> None:
+    """A note where nothing would be logged."""
+    if args.logging_strategy == IntervalStrategy.STEPS and logging_steps > max_steps > 0:
+        notes.append(
+            f"logging_steps={logging_steps} is more than the {max_steps} updates of the run: no training loss is "
+            "logged before the end."
+        )
 
 
 def note_warmup(args: Options, max_steps: int, notes: list[str]) -> int:

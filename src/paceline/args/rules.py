@@ -10,6 +10,7 @@ from paceline.args.accelerator_config import AcceleratorConfig
 from paceline.args.choices import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
 from paceline.args.errors import UnsupportedOption
 from paceline.args.sections import Options
+from paceline.args.sharding import is_asked, read_sharding
 
 # name: (smallest value, largest value or None, whether the largest itself is allowed)
 LIMITS: dict[str, tuple[float, float | None, bool]] = {
@@ -194,14 +195,12 @@ def is_default(*accepted: Any) -> Callable[[Any], bool]:
     return lambda value: value in accepted
 
 
-ONE_PROCESS = "this version trains on one process without sharding; leave it out"
+NOT_YET = "use parallel='ddp' or 'fsdp', and leave it out"
 NO_TRACKIO = "the Trackio reporter is not here yet; leave it out and use report_to='tensorboard', 'jsonl' or 'csv'"
 # name: (whether the value asks for nothing, what to do instead)
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "fsdp": (is_off, ONE_PROCESS),
-    "fsdp_config": (is_off, ONE_PROCESS),
-    "deepspeed": (is_off, ONE_PROCESS),
-    "parallelism_config": (is_off, ONE_PROCESS),
+    "deepspeed": (is_off, NOT_YET),
+    "parallelism_config": (is_off, NOT_YET),
     "trackio_space_id": (is_default(None, "trackio"), NO_TRACKIO),
     "trackio_bucket_id": (is_off, NO_TRACKIO),
     "trackio_static_space_id": (is_off, NO_TRACKIO),
@@ -229,8 +228,24 @@ def check_supported(options: Options) -> None:
     changed.pop("use_configured_state", None)  # one that exists is always taken over
     if changed:
         raise UnsupportedOption(
-            f"accelerator_config={changed!r} is not supported: one process reads all data, in an order that "
-            "is a function of the seed; leave it out."
+            f"accelerator_config={changed!r} is not supported: each process reads its part of one order, which is a "
+            "function of the seed, and no sample comes twice; leave it out."
+        )
+
+
+def check_parallel(options: Options) -> None:
+    """One way to share the work."""
+    if is_asked(options.fsdp):
+        read_sharding(options.fsdp, options.fsdp_config)
+        if options.parallel == "ddp":
+            raise ValueError(f"parallel='ddp' and fsdp={options.fsdp!r} are two ways to share the work: keep one.")
+    elif options.parallel == "fsdp":
+        read_sharding(True, options.fsdp_config)
+    elif not is_off(options.fsdp_config):
+        raise ValueError(f"fsdp_config={options.fsdp_config!r} says how to shard: set fsdp=True too, or leave it out.")
+    if options.ddp_static_graph and options.ddp_find_unused_parameters:
+        raise ValueError(
+            "ddp_static_graph=True finds unused parameters by itself: leave ddp_find_unused_parameters out."
         )
 
 
@@ -243,6 +258,7 @@ CHECKS = (
     check_loading,
     check_switches,
     check_generation,
+    check_parallel,
     check_supported,
 )
 

@@ -20,6 +20,7 @@ from paceline.args.choices import (
     LOG_LEVELS,
     LOSS_WEIGHTS,
     METRIC_INPUTS,
+    PARALLEL,
     PRECISION_BACKENDS,
     SAMPLING_STRATEGIES,
     START_METHODS,
@@ -472,6 +473,16 @@ class PacelineSection:
         PRECISION_BACKENDS,
     )
     fp16_opt_level: str = option("O1", "With half_precision_backend='apex': the level of apex.amp.", APEX_LEVELS)
+    parallel: str | None = option(
+        None,
+        "How several processes share the work: 'ddp', each with the whole model; 'fsdp', each with a shard of it. "
+        "Unset: 'ddp', or 'fsdp' where fsdp is set. Processes are started by "
+        "`paceline launch`, torchrun, accelerate launch or srun.",
+        PARALLEL,
+    )
+    ddp_comm_hook: str | None = option(
+        None, "Exchange gradients in 16 bits: 'fp16' or 'bf16'. Unset: in the type they have.", ("fp16", "bf16")
+    )
     logging_dir: str | None = option(
         None, "Folder of the TensorBoard files. Unset: TENSORBOARD_LOGGING_DIR, else output_dir/runs/<date>_<host>."
     )

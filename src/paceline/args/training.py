@@ -238,9 +238,12 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
             local: the first process of each machine, rather than the first of all.
             desc: the work, for the log.
         """
+        from paceline.distributed.world import first_before_others  # The one sanctioned upward call.
+
         index = self.local_process_index if local else self.process_index
         logger.debug("process %d: %s", index, desc)
-        yield  # One process is always first; `world_size` refuses more for now.
+        with first_before_others(self._world(), index == 0):
+            yield
 
     # To and from plain values.
 

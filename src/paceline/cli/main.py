@@ -15,7 +15,7 @@ from paceline.cli.display import AboveBars
 from paceline.cli.errors import UsageError, is_message, suggest
 from paceline.cli.replay_options import read_replay_options
 
-COMMANDS = ("demo", "train", "verify", "replay")
+COMMANDS = ("demo", "train", "launch", "verify", "replay")
 HELP_WORDS = ("-h", "--help", "help")
 
 
@@ -63,11 +63,12 @@ def dispatch(words: list[str]) -> int:
     command, *rest = words
     if command not in COMMANDS:
         raise UsageError(f"there is no command {command!r}{suggest(command, COMMANDS)}")
-    if any(word in HELP_WORDS[:2] for word in rest):
+    if any(word in HELP_WORDS[:2] for word in rest[: 1 if command == "launch" else None]):  # the script has its own
         print(texts.help_on(command, rest))
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[AboveBars()])
-    return {"demo": run_demo, "train": run_train, "verify": run_verify, "replay": run_replay}[command](rest)
+    runners = {"demo": run_demo, "train": run_train, "launch": run_launch, "verify": run_verify, "replay": run_replay}
+    return runners[command](rest)
 
 
 def run_demo(words: list[str]) -> int:
@@ -75,6 +76,11 @@ def run_demo(words: list[str]) -> int:
     options = read_demo_options(words)  # a wrong option is said before torch is loaded
     job = importlib.import_module(f"paceline.cli.demo_{options.job}")
     return int(job.run(options))
+
+
+def run_launch(words: list[str]) -> int:
+    """`paceline launch SCRIPT`."""
+    return int(importlib.import_module("paceline.cli.launch").run(words))
 
 
 def run_verify(words: list[str]) -> int:

@@ -13,6 +13,7 @@ paceline: trains any PyTorch module
   paceline demo                 train a small language model on real text, about two minutes
   paceline demo digits          classify handwritten digits (needs scikit-learn)
   paceline train CONFIG.yaml    train what a file describes
+  paceline launch SCRIPT        run a script of yours on several processes, one for each GPU
   paceline verify RUN           check every checkpoint of a run
   paceline replay RUN --step N  make one update of a run again, and show its samples
   paceline COMMAND --help       more on a command
@@ -63,6 +64,17 @@ A run goes on where it stopped; --fresh starts over. --do_eval and --do_predict 
 evaluate, or predict on the test set.
 "paceline train --help WORD" lists the options that have to do with WORD."""
 
+LAUNCH = """\
+paceline launch [--nproc-per-node N] [option of torchrun ...] SCRIPT [option of the script ...]
+
+Runs SCRIPT on several processes, which train together: torchrun, with a process for each GPU of this machine unless
+--nproc-per-node says how many. Without --nnodes or --rdzv-... the processes are those of this machine alone.
+
+  --max-restarts N    start all processes anew, up to N times, when one dies: a Trainer goes on from its last checkpoint
+  -m                  SCRIPT is a module
+
+A Trainer in the script needs no other change: per_device_train_batch_size is that of each process."""
+
 VERIFY = """\
 paceline verify RUN [RUN ...]
 
@@ -83,12 +95,12 @@ behind a spike. The run itself is not touched.
 
 For a run of your own script: paceline.replay(trainer, step)."""
 
-TEXTS = {"demo": DEMO, "train": TRAIN, "verify": VERIFY, "replay": REPLAY}
+TEXTS = {"demo": DEMO, "train": TRAIN, "launch": LAUNCH, "verify": VERIFY, "replay": REPLAY}
 
 
 def help_on(command: str, words: Sequence[str]) -> str:
     """The text on a command, or, with a word after `--help`, the options of `TrainingArguments` it occurs in."""
-    if command in ("verify", "replay"):
+    if command in ("launch", "verify", "replay"):
         return TEXTS[command]
     wanted = [word for word in words if not word.startswith("-") and word != "help"]
     if command == "demo":

@@ -23,17 +23,28 @@ class StopSignals:
     SIGTERM and SIGUSR1 let the run save and end normally, and the handler that stood before is called too. Ctrl-C
     does the same and is raised as KeyboardInterrupt after the save; a second Ctrl-C is raised at once. Outside the
     main thread Python allows no handler, so none is installed and one line says so.
+
+    Args:
+        enabled: False: no handler is installed.
+        is_shared: there are other processes. A signal is only `noted`; `requested` is set where all of them agree.
     """
 
-    def __init__(self, enabled: bool = True) -> None:
-        self.enabled = enabled
+    def __init__(self, enabled: bool = True, is_shared: bool = False) -> None:
+        self.enabled, self.is_shared = enabled, is_shared
         self.requested: int | None = None
+        self.noted: int | None = None
         self._before: dict[int, Any] = {}
 
     @property
     def is_keyboard(self) -> bool:
         """Whether the stop was asked by Ctrl-C."""
         return self.requested == signal.SIGINT
+
+    def agree(self, by_keyboard: bool) -> None:
+        """All processes have agreed to stop: one of them was asked to."""
+        if self.requested is None:
+            other = self.noted or getattr(signal, "SIGTERM", signal.SIGINT)
+            self.requested = signal.SIGINT if by_keyboard else other
 
     def __enter__(self) -> StopSignals:
         if not self.enabled:
@@ -59,9 +70,11 @@ class StopSignals:
         self._before.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.is_keyboard:
+        if number == signal.SIGINT and self.noted == signal.SIGINT:
             raise KeyboardInterrupt
-        first, self.requested = self.requested is None, number
+        first, self.noted = self.noted is None, number
+        if not self.is_shared:
+            self.requested = number
         if first:
             name = signal.Signals(number).name
             logger.warning("%s: stopping at the next step boundary, after a checkpoint if saving is on.", name)

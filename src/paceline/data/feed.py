@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from paceline.data.batches import batch_size_of, cut_batch
 from paceline.data.generators import capture_generators, capture_own, generators_at, own_generators, restore_own
 from paceline.data.indexed import IndexedLoader, set_epoch
-from paceline.data.lengths import loader_length, sample_count
+from paceline.data.lengths import loader_length, sample_count, samples_at_once
 from paceline.data.portable import from_portable, to_portable
 from paceline.data.stream import StreamLoader, begin_pass, reread, samples_in
 
@@ -280,9 +280,13 @@ class Feed:
 
     Attributes:
         epoch: the epoch in progress.
-        consumed: samples consumed in it.
-        batches: micro-batches consumed in it.
+        consumed: samples consumed in it, by all processes.
+        batches: micro-batches consumed in it, of the process that had most.
+        meet: `(window, samples in it) -> (window, samples, micro-batches)`: with other processes, what the window is
+            for all of them. None: there are none.
     """
+
+    meet: Callable[[tuple[list[Any], Any], int], tuple[tuple[list[Any], Any], int, int]] | None = None
 
     def __init__(
         self,
@@ -295,6 +299,7 @@ class Feed:
         self.loader, self.accumulation, self.collect = loader, accumulation, collect
         self.ignore_data_skip = ignore_data_skip
         self.epoch = self.consumed = self.batches = 0
+        self._num_read = 0  # where the reader stands: it counts what is taken here, the position what all take
         self._reader: Reader | None = None
         self._saved: Saved | None = None  # a position that the next start_epoch goes to
         self._is_at_end = False  # the latest window was empty
@@ -304,6 +309,11 @@ class Feed:
     def is_restored(self) -> bool:
         """Whether a position was loaded that `start_epoch` has not gone to yet."""
         return self._saved is not None
+
+    @property
+    def is_common(self) -> bool:
+        """Whether the position is the same on all processes: they read parts of one order, and need no more."""
+        return isinstance(self.loader, IndexedLoader) and self.loader.batches.is_positionable
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch, or go on in the one that was loaded.
@@ -325,8 +335,9 @@ class Feed:
             if not self._begins_at(saved):
                 saved = None
         self.epoch = epoch
-        self._reader = open_reader(self.loader, consumed, batches, saved)
-        self.consumed, self.batches = consumed, batches
+        own = consumed if saved is None else int(saved.get("own_consumed", consumed))
+        self._reader = open_reader(self.loader, own, batches, saved)
+        self.consumed, self.batches, self._num_read = consumed, batches, own
 
     def draw(self) -> tuple[list[Any], Any]:
         """The next window: (micro-batches, what they were counted as); no batches at the end of the epoch."""
@@ -334,10 +345,16 @@ class Feed:
         if reader is None:
             return [], None
         window = self.collect(itertools.islice(reader, self.accumulation), self.accumulation)
-        num_samples = reader.consumed - self.consumed
+        num_samples = reader.consumed - self._num_read
+        self._num_read = reader.consumed
+        if self.meet is None:
+            self.batches = reader.batches
+        else:
+            window, num_samples, num_batches = self.meet(window, num_samples)
+            self.batches += num_batches
+        self.consumed += num_samples
         if self._largest is not None and num_samples > self._largest:
             self._largest = num_samples
-        self.consumed, self.batches = reader.consumed, reader.batches
         self._is_at_end = not window[0]
         return window
 
@@ -359,9 +376,10 @@ class Feed:
             "epoch": self.epoch,
             "consumed": self.consumed,
             "batches": self.batches,
-            "batch_size": getattr(self.loader, "batch_size", None),
+            "batch_size": samples_at_once(self.loader),
             "num_samples": sample_count(self.loader),
             "largest": self._largest,
+            **({} if self.meet is None or self._reader is None or self.is_common else {"own_consumed": self._num_read}),
             **place,
         }
 
@@ -453,9 +471,11 @@ def announce_epoch(loader: Any, epoch: int) -> None:
 def place_in(loader: Any, saved: Mapping[str, Any]) -> tuple[int, int]:
     """(samples, micro-batches) consumed; micro-batches of the present size, so that the epoch ends at its length."""
     consumed, batches = int(saved["consumed"]), int(saved.get("batches", 0))
-    batch_size = getattr(loader, "batch_size", None)
+    batch_size = samples_at_once(loader)
     if batch_size is None or batch_size == saved.get("batch_size"):
         return consumed, batches
+    if isinstance(loader, IndexedLoader) and loader.batches.shares is not None:
+        return consumed, loader.batches.shares.num_slots(consumed)
     num_samples, num_batches = sample_count(loader), loader_length(loader)
     if num_samples is None or num_batches is None or isinstance(loader, StreamLoader):
         return consumed, consumed // batch_size

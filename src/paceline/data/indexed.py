@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from paceline.data.generators import seed_generators
 from paceline.data.sampling import RebalancedBatches, skip_samples
+from paceline.data.shares import Shares
 
 
 class SeededIndices(list[int]):
@@ -69,11 +70,16 @@ class IndexBatches(Sampler[list[int]]):
         batch_size: samples per batch.
         drop_last: leave out a last batch that is smaller.
         is_seeded: attach to each batch what a worker seeds its generators with.
+        shares: the part of this process, where several read in the sampler's order; of batches that the sampler gives,
+            each process takes every so many-th.
     """
 
-    def __init__(self, sampler: Any, batch_size: int | None, drop_last: bool, is_seeded: bool) -> None:
+    def __init__(
+        self, sampler: Any, batch_size: int | None, drop_last: bool, is_seeded: bool, shares: Shares | None = None
+    ) -> None:
         self.sampler, self.batch_size = sampler, batch_size
         self.drop_last, self.is_seeded = drop_last, is_seeded
+        self.shares = shares
         self.sizes: deque[int] = deque()  # of the batches handed out by the latest iteration
         self._epoch = 0
         self._start = 0
@@ -114,6 +120,8 @@ class IndexBatches(Sampler[list[int]]):
     def __len__(self) -> int:
         """Batches of a whole epoch."""
         num = len(self.sampler)
+        if self.shares is not None:
+            return self._length_of_share(self.shares, num)
         if self.batch_size is None:
             return num
         return num // self.batch_size if self.drop_last else -(-num // self.batch_size)
@@ -122,7 +130,33 @@ class IndexBatches(Sampler[list[int]]):
         # not spent here: a DataLoader with workers asks for two iterators and reads the second
         source = self._opened if self._opened is not None else iter(self.sampler)
         self.sizes = sizes = deque[int]()
-        return self._walk(source, sizes, self._start)
+        if self.shares is None:
+            return self._walk(source, sizes, self._start)
+        if self.batch_size is None:
+            return self._walk(itertools.islice(source, self.shares.rank, None, self.shares.size), sizes, self._start)
+        return self._walk_share(self.shares, source, sizes, self._start)
+
+    def _length_of_share(self, shares: Shares, num: int) -> int:
+        if self.batch_size is None:
+            return -(-num // shares.size)
+        return num // shares.window * len(shares.slots) if self.drop_last else shares.num_slots(num)
+
+    def _walk_share(
+        self, shares: Shares, source: Iterator[Any], sizes: deque[int], position: int
+    ) -> Iterator[list[int]]:
+        """This process's part of each slot; a slot at the end may be too small to have one for it."""
+        epoch = self._epoch
+        while slot := list(itertools.islice(source, length := shares.left_in_slot(position))):
+            if self.drop_last and len(slot) < length:
+                return
+            own = shares.cut(slot)
+            if own:
+                sizes.append(len(own))
+                batch = SeededIndices(own) if self.is_seeded else own
+                if isinstance(batch, SeededIndices):
+                    batch.key = (epoch, position + shares.bounds(len(slot))[0])
+                yield batch
+            position += len(slot)
 
     def _walk(self, source: Iterator[Any], sizes: deque[int], position: int) -> Iterator[list[int]]:
         epoch, batch_size = self._epoch, self.batch_size
@@ -202,7 +236,8 @@ class IndexedLoader(DataLoader[Any]):
 
     The attributes are those of the DataLoader that a user would have built. With workers or pinned memory batches come
     from an inner one, over `IndexBatches` and, with workers, `SeededItems`; else they are read here, and augmentation
-    draws from this process's generators as usual.
+    draws from this process's generators as usual. Where several processes share the data, the sampler gives the
+    order of all of them, and this reads the part of this one.
     """
 
     def __init__(
@@ -215,6 +250,7 @@ class IndexedLoader(DataLoader[Any]):
         collate: Callable[[list[Any]], Any],
         seed: int,
         options: dict[str, Any],
+        shares: Shares | None = None,
     ) -> None:
         gives_batches = isinstance(sampler, BatchSampler | RebalancedBatches)
         if gives_batches:
@@ -225,11 +261,21 @@ class IndexedLoader(DataLoader[Any]):
         super().__init__(dataset, collate_fn=collate, generator=generator, **shape, **options)
         self.seed = seed
         self.batches = IndexBatches(
-            sampler, None if gives_batches else batch_size, not gives_batches and drop_last, bool(self.num_workers)
+            sampler,
+            None if gives_batches else batch_size,
+            not gives_batches and drop_last,
+            bool(self.num_workers),
+            None if isinstance(sampler, RebalancedBatches) else shares,  # which gives each process its own
         )
         self._options = options
         self._inner: DataLoader[Any] | None = None
         self._passes = OpenPasses()
+
+    @property
+    def samples_at_once(self) -> int | None:
+        """Samples of one micro-batch over all processes; None where the sampler makes the batches."""
+        shares = self.batches.shares
+        return self.batch_size if shares is None or self.batch_size is None else shares.slots[0]
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""

@@ -26,9 +26,16 @@ def sample_count(loader: Any) -> int | None:
     num_samples = length_of(sampler) if sampler is not None else None
     if num_samples is None:
         num_samples = length_of(dataset)
+    batch_size = samples_at_once(loader)
     if num_samples is not None and batch_size and getattr(loader, "drop_last", False):
         num_samples -= num_samples % batch_size
     return num_samples
+
+
+def samples_at_once(loader: Any) -> int | None:
+    """Samples of one micro-batch over all processes that read this loader's order; None where it does not say."""
+    known: int | None = getattr(loader, "samples_at_once", None) or getattr(loader, "batch_size", None)
+    return known
 
 
 def length_of(sized: Any) -> int | None:

@@ -17,6 +17,8 @@ from paceline.data.feed import Feed
 from paceline.data.indexed import IndexedLoader
 from paceline.data.lengths import loader_length, sample_count
 from paceline.data.sampling import OrderedSampler, has_length, sequential_sampler
+from paceline.data.shared_streams import part_of
+from paceline.data.shares import Shares
 from paceline.data.stream import StreamLoader
 
 __all__ = ["Feed", "batch_size_of", "loader_length", "make_loader", "sample_count", "split_batch"]
@@ -33,6 +35,7 @@ def make_loader(
     args: Any,
     train: bool,
     seed: int,
+    shares: Shares | None = None,
 ) -> DataLoader[Any]:
     """A DataLoader over any dataset.
 
@@ -45,6 +48,7 @@ def make_loader(
         train: whether the loader is to be resumed exactly; evaluation always runs from the start.
         seed: of the workers' generators. They are seeded before each batch from (seed, epoch, samples before it).
             Without workers, augmentation draws from this process's generators, as usual.
+        shares: the part of this process, where several share the data.
 
     Raises:
         ValueError: an option that needs workers was given without them; a dataset that is neither kind.
@@ -57,6 +61,8 @@ def make_loader(
         )
     drop_last = bool(args.dataloader_drop_last) and train  # every sample is evaluated, and predicted for
     if is_stream(dataset):
+        if shares is not None and shares.size > 1:
+            dataset = part_of(dataset, shares.rank, shares.size, batch_size)
         return StreamLoader(
             dataset, batch_size=batch_size, drop_last=drop_last, collate=collate, seed=seed, options=options
         )
@@ -73,6 +79,7 @@ def make_loader(
         collate=collate,
         seed=seed,
         options=options,
+        shares=shares,
     )
 
 

@@ -46,11 +46,12 @@ class Share:
         source: the stream's iterator.
         watch: whether the stream looked.
         worker: this worker, of `num_workers`.
+        block: how many samples in a row are one's, before it is the next one's turn.
         place: `num_read`, and `is_shared` once it is known.
     """
 
-    def __init__(self, source: Iterator[Any], watch: Watch, worker: int, num_workers: int) -> None:
-        self.source, self.watch = source, watch
+    def __init__(self, source: Iterator[Any], watch: Watch, worker: int, num_workers: int, block: int = 1) -> None:
+        self.source, self.watch, self.block = source, watch, block
         self.worker, self.num_workers = worker, num_workers
         self.num_read = 0
         self.is_shared: bool | None = None
@@ -65,7 +66,7 @@ class Share:
             self.num_read += 1
             if self.is_shared is None:
                 self._decide()
-            if self.is_shared or position % self.num_workers == self.worker:
+            if self.is_shared or position // self.block % self.num_workers == self.worker:
                 return sample
 
     def _decide(self) -> None:

@@ -289,18 +289,20 @@ def make_train_sampler(
     length_column: str = "length",
     model_input_name: str | None = None,
     drop_last: bool = False,
+    num_ranks: int = 1,
+    rank: int = 0,
 ) -> Sampler[Any] | None:
-    """The order of training samples.
+    """The order of training samples: one order for all processes, each of which takes its part.
 
     Args:
         dataset: anything with a length; for one without, there is no order to choose: None.
         strategy: `random`, `sequential`, `group_by_length` or `batch_rebalance`.
-        batch_size: samples per process and micro-batch.
+        batch_size: samples of one micro-batch, over all processes.
         accumulation: micro-batches per update.
         seed: of the order; epoch e is drawn with `seed + e`.
         lengths: of every sample, for the two strategies that need them; else read from the column
             `length_column`, else measured on `model_input_name` of every sample.
-        drop_last: for `batch_rebalance`; see there.
+        drop_last, num_ranks, rank: for `batch_rebalance`; see there.
 
     Raises:
         ValueError: an unknown strategy, or lengths that cannot be found.
@@ -321,7 +323,15 @@ def make_train_sampler(
         return length_grouped_sampler(lengths, batch_size * accumulation, seed)
     if strategy == "batch_rebalance":
         lengths = lengths if lengths is not None else find_lengths(dataset, length_column, model_input_name)
-        return RebalancedBatches(lengths, batch_size * accumulation, accumulation, seed, drop_last=drop_last)
+        return RebalancedBatches(
+            lengths,
+            batch_size * accumulation,
+            accumulation,
+            seed,
+            num_ranks=num_ranks,
+            rank=rank,
+            drop_last=drop_last,
+        )
     raise ValueError(
         f"train_sampling_strategy={strategy!r} is unknown. Use random, sequential, group_by_length or batch_rebalance."
     )

@@ -1,8 +1,12 @@
-"""Where tensors live. The Strategy contract is in `core.contracts`; here is the strategy of one process."""
+"""Where tensors live. The Strategy contract is in `core.contracts`; here is the strategy of one process.
+
+A strategy of several processes has a file of its own beside this one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.args.plan import resolve_parallel
 from paceline.data.prefetch import DevicePrefetcher, move_to_device
 from paceline.distributed.precision import Precision
 from paceline.distributed.world import World
@@ -21,6 +26,13 @@ from paceline.distributed.world import World
 PARAMETERS_OF = itemgetter("params")
 GRADIENT_OF = attrgetter("grad")
 IS_THERE = partial(is_not, None)
+NOTHING = nullcontext()
+
+# what `parallel` may name -> where its strategy is; loaded by runs of several processes only
+STRATEGIES = {
+    "ddp": "paceline.distributed.ddp:DistributedData",
+    "fsdp": "paceline.distributed.fsdp:FullyShardedData",
+}
 
 
 @dataclass
@@ -35,6 +47,8 @@ class SingleDevice:
     """One process, one device: nothing is sharded, nothing is reduced."""
 
     holds_back = False
+    in_step = False
+    is_sharded = False
 
     def __init__(self, world: World, precision: Precision) -> None:
         self.world = world
@@ -70,9 +84,13 @@ class SingleDevice:
         """Autocast, or nothing."""
         return self.precision.context()
 
-    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
+    def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
         """The context of one forward and backward: nothing to hold back, there is nobody to reduce with."""
-        return nullcontext()
+        return NOTHING
+
+    def evaluation_model(self, model: nn.Module) -> nn.Module:
+        """What to call in evaluation, of what `prepare` made."""
+        return model
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of `loss`. What the optimizer was given since the last time starts without one."""
@@ -151,6 +169,18 @@ class SingleDevice:
         """The whole model's state, on the device it lives on."""
         return model.state_dict()
 
+    def full_state(self, state: Any) -> Any:
+        """The same nest, whole."""
+        return state
+
+    def load_full(self, model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+        """Put whole weights into the model; returns the names that were missing, and those not known."""
+        result = model.load_state_dict(weights, strict=False)
+        return list(result.missing_keys), list(result.unexpected_keys)
+
+    def shard_state(self, optimizer: Optimizer) -> None:
+        """Nothing is sharded."""
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module as the user gave it: what torch.compile and parallel wrappers put around it is taken off."""
         inner = getattr(model, "_orig_mod", model)
@@ -164,9 +194,19 @@ def are_alike(tensors: list[Tensor]) -> bool:
     return len(kinds) == 1 and next(iter(kinds))[:2] == (Tensor, torch.strided)
 
 
-def choose_strategy(world: World, precision: Precision) -> SingleDevice:
-    """The strategy for this world."""
-    return SingleDevice(world, precision)
+def choose_strategy(world: World, precision: Precision, args: Any) -> SingleDevice:
+    """The strategy that `parallel` names; without it, every process holds the whole model.
+
+    Args:
+        world: one process needs none of the others.
+        precision: held by it.
+        args: read by the strategies of several processes.
+    """
+    if not world.is_shared:
+        return SingleDevice(world, precision)
+    module, name = STRATEGIES[resolve_parallel(args, world.world_size) or "ddp"].split(":")
+    strategy: SingleDevice = getattr(importlib.import_module(module), name)(world, precision, args)
+    return strategy
 
 
 def empty_device_cache(device: torch.device) -> None:

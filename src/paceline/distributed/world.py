@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import distributed
 
 from paceline.core.optional import is_installed, require
+from paceline.distributed.launchers import Launch, read_launch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -17,7 +25,7 @@ class World:
 
     Attributes:
         device: the accelerator of this process, found through `torch.accelerator`, or the CPU.
-        world_size: number of processes; 1 here.
+        world_size: number of processes that train together.
         process_index: rank in the world.
         local_process_index: rank on this machine.
         n_gpu: devices this process drives: 0 or 1. Several are never driven through `nn.DataParallel`.
@@ -37,9 +45,22 @@ class World:
         """Whether this is the process that writes what is written once."""
         return self.process_index == 0
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are several processes."""
+        return self.world_size > 1
 
-def choose_device(use_cpu: bool) -> torch.device:
-    """The accelerator in use (CUDA, ROCm, XPU, MPS, NPU, HPU alike), or the CPU where there is none or `use_cpu`."""
+
+def choose_device(use_cpu: bool, local_rank: int | None = None) -> torch.device:
+    """The accelerator in use (CUDA, ROCm, XPU, MPS, NPU, HPU alike), or the CPU where there is none or `use_cpu`.
+
+    Args:
+        use_cpu: the CPU, whatever there is.
+        local_rank: of one of several processes on this machine, each of which takes a device of its own.
+
+    Raises:
+        ValueError: there are more processes on this machine than devices.
+    """
     if use_cpu or not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -47,22 +68,106 @@ def choose_device(use_cpu: bool) -> torch.device:
         return torch.device("cpu")
     if accelerator.type == "mps":
         return accelerator
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    if local_rank is None:
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"Process {local_rank} of this machine has no device: there are {count}. Start at most {count} processes a "
+            "machine (--nproc-per-node), or set use_cpu=True."
+        )
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(accelerator.type, local_rank)
+
+
+def has_group() -> bool:
+    """Whether the processes are connected."""
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def current_world(args: Any) -> World:
-    """The world that `args` and the environment describe.
+    """The world that `args` and the environment describe. The first to ask connects the processes.
 
     Raises:
-        ValueError: a launcher announced several processes, which this version does not train on.
+        ValueError: the environment or the options contradict themselves.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1:
-        raise ValueError(
-            f"WORLD_SIZE={world_size}: this version of paceline trains on one process. "
-            "Start the script without a launcher (plain `python`), or unset WORLD_SIZE."
-        )
-    return World(device=choose_device(bool(args.use_cpu)))
+    launch = read_launch(os.environ)
+    if not has_group():
+        if launch is None:
+            return World(device=choose_device(bool(args.use_cpu)))
+        return start_group(args, launch)
+    size, rank = distributed.get_world_size(), distributed.get_rank()
+    local_rank = launch.local_rank if launch is not None else int(os.environ.get("LOCAL_RANK", rank))
+    return World(choose_device(bool(args.use_cpu), local_rank if size > 1 else None), size, rank, local_rank)
+
+
+def start_group(args: Any, launch: Launch) -> World:
+    """Connect the processes that a launcher started."""
+    device = choose_device(bool(args.use_cpu), launch.local_rank)
+    backend = choose_backend(args.ddp_backend, device)
+    options: dict[str, Any] = {}
+    if launch.address is not None:
+        options = {
+            "init_method": f"tcp://{launch.address}:{launch.port}",
+            "rank": launch.rank,
+            "world_size": launch.world_size,
+        }
+    logger.info("Process %d of %d on %s, connected by %s.", launch.rank, launch.world_size, device, backend)
+    distributed.init_process_group(backend, timeout=args.ddp_timeout_delta, **options)
+    atexit.register(leave_group)
+    return World(device, launch.world_size, launch.rank, launch.local_rank)
+
+
+def host_device(world: World) -> torch.device:
+    """Where values of the host are put to be sent: a group that a user made may have no backend for the CPU."""
+    has_cpu = "cpu" in distributed.get_backend_config()
+    return torch.device("cpu") if has_cpu else world.device
+
+
+def wait_for_all(world: World) -> None:
+    """Go on when all processes are here."""
+    if world.is_shared:
+        distributed.all_reduce(torch.ones((), device=host_device(world)))
+
+
+@contextmanager
+def first_before_others(world: World, is_first: bool) -> Iterator[None]:
+    """The first process goes through the block before the others, which wait until it is done or has failed.
+
+    Args:
+        world: of this process.
+        is_first: whether this is the first, or one of several first ones (of each machine).
+    """
+    if not is_first:
+        wait_for_all(world)
+    try:
+        yield
+    finally:
+        if is_first:
+            wait_for_all(world)
+
+
+def leave_group() -> None:
+    """Disconnect, where the group is still there."""
+    if has_group():
+        distributed.destroy_process_group()
+
+
+def choose_backend(asked: str | None, device: torch.device) -> str:
+    """The backend of the group: gloo for values on the host, and what the device wants for those on it.
+
+    Raises:
+        ValueError: `ddp_backend` cannot serve this device.
+    """
+    if device.type == "cpu":
+        if asked in ("nccl", "xccl", "hccl", "cncl", "mccl"):
+            raise ValueError(
+                f"ddp_backend={asked!r} connects accelerators, and this process trains on the CPU: leave it out (gloo)."
+            )
+        return asked or "gloo"
+    if asked in ("gloo", "mpi"):
+        return asked
+    return f"cpu:gloo,{device.type}:{asked or distributed.get_default_backend_for_device(device)}"
 
 
 def process_state(use_cpu: bool = False) -> Any:
@@ -76,7 +181,6 @@ def process_state(use_cpu: bool = False) -> Any:
     kind: Any = require("accelerate.state", "libraries").PartialState
     if kind._shared_state:
         return kind()
-    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not has_group:
+    if read_launch(os.environ) is not None and not has_group():
         return None
     return kind(cpu=use_cpu)

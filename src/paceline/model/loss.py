@@ -59,6 +59,10 @@ DECLARED = {
 }
 
 
+# `loss_is_scaled_for_ga`: a sum over micro-batches and a mean over processes, made by whoever computes the loss
+AVERAGED_BY_AUTHOR = Meaning("samples", scaled=True)
+
+
 class LossRule:
     """Counts micro-batches, and says how much of each returned loss belongs to an update.
 
@@ -73,8 +77,11 @@ class LossRule:
         held: the hypotheses that agree with every loss looked at; empty before the first look.
         is_settled: nothing is looked at any more.
         is_verified: the meaning was seen to hold, not only declared or assumed.
+        scaled_factor: what a loss is multiplied by that whoever made it divided for the whole update: the number of
+            processes, where the division was by the count of all of them and gradients are averaged.
     """
 
+    scaled_factor = 1
     meaning: Meaning
     held: list[Meaning]
 
@@ -171,16 +178,18 @@ class LossRule:
 
     # ---- how much a returned loss counts
 
-    def factor(self, counts: Counts, total: int, num_items: Any) -> Any:
+    def factor(self, counts: Counts, total: float, num_items: Any) -> Any:
         """What to multiply a returned loss by, so that the update's contributions add up to one weighted mean.
 
         Args:
             counts: this micro-batch.
-            total: the sum of the weights of all micro-batches of the update, over all ranks; not 0.
+            total: the sum of the weights of all micro-batches of the update, not 0; of several processes whose
+                gradients are averaged, each one's share of it.
             num_items: what the model was given as `num_items_in_batch` (None: nothing).
         """
         if self.meaning.scaled and not self.is_verified:
-            return 1  # declared, or handed num_items_in_batch: used as it is
+            # declared, or handed num_items_in_batch: used as it is
+            return 1 if self.declared == AVERAGED_BY_AUTHOR else self.scaled_factor
         if self.meaning.scaled and num_items is not None:
             # what was given is a number on the host: reading it waits for nothing
             return 1 if float(num_items) == total else float(num_items) / total
@@ -299,8 +308,9 @@ class LossRule:
             if not (scaled and unit != "tokens") and not (unit == "samples" and labels.dim() == 1)
         ]
 
-    def _give_up(self, reason: str, labels: Tensor) -> None:
-        meaning = self.declared or (Meaning("all_samples") if labels.is_floating_point() else self._assumed)
+    def _give_up(self, reason: str, labels: Tensor | None) -> None:
+        is_number = labels is not None and labels.is_floating_point()
+        meaning = self.declared or (Meaning("all_samples") if is_number else self._assumed)
         self.settle(meaning)
         self.is_verified = False
         if self.declared is not None:
@@ -364,6 +374,30 @@ class LossRule:
         self._assumed, self._unseen, self._num_looks = assumed, unseen, num_looks
         self._hold(held)
 
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what several processes identified together, each on its own batches: the same on all of them.
+
+        Args:
+            states: the `state_dict` of each, which all began from the same one.
+        """
+        given_up = [state for state in states if state["is_settled"] and not state["is_verified"]]
+        if given_up:
+            self.load_state_dict(given_up[0])
+            return
+        looked = [state for state in states if state["held"]]
+        candidates = dict.fromkeys(Meaning.restored(saved) for state in looked for saved in state["held"])
+        common = [meaning for meaning in candidates if all(is_compatible(meaning, state) for state in looked)]
+        self.is_assumed_scaled = any(state["is_assumed_scaled"] for state in states)
+        self._assumed = replace(self._assumed, scaled=any(state["assumed"]["scaled"] for state in states))
+        self.is_verified = any(state["is_verified"] for state in states)
+        self._num_looks = max(state["num_looks"] for state in states)
+        self._unseen = tuple(index for index in self._often_ignored if all(index in s["unseen"] for s in states))
+        if looked and not common:
+            self._give_up("the batches of different processes contradict each other", None)
+            return
+        self._hold(common)
+        self.is_settled = bool(looked) and len(common) == 1 and not self._unseen
+
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """What is identified inside is forgotten: so that an evaluation changes nothing in the updates after it."""
@@ -372,6 +406,16 @@ class LossRule:
             yield
         finally:
             self.load_state_dict(state)
+
+
+def is_compatible(meaning: Meaning, state: Mapping[str, Any]) -> bool:
+    """Whether a process whose rule has this state found nothing against a meaning.
+
+    A value that may be ignored and was not among its targets yet is one that it could say nothing about.
+    """
+    held = [Meaning.restored(saved) for saved in state["held"]]
+    is_untested = meaning.ignore_index in state["unseen"]
+    return meaning in held or (is_untested and replace(meaning, ignore_index=IGNORE_INDEX) in held)
 
 
 class LabelSmoother:

@@ -1,0 +1,126 @@
+"""How a model is sharded: `fsdp` and `fsdp_config` under the names of transformers, read into one set of decisions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.args.errors import UnsupportedOption
+
+WORDS = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
+# settings of FSDP 1, or of the launchers' plugin, that torch's fully_shard has no counterpart of
+GONE = {
+    "activation_checkpointing": "set activation_checkpointing=True beside fsdp",
+    "backward_prefetch": "fully_shard prefetches by itself",
+    "forward_prefetch": "fully_shard prefetches by itself",
+    "limit_all_gathers": "fully_shard always does",
+    "use_orig_params": "fully_shard always does",
+    "sync_module_states": "the weights of the first process are always those of all",
+    "cpu_ram_efficient_loading": "load the model on every process",
+    "xla_fsdp_v2": "it is not in this version",
+    "xla": "it is not in this version",
+    "xla_fsdp_settings": "it is not in this version",
+    "xla_fsdp_grad_ckpt": "it is not in this version",
+    "mixed_precision_policy": "set bf16=True",
+}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What `fsdp` and `fsdp_config` ask for.
+
+    Attributes:
+        reshard: parameters are freed after the forward pass and gathered again for the backward pass.
+        offload: parameters, gradients and optimizer state are kept in host memory.
+        replicas: groups of processes that each hold the whole model in shards; 0: one for each machine.
+        layer_classes: names of the classes of layers that are sharded one by one.
+        least_parameters: modules of at least so many parameters are; 0: not chosen by size.
+        is_whole: nothing is chosen: the model is one unit.
+    """
+
+    reshard: bool = True
+    offload: bool = False
+    replicas: int = 1
+    layer_classes: tuple[str, ...] = ()
+    least_parameters: int = 0
+    is_whole: bool = False
+
+
+def is_asked(fsdp: Any) -> bool:
+    """Whether a value of `fsdp` asks for sharding."""
+    return bool(fsdp) and str(fsdp).lower() not in ("false", "no", "none", "[]")
+
+
+def read_sharding(fsdp: Any, config: Any) -> Sharding:
+    """The decisions.
+
+    Args:
+        fsdp: True, or words separated by spaces.
+        config: a mapping, JSON, or the path of a JSON file; keys with or without the prefix `fsdp_`.
+
+    Raises:
+        ValueError: an unknown word or key, or two that contradict each other.
+        UnsupportedOption: a setting that fully_shard has no counterpart of.
+    """
+    words = [] if fsdp is True or not is_asked(fsdp) else [str(word).lower() for word in split_words(fsdp)]
+    unknown = [word for word in words if word not in (*WORDS, "true")]
+    if unknown:
+        raise ValueError(f"fsdp={fsdp!r}: {unknown[0]!r} is unknown; use True, or words of {', '.join(WORDS)}.")
+    settings = {str(key).removeprefix("fsdp_"): value for key, value in read_config(config).items()}
+    for name, value in settings.items():
+        if name in GONE and value not in (None, False, "", {}):
+            raise UnsupportedOption(f"fsdp_config[{name!r}]={value!r} is not supported: {GONE[name]}; leave it out.")
+    known = {
+        "version", "reshard_after_forward", "offload_params", "cpu_offload", "replicate", "auto_wrap_policy",
+        "transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type", *GONE,
+    }  # fmt: skip
+    for name in settings.keys() - known:
+        raise ValueError(f"fsdp_config has no setting {name!r}: use {', '.join(sorted(known - GONE.keys()))}.")
+    check_values(settings)
+    policy = str(settings.get("auto_wrap_policy") or "").upper()
+    hybrid = any(word.startswith("hybrid") for word in words)
+    reshard = settings.get("reshard_after_forward", not {"shard_grad_op", "hybrid_shard_zero2"}.intersection(words))
+    classes = settings.get("transformer_layer_cls_to_wrap") or ()
+    return Sharding(
+        reshard=str(reshard).lower() not in ("false", "no", "shard_grad_op"),
+        offload=bool("offload" in words or settings.get("offload_params") or settings.get("cpu_offload")),
+        replicas=int(settings.get("replicate", 0 if hybrid else 1)),
+        layer_classes=tuple(classes.split(",")) if isinstance(classes, str) else tuple(classes),
+        least_parameters=int(settings.get("min_num_params") or 0),
+        is_whole=policy == "NO_WRAP",
+    )
+
+
+def check_values(settings: Mapping[str, Any]) -> None:
+    """Refuse values that cannot be had, and pairs that contradict each other."""
+    if str(settings.get("version", 2)) != "2":
+        version = settings["version"]
+        raise UnsupportedOption(f"fsdp_config['version']={version!r} is not supported: use 2, or leave it out.")
+    if str(settings.get("state_dict_type") or "FULL_STATE_DICT") != "FULL_STATE_DICT":
+        raise UnsupportedOption(
+            f"fsdp_config['state_dict_type']={settings['state_dict_type']!r} is not supported: checkpoints hold the "
+            "whole model, which any number of processes can load; leave it out."
+        )
+    if settings.get("transformer_layer_cls_to_wrap") and settings.get("min_num_params"):
+        raise ValueError(
+            "fsdp_config: transformer_layer_cls_to_wrap and min_num_params are two ways to choose what is sharded as a "
+            "unit: keep one."
+        )
+
+
+def split_words(fsdp: Any) -> list[Any]:
+    """The words of `fsdp`, text or a list."""
+    return list(fsdp) if isinstance(fsdp, list | tuple) else str(fsdp).replace(",", " ").split()
+
+
+def read_config(config: Any) -> Mapping[str, Any]:
+    """`fsdp_config` as a mapping."""
+    if isinstance(config, str):
+        text = config if config.lstrip().startswith("{") else Path(config).read_text(encoding="utf-8")
+        config = json.loads(text)
+    if not isinstance(config, Mapping | None):
+        raise ValueError(f"fsdp_config={config!r} is not possible: give a dict, JSON, or the path of a JSON file.")
+    return config or {}

@@ -1,0 +1,55 @@
+"""`paceline launch`: a script on several processes, through torchrun."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from paceline.cli.errors import UsageError
+from paceline.cli.texts import LAUNCH
+
+# options of torchrun that say where the other machines are
+_RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--node_rank", "--standalone")
+_NUMBER = ("--nproc-per-node", "--nproc_per_node")
+
+
+def run(words: list[str]) -> int:
+    """Start the processes and wait for them.
+
+    Args:
+        words: torchrun's options, the script, and the script's own.
+
+    Returns:
+        0, or 1 where a process failed for good; torchrun has then said which, and why.
+
+    Raises:
+        UsageError: no script, or a number of processes that cannot be known.
+    """
+    if not words:
+        raise UsageError(f"launch needs a script\n\n{LAUNCH}")
+    launcher: Any = torchrun
+    parsed = launcher.parse_args([*default_options(words), *words])
+    if parsed.training_script is None:
+        raise UsageError("launch needs a script")
+    try:
+        launcher.run(parsed)
+    except ChildFailedError as error:
+        print(error)
+        return 1
+    return 0
+
+
+def default_options(words: list[str]) -> list[str]:
+    """What is not said: a process for each accelerator of this machine, and no other machine."""
+    script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
+    own = words[:script]
+    options = [] if any(word.startswith(_RENDEZVOUS) for word in own) else ["--standalone"]
+    if not any(word.startswith(_NUMBER) for word in own):
+        number = torch.accelerator.device_count()
+        if number == 0:
+            raise UsageError("this machine has no accelerator: say how many processes with --nproc-per-node N")
+        options.append(f"--nproc-per-node={number}")
+    return options

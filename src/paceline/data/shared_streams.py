@@ -1,0 +1,96 @@
+"""Streams that several processes read: each process, and each of its workers, takes a part, no sample comes twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from paceline.data.indexed import set_epoch
+from paceline.data.parts import Share, Watch, acting_as
+from paceline.data.stream import restores_exactly
+
+END = object()
+
+
+class StreamPart(IterableDataset[Any]):
+    """The part of a stream that one process reads.
+
+    A stream that chooses its part by `get_worker_info()` is told of one worker for each worker of each process. Of any
+    other, each reader keeps every so many-th batch, so that the batches of all, in turn, are the stream in its order,
+    and an update is made of the same samples as on one process.
+
+    Args:
+        dataset: the whole stream.
+        rank: of this process, of `size`.
+        batch_size: samples that are one reader's in a row.
+    """
+
+    def __init__(self, dataset: Any, rank: int, size: int, batch_size: int) -> None:
+        self.dataset, self.rank, self.size, self.batch_size = dataset, rank, size, batch_size
+        self._share: Share | None = None
+        self._place: Mapping[str, Any] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream the epoch."""
+        set_epoch(self.dataset, epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()  # looked at: the loader does not share this out once more
+        worker, num_workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        reader, num_readers = worker * self.size + self.rank, num_workers * self.size
+        told: Any = torch_worker.WorkerInfo(id=reader, num_workers=num_readers, seed=0, dataset=self.dataset)
+        watch = Watch(told)
+        if not is_divisible(self.dataset, num_readers):
+            told = None
+        place, self._place = self._place, None
+        if place is not None:
+            self.dataset.load_state_dict(place["dataset"])
+        with acting_as(told):
+            share = Share(iter(self.dataset), watch, reader, num_readers, self.batch_size)
+        if place is not None:
+            share.num_read, share.is_shared = place["num_read"], place["is_shared"]
+        self._share = share
+        return self._walk(share, told)
+
+    def _walk(self, share: Share, told: Any) -> Iterator[Any]:
+        while True:
+            with acting_as(told):
+                sample = next(share, END)
+            if sample is END:
+                return
+            yield sample
+
+
+class StatefulStreamPart(StreamPart):
+    """The part of a stream that keeps its place."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the stream, and how far this part of it was read."""
+        share = self._share
+        if share is None:
+            return {"dataset": self.dataset.state_dict(), "num_read": 0, "is_shared": None}
+        return {"dataset": self.dataset.state_dict(), "num_read": share.num_read, "is_shared": share.is_shared}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go there with the next pass."""
+        self._place = dict(state)
+
+
+def part_of(dataset: Any, rank: int, size: int, batch_size: int) -> Any:
+    """What one of several processes reads of a stream; the stream itself where `datasets` has split it already."""
+    split = getattr(dataset, "_distributed", None)  # by `split_dataset_by_node`
+    if split is not None and getattr(split, "world_size", 1) > 1:
+        return dataset
+    return (StatefulStreamPart if restores_exactly(dataset) else StreamPart)(dataset, rank, size, batch_size)
+
+
+def is_divisible(dataset: Any, num_readers: int) -> bool:
+    """Whether a stream that shares itself out among so many readers leaves none without data.
+
+    A stream of `datasets` deals out its shards; where their number does not divide, every reader reads all of it.
+    """
+    shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)
+    return not isinstance(shards, int) or shards % num_readers == 0

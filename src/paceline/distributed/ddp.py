@@ -1,0 +1,142 @@
+"""Data parallel: every process holds the whole model, gradients are averaged in buckets during the backward pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
+
+logger = logging.getLogger(__name__)
+
+
+class DistributedData(SingleDevice):
+    """One model per process, wrapped in torch's DistributedDataParallel (Li et al., 2020, arXiv:2006.15704).
+
+    Args:
+        world, precision: as for one device.
+        args: `ddp_*` and `activation_checkpointing` are read.
+    """
+
+    holds_back = True
+
+    def __init__(self, world: Any, precision: Any, args: Any) -> None:
+        super().__init__(world, precision)
+        self.args = args
+        self._wrapped: DistributedDataParallel | None = None
+
+    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
+        """Put the model on the device, make its optimizer, and wrap it."""
+        prepared = super().prepare(model, make_optimizer)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return prepared
+        device = self.device
+        self._wrapped = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type != "cpu" and is_on(model, device) else None,
+            **ddp_options(self.args),
+        )
+        register_comm_hook(self._wrapped, self.args.ddp_comm_hook)
+        return Prepared(self._wrapped, prepared.optimizer)
+
+    def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
+        """Hold the exchange of gradients back until the last micro-batch of an update.
+
+        Args:
+            last: this is that one.
+            silent: it weighs nothing, and takes part in the exchange only: its gradients are zero, whatever it gives.
+        """
+        if last and not silent:
+            return NOTHING
+        stack = ExitStack()
+        if not last and self._wrapped is not None:
+            stack.enter_context(self._wrapped.no_sync())
+        if silent:
+            stack.enter_context(silenced(self.parameters))
+        return stack
+
+    def data_coordinates(self) -> tuple[int, int]:
+        """(rank, size): every process reads other data."""
+        return self.world.process_index, self.world.world_size
+
+    def evaluation_model(self, model: nn.Module) -> nn.Module:
+        """The module itself, called without exchange; its buffers are those of the first process everywhere."""
+        if model is not self._wrapped or self._wrapped is None:
+            return model
+        if self._wrapped.broadcast_buffers:
+            for buffer in self._wrapped.module.buffers():
+                distributed.broadcast(buffer, src=0)
+        inner: nn.Module = self._wrapped.module
+        return inner
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The module as the user gave it."""
+        return super().unwrap(model.module if isinstance(model, DistributedDataParallel) else model)
+
+
+def ddp_options(args: Any) -> dict[str, Any]:
+    """DistributedDataParallel's options as the arguments give them.
+
+    Unused parameters are looked for unless that is turned off, or activations are checkpointed, as in transformers.
+    """
+    options: dict[str, Any] = {"find_unused_parameters": args.ddp_find_unused_parameters}
+    if options["find_unused_parameters"] is None:
+        options["find_unused_parameters"] = not (args.activation_checkpointing or args.ddp_static_graph)
+    if args.ddp_bucket_cap_mb is not None:
+        options["bucket_cap_mb"] = args.ddp_bucket_cap_mb
+    if args.ddp_broadcast_buffers is not None:
+        options["broadcast_buffers"] = args.ddp_broadcast_buffers
+    if args.ddp_static_graph is not None:
+        options["static_graph"] = args.ddp_static_graph
+    return options
+
+
+def register_comm_hook(wrapped: DistributedDataParallel, name: str | None) -> None:
+    """Send gradients in 16 bits, where `ddp_comm_hook` asks for it. They are added up in 16 bits too."""
+    if name is not None:
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
+        wrapped.register_comm_hook(None, partial(send_as, dtype=dtype))  # type: ignore[no-untyped-call]
+
+
+def send_as(state: Any, bucket: Any, dtype: torch.dtype) -> Any:
+    """A communication hook: one bucket's mean over the processes, exchanged in `dtype`.
+
+    torch's own for bfloat16 wants NCCL; for float16 this is the same.
+    """
+    if dtype == torch.float16:
+        return default_hooks.fp16_compress_hook(state, bucket)
+    buffer = bucket.buffer()
+    sent = buffer.to(dtype).div_(distributed.get_world_size())
+
+    def put_back(future: Any) -> Tensor:
+        whole: Tensor = future.value()[0]
+        buffer.copy_(whole)
+        return buffer  # type: ignore[no-any-return]
+
+    return distributed.all_reduce(sent, async_op=True).get_future().then(put_back)
+
+
+@contextmanager
+def silenced(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """While entered, backward adds zeros to the gradients, not numbers and not NaN."""
+    hooked: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
+    handles = [parameter.register_hook(torch.zeros_like) for parameter in hooked]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def is_on(model: nn.Module, device: torch.device) -> bool:
+    """Whether all of a model lies on one device."""
+    return all(parameter.device == device for parameter in model.parameters())

@@ -1,0 +1,204 @@
+"""Fully sharded data parallel: each process holds a part of every parameter, its gradient and its optimizer state.
+
+Through torch's `fully_shard` (FSDP 2): parameters become DTensors, gathered layer by layer while they are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from paceline.args.errors import UnsupportedOption
+from paceline.args.sharding import Sharding, read_sharding
+from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
+
+logger = logging.getLogger(__name__)
+
+
+class FullyShardedData(SingleDevice):
+    """Shards of one model (Zhao et al., 2023, arXiv:2304.11277); of several replicas, with `hybrid_shard`.
+
+    Args:
+        world, precision: as for one device.
+        args: `fsdp` and `fsdp_config` are read.
+
+    Raises:
+        UnsupportedOption: fp16, whose scaler would have to look at the gradients of all processes.
+    """
+
+    holds_back = True
+    in_step = True
+    is_sharded = True
+
+    def __init__(self, world: Any, precision: Any, args: Any) -> None:
+        super().__init__(world, precision)
+        if precision.scales:
+            raise UnsupportedOption("fp16=True with a sharded model is not supported: set bf16=True.")
+        if args.bf16_full_eval or args.fp16_full_eval:
+            raise UnsupportedOption("bf16_full_eval and fp16_full_eval cast whole models: not supported with shards.")
+        self.sharding = read_sharding(args.fsdp, args.fsdp_config)
+        self._model: nn.Module | None = None
+
+    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
+        """Shard the model in place, then make its optimizer over the shards."""
+        if not isinstance(model, FSDPModule):
+            self._shard(model)
+        return super().prepare(model, make_optimizer)
+
+    def _shard(self, model: nn.Module) -> None:
+        options: dict[str, Any] = {
+            "mesh": make_mesh(self.world, self.sharding),
+            "reshard_after_forward": self.sharding.reshard,
+        }
+        if self.sharding.offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+        units = find_units(model, self.sharding)
+        for unit in units:
+            fully_shard(unit, **options)
+        fully_shard(model, **options)
+        num_own = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
+        logger.info(
+            "Sharded in %d units and what is left, over the mesh %s: %s of %s parameters here.",
+            len(units),
+            options["mesh"],
+            f"{num_own:,}",
+            f"{sum(p.numel() for p in model.parameters()):,}",
+        )
+
+    def data_coordinates(self) -> tuple[int, int]:
+        """(rank, size): every process reads other data."""
+        return self.world.process_index, self.world.world_size
+
+    def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
+        """Reduce gradients after the last micro-batch only. One that weighs nothing has a factor of 0."""
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(last)
+            self._model.set_is_last_backward(last)
+        return NOTHING
+
+    def clip(self, max_norm: float) -> Tensor | None:
+        """As on one device; the norm is that of all shards."""
+        norm = super().clip(max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """The whole model's state, on the host; all processes take part. Tied tensors stay one."""
+        seen: dict[int, Tensor] = {}
+        weights = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            if id(value) not in seen:
+                seen[id(value)] = whole(value.detach() if isinstance(value, Tensor) else value)
+            weights[name] = seen[id(value)]
+        return weights
+
+    def full_state(self, state: Any) -> Any:
+        """The same nest with every shard as the whole tensor, on the host; all processes take part."""
+        return map_tensors(whole, state)
+
+    def load_full(self, model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+        """Put whole weights into the shards; returns the names that were missing, and those not known."""
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        result = set_model_state_dict(model, dict(weights), options=options)
+        return list(result.missing_keys), list(result.unexpected_keys)
+
+    def shard_state(self, optimizer: Optimizer) -> None:
+        """Cut the state that was loaded whole into the shards of the parameters that it belongs to."""
+        for parameter, state in optimizer.state.items():
+            shards: Any = parameter
+            for name, value in state.items() if isinstance(shards, DTensor) else ():
+                is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+                if is_whole and value.shape == shards.shape:
+                    value = value.to(shards.device_mesh.device_type)
+                    state[name] = distribute_tensor(value, shards.device_mesh, shards.placements)
+
+
+def make_mesh(world: Any, sharding: Sharding) -> DeviceMesh:
+    """The processes in one dimension, or in replicas of groups that shard.
+
+    Raises:
+        ValueError: the processes cannot be divided so.
+    """
+    replicas = sharding.replicas or world.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size))
+    if world.world_size % max(replicas, 1) or replicas == world.world_size:
+        raise ValueError(
+            f"fsdp_config['replicate']={replicas} is not possible with {world.world_size} processes: each replica "
+            "needs the same number of them, and more than one (parallel='ddp' is one process for each)."
+        )
+    if replicas <= 1:
+        return init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("shard",))
+    sizes = (replicas, world.world_size // replicas)
+    return init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+
+
+def find_units(model: nn.Module, sharding: Sharding) -> list[nn.Module]:
+    """The modules that are sharded one by one, inner ones first: by class, by size, or as the model itself says.
+
+    Raises:
+        ValueError: the model has no layer of a class that was named.
+    """
+    if sharding.is_whole:
+        return []
+    modules = [module for module in model.modules() if module is not model]
+    if sharding.least_parameters:
+        return list(by_size(model, sharding.least_parameters))
+    hint = getattr(model, "_no_split_modules", None) or ()
+    names = sharding.layer_classes or tuple(hint)
+    units = [module for module in modules if type(module).__name__ in names]
+    missing = [name for name in sharding.layer_classes if name not in {type(unit).__name__ for unit in units}]
+    if missing:
+        there = sorted({type(module).__name__ for module in modules})
+        raise ValueError(
+            f"fsdp_config['transformer_layer_cls_to_wrap']: {type(model).__name__} has no layer {missing[0]!r}, but "
+            f"{', '.join(there)}."
+        )
+    if not names:
+        units = [each for module in modules if isinstance(module, nn.ModuleList) for each in module]
+    return list(reversed(units))
+
+
+def by_size(model: nn.Module, least: int) -> Iterator[nn.Module]:
+    """Modules of at least so many parameters that are in no unit already, inner ones first."""
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        taken = 0
+        for child in module.children():
+            units = list(visit(child))
+            yield from units
+            taken += sum(p.numel() for unit in units for p in unit.parameters())
+        if module is not model and sum(p.numel() for p in module.parameters()) - taken >= least:
+            yield module
+
+    found: list[nn.Module] = []
+    for unit in visit(model):
+        if not any(unit is other for other in found) and not isinstance(unit, nn.ModuleList | nn.ModuleDict):
+            found.append(unit)
+    yield from found
+
+
+def whole(value: Any) -> Any:
+    """A tensor of all shards, on the host; what is no shard as it is."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().cpu()
+    return value
+
+
+def map_tensors(function: Callable[[Any], Any], nest: Any) -> Any:
+    """The same nest of dicts, lists and tuples with `function` of each tensor, in the same order everywhere."""
+    if isinstance(nest, torch.Tensor):
+        return function(nest)
+    if isinstance(nest, Mapping):
+        return {key: map_tensors(function, value) for key, value in nest.items()}
+    if isinstance(nest, list | tuple):
+        return type(nest)(map_tensors(function, value) for value in nest)
+    return nest

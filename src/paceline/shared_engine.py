@@ -1,0 +1,231 @@
+"""One update made by several processes: what each window is for all of them, and the engine that weighs by it.
+
+Before an update the processes tell each other, in one exchange on the host, how much their micro-batches weigh, which
+of them have none left, and whether one was asked to stop. So losses are scaled before the backward pass, ranks that ran
+out take part with zeros, and all of them stop at the same update.
+"""
+
+from __future__ import annotations
+
+import copy
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.contracts import Emit
+from paceline.core.signals import StopSignals
+from paceline.distributed.collectives import any_on_device, gather_objects, sum_floats, sum_ints
+from paceline.distributed.watchdog import Watchdog
+from paceline.distributed.world import World
+from paceline.engine import MicroStep, TorchEngine
+from paceline.model.loss import Counts, LossRule
+from paceline.model.objective import WatchedCount
+from paceline.model.outputs import detach
+
+Window = tuple[list[Any], Any]
+Measure = Callable[[Sequence[Any]], tuple[int, int]]
+
+
+class Exchange:
+    """What the processes tell each other about each window, and what came of it for the present one.
+
+    Args:
+        world: the processes.
+        rule: counts micro-batches.
+        accumulation: micro-batches of a window, at most.
+        signals: noted on any process, obeyed by all.
+        averages: losses are divided by the weight over all processes, else by each one's own.
+        measure: `(micro-batches) -> (input tokens, operations)`; None: they are not counted.
+        watchdog: told what this process does; says who is late.
+
+    Attributes:
+        total: what the window weighs, as this process divides by it: a share of the whole, since gradients are
+            averaged over the processes afterwards; its own weight if not `averages`.
+        weight: what it weighs on all processes.
+        is_idle: this process has nothing in it.
+        is_telling: the loss is to be looked at, on some process, at the first micro-batch.
+        num_batches: micro-batches of the process that has most.
+        tokens, operations: of the window, over all processes.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        rule: LossRule,
+        accumulation: int,
+        signals: StopSignals,
+        *,
+        averages: bool = True,
+        measure: Measure | None = None,
+        watchdog: Watchdog,
+    ) -> None:
+        self.world, self.rule, self.accumulation, self.signals = world, rule, accumulation, signals
+        self.averages, self.measure, self.watchdog = averages, measure, watchdog
+        self.total = 0.0
+        self.weight = self.num_batches = 0
+        self.is_idle = self.is_telling = False
+        self.tokens = self.operations = 0
+        self._filler: Any = None  # a batch to go through the model with where there is none
+
+    def meet(self, window: Window, num_samples: int) -> tuple[Window, int, int]:
+        """The window as it is for all: what `Feed.meet` says. Empty only when no process has anything left."""
+        batches, num_items = window
+        counts = [self.rule.count(batch) for batch in batches]
+        own_weight = sum(item.weight for item in counts)
+        tokens, operations = self.measure(batches) if self.measure is not None and batches else (0, 0)
+        noted = self.signals.noted
+        values = [
+            own_weight,
+            int(num_items) if num_items is not None else 0,
+            int(num_items is not None),
+            num_samples,
+            int(any(self.rule.telling(item) for item in counts)),
+            int(noted is not None),
+            int(noted == signal.SIGINT),
+            int(own_weight == 0 and self._filler is None),
+            tokens,
+            int(operations),
+            int(bool(counts) and self.rule.has_target(counts)),
+            *(int(len(batches) > slot) for slot in range(self.accumulation)),
+        ]
+        with self.watchdog.waiting("waiting for the others before an update"):
+            sums = sum_ints(self.world, values)
+        (weight, items, num_counting, samples, telling, asked, interrupted, lacking, tokens, operations, targets,
+         *slots) = sums  # fmt: skip
+        self.tokens, self.operations = tokens, operations
+        if asked:
+            self.signals.agree(bool(interrupted))
+        self.weight = weight if self.rule.meaning.unit != "all_samples" or targets else 0
+        self.is_telling = telling > 0
+        self._weigh(weight, own_weight)
+        num_batches = sum(slot > 0 for slot in slots)
+        if num_batches == 0:
+            return ([], None), 0, 0
+        self.num_batches = num_batches
+        if own_weight > 0:
+            self._filler = copy.copy(next(b for b, item in zip(batches, counts, strict=True) if item.weight > 0))
+        if lacking and self.weight > 0:
+            self._filler = self._find_filler(own_weight)
+        if self.averages and num_counting:
+            num_items = torch.tensor(items)
+        self.is_idle = not batches
+        if self.is_idle:
+            batches = [self.filler()]
+        self.watchdog.enter("making an update")
+        return (batches, num_items), samples, num_batches
+
+    def draw(self, collect: Callable[..., Window], *arguments: Any) -> Window:
+        """Draw a window with the Trainer's method, and let the watchdog know."""
+        self.watchdog.enter("reading data")
+        return collect(*arguments)
+
+    def weigh_again(self, own_weight: int) -> None:
+        """The weights after the processes agreed on another meaning of the loss."""
+        self.weight = sum_ints(self.world, [own_weight])[0]
+        self._weigh(self.weight, own_weight)
+
+    def _weigh(self, weight: int, own_weight: int) -> None:
+        self.total = weight / self.world.world_size if self.averages else own_weight
+
+    def filler(self) -> Any:
+        """A batch to go through the model with where there is none that weighs anything."""
+        return copy.copy(self._filler)
+
+    def _find_filler(self, own_weight: int) -> Any:
+        """A batch of another process, for one that never had any."""
+        offers = gather_objects(self.world, self._filler if own_weight > 0 else None)
+        found = next(offer for offer in offers if offer is not None)
+        return found if self._filler is None else self._filler
+
+
+class SharedEngine(TorchEngine):
+    """The engine of one of several processes that share each update.
+
+    Args:
+        exchange: what the present window is for all.
+        options: of `TorchEngine`.
+    """
+
+    shares = True
+
+    def __init__(self, *, exchange: Exchange, **options: Any) -> None:
+        super().__init__(**options)
+        self.exchange = exchange
+        # what was divided by the count of all processes is averaged over them: so it is multiplied by their number
+        self.rule.scaled_factor = exchange.world.world_size if exchange.averages else 1
+        self._is_silent = False
+        self._looks_now = False
+
+    def read(self) -> list[tuple[float, float, float, bool]]:
+        """As for one process; the losses are means over the processes, in one exchange."""
+        rows = super().read()
+        if not rows:
+            return rows
+        size = self.exchange.world.world_size
+        sums = sum_floats(self.exchange.world, [row[0] if row[3] else 0.0 for row in rows])
+        return [(total / size, *row[1:]) if row[3] else row for total, row in zip(sums, rows, strict=True)]
+
+    def _accumulate(
+        self, batches: Sequence[Any], counts: Sequence[Counts], total: float, num_items: Any, emit: Emit | None
+    ) -> list[Tensor]:
+        """As for one process; a process whose micro-batches weigh nothing goes through one of them in silence."""
+        exchange = self.exchange
+        if exchange.weight == 0:
+            return []
+        if exchange.is_idle:
+            for item in counts:
+                item.weight = 0
+        self._losses = losses = []
+        self._window, self._weighed = counts, []
+        self._looks_now = exchange.is_telling
+        passes = self._passes(counts)
+        for place, index in enumerate(passes):
+            is_last = place == len(passes) - 1
+            self._is_silent = index is None
+            now = Counts(0, None, 0) if index is None else counts[index]
+            self._current = MicroStep(now, 0.0 if index is None else exchange.total, is_last)
+            batch = exchange.filler() if index is None else copy.copy(batches[index])
+            with self.strategy.micro_step(is_last, self._is_silent):
+                loss = self.training_step(self.model, batch, num_items)
+            losses.append(torch.zeros_like(loss) if self._is_silent else loss)
+            if self.keep_outputs and index is not None:
+                self._kept.append(detach(self._seen))
+            self._seen = None
+            if emit is not None and not is_last:
+                emit("on_substep_end")
+        self._current, self._is_silent = None, False
+        return losses
+
+    def _passes(self, counts: Sequence[Counts]) -> list[int | None]:
+        """The micro-batches that weigh something, and None for each pass in which this process only takes part.
+
+        Where the passes themselves wait for the other processes, all make as many; else one is enough for the exchange.
+        """
+        chosen: list[int | None] = [index for index, item in enumerate(counts) if item.weight > 0]
+        wanted = self.exchange.num_batches if self.strategy.in_step else 1
+        return chosen + [None] * (wanted - len(chosen))
+
+    def _is_telling(self, counts: Counts) -> bool:
+        """Whether all processes look now: at the first micro-batch that each goes through."""
+        return self._looks_now and self._current is not None
+
+    def _look(self, loss: Tensor, current: MicroStep | None, counts: Counts, num_items: Any, given: Any) -> float:
+        """Look at this process's loss, and agree with the others on what they saw."""
+        self._looks_now = False
+        assert current is not None
+        if type(given) is WatchedCount and given.is_used:
+            self.rule.scaled_factor = 1  # of an own compute_loss, as in transformers: used as it is, if it is unknown
+        if not self._is_silent:
+            super()._look(loss, None, counts, num_items, given)
+        self.rule.merge(gather_objects(self.exchange.world, self.rule.state_dict()))
+        own = 0 if self.exchange.is_idle else self.rule.recount(self._window)
+        self.exchange.weigh_again(own)
+        current.total = 0.0 if self._is_silent else self.exchange.total
+        return current.total
+
+    def _is_bad(self, losses: Sequence[Tensor], norm: Tensor) -> Tensor:
+        """Whether the update is not finite on any process."""
+        return any_on_device(self.exchange.world, super()._is_bad(losses, norm))

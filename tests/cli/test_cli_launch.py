@@ -1,0 +1,50 @@
+"""`paceline launch`: real processes through torchrun, and what is typed wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.cli.launch import default_options
+from paceline.cli.main import main
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from paceline import TrainingArguments
+args = TrainingArguments(use_cpu=True)
+assert args.parallel_mode.value == "distributed"
+Path(sys.argv[1], str(args.process_index)).write_text(f"{args.world_size} {args.local_process_index} {args.device}")
+"""
+
+
+def test_a_script_runs_on_several_processes(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(SCRIPT)
+    words = ["launch", "--nproc-per-node", "2", str(tmp_path / "job.py"), str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "paceline", *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["2 0 cpu", "2 1 cpu"]
+
+
+def test_what_is_not_said() -> None:
+    assert default_options(["--nproc-per-node=2", "job.py", "--nnodes", "3"]) == ["--standalone"]
+    assert default_options(["--nnodes=2", "--rdzv-backend=c10d", "--nproc-per-node", "4", "job.py"]) == []
+
+
+def test_without_accelerator_the_number_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    assert main(["launch", "job.py"]) == 2
+    assert "say how many processes with --nproc-per-node" in capsys.readouterr().err
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    assert default_options(["job.py"]) == ["--standalone", "--nproc-per-node=4"]
+
+
+def test_without_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch"]) == 2
+    assert "needs a script" in capsys.readouterr().err
+    assert main(["launch", "--help"]) == 0
+    assert "--max-restarts" in capsys.readouterr().out

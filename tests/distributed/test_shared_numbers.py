@@ -1,0 +1,111 @@
+"""The numbers of a run do not depend on how many processes make it: weights, losses, norms, evaluations, predictions.
+
+One start of real processes (gloo) goes through all scenarios of `tests/support/shared_job.py`; each is compared with
+the same global batch on one process. With PACELINE_WRITE_DOCS=1 the slow test writes the table of docs/invariance.md.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+import shared_job
+import torch
+
+from paceline.args.sharding import read_sharding
+
+Found = dict[str, Any]
+EXACT = ("learning_rate", "global_step", "epoch", "tokens", "scheduler_steps", "count")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "invariance.md"
+COLUMNS = [("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)]
+
+
+def results_of(folder: Path, size: int, *engines: str) -> dict[str, list[dict[str, Found]]]:
+    """What each process found, by engine and scenario."""
+    processes.run("shared_job.py", size, str(folder), *engines)
+    ranks = range(size)
+    return {name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in ranks] for name in engines}
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Found]]]:
+    return results_of(tmp_path_factory.mktemp("two"), 2, "ddp", "fsdp")
+
+
+def check_same(several: list[Found], one: Found) -> None:
+    for rank, found in enumerate(several):
+        for name in EXACT:
+            assert found.get(name) == one.get(name), f"{name} of process {rank}"
+        assert torch.equal(found["weights"], several[0]["weights"]), "the processes have drifted apart"
+        torch.testing.assert_close(found["gradient"], one["gradient"], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(found["weights"], one["weights"], rtol=1e-4, atol=1e-6)
+        for name in ("loss", "grad_norm", "eval_loss", "test_loss"):
+            assert found[name] == pytest.approx(one[name], rel=1e-5, nan_ok=True), f"{name} of process {rank}"
+        for name in ("predictions", "labels"):
+            if name in one:
+                np.testing.assert_allclose(found[name], one[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", shared_job.SCENARIOS)
+def test_two_processes(tmp_path: Path, of_two: dict[str, list[dict[str, Found]]], name: str) -> None:
+    one = shared_job.SCENARIOS[name](tmp_path, 1)
+    for several in of_two.values():
+        check_same([found[name] for found in several], one)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """The relative difference, rounded up to a power of ten."""
+    difference = float((found.double() - expected.double()).norm() / expected.double().norm())
+    return "0" if difference == 0 else f"1e{math.ceil(math.log10(difference))}"
+
+
+def table(rows: dict[str, list[str]]) -> str:
+    """The page: a row for each scenario, a column for each engine and number of processes."""
+    titles = [f"{engine.upper()} x {size}" for engine, size in COLUMNS]
+    lines = [f"| scenario | {' | '.join(titles)} |", f"|---{'|---' * len(titles)}|"]
+    lines += [f"| {name.replace('_', ' ')} | {' | '.join(cells)} |" for name, cells in rows.items()]
+    return "\n".join(lines)
+
+
+@pytest.mark.slow
+def test_every_engine_and_the_table_of_the_docs(tmp_path: Path) -> None:
+    by_size: dict[int, list[str]] = {}
+    for engine, size in COLUMNS:
+        by_size.setdefault(size, []).append(engine)
+    found = {size: results_of(tmp_path / str(size), size, *engines) for size, engines in by_size.items()}
+    rows = {}
+    for name, run in shared_job.SCENARIOS.items():
+        one = run(tmp_path / "one", 1)
+        for size, engine in ((size, engine) for engine, size in COLUMNS):
+            check_same([each[name] for each in found[size][engine]], one)
+        rows[name] = [relative(found[size][engine][0][name]["weights"], one["weights"]) for engine, size in COLUMNS]
+    if os.environ.get("PACELINE_WRITE_DOCS"):
+        before, _, rest = PAGE.read_text("utf-8").partition("| scenario |")
+        PAGE.write_text(before + table(rows) + rest[rest.index("\n\n") :], "utf-8")
+
+
+def test_the_page_has_every_scenario_and_engine() -> None:
+    lines = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("|")]
+    assert lines[0] == table({}).splitlines()[0]
+    names = [line.split("|")[1].strip() for line in lines[2:]]
+    assert names == [name.replace("_", " ") for name in shared_job.SCENARIOS]
+    cells = [cell.strip() for line in lines[2:] for cell in line.split("|")[2:-1]]
+    assert all(cell == "0" or float(cell) <= 1e-4 for cell in cells)
+
+
+def test_what_is_wrong_with_a_sharding_is_said() -> None:
+    with pytest.raises(ValueError, match="'half_shard' is unknown"):
+        read_sharding("half_shard", None)
+    with pytest.raises(ValueError, match="no setting 'wrap'"):
+        read_sharding(True, {"wrap": 1})
+    with pytest.raises(ValueError, match="keep one"):
+        read_sharding(True, {"transformer_layer_cls_to_wrap": ["A"], "min_num_params": 3})
+    with pytest.raises(ValueError, match="use_orig_params"):
+        read_sharding(True, {"use_orig_params": True})
+    assert read_sharding("full_shard auto_wrap offload", {"fsdp_min_num_params": 7}).least_parameters == 7
+    assert not read_sharding("shard_grad_op", None).reshard

@@ -1,0 +1,67 @@
+"""Real processes that train together, for tests: started as torchrun starts them, connected by gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+SUPPORT = Path(__file__).resolve().parent
+SOURCES = SUPPORT.parent.parent / "src"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun sets for one process."""
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{SOURCES}{os.pathsep}{SUPPORT}",
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(size),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def start(script: str, size: int, *words: str) -> list[subprocess.Popen[str]]:
+    """Start `size` processes of a script of tests/support."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, str(SUPPORT / script), *words],
+            env=environment_of(rank, size, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]], timeout: float = 120, codes: tuple[int, ...] = (0,)) -> list[str]:
+    """Wait for all of them; what each wrote to standard error. An exit code that is not expected fails."""
+    texts = []
+    try:
+        for rank, process in enumerate(processes):
+            _, text = process.communicate(timeout=timeout)
+            assert process.returncode in codes, f"process {rank} ended with {process.returncode}:\n{text}"
+            texts.append(text)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return texts
+
+
+def run(script: str, size: int, *words: str) -> list[str]:
+    """Run a script on several processes; the standard error of each."""
+    return finish(start(script, size, *words))
