@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,11 @@ from paceline.core.streaming import StreamingMetric
 from paceline.data.collators import choose_collator
 from paceline.data.columns import (
     RemoveColumnsCollator,
-    has_removable_columns,
     remove_unused_columns,
     signature_columns,
 )
-from paceline.data.loading import check_dataset, loader_length, make_loader, named_dataset, sample_count
+from paceline.data.loading import loader_length, named_dataset, sample_count
 from paceline.data.sampling import make_eval_sampler, make_train_sampler
-from paceline.data.shares import Shares
 from paceline.distributed.precision import make_precision
 from paceline.distributed.random import preserved_rng, set_seed
 from paceline.distributed.strategy import choose_strategy
@@ -56,9 +53,9 @@ from paceline.distributed.world import current_world
 from paceline.evaluation import in_evaluation_mode, predict_batch, run_evaluation, timed_metrics, warn_of_gaps
 from paceline.hub import publishing
 from paceline.hub.card import CardOptions, write_card
+from paceline.loaders import make_dataloader
 from paceline.model.factory import check_model, make_model
 from paceline.model.loss import LabelSmoother, LossRule
-from paceline.model.objective import adapted
 from paceline.model.operations import estimate_operations
 from paceline.model.prepare import PreparedModel
 from paceline.model.signature import innermost
@@ -231,32 +228,7 @@ class Trainer(ForSubclasses):
         sampler_fn: Callable[[Any], Any] | None = None,
         is_training: bool = False,
     ) -> Any:
-        check_dataset(dataset)
-        given, collate = dataset, self._get_collator_with_removed_columns(self.data_collator, description)
-        sampler = adapted(sampler_fn, 1)(dataset) if sampler_fn is not None else None  # may look at any column
-        if has_removable_columns(dataset):
-            dataset, collate = self._remove_unused_columns(dataset, description), self.data_collator
-        make = partial(
-            make_loader,
-            dataset,
-            batch_size=batch_size,
-            sampler=sampler,
-            collate=collate,
-            args=self.args,
-            train=is_training,
-            seed=self._data_seed,
-            shares=self._shares(batch_size, is_training),
-        )
-        if is_training or self.run is None or not self.args.dataloader_persistent_workers:
-            return make()
-        return self.run.loaders.get(given, description, make)
-
-    def _shares(self, batch_size: int, is_training: bool) -> Shares | None:
-        """This process's part of the data, where several read different parts."""
-        rank, size = self.strategy.data_coordinates()
-        if is_training and self._update_size is not None:
-            return Shares.of_update(rank, size, batch_size, self._update_size)
-        return Shares.even(rank, size, batch_size) if size > 1 else None
+        return make_dataloader(self, dataset, description, batch_size, sampler_fn, is_training)
 
     @property
     def _data_seed(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,8 +23,6 @@ from paceline.assembly import declare_loss
 from paceline.checkpoint import files
 from paceline.checkpoint.plausible import blame
 from paceline.core import folders
-from paceline.core.contracts import Hooks
-from paceline.core.journal import JOURNAL_FILE, NOT_COMPUTED, UpdateRow, append_rows, truncate
 from paceline.core.loop import Loop
 from paceline.core.metrics import best_metric_value, speed_metrics
 from paceline.core.outbox import Outbox
@@ -32,7 +30,7 @@ from paceline.core.outputs import TrainOutput
 from paceline.core.record import RECORD_NAME, write_run_record
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerState
-from paceline.counting import counter, measurer
+from paceline.counting import measurer
 from paceline.data.loading import Feed, KeptLoaders, loader_length, sample_count
 from paceline.distributed.collectives import gather_objects, share_object
 from paceline.distributed.launchers import num_restarts
@@ -41,9 +39,9 @@ from paceline.distributed.random import enable_full_determinism, restore_rng, se
 from paceline.distributed.strategy import choose_strategy
 from paceline.distributed.watchdog import Watchdog, watching
 from paceline.engine import TorchEngine
+from paceline.hooks import bind_hooks
 from paceline.hub.publishing import finished_pushes
 from paceline.model.factory import check_trainable
-from paceline.model.objective import adapted
 from paceline.model.prepare import prepare_model
 from paceline.optim.layerwise import check_run, steps_in_backward
 from paceline.optim.modes import switch_optimizer
@@ -62,7 +60,6 @@ from paceline.progress import (
 from paceline.saving import Saves
 from paceline.saving import finish as finish_saves
 from paceline.shared_engine import Exchange, SharedEngine
-from paceline.snapshot import rewind, take_snapshot
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -362,67 +359,6 @@ def make_engine(trainer: Trainer, plan: Plan, exchange: Exchange | None = None) 
         max_grad_norm=0.0 if steps_in_backward(trainer.optimizer) else max_norm,
         skips_non_finite=plan.nonfinite_policy == "skip",
         empty_cache_every=args.torch_empty_cache_steps,
-    )
-
-
-def bind_hooks(trainer: Trainer, run: Run) -> Hooks:
-    """What the loop calls back on this Trainer."""
-
-    is_own = not type(trainer)._maybe_log_save_evaluate.__module__.startswith("paceline.")
-
-    def act() -> None:
-        loop = run.loop
-        assert loop is not None
-        if is_own and (bad := loop.collect()) is not None:  # an own one may log by itself: what it is given is read
-            loop.rewind(bad)
-            return
-        past = loop.unlogged
-        trainer._maybe_log_save_evaluate(
-            torch.tensor(past.loss_sum, dtype=torch.float64),
-            past.grad_norm if past.grad_norm != NOT_COMPUTED else None,
-            trainer.model_wrapped,
-            run.trial,
-            trainer.state.epoch,
-            run.ignore_keys,
-            loop.start_time,
-            learning_rate=past.learning_rate,
-        )
-        if is_own:
-            trainer._share_control()
-
-    def enter(stage: str) -> None:
-        if run.exchange is not None:
-            run.exchange.watchdog.enter(stage)
-
-    def evaluate(skip_scheduler: bool) -> dict[str, float]:
-        enter("evaluating")
-        return trainer._evaluate(run.trial, run.ignore_keys, skip_scheduler=skip_scheduler)
-
-    def save() -> bool:
-        enter("saving a checkpoint")
-        run.saves.is_published = True  # of an own `_save_checkpoint` nothing else is known
-        trainer._save_checkpoint(trainer.model_wrapped, run.trial)
-        return run.saves.is_published
-
-    folder = Path(trainer._get_output_dir(run.trial)) if trainer.args.should_save else None
-    outbox = run.outbox
-    if folder is not None:
-        outbox.put(folder / JOURNAL_FILE, partial(truncate, folder / JOURNAL_FILE, trainer.state.global_step))
-
-    def record(rows: Sequence[UpdateRow]) -> None:
-        outbox.retry()
-        if folder is not None:
-            outbox.put(folder / JOURNAL_FILE, partial(append_rows, folder / JOURNAL_FILE, rows))
-
-    return Hooks(
-        log=adapted(trainer.log, 2),
-        act=act,
-        evaluate=evaluate,
-        save=save,
-        record=record,
-        snapshot=partial(take_snapshot, trainer, run.feed),
-        rewind=partial(rewind, trainer, run.feed, outbox, folder),
-        count=counter(trainer, run.exchange),
     )
 
 

@@ -1,0 +1,64 @@
+"""The loaders of a Trainer: from a dataset and an order to the batches of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from paceline.data.columns import has_removable_columns
+from paceline.data.loading import check_dataset, make_loader
+from paceline.data.shares import Shares
+from paceline.model.objective import adapted
+
+if TYPE_CHECKING:
+    from paceline.trainer import Trainer
+
+
+def make_dataloader(
+    trainer: Trainer,
+    dataset: Any,
+    description: str,
+    batch_size: int,
+    sampler_fn: Callable[[Any], Any] | None,
+    is_training: bool,
+) -> Any:
+    """A loader of `dataset`; in a run that keeps the workers of its evaluations, the one of before.
+
+    Args:
+        dataset: with columns that the model does not take, perhaps.
+        description: what it is for, as "evaluation".
+        batch_size: samples of this process in a batch.
+        sampler_fn: given the dataset, returns the order; None: the dataset's own.
+        is_training: as an update takes its samples.
+
+    Raises:
+        TypeError, ValueError: the dataset is none, or holds no column that the model takes.
+    """
+    check_dataset(dataset)
+    given, collate = dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description)
+    sampler = adapted(sampler_fn, 1)(dataset) if sampler_fn is not None else None  # may look at any column
+    if has_removable_columns(dataset):
+        dataset, collate = trainer._remove_unused_columns(dataset, description), trainer.data_collator
+    make = partial(
+        make_loader,
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        collate=collate,
+        args=trainer.args,
+        train=is_training,
+        seed=trainer._data_seed,
+        shares=shares_of(trainer, batch_size, is_training),
+    )
+    if is_training or trainer.run is None or not trainer.args.dataloader_persistent_workers:
+        return make()
+    return trainer.run.loaders.get(given, description, make)
+
+
+def shares_of(trainer: Trainer, batch_size: int, is_training: bool) -> Shares | None:
+    """This process's part of the data, where several read different parts."""
+    rank, size = trainer.strategy.data_coordinates()
+    if is_training and trainer._update_size is not None:
+        return Shares.of_update(rank, size, batch_size, trainer._update_size)
+    return Shares.even(rank, size, batch_size) if size > 1 else None
