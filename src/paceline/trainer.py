@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline import assembly, progress, saving, training
+from paceline import assembly, saving, training
 from paceline.args.adopt import adopt, apply_log_level
 from paceline.args.plan import Plan, resolve
 from paceline.args.training import TrainingArguments
@@ -35,6 +35,7 @@ from paceline.core.folders import make_output_folder
 from paceline.core.metrics import format_metrics, speed_metrics
 from paceline.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
 from paceline.core.results import print_metrics, save_metrics
+from paceline.core.resuming import STATE_FILE
 from paceline.core.state import TrainerControl, TrainerState
 from paceline.core.streaming import StreamingMetric
 from paceline.data.collators import choose_collator
@@ -583,7 +584,7 @@ class Trainer(ForSubclasses):
     def save_state(self) -> None:
         """Write `trainer_state.json` into the output folder."""
         if self.is_world_process_zero():
-            self.state.save_to_json(os.path.join(self._get_output_dir(None), progress.STATE_FILE))
+            self.state.save_to_json(os.path.join(self._get_output_dir(None), STATE_FILE))
 
     # ---- metrics on paper
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline.args.choices import OptimizerNames
 from paceline.args.errors import UnsupportedOption
+from paceline.core.optimizer_options import split_options, typed_options
 from paceline.optim import choose
 from paceline.optim.adafactor import Adafactor
 from paceline.optim.choose import choose_optimizer
@@ -23,7 +24,6 @@ from paceline.optim.optimizers import (
     describe_choice,
     resolve_optimizer,
 )
-from paceline.optim.options import split_options, typed_options
 
 
 def make_args(**changes):

@@ -16,12 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.args.errors import UnsupportedOption
+from paceline.core.optimizer_options import typed_options
 from paceline.core.spelling import nearest
 from paceline.optim.adafactor import Adafactor
 from paceline.optim.choose import Choice, choose_optimizer, why_not_fused
 from paceline.optim.groups import decay_parameter_names, parameter_groups
 from paceline.optim.muon import MuonWithAdamW
-from paceline.optim.options import typed_options
 
 __all__ = [
     "LIBRARY_OF",
