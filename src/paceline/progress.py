@@ -134,9 +134,9 @@ def planned_length(trainer: Trainer, feed: Feed, progress: Mapping[str, Any]) ->
     length, position, before = (progress.get(name) or {} for name in ("length", "feed", "arguments"))
     now = trainer.args.to_sanitized_dict()
     names = ("num_train_epochs", "max_steps", "gradient_accumulation_steps")
-    is_same = all(name in before and is_same(before[name], now[name]) for name in names)
+    is_as_before = all(name in before and is_same(before[name], now[name]) for name in names)
     sizes = {"batch_size": getattr(feed.loader, "batch_size", None), "num_samples": sample_count(feed.loader)}
-    if not length or not is_same or any(name not in position or position[name] != sizes[name] for name in sizes):
+    if not length or not is_as_before or any(name not in position or position[name] != sizes[name] for name in sizes):
         return None
     planned, max_steps = length["planned"], length["max_steps"]
     if not all(isinstance(number, int) and number >= trainer.state.global_step for number in (planned, max_steps)):

@@ -24,7 +24,8 @@ def to_array(value: Any) -> Any:
         return value
     if hasattr(value, "numpy"):
         return value.numpy()
-    return np.asarray(value)
+    array = np.asarray(value)
+    return array.astype(np.float32) if array.dtype == np.float64 else array  # Python's floats, as models take them
 
 
 def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:

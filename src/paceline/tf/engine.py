@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,11 +101,12 @@ class TFEngine:
         totals = np.sum(counts, axis=0)
         if totals[TOKENS] == 0:
             return self._skip()
-        if len(batches) == 1 and emit is None:
-            loss, norm, rate, applied, outputs = self._fused(*self._place(batches[0], totals), self.keep_outputs)
-            kept = [outputs]
-        else:
-            loss, norm, rate, applied, kept = self._step_in_parts(batches, totals, emit)
+        with told_plainly():
+            if len(batches) == 1 and emit is None:
+                loss, norm, rate, applied, outputs = self._fused(*self._place(batches[0], totals), self.keep_outputs)
+                kept = [outputs]
+            else:
+                loss, norm, rate, applied, kept = self._step_in_parts(batches, totals, emit)
         self.unread.append((loss, norm, rate, True))
         return StepOutput((loss,), norm, applied, kept if self.keep_outputs else ())
 
@@ -369,6 +372,20 @@ def rate_of(optimizer: Any) -> Any:
     if callable(rate) and not hasattr(rate, "dtype"):
         rate = rate(optimizer.iterations)
     return tf.cast(tf.convert_to_tensor(rate), tf.float32)
+
+
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """An error in what is traced says what was wrong, and in which line, without a list of generated code."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, KeyError, NotImplementedError) as error:
+        found = getattr(error, "ag_error_metadata", None)
+        if found is None:
+            raise
+        frame = found.translated_stack[-1]
+        name = Path(frame.filename).name
+        raise type(error)(f"{found.cause_message} ({name}, line {frame.lineno}, in {frame.function_name})") from error
 
 
 def plain(variable: Any) -> Any:

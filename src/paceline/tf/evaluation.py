@@ -16,7 +16,7 @@ from paceline.core.signals import Interrupted
 from paceline.core.spill import Spill
 from paceline.core.streaming import is_streaming
 from paceline.tf.batches import Array, map_leaves, separate, size_of, to_array
-from paceline.tf.engine import place
+from paceline.tf.engine import place, told_plainly
 from paceline.tf.framework import tf
 from paceline.tf.objective import NUM_COUNTS, Objective, count
 
@@ -54,7 +54,8 @@ class Predictor:
 
     def __call__(self, batch: tuple[Any, Any]) -> tuple[float | None, Any]:
         """The sum of a batch's losses (None without labels), and its predictions as arrays."""
-        losses, outputs = self._run(*place(self.strategy, batch, None))
+        with told_plainly():
+            losses, outputs = self._run(*place(self.strategy, batch, None))
         sizes = [size for size in self._sizes(size_of(batch[0])) if size]
         loss = None if losses[0] is None else float(sum(float(value) for value in losses))
         parts = [map_leaves(to_host, output) for output in outputs[: len(sizes)]]
