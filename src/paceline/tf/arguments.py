@@ -118,6 +118,12 @@ class TFTrainingArguments(TrainingArguments):
         """Samples in one evaluation batch, over all replicas."""
         return self.per_device_eval_batch_size * self.n_replicas
 
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """`to_dict` as numbers, truth values and text only; without the batch sizes, which would make a strategy."""
+        return {
+            name: item if type(item) in (bool, int, float, str) else str(item) for name, item in self.to_dict().items()
+        }
+
     @property
     def distributed_state(self) -> None:
         """accelerate's state: there is none."""

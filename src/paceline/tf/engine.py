@@ -66,14 +66,15 @@ class TFEngine:
         self.keep_outputs = False
         self.keep_batches = False
         self.num_replicas = int(strategy.num_replicas_in_sync)
-        self.variables = [plain(variable) for variable in self.model.trainable_variables]
+        self.trainables = list(self.model.trainable_variables)
+        self.variables = [plain(variable) for variable in self.trainables]
         if skips_non_finite and self.num_replicas > 1:
             raise UnsupportedOption(
                 f"nonfinite_policy='skip' is not supported on {self.num_replicas} replicas: use 'warn' or 'raise'."
             )
         if not self.variables:
             raise ValueError("The model has no trainable variables: call it on a batch once, or build it, before.")
-        self.unread: list[tuple[Any, Any, Any, bool]] = []
+        self.unread: list[tuple[Any, Any, Any, Any]] = []  # loss, norm, rate and whether it was applied, of each update
         self.num_traces = 0  # of the functions below: it must not grow from step to step
         self._sums: list[Any] = []  # gradients of the update in progress, a variable per replica
         self._loss: Any = None  # that of the update in progress, likewise
@@ -107,7 +108,7 @@ class TFEngine:
                 kept = [outputs]
             else:
                 loss, norm, rate, applied, kept = self._step_in_parts(batches, totals, emit)
-        self.unread.append((loss, norm, rate, True))
+        self.unread.append((loss, norm, rate, applied))
         return StepOutput((loss,), norm, applied, kept if self.keep_outputs else ())
 
     def _step_in_parts(self, batches: Sequence[Any], totals: Array, emit: Emit | None) -> tuple[Any, ...]:
@@ -128,7 +129,16 @@ class TFEngine:
     def read(self) -> list[tuple[float, float, float, bool]]:
         """(loss, grad_norm, learning_rate, whether it has a loss) of each update since the last read."""
         unread, self.unread = self.unread, []
-        return [(float(loss), float(norm), float(rate), counted) for loss, norm, rate, counted in unread]
+        hides = has_loss_scale(self.optimizer)  # the norm of an update that overflowed and was left out
+        return [
+            (
+                math.nan if loss is None else float(loss),
+                NOT_COMPUTED if hides and not applied else float(norm),
+                float(rate),
+                loss is not None,
+            )
+            for loss, norm, rate, applied in unread
+        ]
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether smaller micro-batches could cure this error."""
@@ -150,7 +160,7 @@ class TFEngine:
 
     def _skip(self) -> StepOutput:
         logger.warning("Every target of this update is ignored: no step was made and no loss counted.")
-        self.unread.append((math.nan, NOT_COMPUTED, self.learning_rate(), False))
+        self.unread.append((None, NOT_COMPUTED, self.learning_rate(), False))
         return StepOutput((), None, False)
 
     def learning_rate(self) -> float:
@@ -303,13 +313,13 @@ class TFEngine:
         rate = tf.identity(rate_of(self.optimizer))
         pairs = [
             (value / self.num_replicas if self.num_replicas > 1 else value, variable)  # Keras sums them once more
-            for value, variable in zip(gradients, self.variables, strict=True)
+            for value, variable in zip(gradients, self.trainables, strict=True)
             if value is not None
         ]
         if not pairs:
             raise ValueError("No gradient reaches the model's variables: its loss does not depend on them.")
         is_finite = tf.math.is_finite(loss + norm)
-        if not self.skips_non_finite:
+        if not self.skips_non_finite or has_loss_scale(self.optimizer):  # which leaves them out itself
             self.optimizer.apply_gradients(pairs)
             return rate, is_finite if has_loss_scale(self.optimizer) else tf.constant(True)
 
