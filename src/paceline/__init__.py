@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from paceline.replaying import replay
     from paceline.seq2seq import Seq2SeqTrainer
     from paceline.tf.arguments import TFTrainingArguments
+    from paceline.tf.keras_callbacks import KerasMetricCallback, PushToHubCallback
     from paceline.tf.optimizers import AdamWeightDecay, GradientAccumulator, create_optimizer
     from paceline.tf.schedules import WarmUp
     from paceline.tf.trainer import TFTrainer
@@ -117,6 +118,7 @@ _HOMES = {
     "HubStrategy": "paceline.args.choices",
     "IntervalStrategy": "paceline.args.choices",
     "IterableDatasetShard": "paceline.data.samplers",
+    "KerasMetricCallback": "paceline.tf.keras_callbacks",
     "LabelSmoother": "paceline.model.loss",
     "LengthGroupedSampler": "paceline.data.samplers",
     "NotebookProgressCallback": "paceline.callbacks.notebook",
@@ -126,6 +128,7 @@ _HOMES = {
     "PredictionOutput": "paceline.core.outputs",
     "PrinterCallback": "paceline.callbacks.printer",
     "ProgressCallback": "paceline.callbacks.progress",
+    "PushToHubCallback": "paceline.tf.keras_callbacks",
     "SaveStrategy": "paceline.args.choices",
     "SchedulerType": "paceline.args.choices",
     "Seq2SeqTrainer": "paceline.seq2seq",

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
+
+import numpy as np
+from tf_models import losses, make_data, make_model, make_trainer, weights
 
 
 def run(folder: Path) -> None:
     """Train to the end, from the newest good checkpoint if there is one, and leave the result in `result.npz`."""
-    import numpy as np
-    from tf_models import losses, make_data, make_model, make_trainer, weights
-
     trainer = make_trainer(
         folder,
         make_model(dropout=0.3),
@@ -34,7 +33,3 @@ def run(folder: Path) -> None:
     with open(folder / "result.tmp", "wb") as file:
         np.savez(file, seconds=time.monotonic() - begin, **found)
     os.replace(folder / "result.tmp", folder / "result.npz")
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]))

@@ -1,10 +1,9 @@
 """Checkpoints of TensorFlow: exact resume, fallback, rotation, the best model, saved models, kills."""
 
-import os
+import multiprocessing
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,6 @@ from paceline.tf.framework import keras, tf
 from paceline.tf.saving import CheckpointError
 
 DATA = make_data(26)
-SUPPORT = Path(tf_crash_job.__file__).parent
 
 
 class Counting(TrainerCallback):
@@ -151,23 +149,38 @@ def test_only_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
 # ---- kills
 
 
-def start(folder: Path) -> "subprocess.Popen[bytes]":
-    folder.mkdir(exist_ok=True)
-    (folder / "started").unlink(missing_ok=True)
-    environment = dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3", PYTHONPATH=os.pathsep.join([str(SUPPORT), *sys.path]))
-    command = [sys.executable, str(SUPPORT / "tf_crash_job.py"), str(folder)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    while not (folder / "started").exists() and process.poll() is None:
-        time.sleep(0.01)
-    return process
+class Kills:
+    """Starts runs from one server process, which has TensorFlow imported and no device opened, and kills them."""
 
+    def __init__(self, folder: Path) -> None:
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["paceline.tf.trainer"])
+        self.expected = self.finish(folder)
 
-def finish(folder: Path) -> dict[str, Any]:
-    process = start(folder)
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 0, said.decode()[-3000:]
-    with np.load(folder / "result.npz", allow_pickle=False) as result:
-        return {name: result[name] for name in result.files}
+    def start(self, folder: Path) -> Any:
+        folder.mkdir(exist_ok=True)
+        (folder / "started").unlink(missing_ok=True)
+        process = self.context.Process(target=tf_crash_job.run, args=(folder,))
+        process.start()
+        while not (folder / "started").exists() and process.is_alive():
+            time.sleep(0.002)
+        return process
+
+    def finish(self, folder: Path) -> dict[str, Any]:
+        process = self.start(folder)
+        process.join(300)
+        assert process.exitcode == 0
+        with np.load(folder / "result.npz") as result:
+            return {name: result[name] for name in result.files}
+
+    def kill_somewhere(self, folder: Path, choice: random.Random) -> bool:
+        """At a random time. Returns whether the run was still going."""
+        process = self.start(folder)
+        process.join(choice.uniform(0, float(self.expected["seconds"])))
+        process.kill()
+        process.join(300)
+        assert process.exitcode in (0, -signal.SIGKILL)
+        return bool(process.exitcode != 0)
 
 
 @pytest.mark.slow
@@ -175,23 +188,14 @@ def finish(folder: Path) -> dict[str, Any]:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 def test_twenty_kills(tmp_path: Path) -> None:
     """Killed at random instants, each run ends where the undisturbed one does."""
-    begin = time.monotonic()
-    expected = finish(tmp_path / "undisturbed")
-    assert time.monotonic() > begin
+    kills = Kills(tmp_path / "undisturbed")
     hits, number = 0, 0
     while hits < 20:
         folder, choice = tmp_path / str(number), random.Random(number)
-        for _ in range(4):
-            process = start(folder)
-            try:
-                process.communicate(timeout=choice.uniform(0, 1.1 * float(expected["seconds"])))
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-                process.communicate()
-                hits += 1
-        found = finish(folder)
+        hits += sum(kills.kill_somewhere(folder, choice) for _ in range(4))
+        found = kills.finish(folder)
         for name in ("weights", "losses", "step"):
-            assert np.array_equal(found[name], expected[name]), (number, name)
+            assert np.array_equal(found[name], kills.expected[name]), (number, name)
         assert [problem for path in list_checkpoints(folder) for problem in verify(path)] == []
         assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
         number += 1

@@ -5,12 +5,14 @@ Biases and the weights of normalisation layers are not decayed, as on the torch 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.args.errors import UnsupportedOption
 from paceline.core.optimizer_options import typed_options
+from paceline.core.spelling import nearest
 from paceline.tf.framework import keras, tf
 from paceline.tf.schedules import WarmUp
 
@@ -250,8 +252,11 @@ def make_optimizer(args: Any, model: Any, learning_rate: Any) -> Any:
     elif kind in ("AdamW", "ScheduleFreeAdamW"):
         settings["weight_decay"] = 0.0
     make = getattr(keras.optimizers, kind)
-    settings.update(typed_options(args.optim_args, make, kind))
-    optimizer = make(**settings)
+    given = typed_options(args.optim_args, make, kind)
+    known = {*inspect.signature(make).parameters, *inspect.signature(keras.optimizers.Optimizer).parameters}
+    for option in given.keys() - (known - {"kwargs"}):
+        raise TypeError(f"optim_args: {kind} of Keras has no option {option!r}; {nearest(option, known - {'kwargs'})}")
+    optimizer = make(**settings, **given)
     undecayed = undecayed_variables(model)
     if args.weight_decay and undecayed:
         optimizer.exclude_from_weight_decay(var_list=undecayed)
