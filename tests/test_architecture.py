@@ -30,7 +30,7 @@ LAYERS = [
     {"callbacks", "data", "model", "optim", "distributed", "tf"},
     {"checkpoint"},
     {"engine", "evaluation", "predictions", "snapshot", "progress"},
-    {"accelerate_view", "assembly", "counting", "saving", "subclassing", "training", "replaying"},
+    {"accelerate_view", "assembly", "counting", "hub", "saving", "subclassing", "training", "replaying"},
     {"trainer"},
     {"seq2seq", "drop_in"},
     {"cli", "__main__"},

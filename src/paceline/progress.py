@@ -15,9 +15,9 @@ from torch import Tensor
 from paceline.args.plan import Plan
 from paceline.checkpoint.plausible import blame
 from paceline.checkpoint.tensors import CheckpointError, load_json, load_tensors
+from paceline.core import resuming
 from paceline.core.events import callback_states, restore_callback_states
 from paceline.core.loop import Loop
-from paceline.core.resuming import PROGRESS_FILE, STATE_FILE, is_same
 from paceline.core.summary import UpdateSummary
 from paceline.data.feed import Feed, place_in
 from paceline.data.lengths import length_of, sample_count
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STATE_FILE, PROGRESS_FILE = resuming.STATE_FILE, resuming.PROGRESS_FILE
 CALLBACKS_FILE = "callbacks.pt"  # the states of callbacks that hold tensors (moving averages, for instance)
 
 
@@ -134,7 +135,7 @@ def planned_length(trainer: Trainer, feed: Feed, progress: Mapping[str, Any]) ->
     length, position, before = (progress.get(name) or {} for name in ("length", "feed", "arguments"))
     now = trainer.args.to_sanitized_dict()
     names = ("num_train_epochs", "max_steps", "gradient_accumulation_steps")
-    is_as_before = all(name in before and is_same(before[name], now[name]) for name in names)
+    is_as_before = all(name in before and resuming.is_same(before[name], now[name]) for name in names)
     sizes = {"batch_size": getattr(feed.loader, "batch_size", None), "num_samples": sample_count(feed.loader)}
     if not length or not is_as_before or any(name not in position or position[name] != sizes[name] for name in sizes):
         return None
