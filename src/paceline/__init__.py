@@ -81,6 +81,11 @@ if TYPE_CHECKING:
     )
     from paceline.replaying import replay
     from paceline.seq2seq import Seq2SeqTrainer
+    from paceline.tf.arguments import TFTrainingArguments
+    from paceline.tf.keras_callbacks import KerasMetricCallback, PushToHubCallback
+    from paceline.tf.optimizers import AdamWeightDecay, GradientAccumulator, create_optimizer
+    from paceline.tf.schedules import WarmUp
+    from paceline.tf.trainer import TFTrainer
     from paceline.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -90,6 +95,7 @@ _HOMES = {
     "AcceleratorConfig": "paceline.args.accelerator_config",
     "Adafactor": "paceline.optim.adafactor",
     "AdafactorSchedule": "paceline.optim.adafactor",
+    "AdamWeightDecay": "paceline.tf.optimizers",
     "BatchRebalanceSampler": "paceline.data.samplers",
     "BestRun": "paceline.core.outputs",
     "CallbackHandler": "paceline.core.events",
@@ -112,12 +118,14 @@ _HOMES = {
     "EvalLoopOutput": "paceline.core.outputs",
     "EvalPrediction": "paceline.core.outputs",
     "ExportableState": "paceline.core.state",
+    "GradientAccumulator": "paceline.tf.optimizers",
     "GreedyLR": "paceline.optim.greedy",
     "HfArg": "paceline.args.parser",
     "HfArgumentParser": "paceline.args.parser",
     "HubStrategy": "paceline.args.choices",
     "IntervalStrategy": "paceline.args.choices",
     "IterableDatasetShard": "paceline.data.samplers",
+    "KerasMetricCallback": "paceline.tf.keras_callbacks",
     "JITCheckpointCallback": "paceline.callbacks.jit_checkpoint",
     "LabelSmoother": "paceline.model.loss",
     "LengthGroupedSampler": "paceline.data.samplers",
@@ -129,6 +137,7 @@ _HOMES = {
     "PredictionOutput": "paceline.core.outputs",
     "PrinterCallback": "paceline.callbacks.printer",
     "ProgressCallback": "paceline.callbacks.progress",
+    "PushToHubCallback": "paceline.tf.keras_callbacks",
     "SaveStrategy": "paceline.args.choices",
     "SchedulerType": "paceline.args.choices",
     "Seq2SeqTrainer": "paceline.seq2seq",
@@ -136,6 +145,8 @@ _HOMES = {
     "ShardSampler": "paceline.data.samplers",
     "ShuffleBuffer": "paceline.data.shuffle",
     "StreamingMetric": "paceline.core.streaming",
+    "TFTrainer": "paceline.tf.trainer",
+    "TFTrainingArguments": "paceline.tf.arguments",
     "TensorBoardCallback": "paceline.callbacks.reporters.tensorboard",
     "TrainOutput": "paceline.core.outputs",
     "Trainer": "paceline.trainer",
@@ -144,8 +155,10 @@ _HOMES = {
     "TrainerState": "paceline.core.state",
     "TrainingArguments": "paceline.args.training",
     "UnsupportedOption": "paceline.args.plan",
+    "WarmUp": "paceline.tf.schedules",
     "WandbCallback": "paceline.callbacks.reporters.wandb",
     "check_targets": "paceline.model.check_targets",
+    "create_optimizer": "paceline.tf.optimizers",
     "default_compute_objective": "paceline.core.metrics",
     "default_data_collator": "paceline.data.collators",
     "enable_full_determinism": "paceline.distributed.random",
@@ -173,7 +186,8 @@ _HOMES = {
     "speed_metrics": "paceline.core.metrics",
 }
 
-__all__ = sorted(_HOMES)
+# without the names of the TensorFlow side, so that `import *` works where it is not installed
+__all__ = sorted(name for name, home in _HOMES.items() if not home.startswith("paceline.tf."))
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.core.contracts import Strategy
 from paceline.core.metrics import jsonable, prefix_metrics, speed_metrics
-from paceline.core.outputs import EvalLoopOutput
+from paceline.core.outputs import EvalLoopOutput, check_metrics
 from paceline.core.signals import Interrupted
 from paceline.core.spill import Spill
 from paceline.core.streaming import StreamingMetric, is_streaming
@@ -281,20 +281,6 @@ class EvaluationLoop:
         if self.compute_metrics is None or gathered["predictions"] is None or gathered["labels"] is None:
             return {}
         return dict(check_metrics(self.compute_metrics(make_prediction(gathered))))
-
-
-def check_metrics(metrics: Any) -> Mapping[str, Any]:
-    """What `compute_metrics` returned.
-
-    Raises:
-        TypeError: it is not a dict.
-    """
-    if not isinstance(metrics, Mapping):
-        raise TypeError(
-            f"compute_metrics returned {type(metrics).__name__}; it must return a dict of names and numbers, such as "
-            '{"accuracy": 0.9}.'
-        )
-    return metrics
 
 
 @contextmanager

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from paceline.args import sections
 from paceline.args.plan import Plan
 from paceline.checkpoint.plausible import blame
 from paceline.checkpoint.tensors import CheckpointError, load_json, load_tensors
+from paceline.core import resuming
 from paceline.core.events import callback_states, restore_callback_states
 from paceline.core.loop import Loop
 from paceline.core.summary import UpdateSummary
@@ -30,23 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE = "trainer_state.json"
-PROGRESS_FILE = "progress.json"
+STATE_FILE, PROGRESS_FILE = resuming.STATE_FILE, resuming.PROGRESS_FILE
 CALLBACKS_FILE = "callbacks.pt"  # the states of callbacks that hold tensors (moving averages, for instance)
-
-# options that say where things go and what is shown; what a run computes does not depend on them
-_INCIDENTAL = {
-    field.name
-    for section in (
-        sections.RunSection,
-        sections.LogSection,
-        sections.HubSection,
-        sections.ResumeSection,
-        sections.DebugSection,
-        sections.ScriptSection,
-    )
-    for field in dataclasses.fields(section)
-} | {"train_batch_size", "eval_batch_size", "logging_dir"}
 
 
 def describe_progress(trainer: Trainer) -> tuple[str, dict[str, Any]]:
@@ -220,9 +205,9 @@ def planned_length(trainer: Trainer, feed: Feed, progress: Mapping[str, Any]) ->
     length, position, before = (progress.get(name) or {} for name in ("length", "feed", "arguments"))
     now = trainer.args.to_sanitized_dict()
     names = ("num_train_epochs", "max_steps", "gradient_accumulation_steps")
-    is_same = all(name in before and _is_same(before[name], now[name]) for name in names)
+    is_as_before = all(name in before and resuming.is_same(before[name], now[name]) for name in names)
     sizes = {"batch_size": samples_at_once(feed.loader), "num_samples": sample_count(feed.loader)}
-    if not length or not is_same or any(name not in position or position[name] != sizes[name] for name in sizes):
+    if not length or not is_as_before or any(name not in position or position[name] != sizes[name] for name in sizes):
         return None
     planned, max_steps = length["planned"], length["max_steps"]
     if not all(isinstance(number, int) and number >= trainer.state.global_step for number in (planned, max_steps)):
@@ -264,30 +249,6 @@ def restore_loop(trainer: Trainer, loop: Loop, progress: Mapping[str, Any]) -> N
     loop.num_allowed_for = len(loop.skipped) - (loop.plan.max_steps - loop.state.max_steps)
 
 
-def changed_arguments(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """`name before -> now` for every option that differs and that what a run computes may depend on.
-
-    Args:
-        saved: options by name, as numbers, truth values and text (`to_sanitized_dict`).
-        present: the same, of now.
-    """
-    return [
-        f"{name} {saved[name]} -> {value}"
-        for name, value in present.items()
-        if name not in _INCIDENTAL and name in saved and not _is_same(saved[name], value)
-    ]
-
-
-def report_changes(trainer: Trainer, checkpoint: Path, progress: Mapping[str, Any] | None) -> None:
-    """List, in one line of the log, the options that are others than when the checkpoint was written."""
-    saved = (progress or {}).get("arguments")
-    if not isinstance(saved, Mapping) or not trainer.is_world_process_zero():
-        return
-    changes = changed_arguments(saved, trainer.args.to_sanitized_dict())
-    if changes:
-        logger.warning("Changed since %s was written: %s.", checkpoint.name, ", ".join(changes))
-
-
 def holds_arrays(value: Any) -> bool:
     """Whether a nest of dicts, lists and tuples holds a tensor or an array."""
     if isinstance(value, Mapping):
@@ -295,10 +256,6 @@ def holds_arrays(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(holds_arrays(item) for item in value)
     return isinstance(value, Tensor | np.ndarray)
-
-
-def _is_same(before: Any, now: Any) -> bool:
-    return bool(before == now) or (before != before and now != now)
 
 
 def _check_plain(name: str, state: Any) -> None:

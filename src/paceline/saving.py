@@ -34,13 +34,14 @@ from paceline.checkpoint.frozen import FrozenPart
 from paceline.checkpoint.weights import read_weights
 from paceline.core import folders
 from paceline.core.manifest import KnownFile
+from paceline.core.resuming import PROGRESS_FILE, STATE_FILE
 from paceline.core.retention import retention_of, rotate
 from paceline.core.space import Place, in_words
 from paceline.core.state import export_states, write_values
 from paceline.distributed.collectives import gather_objects, share_object
 from paceline.distributed.random import capture_rng
 from paceline.optim.modes import evaluation_weights
-from paceline.progress import CALLBACKS_FILE, PROGRESS_FILE, STATE_FILE, describe_progress
+from paceline.progress import CALLBACKS_FILE, describe_progress
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer

@@ -28,8 +28,8 @@ from paceline.core.metrics import best_metric_value, speed_metrics
 from paceline.core.outbox import Outbox
 from paceline.core.outputs import TrainOutput
 from paceline.core.record import RECORD_NAME, write_run_record
+from paceline.core.resuming import PROGRESS_FILE, begin_state, find_checkpoint, report_changes
 from paceline.core.signals import StopSignals
-from paceline.core.state import TrainerState
 from paceline.counting import measurer
 from paceline.data.loading import Feed, KeptLoaders, loader_length, sample_count
 from paceline.distributed.collectives import gather_objects, share_object
@@ -47,11 +47,8 @@ from paceline.optim.layerwise import check_run, steps_in_backward
 from paceline.optim.modes import switch_optimizer
 from paceline.optim.schedulers import follows_metrics
 from paceline.progress import (
-    PROGRESS_FILE,
-    STATE_FILE,
     kept_update_size,
     read_progress,
-    report_changes,
     restarted_from,
     restore_callbacks,
     restore_loop,
@@ -222,46 +219,17 @@ def find_for_all(trainer: Trainer, resume: str | bool | None) -> Path | None:
         ValueError: on all of them, what it was on the first.
     """
     if not trainer.world.is_shared:
-        return find_checkpoint(trainer.args, resume)
+        return find_checkpoint(trainer.args, resume) or newest_of_launch(trainer.args)
     found: Any = None
     if trainer.world.is_first:
         try:
-            found = find_checkpoint(trainer.args, resume)
+            found = find_checkpoint(trainer.args, resume) or newest_of_launch(trainer.args)
         except ValueError as error:
             found = error
     found = share_object(trainer.world, found)
     if isinstance(found, ValueError):
         raise found
     return None if found is None else Path(found)
-
-
-def find_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
-    """The checkpoint to go on from: named, or for True the newest in `output_dir` that verifies.
-
-    Raises:
-        ValueError: none was found, or the one named is damaged; the message says which and why.
-    """
-    if resume is None:
-        resume = args.resume_from_checkpoint
-    if isinstance(resume, str) and resume.lower() in ("true", "false"):
-        resume = resume.lower() == "true"
-    if resume is None or resume is False:
-        return newest_of_launch(args)
-    if resume is True:
-        folders.recover(Path(args.output_dir), logger.warning)
-        found = folders.newest_valid(Path(args.output_dir), logger.warning)
-        if found is None:
-            raise ValueError(f"No valid checkpoint found in output directory ({args.output_dir})")
-        return Path(found)
-    named = Path(resume)
-    problems = folders.verify(named) if named.is_dir() else ["it is not a folder"]
-    if problems and not any((named / name).exists() for name in (folders.MANIFEST_NAME, STATE_FILE)):
-        problems = ["it holds no manifest and no trainer_state.json, so it is no checkpoint"]
-    if problems:
-        raise ValueError(
-            f"Can't resume from {named}: {'; '.join(problems)}. resume_from_checkpoint=True takes the newest good one."
-        )
-    return named
 
 
 def newest_of_launch(args: Any) -> Path | None:
@@ -318,26 +286,6 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
             "The optimizer holds none of the model's parameters, so training would change nothing: make it from the "
             "model that the Trainer has, or pass optimizer_cls_and_kwargs=(class, kwargs)."
         )
-
-
-def begin_state(trainer: Trainer, plan: Plan, checkpoint: Path | None, trial: Any) -> TrainerState:
-    """A fresh state, or the checkpoint's; what the arguments say now wins over what they said then."""
-    saved = checkpoint / STATE_FILE if checkpoint is not None else None
-    state = TrainerState.load_from_json(str(saved)) if saved is not None and saved.is_file() else TrainerState()
-    if not isinstance(state.global_step, int) or state.global_step < 0:
-        raise ValueError(f"{saved}: global_step cannot be {state.global_step!r}.")
-    if state.best_model_checkpoint is not None and not Path(state.best_model_checkpoint).is_dir():
-        logger.warning("The best checkpoint so far, %s, is gone: it will not be loaded.", state.best_model_checkpoint)
-        state.best_model_checkpoint = None
-    state.logging_steps, state.eval_steps, state.save_steps = plan.logging_steps, plan.eval_steps, plan.save_steps
-    state.train_batch_size = plan.micro_batch_size
-    state.max_steps, state.num_train_epochs = plan.max_steps, plan.num_epochs
-    state.is_local_process_zero = trainer.is_local_process_zero()
-    state.is_world_process_zero = trainer.is_world_process_zero()
-    state.is_hyper_param_search = trial is not None
-    if state.epoch is None:
-        state.epoch = 0
-    return state
 
 
 def make_engine(trainer: Trainer, plan: Plan, exchange: Exchange | None = None) -> TorchEngine:
@@ -405,10 +353,7 @@ def finish(trainer: Trainer, run: Run) -> TrainOutput:
     state, args, loop = trainer.state, trainer.args, run.loop
     assert loop is not None
     num_updates = state.global_step - run.first_step
-    counted = sum(number for _, number in loop.logged)
-    total = sum(loss * number for loss, number in loop.logged)
-    # 0.0 only where there was nothing to do, as in transformers: of updates without a loss there is no mean
-    train_loss = total / counted if counted else math.nan if num_updates else 0.0
+    train_loss = loop.mean_loss(num_updates)
     metrics = speed_metrics("train", loop.start_time, num_samples=loop.num_samples, num_steps=num_updates)
     trainer.store_flos()
     metrics["total_flos"] = state.total_flos

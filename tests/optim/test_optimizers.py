@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline.args.choices import OptimizerNames
+from paceline.core.optimizer_options import split_options, typed_options
 from paceline.optim import choose
 from paceline.optim.adafactor import Adafactor
 from paceline.optim.choose import choose_optimizer
@@ -21,7 +22,6 @@ from paceline.optim.optimizers import (
     describe_choice,
     resolve_optimizer,
 )
-from paceline.optim.options import split_options, typed_options
 
 OWN = [name for name, entry in OPTIMIZERS.items() if entry.package == "torch"]
 

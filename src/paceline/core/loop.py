@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -280,6 +281,15 @@ class Loop:
             logs["grad_norm"] = past.grad_norm
         logs["learning_rate"] = past.learning_rate
         return logs
+
+    def mean_loss(self, num_updates: int) -> float:
+        """The mean loss over the `num_updates` updates of this run, by what was logged and what would be next.
+
+        0.0 only where there was nothing to do, as in transformers: of updates without a loss there is no mean.
+        """
+        counted = sum(number for _, number in self.logged)
+        total = sum(loss * number for loss, number in self.logged)
+        return total / counted if counted else math.nan if num_updates else 0.0
 
     def keep_snapshot(self) -> None:
         """Take the present state for the last good one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 
@@ -80,3 +80,17 @@ class BestRun(NamedTuple):
     objective: float | list[float]
     hyperparameters: dict[str, Any]
     run_summary: Any = None
+
+
+def check_metrics(metrics: Any) -> Mapping[str, Any]:
+    """What `compute_metrics` returned.
+
+    Raises:
+        TypeError: it is not a dict.
+    """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"compute_metrics returned {type(metrics).__name__}; it must return a dict of names and numbers, such as "
+            '{"accuracy": 0.9}.'
+        )
+    return metrics

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.core.optimizer_options import typed_options
 from paceline.core.spelling import nearest
 from paceline.optim.adafactor import Adafactor
 from paceline.optim.choose import Choice, choose_optimizer, why_not_fused
@@ -22,7 +23,6 @@ from paceline.optim.entries import OptimizerEntry, adam_settings
 from paceline.optim.groups import decay_parameter_names, parameter_groups
 from paceline.optim.libraries import FROM_LIBRARIES
 from paceline.optim.muon import MuonWithAdamW
-from paceline.optim.options import typed_options
 
 __all__ = [
     "OPTIMIZERS",

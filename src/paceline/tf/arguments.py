@@ -1,0 +1,162 @@
+"""TFTrainingArguments: the options of every Trainer, with those of TensorFlow, less those of torch."""
+
+
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.args.choices import SchedulerType
+from paceline.args.errors import UnsupportedOption
+from paceline.args.rules import is_default, is_off
+from paceline.args.sections import option
+from paceline.args.training import TrainingArguments
+
+ONE_PROGRAM = "TensorFlow shares the work through tf.distribute: hand a strategy to TFTrainer; leave it out"
+NO_WORKERS = "TensorFlow loads data in threads: use tf.data with num_parallel_calls and prefetch; leave it out"
+NO_HUB = "use PushToHubCallback, or upload what save_model wrote; leave it out"
+NO_COMPILE = "TensorFlow compiles with XLA: set xla=True; leave it out"
+# name: (whether the value asks for nothing, what to do instead)
+UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "accelerator_config": (lambda value: not getattr(value, "changed", dict)(), ONE_PROGRAM),
+    "activation_checkpointing": (is_off, "wrap layers in tf.recompute_grad; leave it out"),
+    "auto_find_batch_size": (is_off, "set per_device_train_batch_size, with gradient_accumulation_steps; leave it out"),
+    "average_tokens_across_devices": (bool, "all replicas share one count here; leave it out"),
+    "batch_eval_metrics": (is_off, "pass a StreamingMetric as compute_metrics; leave it out"),
+    "bf16_full_eval": (is_off, "bf16=True computes in bfloat16, in evaluation too; leave it out"),
+    "compile_regions": (is_off, NO_COMPILE),
+    "dataloader_num_workers": (is_off, NO_WORKERS),
+    "deepspeed": (is_off, ONE_PROGRAM),
+    "eval_accumulation_steps": (lambda value: value in (None, 1), "results move to the host batch by batch"),
+    "fp16_full_eval": (is_off, "fp16=True computes in float16, in evaluation too; leave it out"),
+    "fsdp": (is_off, ONE_PROGRAM),
+    "fsdp_config": (is_off, ONE_PROGRAM),
+    "hub_model_id": (is_off, NO_HUB),
+    "hub_always_push": (is_off, NO_HUB),
+    "include_num_input_tokens_seen": (is_default("no"), "tokens are not counted on this side; leave it out"),
+    "keep_best": (is_off, "set save_total_limit, with load_best_model_at_end; leave it out"),
+    "neftune_noise_alpha": (is_off, "add the noise in the model; leave it out"),
+    "optim_target_modules": (is_off, "low-rank optimizers are of the torch side; leave it out"),
+    "parallelism_config": (is_off, ONE_PROGRAM),
+    "push_to_hub": (is_off, NO_HUB),
+    "torch_compile": (is_off, NO_COMPILE),
+    "torch_empty_cache_steps": (is_off, "TensorFlow keeps its own memory; leave it out"),
+    "train_sampling_strategy": (
+        is_default("random", "sequential"),
+        "use 'random' or 'sequential', or bucket with tf.data",
+    ),
+    "use_liger_kernel": (is_off, NO_COMPILE),
+}
+
+
+@dataclass(repr=False)
+class TFTrainingArguments(TrainingArguments):
+    """The options of a run with TensorFlow: those of `TrainingArguments`, and five more.
+
+    Options that only torch can honour are refused, each with what to use instead. Making arguments imports no
+    TensorFlow; `strategy` and what depends on it do, at first use.
+
+    Raises:
+        UnsupportedOption: an option that asks for what the TensorFlow side does not do.
+    """
+
+    tpu_name: str | None = option(
+        None, "Name of the Cloud TPU to train on, or 'local' on a TPU machine. Unset: the TPU that there is, if any."
+    )
+    tpu_zone: str | None = option(None, "Zone of the named Cloud TPU. Unset: found by the machine's metadata.")
+    gcp_project: str | None = option(None, "Google Cloud project of the named Cloud TPU. Unset: as for the zone.")
+    poly_power: float = option(
+        1.0, "Power of the polynomial that the learning rate falls along, with lr_scheduler_type='linear'. 1: a line."
+    )
+    xla: bool = option(False, "Compile forward and backward with XLA: jit_compile of tf.function.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_tensorflow(self)
+
+    # The devices: the first question asked imports TensorFlow and makes the strategy.
+
+    def _devices(self) -> Any:
+        return importlib.import_module("paceline.tf.devices")
+
+    def _world(self) -> Any:
+        return self._devices().current_world(self)
+
+    @property
+    def strategy(self) -> Any:
+        """The `tf.distribute.Strategy` of these arguments, made once.
+
+        A named TPU, several workers of TF_CONFIG, several GPUs, one GPU, or the CPU, in this order.
+
+        Raises:
+            ValueError: the named TPU cannot be reached.
+        """
+        if "_strategy" not in self.__dict__:
+            self.__dict__["_strategy"] = self._devices().make_strategy(self)
+        return self.__dict__["_strategy"]
+
+    @property
+    def _setup_strategy(self) -> tuple[Any, int]:
+        """The strategy and the number of GPUs, under the name some scripts touch to start it."""
+        return self.strategy, self.n_gpu
+
+    @property
+    def n_replicas(self) -> int:
+        """Replicas that share an update, over all workers."""
+        return int(self.strategy.num_replicas_in_sync)
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples in one training micro-batch, over all replicas."""
+        return self.per_device_train_batch_size * self.n_replicas
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples in one evaluation batch, over all replicas."""
+        return self.per_device_eval_batch_size * self.n_replicas
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """`to_dict` as numbers, truth values and text only; without the batch sizes, which would make a strategy."""
+        return {
+            name: item if type(item) in (bool, int, float, str) else str(item) for name, item in self.to_dict().items()
+        }
+
+    @property
+    def distributed_state(self) -> None:
+        """accelerate's state: there is none."""
+        return None
+
+
+def check_tensorflow(args: TFTrainingArguments) -> None:
+    """Refuse what the TensorFlow side does not do.
+
+    Raises:
+        ValueError: an option has an impossible value.
+        UnsupportedOption: an option asks for what only torch can do.
+    """
+    for name, (asks_nothing, remedy) in UNSUPPORTED.items():
+        value = getattr(args, name)
+        if not asks_nothing(value):
+            raise UnsupportedOption(f"{name}={value!r} is not supported with TensorFlow: {remedy}.")
+    if args.poly_power <= 0:
+        raise ValueError(f"poly_power={args.poly_power} is not possible: it must be above 0.")
+    if args.poly_power != 1.0 and args.lr_scheduler_type not in (SchedulerType.LINEAR, SchedulerType.POLYNOMIAL):
+        raise ValueError(
+            f"poly_power={args.poly_power} belongs to a polynomial decay, not to lr_scheduler_type="
+            f"'{args.lr_scheduler_type}': leave one of them out."
+        )
+    if args.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY):
+        raise UnsupportedOption(
+            f"lr_scheduler_type='{args.lr_scheduler_type}' is not supported with TensorFlow: choose a schedule that is "
+            "a function of the step, such as 'cosine'."
+        )
+    if args.nonfinite_policy == "rollback":
+        raise UnsupportedOption(
+            "nonfinite_policy='rollback' is not supported with TensorFlow: use 'warn', 'skip' or 'raise'."
+        )
+    for name in ("tpu_zone", "gcp_project"):
+        if getattr(args, name) is not None and args.tpu_name is None:
+            raise ValueError(f"{name}={getattr(args, name)!r} says where a named TPU is: set tpu_name too.")

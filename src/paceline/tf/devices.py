@@ -1,0 +1,136 @@
+"""Where a run computes: the strategy that the arguments, the machine and TF_CONFIG describe."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.tf.framework import tf
+
+# what a machine with a TPU announces it by
+TPU_VARIABLES = ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "TPU_WORKER_ID")
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands.
+
+    Attributes:
+        device: the name of the first device that it computes on.
+        n_gpu: GPUs that it drives.
+        world_size: processes that train together.
+        process_index: place of this one; the first writes files.
+        local_process_index: 0: a process of TensorFlow has a machine's devices to itself.
+    """
+
+    device: str
+    n_gpu: int = 0
+    world_size: int = 1
+    process_index: int = 0
+    local_process_index: int = 0
+
+
+def current_world(args: Any) -> World:
+    """The world that the arguments and TF_CONFIG describe."""
+    workers, index = cluster_of(os.environ.get("TF_CONFIG"))
+    gpus = [] if args.use_cpu else tf.config.list_logical_devices("GPU")
+    return World(
+        device=gpus[0].name if gpus else "/device:CPU:0",
+        n_gpu=len(gpus),
+        world_size=max(workers, 1),
+        process_index=index,
+    )
+
+
+def cluster_of(text: str | None) -> tuple[int, int]:
+    """Number of workers and the place of this one, from the JSON of TF_CONFIG; (0, 0) without one.
+
+    Raises:
+        ValueError: it is not JSON, or names a task that is no worker.
+    """
+    if not text:
+        return 0, 0
+    try:
+        config = json.loads(text)
+        cluster, task = config.get("cluster", {}), config.get("task", {})
+        num_chiefs, num_workers = len(cluster.get("chief", ())), len(cluster.get("worker", ()))
+        kind, index = task.get("type", "worker"), int(task.get("index", 0))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"TF_CONFIG={text!r:.120} cannot be read: {error}") from error
+    if kind not in ("chief", "worker"):
+        raise ValueError(f"TF_CONFIG names a task of type {kind!r}: TFTrainer runs on chief and workers only.")
+    return num_chiefs + num_workers, index + (num_chiefs if kind == "worker" else 0)
+
+
+def make_strategy(args: Any) -> Any:
+    """The strategy of the arguments.
+
+    Raises:
+        ValueError: the named TPU cannot be reached.
+    """
+    if not args.use_cpu:
+        tpu = make_tpu_strategy(args)
+        if tpu is not None:
+            return tpu
+    if cluster_of(os.environ.get("TF_CONFIG"))[0] > 1:
+        return tf.distribute.MultiWorkerMirroredStrategy()
+    gpus = [] if args.use_cpu else tf.config.list_logical_devices("GPU")
+    if len(gpus) > 1:
+        return tf.distribute.MirroredStrategy()
+    return tf.distribute.OneDeviceStrategy(gpus[0].name if gpus else "/device:CPU:0")
+
+
+def make_tpu_strategy(args: Any) -> Any:
+    """The strategy of a TPU; None where none is named and the machine announces none.
+
+    Raises:
+        ValueError: the named one cannot be reached.
+    """
+    if args.tpu_name is None and not any(os.environ.get(name) for name in TPU_VARIABLES):
+        return None
+    place = {"zone": args.tpu_zone, "project": args.gcp_project}
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(
+            args.tpu_name, **{name: value for name, value in place.items() if value is not None}
+        )
+        if args.tpu_name not in (None, "local"):
+            tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+    except Exception as error:  # TensorFlow and Google's client raise a dozen kinds here
+        if args.tpu_name is None:
+            return None
+        raise ValueError(
+            f"tpu_name={args.tpu_name!r}: this TPU cannot be reached ({type(error).__name__}: {str(error)[:200]}). "
+            "Check its name, tpu_zone and gcp_project, or leave tpu_name out."
+        ) from error
+    return tf.distribute.TPUStrategy(resolver)
+
+
+def choose_strategy(given: Any, model: Any, args: Any) -> Any:
+    """The strategy of a run: the one handed over, else the one in whose scope the model was built, else the arguments'.
+
+    Raises:
+        ValueError: the model was built outside the scope of a strategy of several replicas.
+    """
+    built_in = strategy_of(model)
+    strategy = given if given is not None else built_in if built_in is not None else args.strategy
+    if model is not None and strategy.num_replicas_in_sync > 1 and built_in is not strategy:
+        raise ValueError(
+            f"The model was not built for {strategy.num_replicas_in_sync} replicas: make it inside "
+            "`with strategy.scope():` (args.strategy, or the one you hand over), or pass model_init."
+        )
+    if model is not None and built_in is None:
+        return tf.distribute.get_strategy()  # plain variables lie where they were made, and are no other strategy's
+    return strategy
+
+
+def strategy_of(model: Any) -> Any:
+    """The strategy in whose scope a model's variables were made; None for plain ones."""
+    for variable in getattr(model, "variables", ()):
+        plain = getattr(variable, "value", variable)
+        found = getattr(plain if not callable(plain) else variable, "_distribute_strategy", None)
+        if found is not None and type(found).__name__ != "_DefaultDistributionStrategy":
+            return found
+    return None

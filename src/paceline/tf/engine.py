@@ -1,0 +1,426 @@
+"""One update in TensorFlow: gradients per replica, summed, clipped, applied; compiled once and called at each step.
+
+An update of one micro-batch to which nobody listens is one `tf.function`. Else there are three: accumulate for each
+micro-batch, clip, apply; events fire between them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.args.errors import UnsupportedOption
+from paceline.core.contracts import Emit, StepOutput
+from paceline.core.journal import NOT_COMPUTED
+from paceline.tf.batches import Array, map_leaves, rows, share_out, size_of
+from paceline.tf.devices import cluster_of
+from paceline.tf.framework import tf
+from paceline.tf.objective import NUM_COUNTS, TOKENS, Objective, count
+from paceline.tf.optimizers import make_sum
+
+logger = logging.getLogger(__name__)
+
+NORM_EPSILON = 1e-6  # as torch adds it to the norm it divides by
+
+
+class TFEngine:
+    """Updates a model of TensorFlow.
+
+    Args:
+        strategy: where the replicas are.
+        objective: calls the model, makes and weighs its loss.
+        optimizer: of Keras 3 or tf_keras; over the trainable variables.
+        training_step: the Trainer's, bound: `(features, labels, count) -> gradients`, on one replica.
+        apply_gradients: the Trainer's, bound: `(features, labels, count)`, on one replica.
+        distributed_training_steps: the Trainer's, bound: `((features, labels)) ->` what every replica returned.
+        max_grad_norm: 0 leaves the gradients as they are; infinity only computes their norm.
+        skips_non_finite: an update whose loss or norm is not finite is not applied.
+        xla: compile forward and backward with XLA.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: Any,
+        objective: Objective,
+        optimizer: Any,
+        training_step: Callable[..., Any],
+        apply_gradients: Callable[..., Any],
+        distributed_training_steps: Callable[..., Any],
+        max_grad_norm: float,
+        skips_non_finite: bool = False,
+        xla: bool = False,
+    ) -> None:
+        self.strategy, self.objective, self.optimizer = strategy, objective, optimizer
+        self.model = objective.model
+        self.training_step, self.apply_gradients = training_step, apply_gradients
+        self.distributed_training_steps = distributed_training_steps
+        self.max_grad_norm, self.skips_non_finite, self.xla = max_grad_norm, skips_non_finite, xla
+        self.keep_outputs = False
+        self.keep_batches = False
+        self.num_replicas = int(strategy.num_replicas_in_sync)
+        self.trainables = list(self.model.trainable_variables)
+        self.variables = [plain(variable) for variable in self.trainables]
+        if skips_non_finite and self.num_replicas > 1:
+            raise UnsupportedOption(
+                f"nonfinite_policy='skip' is not supported on {self.num_replicas} replicas: use 'warn' or 'raise'."
+            )
+        if not self.variables:
+            raise ValueError("The model has no trainable variables: call it on a batch once, or build it, before.")
+        self.unread: list[tuple[Any, Any, Any, Any]] = []  # loss, norm, rate and whether it was applied, of each update
+        self.num_traces = 0  # of the functions below: it must not grow from step to step
+        self._sums: list[Any] = []  # gradients of the update in progress, a variable per replica
+        self._loss: Any = None  # that of the update in progress, likewise
+        # while a replica is traced: what its batch weighs, and what the model said
+        self._own: Any = None
+        self._totals: Any = None
+        self._traced_loss: Any = None
+        self._traced_outputs: Any = None
+        self._counts: Any = None
+        self.compile()
+
+    def compile(self) -> None:
+        """Make the functions anew; they are traced at their next call."""
+        self._fused = tf.function(self._run_fused, reduce_retracing=True)
+        self._accumulate = tf.function(self._run_accumulate, reduce_retracing=True)
+        self._clip = tf.function(self._run_clip)
+        self._apply = tf.function(self._run_apply)
+        self._compiled = tf.function(self._differentiate, jit_compile=True) if self.xla else None
+
+    # ---- the contract of the loop
+
+    def step(self, batches: Sequence[Any], num_items: Any, emit: Emit | None) -> StepOutput:
+        """One update. A window in which no target counts changes nothing and logs no loss."""
+        counts = [count(*batch) for batch in batches]
+        totals = np.sum(counts, axis=0)
+        if totals[TOKENS] == 0:
+            return self._skip()
+        with told_plainly():
+            if len(batches) == 1 and emit is None:
+                loss, norm, rate, applied, outputs = self._fused(*self._place(batches[0], totals), self.keep_outputs)
+                kept = [outputs]
+            else:
+                loss, norm, rate, applied, kept = self._step_in_parts(batches, totals, emit)
+        self.unread.append((loss, norm, rate, applied))
+        return StepOutput((loss,), norm, applied, kept if self.keep_outputs else ())
+
+    def _step_in_parts(self, batches: Sequence[Any], totals: Array, emit: Emit | None) -> tuple[Any, ...]:
+        self._prepare_sums()
+        kept, last = [], len(batches) - 1
+        for index, batch in enumerate(batches):
+            kept.append(self._accumulate(*self._place(batch, totals), self.keep_outputs))
+            if emit is not None and index < last:
+                emit("on_substep_end")
+        loss, norm = self._clip()
+        if emit is not None:
+            emit("on_pre_optimizer_step")
+        rate, applied = self._apply(loss, norm)
+        if emit is not None:
+            emit("on_optimizer_step")
+        return loss, norm, rate, applied, kept
+
+    def read(self) -> list[tuple[float, float, float, bool]]:
+        """(loss, grad_norm, learning_rate, whether it has a loss) of each update since the last read."""
+        unread, self.unread = self.unread, []
+        hides = has_loss_scale(self.optimizer)  # the norm of an update that overflowed and was left out
+        return [
+            (
+                math.nan if loss is None else float(loss),
+                NOT_COMPUTED if hides and not applied else float(norm),
+                float(rate),
+                loss is not None,
+            )
+            for loss, norm, rate, applied in unread
+        ]
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether smaller micro-batches could cure this error."""
+        return isinstance(error, tf.errors.ResourceExhaustedError)
+
+    def discard(self) -> None:
+        """Drop the gradients of a failed update."""
+        for total in [*self._sums, *([self._loss] if self._loss is not None else [])]:
+            total.assign(tf.zeros_like(total))
+
+    def split(self, batches: Sequence[Any], micro_batch_size: int) -> list[Any]:
+        """The same samples in micro-batches of at most `micro_batch_size` per replica."""
+        step = micro_batch_size * self.num_replicas
+        return [
+            tuple(rows(part, start, start + step) for part in batch)
+            for batch in batches
+            for start in range(0, size_of(batch[0]), step)
+        ]
+
+    def _skip(self) -> StepOutput:
+        logger.warning("Every target of this update is ignored: no step was made and no loss counted.")
+        self.unread.append((None, NOT_COMPUTED, self.learning_rate(), False))
+        return StepOutput((), None, False)
+
+    def learning_rate(self) -> float:
+        """The rate of the next update."""
+        return float(rate_of(self.optimizer))
+
+    # ---- batches to replicas
+
+    def _place(self, batch: Any, totals: Array) -> tuple[Any, Any, Any]:
+        """A batch as the strategy takes it: features, labels, and per replica what it weighs of what."""
+        return place(self.strategy, batch, totals)
+
+    # ---- traced: all replicas
+
+    def _run_fused(self, features: Any, labels: Any, counts: Any, with_outputs: bool) -> tuple[Any, ...]:
+        self.num_traces += 1
+        self._counts = counts
+        results = self.distributed_training_steps((features, labels))
+        loss, norm, rate, applied, outputs = results
+        first = [self.local(value)[0] for value in (loss, norm, rate, applied)]
+        return (*first, self._gathered(outputs) if with_outputs else None)
+
+    def run_replicas(self, function: Callable[..., Any], features: Any, labels: Any) -> Any:
+        """Call `function(features, labels, count of targets)` on every replica; what each returned."""
+        return self.strategy.run(self._on_replica, args=(function, features, labels, self._counts))
+
+    def _on_replica(self, function: Callable[..., Any], features: Any, labels: Any, counts: Any) -> Any:
+        self._own, self._totals = counts[0], counts[1]
+        self._traced_loss, self._traced_outputs = None, None
+        return function(features, labels, self._totals[TOKENS])
+
+    def _run_accumulate(self, features: Any, labels: Any, counts: Any, with_outputs: bool) -> Any:
+        self.num_traces += 1
+        self._counts = counts
+        outputs = self.run_replicas(self._accumulate_one, features, labels)
+        return self._gathered(outputs) if with_outputs else None
+
+    def _run_clip(self) -> tuple[Any, Any]:
+        self.num_traces += 1
+        loss, norm = self.strategy.run(self._clip_one)
+        return self.local(loss)[0], self.local(norm)[0]
+
+    def _run_apply(self, loss: Any, norm: Any) -> tuple[Any, Any]:
+        self.num_traces += 1
+        rate, applied = self.strategy.run(self._apply_one, args=(loss, norm))
+        return self.local(rate)[0], self.local(applied)[0]
+
+    def local(self, value: Any) -> tuple[Any, ...]:
+        """The values of this process's replicas."""
+        return tuple(self.strategy.experimental_local_results(value))
+
+    def _gathered(self, outputs: Any) -> Any:
+        """The outputs of all replicas of this process, one after the other."""
+        if self.num_replicas == 1:
+            return outputs
+        return tf.nest.map_structure(lambda leaf: tf.concat(self.local(leaf), 0), outputs)
+
+    # ---- traced: one replica
+
+    def update(self, features: Any, labels: Any, num_items: Any) -> tuple[Any, ...]:
+        """Gradients and their application, the body of `TFTrainer.apply_gradients`; on one replica.
+
+        Returns: loss, gradient norm and learning rate of the update, whether it was applied, and the outputs.
+        """
+        gradients = dense(self.training_step(features, labels, num_items))
+        outputs, loss = self._traced_outputs, self._loss_now()
+        loss, gradients = self._sum_replicas(loss, gradients)
+        gradients, norm = self._clipped(gradients)
+        rate, applied = self._apply_now(gradients, loss, norm)
+        return loss, norm, rate, applied, outputs
+
+    def gradients(self, features: Any, labels: Any, num_items: Any, run_model: Callable[..., Any]) -> list[Any]:
+        """Gradients of this replica's part of the update's loss, the body of `TFTrainer.training_step`."""
+        function = self._compiled if self._compiled is not None else self._differentiate
+        values, loss, outputs = function(features, labels, num_items, run_model, self._own, self._totals)
+        self._traced_loss, self._traced_outputs = loss, outputs
+        return list(values)
+
+    def _differentiate(
+        self, features: Any, labels: Any, num_items: Any, run_model: Callable[..., Any], own: Any, totals: Any
+    ) -> tuple[Any, Any, Any]:
+        with tf.GradientTape() as tape:
+            loss, outputs = run_model(features, labels, True)
+            if loss is None:
+                raise ValueError(
+                    "The training batches hold no labels that a loss could be made of: give (features, labels), or "
+                    "name the columns with label_names=[...]."
+                )
+            part = self.objective.weigh(loss, labels, own, totals)
+            extra = getattr(self.model, "losses", None)
+            if extra:  # of layers, once per update: this batch has its share of them
+                kind = self.objective.kind
+                share = tf.math.divide_no_nan(own[kind], totals[kind])
+                part += tf.cast(tf.add_n([tf.cast(item, tf.float32) for item in extra]), tf.float32) * share
+            scaled = scale_loss(self.optimizer, part)
+        return tape.gradient(scaled, self.variables), part, outputs
+
+    def _loss_now(self) -> Any:
+        return tf.constant(math.nan) if self._traced_loss is None else self._traced_loss
+
+    def _accumulate_one(self, features: Any, labels: Any, num_items: Any) -> Any:
+        gradients = dense(self.training_step(features, labels, num_items))
+        for total, value in zip(self._sums, gradients, strict=True):
+            if value is not None:
+                total.assign_add(tf.cast(value, total.dtype))
+        self._loss.assign_add(self._loss_now())
+        return self._traced_outputs
+
+    def _clip_one(self) -> tuple[Any, Any]:
+        values = [tf.identity(total.value()) for total in self._sums]
+        loss, gradients = self._sum_replicas(tf.identity(self._loss.value()), values)
+        gradients, norm = self._clipped(gradients)
+        for total, value in zip(self._sums, gradients, strict=True):
+            total.assign(value)
+        return loss, norm
+
+    def _apply_one(self, loss: Any, norm: Any) -> tuple[Any, Any]:
+        # copies: the sums are set to zero before these values are used up
+        gradients: list[Any] = [tf.identity(total.value()) for total in self._sums]
+        for total in self._sums:
+            total.assign(tf.zeros_like(total))
+        self._loss.assign(0.0)
+        return self._apply_now(gradients, loss, norm)
+
+    def _sum_replicas(self, loss: Any, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The sums over all replicas; each has the same afterwards."""
+        if self.num_replicas == 1:
+            return loss, list(gradients)
+        there = [place for place, value in enumerate(gradients) if value is not None]
+        context = tf.distribute.get_replica_context()
+        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, [loss, *(gradients[place] for place in there)])
+        result: list[Any] = [None] * len(gradients)
+        for place, value in zip(there, summed[1:], strict=True):
+            result[place] = value
+        return summed[0], result
+
+    def _clipped(self, gradients: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Gradients scaled down to the largest norm, and what their norm was before."""
+        if self.max_grad_norm == 0:
+            return list(gradients), tf.constant(NOT_COMPUTED)
+        norm = tf.linalg.global_norm([tf.cast(value, tf.float32) for value in gradients if value is not None])
+        norm = norm / loss_scale(self.optimizer)
+        if math.isinf(self.max_grad_norm):
+            return list(gradients), norm
+        factor = tf.minimum(self.max_grad_norm / (norm + NORM_EPSILON), 1.0)
+        return [None if value is None else value * tf.cast(factor, value.dtype) for value in gradients], norm
+
+    def _apply_now(self, gradients: Sequence[Any], loss: Any, norm: Any) -> tuple[Any, Any]:
+        """Step the optimizer. Returns the learning rate of the update, and whether it was applied."""
+        rate = tf.identity(rate_of(self.optimizer))
+        pairs = [
+            (value / self.num_replicas if self.num_replicas > 1 else value, variable)  # Keras sums them once more
+            for value, variable in zip(gradients, self.trainables, strict=True)
+            if value is not None
+        ]
+        if not pairs:
+            raise ValueError("No gradient reaches the model's variables: its loss does not depend on them.")
+        is_finite = tf.math.is_finite(loss + norm)
+        if not self.skips_non_finite or has_loss_scale(self.optimizer):  # which leaves them out itself
+            self.optimizer.apply_gradients(pairs)
+            return rate, is_finite if has_loss_scale(self.optimizer) else tf.constant(True)
+
+        def apply() -> Any:
+            self.optimizer.apply_gradients(pairs)
+            return tf.constant(True)
+
+        return rate, tf.cond(is_finite, apply, lambda: tf.constant(False))
+
+    def _prepare_sums(self) -> None:
+        """Variables that gradients are added up in, made when an update first needs them."""
+        if self._sums:
+            return
+        with self.strategy.scope():
+            self._sums = [make_sum(variable) for variable in self.variables]
+            self._loss = make_sum(tf.constant(0.0))
+
+
+def place(strategy: Any, batch: Any, totals: Array | None) -> tuple[Any, Any, Any]:
+    """A batch on the replicas of a strategy: features, labels, and float32 (2, 4) of what each weighs of what.
+
+    Args:
+        strategy: of the run.
+        batch: (features, labels) on the host.
+        totals: counts of the update, whose samples all replicas share; None: this process's replicas share the batch,
+            and their sums are not divided.
+    """
+    of_all = np.ones(NUM_COUNTS) if totals is None else totals
+    if strategy.num_replicas_in_sync == 1:
+        features, labels = map_leaves(tf.convert_to_tensor, batch)
+        return features, labels, tf.constant(np.stack([count(*batch), of_all]), tf.float32)
+    num_local = len(strategy.extended.worker_devices)
+    first = cluster_of(os.environ.get("TF_CONFIG"))[1] * num_local
+    if totals is None:
+        parts = share_out(batch, num_local)
+    else:
+        parts = share_out(batch, int(strategy.num_replicas_in_sync))[first : first + num_local]
+    flat = []
+    for part, size in parts:
+        weights = np.stack([count(*part) if size else np.zeros(NUM_COUNTS), of_all])
+        flat.append([*map(as_tensor, tf.nest.flatten(part)), tf.constant(weights, tf.float32)])
+    spread = [
+        None if flat[0][number] is None else strategy.experimental_distribute_values_from_function(
+            lambda context, number=number: flat[context.replica_id_in_sync_group - first][number]
+        )
+        for number in range(len(flat[0]))
+    ]  # fmt: skip
+    features, labels = tf.nest.pack_sequence_as(parts[0][0], spread[:-1])
+    return features, labels, spread[-1]
+
+
+def as_tensor(leaf: Any) -> Any:
+    """A leaf as a tensor; None stays None."""
+    return None if leaf is None else tf.convert_to_tensor(leaf)
+
+
+def rate_of(optimizer: Any) -> Any:
+    """The learning rate of the next update, a float32 scalar."""
+    rate = optimizer.learning_rate
+    if callable(rate) and not hasattr(rate, "dtype"):
+        rate = rate(optimizer.iterations)
+    return tf.cast(tf.convert_to_tensor(rate), tf.float32)
+
+
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """An error in what is traced says what was wrong, and in which line, without a list of generated code."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, KeyError, NotImplementedError) as error:
+        found = getattr(error, "ag_error_metadata", None)
+        if found is None:
+            raise
+        frame = found.translated_stack[-1]
+        name = Path(frame.filename).name
+        raise type(error)(f"{found.cause_message} ({name}, line {frame.lineno}, in {frame.function_name})") from error
+
+
+def plain(variable: Any) -> Any:
+    """The variable of TensorFlow under one of Keras 3."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def dense(gradients: Sequence[Any]) -> list[Any]:
+    """Gradients as dense tensors: of one row twice in a sparse one, a norm would count each, not their sum."""
+    return [tf.convert_to_tensor(value) if isinstance(value, tf.IndexedSlices) else value for value in gradients]
+
+
+def has_loss_scale(optimizer: Any) -> bool:
+    """Whether an optimizer scales the loss: that of float16."""
+    return hasattr(optimizer, "dynamic_scale") or hasattr(optimizer, "get_scaled_loss")
+
+
+def scale_loss(optimizer: Any, loss: Any) -> Any:
+    """The loss times what the optimizer divides the gradients by."""
+    if hasattr(optimizer, "get_scaled_loss"):  # of tf_keras
+        return optimizer.get_scaled_loss(loss)
+    return optimizer.scale_loss(loss) if hasattr(optimizer, "scale_loss") else loss
+
+
+def loss_scale(optimizer: Any) -> Any:
+    """What the gradients are too large by."""
+    scale = getattr(optimizer, "dynamic_scale", getattr(optimizer, "loss_scale", None))
+    return 1.0 if scale is None or not has_loss_scale(optimizer) else tf.cast(tf.convert_to_tensor(scale), tf.float32)

@@ -1,0 +1,45 @@
+"""Mixed precision: Keras' policies, put on the layers of a model that was built without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from paceline.tf.framework import keras
+
+POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
+
+
+@contextmanager
+def in_precision(model: Any, precision: str) -> Iterator[None]:
+    """While entered, a Keras 3 model computes in the precision of the plan; its layers have their own back afterwards.
+
+    Raises:
+        ValueError: the model is not of Keras 3 and was not built under the policy.
+    """
+    policy = POLICIES.get(precision)
+    if policy is None or computes_in(model, policy):
+        yield
+        return
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"{precision}=True: a {type(model).__name__} computes in the types of its own variables. Build it with "
+            f"{policy.removeprefix('mixed_')} inside (tf_keras: set its global policy to '{policy}' before), or leave "
+            f"{precision} out."
+        )
+    layers = [layer for layer in model._flatten_layers() if layer.dtype_policy.name == "float32"]
+    before = [layer.dtype_policy for layer in layers]
+    for layer in layers:
+        layer.dtype_policy = policy
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            layer.dtype_policy = own
+
+
+def computes_in(model: Any, policy: str) -> bool:
+    """Whether a model was built under this policy."""
+    found: Any = getattr(model, "layers", None) or getattr(model, "submodules", ())
+    return any(getattr(getattr(layer, "dtype_policy", None), "name", None) == policy for layer in found)

@@ -1,0 +1,296 @@
+"""Checkpoints of TensorFlow: variables as `tf.train.Checkpoint` writes them, the rest as JSON, published at once.
+
+A checkpoint is a folder `checkpoint-STEP` with
+
+    variables.index, variables.data-*   model, optimizer, generators: `tf.train.Checkpoint(model=...)` reads them
+    trainer_state.json                  as on the torch side
+    progress.json                       position in the data, callbacks, random state, arguments
+    manifest.json                       size and SHA-256 of each file
+
+and what `save_pretrained` writes, where the model has that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.core import folders
+from paceline.core.events import callback_states, restore_callback_states
+from paceline.core.resuming import PROGRESS_FILE, STATE_FILE, is_same, report_changes
+from paceline.core.retention import retention_of, rotate
+from paceline.core.space import Place
+from paceline.core.state import export_states, write_values
+from paceline.core.summary import UpdateSummary
+from paceline.tf.engine import plain
+from paceline.tf.framework import keras, tf
+
+logger = logging.getLogger(__name__)
+
+VARIABLES = "variables"
+INDEX_FILE = f"{VARIABLES}.index"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, or does not fit this run; the message names its folder."""
+
+
+# ---- what is in one
+
+
+def random_variables(model: Any) -> list[Any]:
+    """The states of random generators: those of the model's layers, and TensorFlow's global one."""
+    own = [plain(v) for v in getattr(model, "variables", ()) if "seed_generator_state" in str(getattr(v, "path", ""))]
+    return [*own, tf.random.get_global_generator().state]
+
+
+def trackable(model: Any, optimizer: Any = None) -> Any:
+    """What is written and read: the model, and with an optimizer also that and the generators."""
+    if optimizer is None:
+        return tf.train.Checkpoint(model=model)
+    everything = [plain(variable) for variable in model.variables]  # those too that a layer does not track
+    return tf.train.Checkpoint(
+        model=model, optimizer=optimizer, weights=everything, random=random_variables(model)
+    )
+
+
+def restore_variables(checkpoint: Path, model: Any, optimizer: Any = None) -> None:
+    """Read the variables of a checkpoint into the model, and into the optimizer where one is given.
+
+    Raises:
+        CheckpointError: there are none, they are damaged, or they are those of another model or optimizer.
+    """
+    if not (checkpoint / INDEX_FILE).is_file():
+        raise CheckpointError(f"{checkpoint} holds no {INDEX_FILE}: it is no checkpoint of TensorFlow.")
+    try:
+        status = trackable(model, optimizer).read(str(checkpoint / VARIABLES))
+        status.assert_existing_objects_matched()
+        status.expect_partial()
+    except (AssertionError, ValueError, TypeError, tf.errors.OpError) as error:
+        told = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise CheckpointError(f"{checkpoint} does not fit this model and optimizer: {told[0][:300]}") from error
+
+
+def capture_random() -> dict[str, Any]:
+    """The states of Python's and numpy's global generators, JSON-able."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+    }
+
+
+def restore_random(state: Mapping[str, Any]) -> None:
+    """Put back what `capture_random` took."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+# ---- writing
+
+
+def save_checkpoint(trainer: Any) -> bool:
+    """Write and publish one checkpoint. Returns whether it is there: not where the disk refused, which is logged."""
+    state, args = trainer.state, trainer.args
+    folder = Path(args.output_dir) / folders.checkpoint_name(state.global_step)
+    best_before = state.best_model_checkpoint
+    if state.best_global_step:
+        best = folder.with_name(folders.checkpoint_name(state.best_global_step))
+        if best == folder or best.is_dir():
+            state.best_model_checkpoint = str(best)
+    if not trainer.is_world_process_zero():
+        write_beside(trainer, folder)
+        return True
+    try:
+        Place(folder.parent).check(num_bytes(trainer))
+        with folders.staged(folder) as temporary:
+            fill(trainer, temporary)
+        rotate(folder.parent, retention_of(args), list(state.log_history), state.best_model_checkpoint)
+    except (OSError, tf.errors.OpError) as error:
+        if isinstance(error, tf.errors.OpError) and not is_refusal(error):
+            raise
+        state.best_model_checkpoint = best_before
+        logger.warning(
+            "%s could not be written: %s. Training goes on; the checkpoints before it are whole. The next save is "
+            "tried when it is due.",
+            folder,
+            str(error)[:300],
+        )
+        return False
+    return True
+
+
+def is_refusal(error: Any) -> bool:
+    """Whether TensorFlow says that the disk refused."""
+    kinds = (tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError, tf.errors.UnavailableError)
+    return isinstance(error, (*kinds, tf.errors.NotFoundError, tf.errors.FailedPreconditionError))
+
+
+def num_bytes(trainer: Any) -> int:
+    """Bytes of all variables that a checkpoint holds."""
+    variables = [*trainer.model.variables, *(() if trainer.args.save_only_model else optimizer_variables(trainer))]
+    return sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables)
+
+
+def optimizer_variables(trainer: Any) -> list[Any]:
+    """The variables of the optimizer."""
+    found = trainer.optimizer.variables
+    return list(found() if callable(found) else found)
+
+
+def write_beside(trainer: Any, folder: Path) -> None:
+    """On a worker that writes no files: take part in reading the variables, which all workers do together."""
+    aside = folder.parent / f".{folder.name}.incomplete-{trainer.world.process_index}"
+    try:
+        write_variables(trainer, aside)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_variables(trainer: Any, folder: Path) -> None:
+    """The variables of the model, and of all else unless only the model is to be saved."""
+    optimizer = None if trainer.args.save_only_model else trainer.optimizer
+    trackable(trainer.model, optimizer).write(str(folder / VARIABLES))
+    (folder / "checkpoint").unlink(missing_ok=True)
+
+
+def fill(trainer: Any, folder: Path) -> None:
+    """Write everything that belongs into a checkpoint."""
+    state = trainer.state
+    write_variables(trainer, folder)
+    if callable(getattr(trainer.model, "save_pretrained", None)):
+        trainer.model.save_pretrained(str(folder))
+    if callable(getattr(trainer.processing_class, "save_pretrained", None)):
+        trainer.processing_class.save_pretrained(str(folder))
+    exporting = [*trainer.callback_handler.callbacks, trainer.control]
+    state.stateful_callbacks = export_states([item for item in exporting if callable(getattr(item, "state", None))])
+    write_values(state.plain_values(), folder / STATE_FILE)
+    (folder / PROGRESS_FILE).write_text(describe_progress(trainer), encoding="utf-8")
+
+
+def describe_progress(trainer: Any) -> str:
+    """The text of `progress.json`.
+
+    Raises:
+        TypeError: a callback's state is no plain value.
+    """
+    run = trainer.run
+    loop = run.loop if run is not None else None
+    progress: dict[str, Any] = {
+        "format": 1,
+        "framework": "tensorflow",
+        "feed": run.feed.state_dict() if run is not None else None,
+        "callbacks": callback_states(trainer.callback_handler),
+        "unlogged": dataclasses.asdict(loop.unlogged) if loop is not None else {},
+        "length": {"planned": loop.plan.max_steps, "max_steps": trainer.state.max_steps} if loop is not None else {},
+        "random": capture_random(),
+        "arguments": trainer.args.to_sanitized_dict(),
+    }
+    try:
+        return json.dumps(progress, indent=1)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"The state of a callback cannot be saved ({error}): let state_dict() return numbers, text, lists, dicts."
+        ) from error
+
+
+def save_model(model: Any, folder: Path) -> Path:
+    """Write a model so that it can be loaded without this package: `save_pretrained`, `.keras`, or a SavedModel.
+
+    Returns: the folder or file to load.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if callable(getattr(model, "save_pretrained", None)):
+        model.save_pretrained(str(folder))
+        return folder
+    if isinstance(model, keras.Model) or hasattr(model, "save"):
+        path = folder / "model.keras"
+        temporary = folder / f".model.incomplete-{random.getrandbits(32):08x}.keras"
+        try:
+            model.save(str(temporary))
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
+    tf.saved_model.save(model, str(folder))
+    return folder
+
+
+# ---- reading
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any]:
+    """What `progress.json` says.
+
+    Raises:
+        CheckpointError: it is not there, or damaged.
+    """
+    try:
+        progress = json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint} holds no readable {PROGRESS_FILE}: {error}") from error
+    if not isinstance(progress, dict):
+        raise CheckpointError(f"{checkpoint / PROGRESS_FILE} does not hold a mapping.")
+    return progress
+
+
+def restore(trainer: Any, checkpoint: Path, progress: Mapping[str, Any]) -> None:
+    """Everything but the position in the data: variables, callbacks, random state, the log in progress."""
+    if "arguments" in progress and progress["arguments"].get("save_only_model") == trainer.args.save_only_model:
+        is_whole = not trainer.args.save_only_model
+    else:
+        is_whole = not (progress.get("arguments") or {}).get("save_only_model", False)
+    restore_variables(checkpoint, trainer.model, trainer.optimizer if is_whole else None)
+    if not is_whole:
+        logger.warning("%s holds the model only: the optimizer starts anew.", checkpoint)
+    control = (trainer.state.stateful_callbacks or {}).get("TrainerControl", {}).get("args", {})
+    for name in ("should_evaluate", "should_epoch_stop"):  # asked for, and not done yet
+        setattr(trainer.control, name, bool(control.get(name, False)))
+    restore_callback_states(
+        trainer.callback_handler,
+        progress.get("callbacks") or {},
+        with_arguments=trainer.args.restore_callback_states_from_checkpoint,
+    )
+    report_changes(trainer, checkpoint, progress)
+    if "random" in progress:
+        restore_random(progress["random"])
+    logger.info("Resuming from %s: step %d of %d.", checkpoint, trainer.state.global_step, trainer.state.max_steps)
+
+
+def restore_summary(progress: Mapping[str, Any]) -> UpdateSummary:
+    """The updates that the next log is a mean of."""
+    return UpdateSummary.restored(progress.get("unlogged") or {})
+
+
+def restore_position(trainer: Any, feed: Any, plan: Any, checkpoint: Path, progress: Mapping[str, Any]) -> Any:
+    """Put the feed where the checkpoint stands, and plan the updates that are left from there.
+
+    With another batch size, accumulation or number of epochs, the samples that are left make another number of updates.
+    """
+    state, args = trainer.state, trainer.args
+    try:
+        feed.load_state_dict(progress["feed"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint / PROGRESS_FILE}: {error}") from error
+    if args.max_steps > 0 or plan.updates_per_epoch is None:
+        return plan
+    length, before, now = progress.get("length") or {}, progress.get("arguments") or {}, args.to_sanitized_dict()
+    names = ("num_train_epochs", "max_steps", "gradient_accumulation_steps", "per_device_train_batch_size")
+    if length and all(name in before and is_same(before[name], now[name]) for name in names):
+        planned, state.max_steps = int(length["planned"]), int(length["max_steps"])
+    else:
+        left = plan.micro_batches_per_epoch - feed.batches
+        done = feed.epoch * plan.updates_per_epoch + plan.updates_per_epoch + (-left // plan.accumulation)
+        planned = state.max_steps = state.global_step + max(plan.max_steps - done, 0)
+    return dataclasses.replace(plan, max_steps=planned, warmup_steps=args.get_warmup_steps(planned))

@@ -1,0 +1,142 @@
+"""Optimizers by their names, weight decay, schedules, and what the reference gave for loops of one's own."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tf_models import Linear, make_data, make_model, make_trainer, weights
+
+from paceline import AdamWeightDecay, GradientAccumulator, WarmUp, create_optimizer
+from paceline.core.schedules import multiplier
+from paceline.tf.framework import keras, tf
+from paceline.tf.optimizers import OPTIMIZERS, undecayed_variables
+from paceline.tf.schedules import StepSchedule
+
+DATA = make_data(8)
+SCHEDULES: list[tuple[str, dict[str, Any]]] = [
+    ("linear", {}),
+    ("cosine", {"num_cycles": 1.5}),
+    ("cosine_with_restarts", {"num_cycles": 2}),
+    ("polynomial", {"power": 2.0}),
+    ("constant", {}),
+    ("constant_with_warmup", {}),
+    ("inverse_sqrt", {}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+    ("cosine_warmup_with_min_lr", {"min_lr": 1e-4}),
+    ("warmup_stable_decay", {"num_decay_steps": 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), SCHEDULES)
+def test_schedules_are_those_of_the_torch_side(name: str, options: dict[str, Any]) -> None:
+    rate, steps, warmup = 0.02, 20, 4
+    schedule = StepSchedule(name, rate, steps, warmup, options)
+    factor = multiplier(name, num_warmup_steps=warmup, num_training_steps=steps, lr_init=rate, **options)
+    found = [float(schedule(tf.constant(step, tf.int64))) for step in range(steps + 1)]
+    assert np.allclose(found, [rate * factor(step) for step in range(steps + 1)], rtol=1e-6)
+    again = StepSchedule.from_config(schedule.get_config())
+    assert np.array_equal(again.rates, schedule.rates)
+    assert float(schedule(10**6)) == found[-1]
+
+
+@settings(max_examples=20)
+@given(warmup=st.integers(0, 5), steps=st.integers(6, 30), power=st.sampled_from([0.5, 1.0, 2.0]))
+def test_warm_up_and_decay(warmup: int, steps: int, power: float) -> None:
+    """`create_optimizer`: a line up to the peak, a polynomial down to the share of it."""
+    _, schedule = create_optimizer(0.1, steps, warmup, min_lr_ratio=0.1, power=power)
+    found = [float(schedule(tf.constant(step))) for step in range(steps + 1)]
+    expected = [
+        0.1 * step / warmup if step < warmup else 0.01 + 0.09 * (1 - (step - warmup) / (steps - warmup)) ** power
+        for step in range(steps + 1)
+    ]
+    assert np.allclose(found, expected, rtol=1e-5)
+
+
+def test_create_optimizer_has_the_defaults_of_the_reference() -> None:
+    defaults = {name: p.default for name, p in inspect.signature(create_optimizer).parameters.items()}
+    assert list(defaults)[:3] == ["init_lr", "num_train_steps", "num_warmup_steps"]
+    assert {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty} == {
+        "min_lr_ratio": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-08, "adam_clipnorm": None,
+        "adam_global_clipnorm": None, "weight_decay_rate": 0.0, "power": 1.0, "include_in_weight_decay": None,
+    }  # fmt: skip
+    assert type(create_optimizer(0.1, 10, 2)[0]) is keras.optimizers.Adam
+    assert type(create_optimizer(0.1, 10, 2, weight_decay_rate=0.1)[0]) is AdamWeightDecay
+
+
+def with_norm() -> Any:
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(4), keras.layers.LayerNormalization(), keras.layers.Dense(3)]
+    )
+
+
+def decayed_by(optimizer: Any) -> list[str]:
+    """The variables that zero gradients shrink."""
+    model = with_norm()
+    for variable in model.trainable_variables:
+        variable.assign(tf.ones_like(variable))
+    before = [np.array(v.value.numpy()) for v in model.trainable_variables]
+    optimizer.build(model.trainable_variables)
+    optimizer.apply_gradients([(tf.zeros_like(v), v) for v in model.trainable_variables])
+    after = [v.value.numpy() for v in model.trainable_variables]
+    names = ["/".join(v.path.split("/")[-2:]) for v in model.trainable_variables]
+    return [name.split("_")[0] for name, a, b in zip(names, before, after, strict=True) if not np.array_equal(a, b)]
+
+
+def test_what_weight_decay_leaves_alone() -> None:
+    model = with_norm()
+    kept = [v.path.split("/")[-1] for v in undecayed_variables(model)]
+    assert kept == ["bias", "gamma", "beta", "bias"]
+    assert [v.name for v in undecayed_variables(Linear())] == ["bias:0"]
+    assert len(decayed_by(AdamWeightDecay(0.1, weight_decay_rate=0.1))) == 2
+    assert len(decayed_by(AdamWeightDecay(0.1, weight_decay_rate=0.1, include_in_weight_decay=["bias"]))) == 4 + 0
+    assert len(decayed_by(AdamWeightDecay(0.1, weight_decay_rate=0.1, exclude_from_weight_decay=["dense"]))) == 2
+    config = AdamWeightDecay(0.1, weight_decay_rate=0.1).get_config()
+    assert AdamWeightDecay.from_config(config).weight_decay_rate == 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_name_trains(tmp_path: Path, name: str) -> None:
+    trainer = make_trainer(tmp_path, make_model(), DATA, optim=name, weight_decay=0.01, num_train_epochs=4)
+    before = weights(trainer.model)
+    trainer.train()
+    assert np.isfinite(weights(trainer.model)).all()
+    assert not np.array_equal(weights(trainer.model), before)
+
+
+def test_options_of_optimizers(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, make_model(), DATA, optim="sgd", optim_args="momentum=0.9,nesterov=true")
+    trainer.create_optimizer_and_scheduler(10)
+    assert (trainer.optimizer.momentum, trainer.optimizer.nesterov) == (0.9, True)
+    wrong = make_trainer(tmp_path, make_model(), DATA, optim="sgd", optim_args="momentun=0.9")
+    with pytest.raises(TypeError, match="has no option 'momentun'"):
+        wrong.create_optimizer_and_scheduler(10)
+    mine = keras.optimizers.SGD(WarmUp(0.1, keras.optimizers.schedules.CosineDecay(0.1, 8), 2))
+    given_one = make_trainer(tmp_path, make_model(), DATA, optimizers=(mine, None))
+    given_one.train()
+    assert given_one.optimizer is mine
+    assert [row["learning_rate"] for row in given_one.state.log_history[:-1]] == pytest.approx([0.0, 0.05])
+    poly = make_trainer(tmp_path, make_model(), DATA, poly_power=2.0, learning_rate=1.0)
+    poly.create_optimizer_and_scheduler(4)
+    assert np.allclose(poly.lr_scheduler.rates, [1, 0.75**2, 0.5**2, 0.25**2, 0])
+
+
+def test_gradients_add_up_until_the_reset() -> None:
+    accumulator = GradientAccumulator()
+    with pytest.raises(ValueError, match="nothing was added"):
+        _ = accumulator.gradients
+    add = tf.function(lambda value: accumulator([value, None]))
+    add(tf.constant([1.0, 2.0]))
+    add(tf.constant([3.0, 4.0]))
+    assert int(accumulator.step) == 2
+    assert accumulator.gradients[0].numpy().tolist() == [4.0, 6.0]
+    assert accumulator.gradients[1] is None
+    with pytest.raises(ValueError, match="2 gradients before, 1 now"):
+        accumulator([tf.constant([1.0])])
+    accumulator.reset()
+    assert (int(accumulator.step), accumulator.gradients[0].numpy().tolist()) == (0, [0.0, 0.0])

@@ -1,0 +1,201 @@
+"""Checkpoints of TensorFlow: exact resume, fallback, rotation, the best model, saved models, kills."""
+
+import multiprocessing
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tf_crash_job
+from tf_models import Linear, losses, make_data, make_model, make_trainer, values, weights
+
+from paceline import TFTrainer, TrainerCallback
+from paceline.core.folders import list_checkpoints, verify
+from paceline.tf.framework import keras, tf
+from paceline.tf.saving import CheckpointError
+
+DATA = make_data(26)
+
+
+class Counting(TrainerCallback):
+    """Has a state, and stops a run after so many updates."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.steps, self.stop_at = 0, stop_at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps += 1
+        control.should_training_stop = self.steps == self.stop_at
+        control.should_save |= self.steps == self.stop_at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def generator() -> Any:
+    return iter([(x, int(y)) for x, y in zip(*DATA, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("arrays", {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 2}),
+        ("tensors", {}),
+        ("generator", {"max_steps": 11}),
+    ],
+)
+def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    """Dropout, shuffling, the optimizer, the log in progress; stopped in the middle of an epoch and of a log."""
+    options = {"num_train_epochs": 2, "logging_steps": 4, **options}
+
+    def make(folder: Path, **more: Any) -> TFTrainer:
+        data = {"arrays": DATA, "tensors": tf.data.Dataset.from_tensor_slices(DATA), "generator": generator}[kind]
+        return make_trainer(folder, make_model(dropout=0.3), data, **options, **more)
+
+    whole = make(tmp_path / "whole", callbacks=[Counting()])
+    whole.train()
+    make(tmp_path / "parts", callbacks=[Counting(stop_at=5)]).train()
+    counting = Counting()
+    rest = make(tmp_path / "parts", callbacks=[counting])
+    output = rest.train()
+    assert output.global_step == whole.state.global_step == counting.steps
+    assert np.array_equal(weights(rest.model), weights(whole.model))
+    assert values(rest.state.log_history)[:-1] == values(whole.state.log_history)[:-1]
+
+
+def test_damaged_checkpoints_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(tmp_path, make_model(), DATA, save_strategy="steps", save_steps=2, save_total_limit=2)
+    trainer.train()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-6", "checkpoint-7"]
+    data = next((tmp_path / "checkpoint-7").glob("variables.data*"))
+    data.write_bytes(data.read_bytes()[:-1])
+    again = make_trainer(tmp_path, make_model(seed=1), DATA, max_steps=8)
+    again.train()
+    assert "checkpoint-7 is passed over" in caplog.text
+    assert "Going on from" in caplog.text
+    assert [row["step"] for row in again.state.log_history if "loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
+    with pytest.raises(ValueError, match="Can't resume from"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+    fresh = make_trainer(tmp_path, make_model(), DATA)
+    fresh.train(resume_from_checkpoint=False)
+    assert losses(fresh) == losses(trainer)
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        make_trainer(tmp_path, Linear(), DATA).train()
+
+
+def test_the_best_model_is_loaded(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best"}
+    trainer = make_trainer(
+        tmp_path,
+        make_model(),
+        DATA,
+        eval_dataset=make_data(12, seed=3),
+        load_best_model_at_end=True,
+        save_total_limit=1,
+        learning_rate=0.4,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        **options,
+    )
+    trainer.train()
+    evaluations = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    assert trainer.state.best_metric == min(evaluations)
+    assert trainer.evaluate(make_data(12, seed=3))["eval_loss"] == min(evaluations)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras under numpy 2.4
+def test_models_are_saved_as_they_allow(tmp_path: Path) -> None:
+    keras_model = make_model()
+    make_trainer(tmp_path / "keras", keras_model, None).save_model()
+    loaded = keras.saving.load_model(tmp_path / "keras" / "model.keras")
+    assert np.array_equal(loaded(DATA[0]), keras_model(DATA[0]))
+    module = Linear()
+    module.__call__ = tf.function(module.__call__, input_signature=[tf.TensorSpec([None, 8])])  # type: ignore[method-assign]
+    make_trainer(tmp_path / "module", module, None).save_model()
+    assert (tmp_path / "module" / "saved_model.pb").is_file()
+    assert np.array_equal(tf.saved_model.load(str(tmp_path / "module")).__call__(DATA[0]), module(DATA[0]))
+
+    class Own(Linear):
+        def save_pretrained(self, folder: str) -> None:
+            Path(folder, "own").write_text("saved")
+
+    trainer = make_trainer(tmp_path / "own", Own(), DATA, save_strategy="epoch")
+    trainer.train()
+    trainer.save_model()
+    assert (tmp_path / "own" / "own").read_text() == "saved"
+    assert (tmp_path / "own" / "checkpoint-7" / "own").read_text() == "saved"
+    assert verify(tmp_path / "own" / "checkpoint-7") == []
+
+
+def test_only_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"save_only_model": True, "save_strategy": "steps", "save_steps": 4}
+    trainer = make_trainer(tmp_path, make_model(), DATA, **options)
+    trainer.train()
+    shutil.rmtree(tmp_path / "checkpoint-7")
+    again = make_trainer(tmp_path, make_model(seed=1), DATA, **options)
+    again.train()
+    assert "holds the model only" in caplog.text
+    assert again.state.global_step == 7
+
+
+# ---- kills
+
+
+class Kills:
+    """Starts runs from one server process, which has TensorFlow imported and no device opened, and kills them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["paceline.tf.trainer"])
+        self.expected = self.finish(folder)
+
+    def start(self, folder: Path) -> Any:
+        folder.mkdir(exist_ok=True)
+        (folder / "started").unlink(missing_ok=True)
+        process = self.context.Process(target=tf_crash_job.run, args=(folder,))
+        process.start()
+        while not (folder / "started").exists() and process.is_alive():
+            time.sleep(0.002)
+        return process
+
+    def finish(self, folder: Path) -> dict[str, Any]:
+        process = self.start(folder)
+        process.join(300)
+        assert process.exitcode == 0
+        with np.load(folder / "result.npz") as result:
+            return {name: result[name] for name in result.files}
+
+    def kill_somewhere(self, folder: Path, choice: random.Random) -> bool:
+        """At a random time. Returns whether the run was still going."""
+        process = self.start(folder)
+        process.join(choice.uniform(0, float(self.expected["seconds"])))
+        process.kill()
+        process.join(300)
+        assert process.exitcode in (0, -signal.SIGKILL)
+        return bool(process.exitcode != 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+def test_twenty_kills(tmp_path: Path) -> None:
+    """Killed at random instants, each run ends where the undisturbed one does."""
+    kills = Kills(tmp_path / "undisturbed")
+    hits, number = 0, 0
+    while hits < 20:
+        folder, choice = tmp_path / str(number), random.Random(number)
+        hits += sum(kills.kill_somewhere(folder, choice) for _ in range(4))
+        found = kills.finish(folder)
+        for name in ("weights", "losses", "step"):
+            assert np.array_equal(found[name], kills.expected[name]), (number, name)
+        assert [problem for path in list_checkpoints(folder) for problem in verify(path)] == []
+        assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+        number += 1

@@ -1,0 +1,268 @@
+"""TFTrainer on one device: kinds of models and data, events, records, evaluation, prediction."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tf_models import CLASSES, FEATURES, Linear, losses, make_data, make_model, make_trainer, values, weights
+
+from paceline import EvalPrediction, TFTrainer, TFTrainingArguments, TrainerCallback
+from paceline.core.events import EVENTS
+from paceline.core.journal import JOURNAL_FILE, read_rows
+from paceline.core.streaming import Accuracy
+from paceline.tf.framework import keras, tf
+
+DATA = make_data(18)
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+class Recorder(TrainerCallback):
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+
+def note(event: str) -> Any:
+    def method(self: Recorder, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append(event.removeprefix("on_"))
+        assert kwargs["model"] is not None
+
+    return method
+
+
+for name in EVENTS:
+    setattr(Recorder, name, note(name))
+
+
+def test_a_run_with_everything(tmp_path: Path) -> None:
+    """Events in the order of the torch side's test, records, state, metrics, and no tracing from step to step."""
+    recorder = Recorder()
+    trainer = make_trainer(
+        tmp_path,
+        make_model(),
+        make_data(16),
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        eval_dataset=make_data(4, seed=1),
+        compute_metrics=accuracy,
+        callbacks=[recorder],
+        report_to="jsonl",
+        load_best_model_at_end=True,
+    )
+    output = trainer.train()
+    update = ["step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end", "log"]
+    due = ["prediction_step", "log", "evaluate", "save"]
+    assert recorder.events == [
+        "init_end", "train_begin", "epoch_begin", *update, *update, *due, "epoch_end", "log", "train_end",
+    ]  # fmt: skip
+    assert output.global_step == 2
+    assert set(trainer.state.log_history[0]) == {"loss", "grad_norm", "learning_rate", "epoch", "step"}
+    assert set(values(trainer.state.log_history)[2]) == {"eval_accuracy", "eval_loss", "epoch", "step"}
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["best_metric"] == trainer.state.log_history[2]["eval_loss"]
+    assert [row.num_samples for row in read_rows(tmp_path / JOURNAL_FILE)] == [8, 8]
+    assert json.loads((tmp_path / "run.json").read_text())["extra"]["strategy"] == "_DefaultDistributionStrategy"
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 4
+    assert trainer.engine is not None
+    assert (trainer.engine.num_traces, trainer.predictor.num_traces) == (3, 1)  # accumulate, clip, apply
+
+
+def dataset_of_columns() -> Any:
+    return pytest.importorskip("datasets").Dataset.from_dict({"x": DATA[0], "label": DATA[1], "text": ["?"] * 18})
+
+
+class Batches(keras.utils.PyDataset):  # type: ignore[misc]
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return DATA[0][4 * index : 4 * index + 4], DATA[1][4 * index : 4 * index + 4]
+
+
+def samples() -> Iterator[Any]:
+    return iter([{"x": x, "label": int(y)} for x, y in zip(*DATA, strict=True)])
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "arrays": lambda: DATA,
+    "dict": lambda: {"x": DATA[0], "labels": DATA[1]},
+    "list": lambda: list(samples()),
+    "tensors": lambda: tf.data.Dataset.from_tensor_slices(DATA),
+    "tensor dicts": lambda: tf.data.Dataset.from_tensor_slices({"x": DATA[0], "labels": DATA[1]}),
+    "table": dataset_of_columns,
+    "table as tensors": lambda: dataset_of_columns().to_tf_dataset(columns="x", label_cols="label"),
+    "batches": lambda: Batches(),
+    "generator": lambda: samples,
+}
+
+
+def test_every_kind_of_data_gives_the_same_run(tmp_path: Path) -> None:
+    """In the order in which it lies; the last batch has 2 of 4 samples, and evaluation sees each sample once."""
+    found: dict[str, Any] = {}
+    for number, (name, make) in enumerate(SOURCES.items()):
+        trainer = make_trainer(
+            tmp_path / str(number),
+            Linear(),
+            make(),
+            max_steps=7,
+            train_sampling_strategy="sequential",
+            per_device_eval_batch_size=4,
+        )
+        trainer.train()
+        predicted = trainer.predict(make())
+        assert predicted.predictions.shape == (18, CLASSES)
+        assert np.array_equal(predicted.label_ids, DATA[1])
+        found[name] = (losses(trainer), trainer.evaluate(make())["eval_loss"], weights(trainer.model))
+    for name, (run_losses, eval_loss, final) in found.items():
+        assert run_losses == found["arrays"][0], name
+        assert eval_loss == found["arrays"][1], name
+        assert np.array_equal(final, found["arrays"][2]), name
+
+
+def test_the_loss_of_an_evaluation_is_the_mean_over_samples(tmp_path: Path) -> None:
+    model = make_model()
+    metric = Accuracy(confidence=None)
+    trainer = make_trainer(tmp_path, model, None, per_device_eval_batch_size=4, compute_metrics=metric)
+    expected = keras.losses.sparse_categorical_crossentropy(DATA[1], model(DATA[0]), from_logits=True)
+    metrics = trainer.evaluate(DATA)
+    assert metrics["eval_loss"] == pytest.approx(float(np.mean(expected)), rel=1e-6)
+    assert metrics["eval_accuracy"] == (np.argmax(model(DATA[0]), -1) == DATA[1]).mean()
+    both = trainer.evaluate({"a": DATA, "b": make_data(6)})
+    assert both["eval_a_loss"] == metrics["eval_loss"]
+    assert "eval_b_loss" in both
+    assert trainer.predict(DATA[0]).label_ids is None
+
+
+class TakesLabels(tf.Module):  # type: ignore[misc]
+    """A module that makes its own loss, a mean over its targets, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = tf.Variable(tf.random.stateless_normal([FEATURES, CLASSES], [1, 2]))
+
+    def __call__(self, inputs: Any, labels: Any = None, training: bool = False) -> Any:
+        logits = tf.matmul(inputs, self.weight)
+        if labels is None:
+            return {"logits": logits}
+        per_target = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.maximum(labels, 0), logits)
+        counted = tf.cast(labels != -100, tf.float32)
+        return {"loss": tf.reduce_sum(per_target * counted) / tf.reduce_sum(counted), "logits": logits}
+
+
+def test_any_split_of_targets_gives_one_gradient(tmp_path: Path) -> None:
+    """Some labels are -100: with a mean over the targets, and with the default loss, accumulation changes nothing."""
+    x = np.random.default_rng(0).normal(size=(8, 5, FEATURES)).astype(np.float32)
+    y = np.random.default_rng(1).integers(0, CLASSES, (8, 5))
+    y[0, 1:] = y[3, 2:] = -100
+    final = {}
+    for kind, make in {"own": TakesLabels, "default": Linear}.items():
+        for accumulation in (1, 4):
+            trainer = make_trainer(
+                tmp_path / f"{kind}{accumulation}",
+                make(),
+                (x, y),
+                optim="sgd",
+                gradient_accumulation_steps=accumulation,
+                per_device_train_batch_size=8 // accumulation,
+                num_train_epochs=2,
+            )
+            trainer.train()
+            final[kind, accumulation] = (weights(trainer.model), losses(trainer), trainer.evaluate((x, y))["eval_loss"])
+    for kind in ("own", "default"):
+        for one, four in zip(final[kind, 1], final[kind, 4], strict=True):
+            assert np.allclose(one, four, atol=1e-6)
+
+
+def test_losses_of_ones_own(tmp_path: Path) -> None:
+    """By compile, by a function, by an override: all the same."""
+    found = []
+    for number in range(4):
+        model, options = make_model(), {}
+        if number == 1:
+            model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        if number == 2:
+            options["compute_loss_func"] = lambda outputs, labels: tf.reduce_mean(
+                keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True)
+            )
+        if number == 3:
+            options["kind"] = OwnLoss
+        trainer = make_trainer(tmp_path / str(number), model, DATA, **options)
+        trainer.train()
+        found.append(losses(trainer))
+    assert np.allclose(found[1:], found[0], rtol=1e-5)
+
+
+class OwnLoss(TFTrainer):
+    def run_model(self, features: Any, labels: Any, training: bool) -> tuple[Any, Any]:
+        logits = self.model(features, training=training)
+        return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True), logits
+
+
+def test_an_own_training_step_is_what_runs(tmp_path: Path) -> None:
+    """As scripts for the reference write it: the sum of the losses over the number of labels."""
+
+    class Own(TFTrainer):
+        def training_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss, _ = self.run_model(features, labels, True)
+                scaled = tf.reduce_sum(loss) / tf.cast(nb_instances_in_global_batch, loss.dtype)
+            return tape.gradient(scaled, [v.value for v in self.model.trainable_variables])
+
+    first = make_trainer(tmp_path / "a", make_model(), DATA, optim="sgd")
+    second = make_trainer(tmp_path / "b", make_model(), DATA, optim="sgd", kind=Own)
+    first.train()
+    second.train()
+    assert np.allclose(weights(first.model), weights(second.model), atol=1e-6)
+
+
+def test_an_update_without_a_target_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    x, y = make_data(8)
+    trainer = make_trainer(tmp_path, make_model(), (x, np.full_like(y, -100)))
+    before = weights(trainer.model)
+    trainer.train()
+    assert np.array_equal(weights(trainer.model), before)
+    assert "Every target of this update is ignored" in caplog.text
+    assert losses(trainer) == []
+
+
+def test_non_finite_updates(tmp_path: Path) -> None:
+    x, y = make_data(12)
+    x[5] = np.inf
+    options: dict[str, Any] = {"train_sampling_strategy": "sequential"}
+    trainer = make_trainer(tmp_path / "skip", make_model(), (x, y), nonfinite_policy="skip", **options)
+    trainer.train()
+    assert np.isfinite(weights(trainer.model)).all()
+    trainer = make_trainer(tmp_path / "raise", make_model(), (x, y), nonfinite_policy="raise", **options)
+    with pytest.raises(ArithmeticError, match="Not finite at step 2"):
+        trainer.train()
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    args = TFTrainingArguments(str(tmp_path))
+    with pytest.raises(ValueError, match="`model` or `model_init`"):
+        TFTrainer(args=args)
+    with pytest.raises(TypeError, match="a TFTrainingArguments is needed"):
+        TFTrainer(make_model(), object())  # type: ignore[arg-type]
+    batched = tf.data.Dataset.from_tensor_slices(DATA).batch(4).prefetch(1)
+    with pytest.raises(ValueError, match="holds batches"):
+        make_trainer(tmp_path, make_model(), batched).train()
+    with pytest.raises(ValueError, match=r"no labels"):
+        make_trainer(tmp_path, make_model(), DATA[0]).train()
+    with pytest.raises(ValueError, match="differ in their number of rows"):
+        make_trainer(tmp_path, make_model(), (DATA[0], DATA[1][:3])).train()
+    with pytest.raises(ValueError, match=r"Dimensions must be equal.*line \d+"):
+        make_trainer(tmp_path, make_model(), (DATA[0], DATA[0])).train()
+    with pytest.raises(ValueError, match="Set max_steps"):
+        make_trainer(tmp_path, make_model(), samples).train()
+    with pytest.raises(ValueError, match="optim='lomo' is not supported"):
+        make_trainer(tmp_path, make_model(), DATA, optim="lomo").train()
+    with pytest.raises(ValueError, match="this TPU cannot be reached"):
+        _ = TFTrainingArguments(str(tmp_path), tpu_name="no-such-tpu").strategy
