@@ -140,18 +140,13 @@ class Trainer(ForSubclasses):
         self.model = self._first_model(model)
         assembly.check_arguments(self, optimizers)
         self.place_model()
-        self.strategy = choose_strategy(
-            self.world, make_precision(self._plan().precision, self.world.device), self.args
-        )
+        precision = make_precision(self._plan().precision, self.world.device)
+        self.strategy = choose_strategy(self.world, precision, self.args)
         assembly.read_model(self)
         self.data_collator = data_collator or choose_collator(self.processing_class, self.signature.names)
         self.state, self.control = self._first_state(), TrainerControl()
         self.callback_handler = CallbackHandler(
-            with_defaults(callbacks or [], self.args),
-            self.model,
-            self.processing_class,
-            self.optimizer,
-            self.lr_scheduler,
+            with_defaults(callbacks or [], self.args), self.model, self.processing_class, *optimizers
         )
         if self.args.should_save:
             make_output_folder(self._get_output_dir(None))
