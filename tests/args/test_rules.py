@@ -96,10 +96,6 @@ def test_allowed(options: dict[str, Any]) -> None:
 
 
 LATER: list[tuple[str, Any]] = [
-    ("fsdp", True),
-    ("fsdp", "full_shard auto_wrap"),
-    ("fsdp_config", {"version": 2}),
-    ("fsdp_config", "fsdp.json"),
     ("deepspeed", "ds.json"),
     ("deepspeed", {"zero_optimization": {"stage": 2}}),
     ("parallelism_config", {"tp_size": 2}),
