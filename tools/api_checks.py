@@ -227,8 +227,8 @@ def constants() -> str:
 
 
 def constant(text: str) -> Finding:
-    """A text that the package's code holds, such as the name of a file or of an environment variable."""
-    return SAME if text in constants() else NOT_THERE
+    """A text that stands by itself in the package's code, such as the name of an environment variable that it reads."""
+    return SAME if text in constants().split("\n") else NOT_THERE
 
 
 # ---- options, tried
@@ -251,6 +251,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "fsdp_config": {"fsdp": "full_shard", "fsdp_config": {"reshard_after_forward": True}},
     "generation_config": {"generation_config": {"num_beams": 2}},
     "gradient_checkpointing_kwargs": {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "half_precision_backend": {"half_precision_backend": "amp"},
     "hub_strategy": {"hub_strategy": "end"},
     "include_for_metrics": {"include_for_metrics": ["inputs"]},
     "include_num_input_tokens_seen": {"include_num_input_tokens_seen": "all"},
@@ -348,6 +349,10 @@ def older_option(name: str) -> Finding:
     if entry is None:
         return NOT_THERE
     if isinstance(entry, Renamed):
+        is_key = entry.new == "accelerator_config"
+        now = config_key(entry.new, name, None) if is_key else option("TrainingArguments", entry.new, None)
+        if now.status == "refused":
+            return Finding("refused", f"now `{entry.new}`: {now.note}")
         return Finding("same", f"works, with one line that says so: now `{entry.new}`")
     if {True, False} <= {item for item in entry.accepted if isinstance(item, bool)}:
         return Finding("different", f"taken without a word, and changes nothing: {entry.remedy}")
@@ -510,7 +515,8 @@ def small_run() -> Run:
             compute_metrics=lambda prediction: {"accuracy": 1.0},
         )  # fmt: skip
         before = torch.get_rng_state()
-        results = [trainer.train().metrics, trainer.evaluate(data), trainer.predict(data).metrics]
+        first = trainer.evaluate(data)  # the first of all tells more than those after a training
+        results = [trainer.train().metrics, {**first, **trainer.evaluate(data)}, trainer.predict(data).metrics]
         for split, metrics in zip(("train", "eval", "test"), results, strict=True):
             trainer.save_metrics(split, metrics)
         trainer.save_state()

@@ -94,7 +94,7 @@ def test_renamed(old: str, value: Any, new: str, expected: Any, caplog: pytest.L
 RETIRED: list[tuple[str, Any, str]] = [
     ("save_safetensors", False, "always written as safetensors"),
     ("jit_mode_eval", True, "torch_compile=True"),
-    ("tpu_num_cores", 8, "TPU_NUM_CORES"),
+    ("tpu_num_cores", 8, "torch_xla"),
     ("tpu_metrics_debug", True, "leave it out"),
     ("past_index", 2, "forward keep such a state"),
     ("fsdp_min_num_params", 100, "fsdp_config"),
@@ -102,7 +102,7 @@ RETIRED: list[tuple[str, Any, str]] = [
     ("use_legacy_prediction_loop", True, "one prediction loop"),
     ("push_to_hub_organization", "us", "hub_model_id='organization/name'"),
     ("mp_parameters", "a=1", "torchrun"),
-    ("ray_scope", "all", "RAY_SCOPE"),
+    ("ray_scope", "all", "hyperparameter_search"),
     ("use_ipex", True, "torch_compile=True"),
     ("sharded_ddp", "simple", "fsdp"),
     ("_n_gpu", 4, "one process per device"),

@@ -43,7 +43,8 @@ DEFECTS: dict[str, Defect] = {
     "hidden non-finite loss": Defect(
         "A loss that is not finite is logged as the mean of those since the last row, 0.0 where there are none, while "
         "the weights are lost.",
-        "What is not finite is logged as it is, and counted; `nonfinite_policy` can skip, rewind or raise.",
+        "What is not finite is counted in the log, and logged as it is where nothing else is left; "
+        "`nonfinite_policy` can skip, rewind or raise.",
         "tests/trainer/test_nonfinite.py",
     ),
     "global generator": Defect(

@@ -153,14 +153,16 @@ OLDER_NAMES: Mapping[str, Renamed | Retired] = {
     "overwrite_output_dir": Retired("leave it out", (None, False, True)),
     "past_index": Retired("let the model's forward keep such a state itself", (None, -1)),
     "push_to_hub_organization": Retired("set hub_model_id='organization/name'", (None, "")),
-    "ray_scope": Retired("set the environment variable RAY_SCOPE", (None, "last")),
+    "ray_scope": Retired("leave it out; it is for hyperparameter_search, which is not in this version", (None, "last")),
     "save_safetensors": Retired(
         "weights are always written as safetensors; for another file call torch.save(model.state_dict(), path)",
         (None, True),
     ),
     "sharded_ddp": Retired("set fsdp", (None, "", [], False)),
-    "tpu_metrics_debug": Retired("print torch_xla.debug.metrics.metrics_report() in a callback", (None, False)),
-    "tpu_num_cores": Retired("set the environment variable TPU_NUM_CORES, or tell the launcher", (None,)),
+    "tpu_metrics_debug": Retired(
+        "leave it out, and print torch_xla.debug.metrics.metrics_report() in a callback", (None, False)
+    ),
+    "tpu_num_cores": Retired("leave it out; torch_xla is not supported", (None,)),
     "use_ipex": Retired("set torch_compile=True", (None, False)),
     "use_legacy_prediction_loop": Retired("leave it out; there is one prediction loop", (None, False)),
     "use_mps_device": Retired(

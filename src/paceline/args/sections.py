@@ -272,7 +272,9 @@ class SaveSection:
         None, "Checkpoints to keep; older ones are deleted, never the best nor the newest. Unset or 0: all."
     )
     enable_jit_checkpoint: bool = option(
-        False, "Write a checkpoint when the process is told to end. paceline always does: see stop_signals."
+        False,
+        "Write a checkpoint when the process is told to end, also with save_strategy='no'. With any other it is "
+        "written without this: see stop_signals.",
     )
 
 
