@@ -78,7 +78,7 @@ class ForSubclasses:
     """Attributes and methods of the Trainer that only code written against transformers' asks for.
 
     Attributes:
-        is_deepspeed_enabled, is_fsdp_enabled, is_fsdp_xla_enabled, is_fsdp_xla_v2_enabled: whether that backend runs.
+        is_deepspeed_enabled, is_fsdp_xla_enabled, is_fsdp_xla_v2_enabled: whether that backend runs.
         deepspeed: its engine, or None.
         hub_model_id: the repository that is pushed to, once there is one.
         push_in_progress: a push that is under way, or None.
@@ -86,7 +86,6 @@ class ForSubclasses:
     """
 
     is_deepspeed_enabled = False
-    is_fsdp_enabled = False
     is_fsdp_xla_enabled = False
     is_fsdp_xla_v2_enabled = False
     deepspeed: Any = None
@@ -99,6 +98,11 @@ class ForSubclasses:
     objective: Objective
     run: Run | None
     _view: AcceleratorView | None = None
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether processes hold shards of the model."""
+        return bool(cast("Trainer", self).strategy.is_sharded)
 
     @property
     def accelerator(self) -> AcceleratorView:

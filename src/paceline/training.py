@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,9 +32,8 @@ from paceline.core.record import RECORD_NAME, write_run_record
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerState
 from paceline.counting import counter, measurer
-from paceline.data.loading import Feed, KeptLoaders, loader_length, sample_count
-from paceline.distributed.collectives import gather_objects, share_object
-from paceline.distributed.launchers import num_restarts
+from paceline.data.loading import Feed, KeptLoaders, is_split, loader_length, sample_count
+from paceline.distributed.collectives import gather_objects
 from paceline.distributed.precision import make_precision
 from paceline.distributed.random import enable_full_determinism, restore_rng, set_seed
 from paceline.distributed.strategy import choose_strategy
@@ -51,11 +49,11 @@ from paceline.progress import (
     kept_update_size,
     read_progress,
     report_changes,
-    restarted_from,
     restore_callbacks,
     restore_loop,
     restore_position,
 )
+from paceline.resuming import find_for_all
 from paceline.saving import Saves
 from paceline.saving import finish as finish_saves
 from paceline.shared_engine import Exchange, SharedEngine
@@ -106,7 +104,7 @@ def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: 
     """The body of `Trainer.train`."""
     args = trainer.args
     start(trainer, trial)
-    checkpoint = find_for_all(trainer, resume)
+    checkpoint = find_for_all(trainer.world, args, resume)
     trainer._update_size = kept_update_size(trainer, checkpoint) if checkpoint is not None else None
     if checkpoint is not None:
         trainer._load_from_checkpoint(str(checkpoint))
@@ -155,6 +153,13 @@ def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: 
 
 def make_plan(trainer: Trainer, loader: Any) -> Plan:
     """The plan of a run over this loader; the same for all processes, of which one may have more batches."""
+    if trainer.world.is_shared and not is_split(loader):
+        logger.warning(
+            "The training loader is %s's own, and each of the %d processes reads all of it: pass it through "
+            "trainer.accelerator.prepare(), or give it a DistributedSampler.",
+            type(trainer).__name__,
+            trainer.world.world_size,
+        )
     lengths = gather_objects(trainer.world, loader_length(loader))
     return resolve(
         trainer.args,
@@ -212,64 +217,6 @@ def seed_everything(args: Any) -> None:
         set_seed(args.seed)
     if args.tf32 is not None:
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-
-
-def find_for_all(trainer: Trainer, resume: str | bool | None) -> Path | None:
-    """`find_checkpoint`, looked for by the first process, for all: they go on from the same one.
-
-    Raises:
-        ValueError: on all of them, what it was on the first.
-    """
-    if not trainer.world.is_shared:
-        return find_checkpoint(trainer.args, resume)
-    found: Any = None
-    if trainer.world.is_first:
-        try:
-            found = find_checkpoint(trainer.args, resume)
-        except ValueError as error:
-            found = error
-    found = share_object(trainer.world, found)
-    if isinstance(found, ValueError):
-        raise found
-    return None if found is None else Path(found)
-
-
-def find_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
-    """The checkpoint to go on from: named, or for True the newest in `output_dir` that verifies.
-
-    Raises:
-        ValueError: none was found, or the one named is damaged; the message says which and why.
-    """
-    if resume is None:
-        resume = args.resume_from_checkpoint
-    if isinstance(resume, str) and resume.lower() in ("true", "false"):
-        resume = resume.lower() == "true"
-    if resume is None or resume is False:
-        return newest_of_launch(args)
-    if resume is True:
-        folders.recover(Path(args.output_dir), logger.warning)
-        found = folders.newest_valid(Path(args.output_dir), logger.warning)
-        if found is None:
-            raise ValueError(f"No valid checkpoint found in output directory ({args.output_dir})")
-        return Path(found)
-    named = Path(resume)
-    problems = folders.verify(named) if named.is_dir() else ["it is not a folder"]
-    if problems and not any((named / name).exists() for name in (folders.MANIFEST_NAME, STATE_FILE)):
-        problems = ["it holds no manifest and no trainer_state.json, so it is no checkpoint"]
-    if problems:
-        raise ValueError(
-            f"Can't resume from {named}: {'; '.join(problems)}. resume_from_checkpoint=True takes the newest good one."
-        )
-    return named
-
-
-def newest_of_launch(args: Any) -> Path | None:
-    """The newest good checkpoint of this very start, where its launcher has started the processes anew; else None."""
-    if num_restarts(os.environ) == 0:
-        return None
-    folders.recover(Path(args.output_dir), logger.warning)
-    found = folders.newest_valid(Path(args.output_dir), logger.warning)
-    return found if found is not None and restarted_from(found) else None
 
 
 @contextmanager
