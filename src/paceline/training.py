@@ -56,7 +56,7 @@ from paceline.progress import (
 from paceline.resuming import find_for_all
 from paceline.saving import Saves
 from paceline.saving import finish as finish_saves
-from paceline.shared_engine import Exchange, SharedEngine
+from paceline.shared_engine import Exchange, SharedEngine, agreeing
 from paceline.snapshot import rewind, take_snapshot
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: 
             with blame(checkpoint / PROGRESS_FILE):
                 restore_loop(trainer, run.loop, progress)
         announce(trainer, run)
-        with running(trainer, run):
+        with running(trainer, run), agreeing(trainer, exchange):
             run.loop.run()
             output = finish(trainer, run)
     if signals.is_keyboard:
