@@ -29,7 +29,8 @@ LAYERS = [
     {"core"},
     {"callbacks", "data", "model", "optim", "distributed", "tf"},
     {"checkpoint"},
-    {"engine", "evaluation", "predictions", "shared_engine", "shared_evaluation", "snapshot", "progress"},
+    {"engine", "evaluation", "predictions", "snapshot", "progress"}
+    | {"shared_engine", "shared_evaluation", "shared_resuming"},
     {"accelerate_view", "assembly", "counting", "hooks", "hub", "loaders"}
     | {"replaying", "saving", "subclassing", "training"},
     {"trainer"},

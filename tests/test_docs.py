@@ -95,6 +95,17 @@ def test_reasons_that_nothing_needs_are_named() -> None:
     assert any("hp_run_dir" in line for line in lacking)
 
 
+def test_names_that_only_messages_hold_are_not_the_same() -> None:
+    """A variable that nothing reads, and an older name of an option that is refused."""
+    rows = api_table.with_reasons(names_of_the_reference(), api_table.read_reasons())
+    found = {row.key: row.finding.status for row in rows}
+    assert found["Environment variables/TENSORBOARD_LOGGING_DIR"] == "same"
+    assert found["Environment variables/RAY_SCOPE"] == "refused"
+    older, now = "TrainingArguments: older names/split_batches", "Keys: accelerator_config/split_batches"
+    assert found[older] == found[now]
+    assert found["Log keys/eval: {prefix}_model_preparation_time(first eval)"] == "same"
+
+
 def test_signatures_are_compared() -> None:
     def ours(self: Any, a: int, b: float = 1.0, *, c: str = "x") -> None: ...
 

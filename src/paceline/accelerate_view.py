@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, RandomSampler
 
 from paceline.core.optional import is_installed, require
+from paceline.data.loading import split_loader
 from paceline.data.sampling import random_sampler
+from paceline.data.shares import Shares
 from paceline.distributed.collectives import gather_nest, gather_objects, holds_tensor, sum_tensor
 from paceline.distributed.world import first_before_others, process_state, wait_for_all
 
@@ -136,8 +138,10 @@ class AcceleratorView:
         """accelerate's DistributedType where it is installed, else its value, a string."""
         name = "NO"
         if self.use_distributed:
-            kind = self.device.type
-            name = "MULTI_CPU" if kind == "cpu" else "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
+            kinds = {"cpu": "CPU", "cuda": "GPU"}
+            name = f"MULTI_{kinds.get(self.device.type, self.device.type.upper())}"
+            if self._trainer.strategy.is_sharded:
+                name = "FSDP"
         if not is_installed("accelerate"):
             return name
         return require("accelerate.utils", "libraries").DistributedType[name]
@@ -296,7 +300,7 @@ class AcceleratorView:
     def _prepare_loader(self, loader: Any) -> Any:
         """Put a sampler that is told the epoch in the place of a RandomSampler, as accelerate does by default."""
         if not getattr(self.dataloader_config, "use_seedable_sampler", True):
-            return loader
+            return self._split(loader)
         holder, inner = loader, getattr(loader, "sampler", None)
         if type(inner) is not RandomSampler:  # a batch sampler's own
             holder = getattr(loader, "batch_sampler", None)
@@ -306,4 +310,11 @@ class AcceleratorView:
             for owner in (holder, getattr(loader, "batch_sampler", None)):
                 if getattr(owner, "sampler", None) is inner:
                     vars(owner)["sampler"] = ordered  # DataLoader refuses the assignment
-        return loader
+        return self._split(loader)
+
+    def _split(self, loader: Any) -> Any:
+        """The part of the loader's data that this process reads."""
+        rank, size = self._trainer.strategy.data_coordinates()
+        if size == 1:
+            return loader
+        return split_loader(loader, Shares.even(rank, size, loader.batch_size or 1), self._trainer._data_seed)

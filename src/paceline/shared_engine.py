@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.core.contracts import Emit
+from paceline.core.events import TrainerCallback
 from paceline.core.signals import StopSignals
+from paceline.core.state import TrainerControl
 from paceline.distributed.collectives import any_on_device, gather_objects, sum_floats, sum_ints
 from paceline.distributed.watchdog import Watchdog
 from paceline.distributed.world import World
@@ -25,6 +28,7 @@ from paceline.model.loss import Counts, LossRule
 from paceline.model.objective import WatchedCount
 from paceline.model.outputs import detach
 
+FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
 Window = tuple[list[Any], Any]
 Measure = Callable[[Sequence[Any]], tuple[int, int]]
 
@@ -122,6 +126,18 @@ class Exchange:
         self.watchdog.enter("reading data")
         return collect(*arguments)
 
+    def agree(self, control: TrainerControl) -> None:
+        """Raise the flags that a callback raised on any process, and note a signal: all do the same after this step."""
+        with self.watchdog.waiting("waiting for the others after an update"):
+            noted = self.signals.noted
+            flags = [int(getattr(control, name)) for name in FLAGS]
+            sums = sum_ints(self.world, [int(noted is not None), int(noted == signal.SIGINT), *flags])
+        if sums[0]:
+            self.signals.agree(sums[1] > 0)
+        for name, number in zip(FLAGS, sums[2:], strict=True):
+            if number:
+                setattr(control, name, True)
+
     def weigh_again(self, own_weight: int) -> None:
         """The weights after the processes agreed on another meaning of the loss."""
         self.weight = sum_ints(self.world, [own_weight])[0]
@@ -139,6 +155,36 @@ class Exchange:
         offers = gather_objects(self.world, self._filler if own_weight > 0 else None)
         found = next(offer for offer in offers if offer is not None)
         return found if self._filler is None else self._filler
+
+
+class Agree(TrainerCallback):
+    """The last of the callbacks: what the others asked for on any process is then asked for on all."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        self.exchange.agree(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        self.exchange.agree(control)
+
+
+@contextmanager
+def agreeing(trainer: Any, exchange: Exchange | None) -> Iterator[None]:
+    """While entered, callbacks of the user's that hear of updates may ask for something on one process only."""
+    handler = trainer.callback_handler
+    heard = [*handler.listening("on_step_end"), *handler.listening("on_epoch_end")]
+    is_needed = any(not type(callback).__module__.startswith("paceline.") for callback in heard)
+    if exchange is None or not is_needed:
+        yield
+        return
+    last = Agree(exchange)
+    trainer.add_callback(last)
+    try:
+        yield
+    finally:
+        handler.remove_callback(last)
 
 
 class SharedEngine(TorchEngine):

@@ -80,7 +80,7 @@ class ForSubclasses:
     """Attributes and methods of the Trainer that only code written against transformers' asks for.
 
     Attributes:
-        is_deepspeed_enabled, is_fsdp_enabled, is_fsdp_xla_enabled, is_fsdp_xla_v2_enabled: whether that backend runs.
+        is_deepspeed_enabled, is_fsdp_xla_enabled, is_fsdp_xla_v2_enabled: whether that backend runs.
         deepspeed: its engine, or None.
         hub_model_id: the repository that is pushed to, once there is one.
         push_in_progress: a push that is under way, or None.
@@ -89,7 +89,6 @@ class ForSubclasses:
 
     _total_loss_scalar = 0.0  # an own `_maybe_log_save_evaluate` adds to it; nothing here reads it
     is_deepspeed_enabled = False
-    is_fsdp_enabled = False
     is_fsdp_xla_enabled = False
     is_fsdp_xla_v2_enabled = False
     deepspeed: Any = None
@@ -103,6 +102,11 @@ class ForSubclasses:
     objective: Objective
     run: Run | None
     _view: AcceleratorView | None = None
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether processes hold shards of the model."""
+        return bool(cast("Trainer", self).strategy.is_sharded)
 
     @property
     def accelerator(self) -> AcceleratorView:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,12 +27,11 @@ from paceline.core.metrics import best_metric_value, speed_metrics
 from paceline.core.outbox import Outbox
 from paceline.core.outputs import TrainOutput
 from paceline.core.record import RECORD_NAME, write_run_record
-from paceline.core.resuming import PROGRESS_FILE, begin_state, find_checkpoint, report_changes
+from paceline.core.resuming import PROGRESS_FILE, begin_state, report_changes
 from paceline.core.signals import StopSignals
 from paceline.counting import measurer
-from paceline.data.loading import Feed, KeptLoaders, loader_length, sample_count
-from paceline.distributed.collectives import gather_objects, share_object
-from paceline.distributed.launchers import num_restarts
+from paceline.data.loading import Feed, KeptLoaders, is_split, loader_length, sample_count
+from paceline.distributed.collectives import gather_objects
 from paceline.distributed.precision import make_precision
 from paceline.distributed.random import enable_full_determinism, restore_rng, set_seed
 from paceline.distributed.strategy import choose_strategy
@@ -49,14 +47,14 @@ from paceline.optim.schedulers import follows_metrics
 from paceline.progress import (
     kept_update_size,
     read_progress,
-    restarted_from,
     restore_callbacks,
     restore_loop,
     restore_position,
 )
 from paceline.saving import Saves
 from paceline.saving import finish as finish_saves
-from paceline.shared_engine import Exchange, SharedEngine
+from paceline.shared_engine import Exchange, SharedEngine, agreeing
+from paceline.shared_resuming import find_for_all
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -103,7 +101,7 @@ def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: 
     """The body of `Trainer.train`."""
     args = trainer.args
     start(trainer, trial)
-    checkpoint = find_for_all(trainer, resume)
+    checkpoint = find_for_all(trainer.world, args, resume)
     trainer._update_size = kept_update_size(trainer, checkpoint) if checkpoint is not None else None
     if checkpoint is not None:
         trainer._load_from_checkpoint(str(checkpoint))
@@ -142,7 +140,7 @@ def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: 
             with blame(checkpoint / PROGRESS_FILE):
                 restore_loop(trainer, run.loop, progress)
         announce(trainer, run)
-        with running(trainer, run):
+        with running(trainer, run), agreeing(trainer, exchange):
             run.loop.run()
             output = finish(trainer, run)
     if signals.is_keyboard:
@@ -152,6 +150,13 @@ def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: 
 
 def make_plan(trainer: Trainer, loader: Any) -> Plan:
     """The plan of a run over this loader; the same for all processes, of which one may have more batches."""
+    if trainer.world.is_shared and not is_split(loader):
+        logger.warning(
+            "The training loader is %s's own, and each of the %d processes reads all of it: pass it through "
+            "trainer.accelerator.prepare(), or give it a DistributedSampler.",
+            type(trainer).__name__,
+            trainer.world.world_size,
+        )
     lengths = gather_objects(trainer.world, loader_length(loader))
     return resolve(
         trainer.args,
@@ -210,35 +215,6 @@ def seed_everything(args: Any) -> None:
         set_seed(args.seed)
     if args.tf32 is not None:
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-
-
-def find_for_all(trainer: Trainer, resume: str | bool | None) -> Path | None:
-    """`find_checkpoint`, looked for by the first process, for all: they go on from the same one.
-
-    Raises:
-        ValueError: on all of them, what it was on the first.
-    """
-    if not trainer.world.is_shared:
-        return find_checkpoint(trainer.args, resume) or newest_of_launch(trainer.args)
-    found: Any = None
-    if trainer.world.is_first:
-        try:
-            found = find_checkpoint(trainer.args, resume) or newest_of_launch(trainer.args)
-        except ValueError as error:
-            found = error
-    found = share_object(trainer.world, found)
-    if isinstance(found, ValueError):
-        raise found
-    return None if found is None else Path(found)
-
-
-def newest_of_launch(args: Any) -> Path | None:
-    """The newest good checkpoint of this very start, where its launcher has started the processes anew; else None."""
-    if num_restarts(os.environ) == 0:
-        return None
-    folders.recover(Path(args.output_dir), logger.warning)
-    found = folders.newest_valid(Path(args.output_dir), logger.warning)
-    return found if found is not None and restarted_from(found) else None
 
 
 @contextmanager

@@ -33,16 +33,19 @@ def weights(folder: Path, name: str, rank: int = 0) -> torch.Tensor:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a whole run on two processes, one that a signal to the second process ended, and their resumption."""
     folder = tmp_path_factory.mktemp("runs")
-    modes = ["whole", "terminated", f"from={folder}/terminated/checkpoint-7"]
+    modes = ["whole", "terminated", f"from={folder}/terminated/checkpoint-6", "stopped"]
     modes += ["sharded", f"sharded_from={folder}/sharded/checkpoint-8", "sharded_best"]
     processes.run("shared_runs.py", 2, str(folder), *modes)
     return folder
 
 
 def test_a_signal_to_one_process_stops_all_at_the_same_step(folder: Path) -> None:
-    # noted in update 6, agreed on before update 7, obeyed after it
-    assert [ended(folder, "terminated", rank)["global_step"] for rank in (0, 1)] == [7, 7]
-    assert not verify(folder / "terminated" / "checkpoint-7")
+    assert [ended(folder, "terminated", rank)["global_step"] for rank in (0, 1)] == [6, 6]
+    assert not verify(folder / "terminated" / "checkpoint-6")
+
+
+def test_what_a_callback_asks_for_on_one_process_is_done_on_all(folder: Path) -> None:
+    assert [ended(folder, "stopped", rank)["global_step"] for rank in (0, 1)] == [5, 5]
 
 
 def test_a_resumed_run_is_bit_exact_on_every_process(folder: Path) -> None:

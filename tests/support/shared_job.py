@@ -18,6 +18,7 @@ import torch
 from small_models import Classifier, Tagger, classification, make_trainer, tagging
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from paceline import EvalPrediction, Trainer, TrainerCallback
 
@@ -190,6 +191,19 @@ def stream(folder: Path, size: int) -> Result:
     trainer = train(folder, Tagger(shifted=True), data, **split(size, 2), **options)
     output = trainer.predict(Numbers(tagging(23, seed=4)))  # in the order of the stream
     return found(trainer, epoch=0, predictions=output.predictions, labels=output.label_ids)
+
+
+class OwnLoader(Trainer):
+    """Makes its own loader and lets the accelerator prepare it, as scripts written for transformers do."""
+
+    def get_train_dataloader(self) -> Any:
+        loader = DataLoader(self.train_dataset, batch_size=self.args.train_batch_size, shuffle=True)
+        return self.accelerator.prepare(loader)
+
+
+@scenario
+def own_loader(folder: Path, size: int) -> Result:
+    return found(train(folder, Classifier(), classification(53), **split(size, 2), cls=OwnLoader))
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:

@@ -20,6 +20,14 @@ from small_models import Tagger, make_trainer, tagging
 from paceline import Trainer, TrainerCallback
 
 
+class Stop(TrainerCallback):
+    """Ends training after an update, on one process."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5 and args.process_index == 1:
+            control.should_training_stop = True
+
+
 class Disturb(TrainerCallback):
     """Sends a signal to one process after an update."""
 
@@ -53,6 +61,8 @@ def run(folder: Path, mode: str) -> None:
     name, _, checkpoint = mode.partition("=")
     if mode == "terminated":
         callbacks = [Disturb(signal.SIGTERM, 1, 6)]
+    elif mode == "stopped":
+        callbacks = [Stop()]
     elif mode == "killed" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
         callbacks = [Disturb(signal.SIGKILL, 1, 6)]
     options = {}

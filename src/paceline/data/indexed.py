@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from torch.utils.data.distributed import DistributedSampler
 
 from paceline.data.generators import seed_generators
 from paceline.data.sampling import RebalancedBatches, skip_samples
@@ -265,8 +266,10 @@ class IndexedLoader(DataLoader[Any]):
             None if gives_batches else batch_size,
             not gives_batches and drop_last,
             bool(self.num_workers),
-            None if isinstance(sampler, RebalancedBatches) else shares,  # which gives each process its own
+            None if isinstance(sampler, RebalancedBatches | DistributedSampler) else shares,  # they give each its own
         )
+        if shares is not None and getattr(sampler, "generator", self) is None:  # one order for all processes
+            sampler.generator = torch.Generator(device="cpu").manual_seed(seed)
         self._options = options
         self._inner: DataLoader[Any] | None = None
         self._passes = OpenPasses()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from paceline.data.batches import batch_size_of, split_batch
 from paceline.data.feed import Feed
@@ -111,6 +112,37 @@ class KeptLoaders:
         for _, loader in self._kept.values():
             close_loader(loader)
         self._kept.clear()
+
+
+def is_split(loader: Any) -> bool:
+    """Whether each of several processes reads a part of this loader's data: ours do, others by their sampler."""
+    ours = isinstance(loader, IndexedLoader | StreamLoader)
+    return ours or isinstance(getattr(loader, "sampler", None), DistributedSampler)
+
+
+def split_loader(loader: DataLoader[Any], shares: Shares, seed: int) -> DataLoader[Any]:
+    """A user's loader as one of ours, which reads this process's part; as it is where it cannot be one."""
+    sampler, batch_sampler = loader.sampler, loader.batch_sampler
+    if is_split(loader) or is_stream(loader.dataset):
+        return loader
+    gives_batches = loader.batch_size is None and batch_sampler is not None
+    return IndexedLoader(
+        loader.dataset,
+        sampler=batch_sampler if gives_batches else sampler,
+        batch_size=loader.batch_size or 1,
+        drop_last=loader.drop_last,
+        collate=loader.collate_fn,
+        seed=seed,
+        options={
+            "num_workers": loader.num_workers,
+            "pin_memory": loader.pin_memory,
+            "persistent_workers": loader.persistent_workers,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "prefetch_factor": loader.prefetch_factor,
+            "in_order": getattr(loader, "in_order", True),
+        },
+        shares=shares,
+    )
 
 
 def close_loader(loader: Any) -> None:

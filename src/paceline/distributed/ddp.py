@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from paceline.args.errors import UnsupportedOption
 from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
 
 logger = logging.getLogger(__name__)
@@ -24,13 +24,22 @@ class DistributedData(SingleDevice):
 
     Args:
         world, precision: as for one device.
-        args: `ddp_*` and `activation_checkpointing` are read.
+        args: `ddp_*`, `activation_checkpointing` and `gradient_accumulation_steps` are read.
+
+    Raises:
+        UnsupportedOption: a static graph with accumulation.
     """
 
     holds_back = True
 
     def __init__(self, world: Any, precision: Any, args: Any) -> None:
         super().__init__(world, precision)
+        if args.ddp_static_graph and args.gradient_accumulation_steps > 1:
+            raise UnsupportedOption(
+                f"ddp_static_graph=True with gradient_accumulation_steps={args.gradient_accumulation_steps} is not "
+                "supported: torch's static graph fails where gradients are not exchanged in every backward pass. Leave "
+                "ddp_static_graph out."
+            )
         self.args = args
         self._wrapped: DistributedDataParallel | None = None
 
@@ -86,11 +95,14 @@ class DistributedData(SingleDevice):
 def ddp_options(args: Any) -> dict[str, Any]:
     """DistributedDataParallel's options as the arguments give them.
 
-    Unused parameters are looked for unless that is turned off, or activations are checkpointed, as in transformers.
+    Unused parameters are looked for unless that is turned off, or cannot be done: with a static graph, which finds
+    them itself, and with reentrant checkpointing of activations.
     """
     options: dict[str, Any] = {"find_unused_parameters": args.ddp_find_unused_parameters}
     if options["find_unused_parameters"] is None:
-        options["find_unused_parameters"] = not (args.activation_checkpointing or args.ddp_static_graph)
+        settings = args.activation_checkpointing_kwargs or {}
+        is_reentrant = bool(args.activation_checkpointing and settings.get("use_reentrant"))
+        options["find_unused_parameters"] = not (is_reentrant or args.ddp_static_graph)
     if args.ddp_bucket_cap_mb is not None:
         options["bucket_cap_mb"] = args.ddp_bucket_cap_mb
     if args.ddp_broadcast_buffers is not None:
@@ -104,7 +116,8 @@ def register_comm_hook(wrapped: DistributedDataParallel, name: str | None) -> No
     """Send gradients in 16 bits, where `ddp_comm_hook` asks for it. They are added up in 16 bits too."""
     if name is not None:
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
-        wrapped.register_comm_hook(None, partial(send_as, dtype=dtype))  # type: ignore[no-untyped-call]
+        hook: Any = lambda state, bucket: send_as(state, bucket, dtype)  # noqa: E731  (torch checks annotations)
+        wrapped.register_comm_hook(distributed.group.WORLD, hook)  # type: ignore[no-untyped-call]
 
 
 def send_as(state: Any, bucket: Any, dtype: torch.dtype) -> Any:
