@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import demo_digits
+from paceline.cli import demo_digits, digits
 from paceline.cli.demo_options import read_demo_options
 from paceline.cli.errors import UsageError
 
@@ -47,7 +47,7 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_confusions_are_counted_by_true_digit():
-    table = demo_digits.count_confusions([1, 1, 2], [1, 7, 2])
+    table = digits.count_confusions([1, 1, 2], [1, 7, 2])
     assert table[1][1] == 1
     assert table[1][7] == 1
     assert table[2][2] == 1

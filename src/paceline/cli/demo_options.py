@@ -9,8 +9,10 @@ from typing import Any
 from paceline.args.training import TrainingArguments
 from paceline.cli.errors import UsageError, suggest
 from paceline.cli.options import Known, parse_options
+from paceline.tf.arguments import TFTrainingArguments
 
 JOBS = ("text", "digits")
+FRAMEWORKS = ("torch", "tf")
 DEFAULT_PROMPT = "The for statement"
 DEFAULT_SECONDS = 90.0
 
@@ -24,6 +26,7 @@ class DemoOptions:
         fresh: start over.
         prompt: what the generated sample begins with.
         seconds: time to train, where the number of steps is not given.
+        framework: `torch` or `tf`.
         arguments: options of `TrainingArguments`.
     """
 
@@ -31,6 +34,7 @@ class DemoOptions:
     fresh: bool = False
     prompt: str = DEFAULT_PROMPT
     seconds: float = DEFAULT_SECONDS
+    framework: str = "torch"
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -40,7 +44,7 @@ def read_demo_options(words: Sequence[str]) -> DemoOptions:
     Raises:
         UsageError: an unknown job or option, or a value that makes no sense.
     """
-    known = Known(positional=("job",), own={"fresh": True, "prompt": False, "seconds": False})
+    known = Known(positional=("job",), own={"fresh": True, "prompt": False, "seconds": False, "framework": False})
     given = parse_options(words, known)
     job = given.positional[0] if given.positional else "text"
     if job not in JOBS:
@@ -49,8 +53,13 @@ def read_demo_options(words: Sequence[str]) -> DemoOptions:
         if job != "text" and name in given.own:
             raise UsageError(f"--{name} has a meaning only for `paceline demo text`")
     own = given.own
+    framework = own.get("framework", "torch")
+    if framework not in FRAMEWORKS:
+        raise UsageError(f"--framework {framework}: one of {', '.join(FRAMEWORKS)} is possible")
+    if framework == "tf" and job != "digits":
+        raise UsageError("--framework tf: with TensorFlow there is `paceline demo digits`")
     return DemoOptions(
-        job, own.get("fresh", False), own.get("prompt", DEFAULT_PROMPT), _seconds(own), given.arguments
+        job, own.get("fresh", False), own.get("prompt", DEFAULT_PROMPT), _seconds(own), framework, given.arguments
     )
 
 
@@ -61,7 +70,8 @@ def make_arguments(defaults: Mapping[str, Any], options: DemoOptions) -> Trainin
         UsageError: an option has a wrong value, or contradicts another.
     """
     try:
-        return TrainingArguments(**{**defaults, **options.arguments})
+        kind = TrainingArguments if options.framework == "torch" else TFTrainingArguments
+        return kind(**{**defaults, **options.arguments})
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
 

@@ -11,6 +11,7 @@ from paceline.core.events import TrainerCallback
 from paceline.core.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
+    from paceline.tf.trainer import TFTrainer
     from paceline.trainer import Trainer
 
 
@@ -57,7 +58,7 @@ class EvaluationLines(TrainerCallback):
             self.display.training_bar.write(f"step {state.global_step:>6,}   " + "   ".join(cells))
 
 
-def show_evaluations(trainer: Trainer, columns: dict[str, str]) -> None:
+def show_evaluations(trainer: Trainer | TFTrainer, columns: dict[str, str]) -> None:
     """Show one line per evaluation of this Trainer, in place of each row of logs. Without a bar nothing is changed."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ProgressCallback):

@@ -18,13 +18,14 @@ from paceline.core import folders
 from paceline.core.signals import PREEMPTION_SIGNALS
 
 if TYPE_CHECKING:
+    from paceline.tf.trainer import TFTrainer
     from paceline.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 JOB_NAME = "job.json"
 STATE_NAME = "trainer_state.json"
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "model.keras")
 REMEDY = "give another --output_dir, or --fresh to start over"
 Say = Callable[[str], None]
 Show = Callable[[Any], str]  # a sample of the training set, for a person to read
@@ -202,7 +203,9 @@ def move_aside(folder: Path, say: Say) -> None:
     say(f"The earlier run is now in {target}.")
 
 
-def train_job(trainer: Trainer, job: Job, length: Mapping[str, Any], say: Say, resume: str | bool | None = None) -> int:
+def train_job(
+    trainer: Trainer | TFTrainer, job: Job, length: Mapping[str, Any], say: Say, resume: str | bool | None = None
+) -> int:
     """Train from where the job stands until its end, and note the end.
 
     Args:
@@ -240,7 +243,7 @@ def is_finished(job: Job, length: Mapping[str, Any]) -> bool:
     )
 
 
-def write_results(trainer: Trainer, job: Job, *, evaluates: bool = True) -> dict[str, float]:
+def write_results(trainer: Trainer | TFTrainer, job: Job, *, evaluates: bool = True) -> dict[str, float]:
     """Evaluate, write the final model, the history and the metrics, then the note that the run is finished.
 
     Returns:
@@ -255,7 +258,7 @@ def write_results(trainer: Trainer, job: Job, *, evaluates: bool = True) -> dict
     return metrics
 
 
-def restore_finished(trainer: Trainer, job: Job, say: Say) -> None:
+def restore_finished(trainer: Trainer | TFTrainer, job: Job, say: Say) -> None:
     """Load what `write_results` wrote, and say so."""
     assert job.finished is not None
     steps = job.finished["global_step"]
@@ -285,7 +288,7 @@ def noted_signals() -> Iterator[list[int]]:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-def say_stopped(trainer: Trainer, job: Job, say: Say) -> None:
+def say_stopped(trainer: Trainer | TFTrainer, job: Job, say: Say) -> None:
     """Where a run stands that was stopped, and how to go on."""
     state = trainer.state
     say(f"\nStopped at step {state.global_step:,} of {state.max_steps:,}.")

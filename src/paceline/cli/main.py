@@ -74,7 +74,8 @@ def dispatch(words: list[str]) -> int:
 def run_demo(words: list[str]) -> int:
     """`paceline demo [text|digits]`."""
     options = read_demo_options(words)  # a wrong option is said before torch is loaded
-    job = importlib.import_module(f"paceline.cli.demo_{options.job}")
+    name = f"demo_{options.job}" if options.framework == "torch" else f"demo_{options.job}_{options.framework}"
+    job = importlib.import_module(f"paceline.cli.{name}")
     return int(job.run(options))
 
 

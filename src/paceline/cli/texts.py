@@ -29,6 +29,7 @@ paceline demo [text|digits] [--fresh] [--option value ...]
 
   --fresh             start over; the earlier run is moved aside
   --seconds N         text: how long to train where no number of steps is given (default 90)
+  --framework tf      digits: train with TensorFlow instead of torch (needs the extra `tf`)
   --prompt TEXT       text: what the generated sample begins with
   --output_dir DIR    where everything goes (default runs/demo, runs/digits)
 

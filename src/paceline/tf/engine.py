@@ -21,7 +21,7 @@ from paceline.core.contracts import Emit, StepOutput
 from paceline.core.journal import NOT_COMPUTED
 from paceline.tf.batches import Array, map_leaves, rows, share_out, size_of
 from paceline.tf.devices import cluster_of
-from paceline.tf.framework import tf
+from paceline.tf.framework import keras, tf
 from paceline.tf.objective import NUM_COUNTS, TOKENS, Objective, count
 from paceline.tf.optimizers import make_sum
 
@@ -409,8 +409,8 @@ def dense(gradients: Sequence[Any]) -> list[Any]:
 
 
 def has_loss_scale(optimizer: Any) -> bool:
-    """Whether an optimizer scales the loss: that of float16."""
-    return hasattr(optimizer, "dynamic_scale") or hasattr(optimizer, "get_scaled_loss")
+    """Whether an optimizer scales the loss, and leaves out updates that overflow: that of float16."""
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or hasattr(optimizer, "get_scaled_loss")
 
 
 def scale_loss(optimizer: Any, loss: Any) -> Any:
@@ -422,5 +422,7 @@ def scale_loss(optimizer: Any, loss: Any) -> Any:
 
 def loss_scale(optimizer: Any) -> Any:
     """What the gradients are too large by."""
-    scale = getattr(optimizer, "dynamic_scale", getattr(optimizer, "loss_scale", None))
-    return 1.0 if scale is None or not has_loss_scale(optimizer) else tf.cast(tf.convert_to_tensor(scale), tf.float32)
+    if has_loss_scale(optimizer):
+        scale = getattr(optimizer, "dynamic_scale", getattr(optimizer, "loss_scale", None))
+        return tf.cast(tf.convert_to_tensor(scale), tf.float32)
+    return getattr(optimizer, "loss_scale_factor", None) or 1.0

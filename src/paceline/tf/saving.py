@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLES = "variables"
 INDEX_FILE = f"{VARIABLES}.index"
+KERAS_FILE = "model.keras"
 
 
 class CheckpointError(ValueError):
@@ -215,7 +216,7 @@ def save_model(model: Any, folder: Path) -> Path:
         model.save_pretrained(str(folder))
         return folder
     if isinstance(model, keras.Model) or hasattr(model, "save"):
-        path = folder / "model.keras"
+        path = folder / KERAS_FILE
         temporary = folder / f".model.incomplete-{random.getrandbits(32):08x}.keras"
         try:
             model.save(str(temporary))
@@ -225,6 +226,22 @@ def save_model(model: Any, folder: Path) -> Path:
         return path
     tf.saved_model.save(model, str(folder))
     return folder
+
+
+def load_model(model: Any, folder: Path) -> None:
+    """Read the weights of a checkpoint, or of a `model.keras`, into a model.
+
+    Raises:
+        CheckpointError: there is neither, or it is that of another model.
+    """
+    path = folder / KERAS_FILE
+    if (folder / INDEX_FILE).is_file() or not path.is_file():
+        restore_variables(folder, model)
+        return
+    try:
+        model.set_weights(keras.saving.load_model(path, compile=False).get_weights())
+    except (ValueError, TypeError, OSError) as error:
+        raise CheckpointError(f"{path} does not fit this model: {error}") from error
 
 
 # ---- reading

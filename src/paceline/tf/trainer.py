@@ -367,7 +367,11 @@ class TFTrainer:
 
     # ---- checkpoints
 
-    def save_model(self, output_dir: str | None = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str) -> None:
+        """Load the weights of a checkpoint, or of what `save_model` wrote."""
+        saving.load_model(self.model, Path(resume_from_checkpoint))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model: by `save_pretrained`, as `model.keras`, or a tf.Module as a SavedModel."""
         if not self.args.should_save:
             return

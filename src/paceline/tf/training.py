@@ -24,7 +24,7 @@ from paceline.core.resuming import begin_state, find_checkpoint
 from paceline.core.signals import StopSignals
 from paceline.tf import saving
 from paceline.tf.arguments import check_tensorflow
-from paceline.tf.engine import TFEngine
+from paceline.tf.engine import TFEngine, has_loss_scale
 from paceline.tf.feed import TFFeed
 from paceline.tf.framework import keras, tf
 from paceline.tf.precision import in_precision
@@ -146,7 +146,7 @@ def prepare_optimizer(trainer: TFTrainer, plan: Plan) -> None:
         trainer.optimizer = trainer.lr_scheduler = None
     with trainer.strategy.scope():
         trainer.create_optimizer_and_scheduler(plan.max_steps)
-        if plan.precision == "fp16" and not hasattr(trainer.optimizer, "dynamic_scale"):
+        if plan.precision == "fp16" and not has_loss_scale(trainer.optimizer):
             trainer.optimizer = keras.optimizers.LossScaleOptimizer(trainer.optimizer)
         build = getattr(trainer.optimizer, "build", None)
         if callable(build) and not getattr(trainer.optimizer, "built", False):

@@ -1,4 +1,4 @@
-"""Logs for TensorBoard, through torch's writer or tensorboardX."""
+"""Logs for TensorBoard, through torch's writer, tensorboard's own where there is no torch, or tensorboardX."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.callbacks.reporters.base import Reporter, grouped
+from paceline.callbacks.reporters.event_files import EventWriter
 from paceline.core.metrics import jsonable
 from paceline.core.optional import is_installed, require
 from paceline.core.state import TrainerControl, TrainerState
@@ -88,6 +89,6 @@ def logging_folder(args: Any, state: TrainerState) -> str:
 
 
 def _writer_class() -> Any:
-    if is_installed("torch") and is_installed("tensorboard"):
-        return require("torch.utils.tensorboard", "tensorboard").SummaryWriter
+    if is_installed("tensorboard"):
+        return require("torch.utils.tensorboard", "tensorboard").SummaryWriter if is_installed("torch") else EventWriter
     return require("tensorboardX", "tensorboard").SummaryWriter

@@ -1,0 +1,52 @@
+"""TensorBoard's files written with the package `tensorboard` alone, for environments without torch."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from paceline.core.optional import require
+
+
+class EventWriter:
+    """Writes numbers and texts; has of torch's `SummaryWriter` what the reporter uses.
+
+    Args:
+        log_dir: folder of the file.
+        purge_step: what earlier files of the folder have from this step on is hidden; None: nothing.
+    """
+
+    def __init__(self, log_dir: str, purge_step: int | None = None) -> None:
+        self._events: Any = require("tensorboard.compat.proto.event_pb2", "tensorboard")
+        self._summaries: Any = require("tensorboard.compat.proto.summary_pb2", "tensorboard")
+        writer: Any = require("tensorboard.summary.writer.event_file_writer", "tensorboard")
+        self._writer = writer.EventFileWriter(log_dir)
+        if purge_step is not None:
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._writer.add_event(self._events.Event(wall_time=time.time(), step=purge_step, session_log=start))
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Write a number."""
+        self._add(self._summaries.Summary.Value(tag=tag, simple_value=float(value)), step)
+
+    def add_text(self, tag: str, text: str, step: int = 0) -> None:
+        """Write a text, which is shown as Markdown."""
+        plugin = self._summaries.SummaryMetadata.PluginData(plugin_name="text")
+        tensors: Any = require("tensorboard.compat.proto.tensor_pb2", "tensorboard")
+        shapes: Any = require("tensorboard.compat.proto.tensor_shape_pb2", "tensorboard")
+        shape = shapes.TensorShapeProto(dim=[shapes.TensorShapeProto.Dim(size=1)])
+        tensor = tensors.TensorProto(dtype="DT_STRING", string_val=[text.encode("utf-8")], tensor_shape=shape)
+        metadata = self._summaries.SummaryMetadata(plugin_data=plugin)
+        self._add(self._summaries.Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor), step)
+
+    def _add(self, value: Any, step: int) -> None:
+        summary = self._summaries.Summary(value=[value])
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
+
+    def flush(self) -> None:
+        """Bring what was written to the file."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush, and close the file."""
+        self._writer.close()
