@@ -19,6 +19,8 @@ from model_families import FAMILIES  # noqa: E402
 # of transformers, accelerate and what they import
 pytestmark = pytest.mark.filterwarnings("ignore")
 NUM_STEPS = 6
+# one of each kind of input; the others are compared with the reference in the slow lane
+QUICK = ("GPT-2", "T5", "ViT", "Wav2Vec2 for CTC", "CLIP")
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +71,9 @@ def make(library: Any, folder: Path, name: str, **options: Any) -> Any:
         )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
 def test_the_losses_of_the_reference(tmp_path: Path, name: str) -> None:
     rows = []
     for library in (transformers, paceline):
