@@ -166,13 +166,13 @@ def test_wandb_uploads_the_model(tmp_path: Path, wandb: Any, monkeypatch: pytest
     train(tmp_path / "out", "wandb", save_steps=2)
     wandb.finish()
     (run,) = written_runs(tmp_path)
-    aliases = [list(artifact.aliases) for artifact in run["artifacts"]]
+    aliases = [set(artifact.aliases) for artifact in run["artifacts"]]  # W&B gives them in no order
     files = [[entry.path for entry in artifact.manifest.contents] for artifact in run["artifacts"]]
-    assert aliases[-1][0] == "final_model"
+    assert "final_model" in aliases[-1]
     assert set(files[-1]) == {"model.safetensors", "model_architecture.txt"}
     between = [names for names, told in zip(aliases, files, strict=True) if "optimizer.pt" in told]
     steps = ["checkpoint_global_step_2", "checkpoint_global_step_4"] if choice == "checkpoint" else []
-    assert [names[1] for names in between] == steps
+    assert [{name for name in names if name.startswith("checkpoint_")} for names in between] == [{step} for step in steps]
 
 
 def test_wandb_of_a_user_is_used(tmp_path: Path, wandb: Any) -> None:
