@@ -44,13 +44,14 @@ test: lint
 
 # pytest's status 5: no test of that kind
 test-slow:
-	@$(SETUP) --extras dev,libraries
+	@$(SETUP) --extras dev,libraries,optimizers,trackers
 	@$(VENV)/python -m pytest -m slow || test $$? -eq 5
 
 # the parts of the documentation that are made from the code
 docs:
 	@$(SETUP) --extras dev
 	@$(VENV)/python tools/docs.py
+	@$(VENV)/python tools/parity_page.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import sys
@@ -12,8 +13,12 @@ from typing import Any
 
 import pytest
 
+import api_checks
+import api_table
+import docs
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
 
@@ -56,14 +61,48 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
-def test_modules_are_listed() -> None:
-    spec = importlib.util.spec_from_file_location("docs_tool", ROOT / "tools" / "docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    assert tool.with_modules(text) == text, "docs/architecture.md is behind the code: run `make docs`"
+def test_what_is_made_from_the_code_is_current() -> None:
+    """The table of modules, the table of the reference's names, the API reference, the examples' counterparts."""
+    behind = [
+        path.relative_to(ROOT).as_posix()
+        for path, text in docs.pages().items()
+        if not path.exists() or path.read_text("utf-8") != text
+    ]
+    assert not behind, "behind the code: run `make docs`"
+    assert set(docs.generated_files()) <= set(docs.pages()), "no longer made: run `make docs`"
+
+
+@functools.cache
+def names_of_the_reference() -> list[api_table.Row]:
+    return list(api_table.rows())
+
+
+def test_every_name_of_the_reference_is_accounted_for() -> None:
+    found = names_of_the_reference()
+    assert len(found) > 600
+    assert not api_table.problems(found, api_table.read_reasons())
+
+
+def test_reasons_that_nothing_needs_are_named() -> None:
+    found = names_of_the_reference()
+    reasons = {"same": {}, "different": {}, "refused": {"Trainer: methods/train": "no", "Nowhere/*": "no"}}
+    told = [line for line in api_table.problems(found, reasons) if line.startswith("delete")]
+    assert told == [
+        "delete 'Trainer: methods/train' below 'refused' in tools/api_reasons.yaml: it is now same",
+        "delete 'Nowhere/*' below 'refused' in tools/api_reasons.yaml: it is now no name at all",
+    ]
+    lacking = [line for line in api_table.problems(found, reasons) if "gives no reason" in line]
+    assert any("JITCheckpointCallback" in line for line in lacking)
+
+
+def test_signatures_are_compared() -> None:
+    def ours(self: Any, a: int, b: float = 1.0, *, c: str = "x") -> None: ...
+
+    theirs = api_checks.parse("(a, b=1, c='x')")
+    assert api_checks.compare(theirs, api_checks.actual(ours)) == api_checks.SAME
+    assert "`b` is 1.0 by default" in api_checks.compare({**theirs, "b": "2.0"}, api_checks.actual(ours)).note
+    assert "does not take `d`" in api_checks.compare({**theirs, "d": "None"}, api_checks.actual(ours)).note
+    assert api_checks.compare({"a": "<required>"}, api_checks.actual(ours)).note == "also takes `b`, `c`"
 
 
 def test_layers_are_those_of_the_test() -> None:

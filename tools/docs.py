@@ -1,7 +1,8 @@
-"""Writes the parts of the documentation that are made from the code: the table of modules in docs/architecture.md.
+"""Writes what is made from the code: the table of modules in docs/architecture.md, the table of names beside the
+reference's (docs/api_table.md), the API reference (docs/api), and the examples as scripts for transformers.
 
 python tools/docs.py           write
-python tools/docs.py --check   fail where the file is not what would be written
+python tools/docs.py --check   fail where a file is not what would be written, and name it
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import re
 import sys
 from pathlib import Path
 
+import api_reference
+import api_table
+import counterparts
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "paceline"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -19,12 +24,30 @@ TABLE = re.compile(r"(<!-- modules: .*? -->\n).*?(<!-- end of modules -->)", re.
 
 def main() -> int:
     """Write or check. Returns the exit status."""
-    old = ARCHITECTURE.read_text(encoding="utf-8")
-    new = with_modules(old)
+    wanted = pages()
+    behind = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    extra = [path for path in generated_files() if path not in wanted]
+    for path in [*behind, *extra]:
+        print(path.relative_to(ROOT).as_posix())
     if "--check" in sys.argv[1:]:
-        return int(old != new)
-    ARCHITECTURE.write_text(new, encoding="utf-8")
+        return int(bool(behind or extra))
+    for path in behind:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(wanted[path], encoding="utf-8")
+    for path in extra:
+        path.unlink()
     return 0
+
+
+def pages() -> dict[Path, str]:
+    """Every file that is made, with its content."""
+    architecture = with_modules(ARCHITECTURE.read_text(encoding="utf-8"))
+    return {ARCHITECTURE: architecture, **api_table.pages(), **api_reference.pages(), **counterparts.pages()}
+
+
+def generated_files() -> list[Path]:
+    """The files that lie where all files are made; one that is not wanted any more goes."""
+    return [*api_reference.FOLDER.glob("*.md"), *counterparts.EXAMPLES.glob(f"*{counterparts.SUFFIX}.py")]
 
 
 def with_modules(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.columns import find_labels
+from paceline.model.factory import check_trainable
 from paceline.model.loss import AVERAGED_BY_AUTHOR, LabelSmoother, LossRule, Meaning
 from paceline.model.objective import Objective, accepts
 from paceline.model.signature import innermost, read_signature, shifts_labels
@@ -26,6 +27,8 @@ def check_arguments(trainer: Trainer, optimizers: tuple[Any, Any]) -> None:
             "`optimizers` hold the parameters of one model, and `model_init` makes a new one at each train: pass "
             "`optimizer_cls_and_kwargs`, or override `create_optimizer`."
         )
+    if trainer.train_dataset is not None:
+        check_trainable(trainer.model)
     metrics = trainer.compute_metrics
     if trainer.args.batch_eval_metrics and callable(metrics) and not accepts(metrics, "compute_result"):
         raise ValueError(

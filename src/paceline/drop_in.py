@@ -44,6 +44,9 @@ DEFINING_MODULES = (
     "data.data_collator",
     "data",
     "integrations.integration_utils",
+    "debug_utils",
+    "trainer_jit_checkpoint",
+    "utils.notebook",
 )
 # classes that hold no state of their own when they are made: a class below one can be given another base
 MOVABLE = ("Trainer", "Seq2SeqTrainer", "TrainerCallback")

@@ -21,6 +21,7 @@ from paceline.distributed.strategy import empty_device_cache, is_out_of_memory
 from paceline.model.loss import Counts, LossRule
 from paceline.model.objective import WatchedCount, accepts, adapted
 from paceline.model.outputs import check_loss, detach, no_gradient
+from paceline.optim.layerwise import steps_in_backward
 
 logger = logging.getLogger(__name__)
 
@@ -193,8 +194,8 @@ class TorchEngine:
         return self.log.drain()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether smaller micro-batches could cure this error."""
-        return is_out_of_memory(error)
+        """Whether smaller micro-batches could cure this error: not where a part of the update may be done already."""
+        return not steps_in_backward(self.optimizer) and is_out_of_memory(error)
 
     def discard(self) -> None:
         """Drop the gradients and outputs of a failed update."""

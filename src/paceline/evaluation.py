@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
@@ -252,11 +253,17 @@ class EvaluationLoop:
         self._seen = outputs
 
     def _stream(self, rows: dict[str, Any], size: int, is_last: bool) -> None:
-        """Give one batch to the metrics, as arrays on the host. A batch without labels has none to give."""
+        """Give one batch to the metrics. A batch without labels has none to give.
+
+        A `StreamingMetric` gets arrays on the host, a function the tensors where they are: as the reference has it.
+        """
         if rows["predictions"] is None or rows["labels"] is None:
             return
-        arrays = {name: to_host(value) for name, value in rows.items()}
-        prediction = make_prediction({**arrays, "predictions": with_rows(arrays["predictions"], size)})
+        if self.metric is not None:
+            rows = {name: to_host(value) for name, value in rows.items()}
+        for name in {"predictions", "losses"} & rows.keys():
+            rows[name] = with_rows(rows[name], size)
+        prediction = make_prediction(rows)
         if self.metric is not None:
             self.metric.update(prediction)
         elif self.compute_metrics is not None:
@@ -386,7 +393,8 @@ def warn_of_gaps(trainer: Trainer, output: EvalLoopOutput, prefix: str, loss_onl
 
 
 def timed_metrics(output: EvalLoopOutput, prefix: str, start: float, num_batches: int | None) -> dict[str, float]:
-    """The metrics of an evaluation with its speed beside them."""
+    """The metrics of an evaluation with its speed beside them, which does not count what preparing the model took."""
+    start += (output.metrics or {}).get(f"{prefix}_model_preparation_time", 0.0)
     spent = speed_metrics(prefix, start, num_samples=output.num_samples, num_steps=num_batches)
     return {**(output.metrics or {}), **spent}
 
@@ -448,15 +456,21 @@ def run_evaluation(
     args, run = trainer.args, trainer.run
     logger.info("%s: %s batches", description, loader_length(loader) or "an unknown number of")
     edited = edited_for_evaluation(trainer.model, args) if trainer.edits is None else nullcontext()
+    start = time.perf_counter()
     try:
         with evaluation_weights(trainer.optimizer, trainer.is_in_train), edited:
-            return make_evaluation(trainer).run(
+            seconds = round(time.perf_counter() - start, 4)
+            output = make_evaluation(trainer).run(
                 loader,
                 loss_only=args.prediction_loss_only if loss_only is None else loss_only,
                 ignore_keys=ignore_keys,
                 prefix=prefix,
                 keep_streamed=description == "Prediction",
             )
+        if not trainer.is_prepared and output.metrics is not None:
+            trainer.is_prepared = True
+            output.metrics[f"{prefix}_model_preparation_time"] = seconds
+        return output
     finally:
         if run is None or not (run.loaders.holds(loader) or loader is run.feed.loader):
             close_loader(loader)

@@ -126,5 +126,11 @@ def is_row_list(values: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def with_rows(arrays: Any, size: int) -> Any:
-    """The same nest, its 0-dim arrays repeated for each of `size` samples."""
-    return map_nest(lambda array: np.full(size, array) if array.ndim == 0 else array, arrays)
+    """The same nest, its 0-dim arrays or tensors repeated for each of `size` samples."""
+
+    def repeated(value: Any) -> Any:
+        if value.ndim:
+            return value
+        return value.expand(size) if isinstance(value, Tensor) else np.full(size, value)
+
+    return map_nest(repeated, arrays)

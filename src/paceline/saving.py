@@ -257,6 +257,8 @@ def write_checkpoint(trainer: Trainer, saves: Saves, folder: Path, is_best: bool
     else:
         saves.failed.clear()
         saves.is_published = True
+        if trainer.args.push_to_hub:
+            trainer._push_from_checkpoint(str(folder))
 
 
 def point_to_best(trainer: Trainer, folder: Path, *, is_coming: bool) -> bool:
@@ -348,6 +350,8 @@ def settle(trainer: Trainer, saves: Saves, job: Job, best_before: str | None, er
     if error is None:
         saves.failed.clear()
         saves.buffers.give_back()
+        if trainer.args.push_to_hub:
+            trainer._push_from_checkpoint(str(job.folder))
         fire_saved(trainer)
     elif isinstance(error, OSError):
         if job.copy is not None and job.is_best and job.temporary.is_dir():

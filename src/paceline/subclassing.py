@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from paceline.accelerate_view import AcceleratorView
@@ -18,6 +20,7 @@ from paceline.model.compilation import compile_model
 
 if TYPE_CHECKING:
     from paceline.args.training import TrainingArguments
+    from paceline.core.state import TrainerState
     from paceline.model.objective import Objective
     from paceline.model.signature import ForwardSignature
     from paceline.trainer import Trainer
@@ -25,20 +28,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HUB = "nothing is pushed from here in this version"
 LOOP = "override training_step, compute_loss, get_batch_samples or log, or use a TrainerCallback"
 FILES = "override _save_checkpoint, _save or _load_from_checkpoint"
 # methods of the reference (4.57 and 5.x) that no run of paceline calls -> what serves instead
 UNCALLED: dict[str, str] = {
     "_activate_neftune": "set neftune_noise_alpha",
-    "_add_sm_patterns_to_gitignore": HUB,
+    "_add_sm_patterns_to_gitignore": "override create_model_card, or push_to_hub",
     "_build_accelerator_args": "the device and precision follow from TrainingArguments",
     "_clip_grad_norm": "set max_grad_norm, or use on_pre_optimizer_step",
     "_deactivate_neftune": "set neftune_noise_alpha",
     "_defer_fsdp_gradient_reduction": LOOP,
     "_determine_best_metric": "override evaluate, or set metric_for_best_model",
     "_finalize_training": "use on_train_end",
-    "_finish_current_push": HUB,
     "_fsdp_qlora_plugin_updates": LOOP,
     "_gather_and_numpify": "override evaluation_loop",
     "_get_grad_norm": "use on_pre_optimizer_step",
@@ -55,7 +56,6 @@ UNCALLED: dict[str, str] = {
     "_pad_across_processes": "override prediction_step or evaluation_loop",
     "_prepare_context_parallel_inputs": "override _prepare_inputs",
     "_prepare_for_training": "override create_optimizer_and_scheduler, or use on_train_begin",
-    "_push_from_checkpoint": HUB,
     "_report_to_hp_search": "use on_evaluate",
     "_rotate_checkpoints": "set save_total_limit",
     "_run_epoch": LOOP,
@@ -66,9 +66,11 @@ UNCALLED: dict[str, str] = {
     "_tune_save_checkpoint": FILES,
     "_update_auto_batch_size": "set auto_find_batch_size",
     "_validate_args": "override __init__",
+    "compare_trainer_and_checkpoint_args": "a run that goes on with other arguments says which, without being asked",
     "create_accelerator_and_postprocess": "trainer.accelerator is a view that is made when it is read",
     "ipex_optimize_model": "set torch_compile",
     "prediction_loop": "override evaluation_loop",
+    "propagate_args_to_deepspeed": "no DeepSpeed runs in this version",
     "set_initial_training_values": "set max_steps or num_train_epochs",
     "torch_jit_model_eval": "set torch_compile",
 }
@@ -85,6 +87,7 @@ class ForSubclasses:
         hp_name, hp_search_backend: of a hyper-parameter search.
     """
 
+    _total_loss_scalar = 0.0  # an own `_maybe_log_save_evaluate` adds to it; nothing here reads it
     is_deepspeed_enabled = False
     is_fsdp_xla_enabled = False
     is_fsdp_xla_v2_enabled = False
@@ -94,6 +97,7 @@ class ForSubclasses:
     hp_name: Any = None
     hp_search_backend: Any = None
     args: TrainingArguments
+    state: TrainerState
     signature: ForwardSignature
     objective: Objective
     run: Run | None
@@ -155,6 +159,60 @@ class ForSubclasses:
         """Samples of a micro-batch on this process; smaller after an out-of-memory, where that is allowed."""
         return self.run.plan.micro_batch_size if self.run is not None else self.args.train_batch_size
 
+    @property
+    def _globalstep_last_logged(self) -> int:
+        """The step of the last row of losses; an own `_maybe_log_save_evaluate` sets it where it has logged one."""
+        loop = self.run.loop if self.run is not None else None
+        return self.state.global_step - (loop.unlogged.num_updates if loop is not None else 0)
+
+    @_globalstep_last_logged.setter
+    def _globalstep_last_logged(self, value: int) -> None:
+        if self.run is not None and self.run.loop is not None:
+            self.run.loop.summarise()
+
+    def _get_learning_rate(self) -> float:
+        """The learning rate of the first parameter group. For subclasses: no run asks it."""
+        return float(cast("Trainer", self).get_learning_rates()[0])
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
+        """Note the best metric, and return whether it is this one. For subclasses: a run decides by itself."""
+        loop = self.run.loop if self.run is not None else None
+        return loop.note_best(metrics) if loop is not None else False
+
+    @property
+    def neftune_noise_alpha(self) -> float | None:
+        """The argument of that name."""
+        return self.args.neftune_noise_alpha
+
+    @neftune_noise_alpha.setter
+    def neftune_noise_alpha(self, value: float | None) -> None:
+        self.args.neftune_noise_alpha = value
+
+    if not TYPE_CHECKING:  # a type checker would take every name for granted
+
+        def __getattr__(self, name: str) -> Any:
+            """Reached only where nothing of that name exists: what no run calls is named, with what serves instead."""
+            if name in UNCALLED:
+                raise AttributeError(f"{type(self).__name__}.{name} is not there: no run calls it; {UNCALLED[name]}.")
+            return object.__getattribute__(self, name)  # raises what was raised before, that of a property included
+
+    @staticmethod
+    def num_tokens(train_dl: Iterable[Mapping[str, Any]], max_steps: int | None = None) -> int:
+        """Input tokens, padding included, in one pass of a loader.
+
+        Args:
+            train_dl: its batches hold `input_ids`; they are all read, or one of them with `max_steps`.
+            max_steps: count this many batches like the first instead.
+        """
+        if max_steps is not None:
+            return max_steps * next((batch["input_ids"].numel() for batch in train_dl), 0)
+        return sum(batch["input_ids"].numel() for batch in train_dl)
+
+    def end(self) -> None:
+        """Leave the process group, where there is one. Nothing may ask the other processes for anything after it."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
     def get_sp_size(self) -> int:
         """Processes that share a sequence."""
         return 1
@@ -182,6 +240,4 @@ def meet_subclass(trainer: Trainer) -> None:
         if cls.__module__.startswith("paceline."):
             continue
         for name in UNCALLED.keys() & vars(cls).keys():
-            if UNCALLED[name] == HUB and not trainer.args.push_to_hub:
-                continue
             logger.warning("%s.%s is never called by paceline: %s.", cls.__qualname__, name, UNCALLED[name])

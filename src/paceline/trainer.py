@@ -2,6 +2,7 @@
 
 Who owns what:
     model, args, data, callables   the user's, as given
+    memory_stages                  what each stage took, where `skip_memory_metrics=False` asks for it
     state, control                 the loop's, live; replaced by each `train`
     callback_handler               the callbacks and whom each event calls
     loss_rule, objective           what a loss means, and how one is made by default
@@ -24,11 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline import assembly, progress, saving, training
+from paceline import assembly, progress, reading, saving, training
 from paceline.args.adopt import adopt, apply_log_level
 from paceline.args.plan import Plan, resolve
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.defaults import with_defaults
+from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint import files
 from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.core.folders import make_output_folder
@@ -45,13 +47,11 @@ from paceline.data.columns import (
     signature_columns,
 )
 from paceline.data.loading import check_dataset, loader_length, make_loader, named_dataset, sample_count
-from paceline.data.sampling import make_eval_sampler, make_train_sampler
-from paceline.data.shares import Shares
-from paceline.distributed.precision import make_precision
 from paceline.distributed.random import preserved_rng, set_seed
-from paceline.distributed.strategy import choose_strategy
 from paceline.distributed.world import current_world
 from paceline.evaluation import in_evaluation_mode, predict_batch, run_evaluation, timed_metrics, warn_of_gaps
+from paceline.hub import publishing
+from paceline.hub.card import CardOptions, write_card
 from paceline.model.factory import check_model, make_model
 from paceline.model.loss import LabelSmoother, LossRule
 from paceline.model.objective import adapted
@@ -98,6 +98,7 @@ class Trainer(ForSubclasses):
     run: training.Run | None = None
     edits: PreparedModel | None = None  # what training changed in the model, while it lasts
     is_in_train = False
+    is_prepared = False  # training or an evaluation has prepared the model: it is no news what that takes
     reports_changes = True  # of the arguments since the checkpoint that a run goes on from was written
     current_flos = 0.0
     _created_lr_scheduler = False
@@ -131,27 +132,26 @@ class Trainer(ForSubclasses):
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.world = current_world(self.args)
+        self.memory_stages = MemoryStages(not self.args.skip_memory_metrics, self.world.device.type)
+        self.memory_stages.start("init")
         self.is_model_parallel = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
         self.place_model_on_device = self.args.place_model_on_device is not False and not self.is_model_parallel
         self.model = self._first_model(model)
         assembly.check_arguments(self, optimizers)
         self.place_model()
-        self.strategy = choose_strategy(
-            self.world, make_precision(self._plan().precision, self.world.device), self.args
-        )
+        self.strategy = training.make_strategy(self, self._plan())
         assembly.read_model(self)
         self.data_collator = data_collator or choose_collator(self.processing_class, self.signature.names)
         self.state, self.control = self._first_state(), TrainerControl()
+        given = with_defaults(callbacks or [], self.args)
         self.callback_handler = CallbackHandler(
-            with_defaults(callbacks or [], self.args),
-            self.model,
-            self.processing_class,
-            self.optimizer,
-            self.lr_scheduler,
+            given, self.model, self.processing_class, self.optimizer, self.lr_scheduler
         )
         if self.args.should_save:
             make_output_folder(self._get_output_dir(None))
         meet_subclass(self)
+        publishing.prepare(self)
+        self.memory_stages.stop("init")
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
     # ---- what the constructor does
@@ -236,18 +236,11 @@ class Trainer(ForSubclasses):
             args=self.args,
             train=is_training,
             seed=self._data_seed,
-            shares=self._shares(batch_size, is_training),
+            shares=reading.shares_of(self, batch_size, is_training),
         )
         if is_training or self.run is None or not self.args.dataloader_persistent_workers:
             return make()
         return self.run.loaders.get(given, description, make)
-
-    def _shares(self, batch_size: int, is_training: bool) -> Shares | None:
-        """This process's part of the data, where several read different parts."""
-        rank, size = self.strategy.data_coordinates()
-        if is_training and self._update_size is not None:
-            return Shares.of_update(rank, size, batch_size, self._update_size)
-        return Shares.even(rank, size, batch_size) if size > 1 else None
 
     @property
     def _data_seed(self) -> int:
@@ -255,30 +248,11 @@ class Trainer(ForSubclasses):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """The order of the training samples; None for a dataset without a length."""
-        args, (rank, size) = self.args, self.strategy.data_coordinates()
-        return make_train_sampler(
-            train_dataset if train_dataset is not None else self.train_dataset,
-            strategy=str(args.train_sampling_strategy),
-            batch_size=args.train_batch_size * size,
-            accumulation=args.gradient_accumulation_steps,
-            seed=self._data_seed,
-            length_column=args.length_column_name,
-            model_input_name=self._model_input_name,
-            drop_last=args.dataloader_drop_last,
-            num_ranks=size,
-            rank=rank,
-        )
+        return reading.train_order(self, train_dataset if train_dataset is not None else self.train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """The order of evaluation samples; None for a dataset without a length."""
-        return make_eval_sampler(
-            eval_dataset,  # batches that are kept apart cannot be put back in order
-            strategy=str(self.args.train_sampling_strategy) if self.args.eval_do_concat_batches else "sequential",
-            batch_size=self.args.eval_batch_size * self.strategy.data_coordinates()[1],
-            seed=self._data_seed,
-            length_column=self.args.length_column_name,
-            model_input_name=self._model_input_name,
-        )
+        return reading.eval_order(self, eval_dataset)
 
     @property
     def _model_input_name(self) -> str | None:
@@ -410,7 +384,8 @@ class Trainer(ForSubclasses):
         Raises:
             KeyboardInterrupt: Ctrl-C, after a checkpoint was written (where saving is on).
         """
-        return training.train(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        with self.memory_stages.measuring("train"):
+            return training.train(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch; returns its detached contribution to the update's loss."""
@@ -454,7 +429,7 @@ class Trainer(ForSubclasses):
         start_time: float | None,
         learning_rate: float | None = None,
     ) -> None:
-        """Do what is due now."""
+        """Do what is due now. An own one that logs by itself is given the sum of the losses that no row has yet."""
         assert self.run is not None
         assert self.run.loop is not None
         self.run.loop.log_evaluate_save()
@@ -498,12 +473,14 @@ class Trainer(ForSubclasses):
         self.callback_handler.eval_dataloader = loader
         start = time.time()
         loss_only = True if self.compute_metrics is None else None
-        with in_evaluation_mode(self.model):  # until the row is logged: an own `log` may ask what it is a row of
+        # in this mode until the row is logged: an own `log` may ask what it is a row of
+        with self.memory_stages.measuring("eval"), in_evaluation_mode(self.model):
             output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, prefix)
             warn_of_gaps(self, output, prefix, self.args.prediction_loss_only)
             metrics = timed_metrics(output, prefix, start, loader_length(loader))
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            metrics.update(self.memory_stages.stop("eval"))
         self._share_control()
         return metrics
 
@@ -522,9 +499,11 @@ class Trainer(ForSubclasses):
         """Predict: one row per sample, in their order; the labels where there are any, and then metrics too."""
         loader = self.get_test_dataloader(test_dataset)
         start = time.time()
-        output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
-        metrics = timed_metrics(output, metric_key_prefix, start, loader_length(loader))
-        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        with self.memory_stages.measuring("test"):
+            output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
+            metrics = timed_metrics(output, metric_key_prefix, start, loader_length(loader))
+            self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+            metrics.update(self.memory_stages.stop("test"))
         self._share_control()
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
@@ -548,11 +527,13 @@ class Trainer(ForSubclasses):
     # ---- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, and the processing class beside it, so that it can be loaded again."""
+        """Save the model, and the processing class beside it, so that it can be loaded again; pushed if so asked."""
         weights = saving.whole_weights(self)
         if self.args.should_save:
             folder = self._get_output_dir(None) if output_dir is None else output_dir
             self._save(folder, weights) if weights is not None else self._save(folder)
+        if self.args.push_to_hub and not _internal_call:
+            publishing.push_saved_model(self)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Tensor] | None = None) -> None:
         folder = Path(self._get_output_dir(None) if output_dir is None else output_dir)
@@ -660,9 +641,75 @@ class Trainer(ForSubclasses):
             "with `model_init=`, or drive it from optuna directly."
         )
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Not in this version."""
-        raise NotImplementedError(
-            "push_to_hub is not in this version of paceline: save_model() writes a folder that "
-            "`huggingface_hub.upload_folder` uploads as it is."
+    # ---- the hub
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository that `hub_model_id` names, where there is none; `self.hub_model_id` is then its full id.
+
+        Raises: HubError, when that fails; the message says what to do.
+        """
+        publishing.init_repository(self, token, private)
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Write `README.md` into the output folder: data, hyper-parameters, results and versions of the run.
+
+        Args:
+            language, license, tags: metadata of the hub.
+            model_name: the title; None: the name of the output folder.
+            finetuned_from: the id of the model that training started from; None: as the model's config says.
+            tasks: ids of the hub such as "text-classification"; None: read off the model's class.
+            dataset_tags: ids of data sets of the hub.
+            dataset, dataset_args: names of the data, and what they were loaded with.
+        """
+        options = CardOptions(
+            language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args
         )
+        write_card(self, options)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model and its card, and upload the output folder without its checkpoints in one commit.
+
+        Args:
+            commit_message: of the commit.
+            blocking: wait for it; False: behind what comes next, which must leave the folder as it is until then.
+            token, revision, private: instead of hub_token, hub_revision and hub_private_repo.
+            kwargs: for `create_model_card`.
+
+        Returns: huggingface_hub's CommitInfo, or a Future of it; None on other processes than the first.
+        """
+        return publishing.push_to_hub(
+            self,
+            commit_message,
+            is_blocking=blocking,
+            token=token,
+            revision=revision,
+            private=private,
+            card=kwargs,
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push what a published checkpoint holds, as `hub_strategy` says."""
+        publishing.push_checkpoint(self, Path(checkpoint_folder))
+
+    def _finish_current_push(self) -> None:
+        """Wait for the pushes under way."""
+        publishing.finish_push(self)

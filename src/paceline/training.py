@@ -23,7 +23,7 @@ from paceline.checkpoint import files
 from paceline.checkpoint.plausible import blame
 from paceline.core import folders
 from paceline.core.contracts import Hooks
-from paceline.core.journal import JOURNAL_FILE, UpdateRow, append_rows, truncate
+from paceline.core.journal import JOURNAL_FILE, NOT_COMPUTED, UpdateRow, append_rows, truncate
 from paceline.core.loop import Loop
 from paceline.core.metrics import best_metric_value, speed_metrics
 from paceline.core.outbox import Outbox
@@ -36,11 +36,14 @@ from paceline.data.loading import Feed, KeptLoaders, is_split, loader_length, sa
 from paceline.distributed.collectives import gather_objects
 from paceline.distributed.precision import make_precision
 from paceline.distributed.random import enable_full_determinism, restore_rng, set_seed
-from paceline.distributed.strategy import choose_strategy
+from paceline.distributed.strategy import SingleDevice, choose_strategy
 from paceline.distributed.watchdog import Watchdog, watching
 from paceline.engine import TorchEngine
+from paceline.hub.publishing import finished_pushes
+from paceline.model.factory import check_trainable
 from paceline.model.objective import adapted
 from paceline.model.prepare import prepare_model
+from paceline.optim.layerwise import check_run, steps_in_backward
 from paceline.optim.modes import switch_optimizer
 from paceline.optim.schedulers import follows_metrics
 from paceline.progress import (
@@ -120,7 +123,7 @@ def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: 
     if checkpoint is not None:
         plan = restore_position(trainer, feed, plan, checkpoint)
     signals = StopSignals(args.stop_signals, trainer.world.is_shared)
-    with edited_model(trainer), signals, watching(trainer.world, args) as watchdog:
+    with finished_pushes(trainer), edited_model(trainer), signals, watching(trainer.world, args) as watchdog:
         prepare(trainer, plan)
         exchange = share(trainer, plan, feed, signals, watchdog) if watchdog is not None else None
         run = Run(plan, feed, make_engine(trainer, plan, exchange), signals, trial, ignore_keys, exchange=exchange)
@@ -207,6 +210,7 @@ def start(trainer: Trainer, trial: Any) -> None:
         trainer.model = trainer.call_model_init(trial)
         trainer.optimizer, trainer.lr_scheduler = None, None
         trainer.place_model()
+    check_trainable(trainer.model)
 
 
 def seed_everything(args: Any) -> None:
@@ -232,16 +236,22 @@ def edited_model(trainer: Trainer) -> Iterator[None]:
         trainer.edits = None
 
 
+def make_strategy(trainer: Trainer, plan: Plan) -> SingleDevice:
+    """Where the tensors of this Trainer's runs live."""
+    return choose_strategy(trainer.world, make_precision(plan.precision, trainer.world.device), trainer.args)
+
+
 def prepare(trainer: Trainer, plan: Plan) -> None:
     """Give the model to the strategy, which calls the factory of optimizer and scheduler when parameters are final."""
-    strategy = choose_strategy(trainer.world, make_precision(plan.precision, trainer.world.device), trainer.args)
-    trainer.strategy = strategy
+    strategy = make_strategy(trainer, plan)
+    trainer.strategy, trainer.is_prepared = strategy, True
     if trainer._created_lr_scheduler:  # its length belonged to the run before
         trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
 
     def make_optimizer(model: torch.nn.Module) -> Any:
         trainer.create_optimizer_and_scheduler(num_training_steps=plan.max_steps)
         check_optimizer(trainer.optimizer, model)
+        check_run(trainer.optimizer, str(trainer.args.optim), plan)
         return trainer.optimizer
 
     prepared = strategy.prepare(trainer.model, make_optimizer)
@@ -288,6 +298,8 @@ def begin_state(trainer: Trainer, plan: Plan, checkpoint: Path | None, trial: An
 def make_engine(trainer: Trainer, plan: Plan, exchange: Exchange | None = None) -> TorchEngine:
     """The engine of this Trainer, its hooks bound from the instance as it is now."""
     args = trainer.args
+    # without clipping the norm is still needed to see a gradient that is not finite
+    max_norm = plan.max_grad_norm or (math.inf if plan.nonfinite_policy != "warn" else 0.0)
     kind: Callable[..., TorchEngine] = TorchEngine if exchange is None else partial(SharedEngine, exchange=exchange)
     return kind(
         strategy=trainer.strategy,
@@ -299,8 +311,7 @@ def make_engine(trainer: Trainer, plan: Plan, exchange: Exchange | None = None) 
         compute_loss=trainer.compute_loss,
         prepare_inputs=trainer._prepare_inputs,
         rule=trainer.loss_rule.begin(),
-        # without clipping the norm is still needed to see a gradient that is not finite
-        max_grad_norm=plan.max_grad_norm or (math.inf if plan.nonfinite_policy != "warn" else 0.0),
+        max_grad_norm=0.0 if steps_in_backward(trainer.optimizer) else max_norm,
         skips_non_finite=plan.nonfinite_policy == "skip",
         empty_cache_every=args.torch_empty_cache_steps,
     )
@@ -309,17 +320,27 @@ def make_engine(trainer: Trainer, plan: Plan, exchange: Exchange | None = None) 
 def bind_hooks(trainer: Trainer, run: Run) -> Hooks:
     """What the loop calls back on this Trainer."""
 
+    is_own = not type(trainer)._maybe_log_save_evaluate.__module__.startswith("paceline.")
+
     def act() -> None:
+        loop = run.loop
+        assert loop is not None
+        if is_own and (bad := loop.collect()) is not None:  # an own one may log by itself: what it is given is read
+            loop.rewind(bad)
+            return
+        past = loop.unlogged
         trainer._maybe_log_save_evaluate(
-            run.engine.log.contributions,
-            run.engine.log.norms[-1] if run.engine.log.norms else None,
+            torch.tensor(past.loss_sum, dtype=torch.float64),
+            past.grad_norm if past.grad_norm != NOT_COMPUTED else None,
             trainer.model_wrapped,
             run.trial,
             trainer.state.epoch,
             run.ignore_keys,
-            run.loop.start_time if run.loop is not None else None,
-            learning_rate=run.engine.log.rates[-1] if run.engine.log.rates else None,
+            loop.start_time,
+            learning_rate=past.learning_rate,
         )
+        if is_own:
+            trainer._share_control()
 
     def enter(stage: str) -> None:
         if run.exchange is not None:
@@ -408,6 +429,7 @@ def finish(trainer: Trainer, run: Run) -> TrainOutput:
     trainer.store_flos()
     metrics["total_flos"] = state.total_flos
     metrics["train_loss"] = train_loss
+    metrics.update(trainer.memory_stages.stop("train"))
     trainer.log(metrics)
     finish_saves(trainer, Path(trainer._get_output_dir(run.trial)))
     switch_optimizer(trainer.optimizer, "eval")

@@ -59,6 +59,7 @@ RENAMED: list[tuple[str, Any, str, Any]] = [
     ("per_gpu_train_batch_size", 3, "per_device_train_batch_size", 3),
     ("per_gpu_eval_batch_size", "4", "per_device_eval_batch_size", 4),
     ("warmup_ratio", 0.1, "warmup_steps", 0.1),
+    ("fp16_backend", "amp", "half_precision_backend", "auto"),
     ("no_cuda", True, "use_cpu", True),
     ("no_cuda", "true", "use_cpu", True),
     ("adafactor", True, "optim", "adafactor"),
@@ -75,7 +76,7 @@ RENAMED: list[tuple[str, Any, str, Any]] = [
 
 
 def test_every_default_of_v4_asks_for_nothing() -> None:
-    assert set(DEFAULTS_OF_V4) <= {*OLDER_NAMES, "logging_dir"}
+    assert set(DEFAULTS_OF_V4) <= {*OLDER_NAMES, "logging_dir", "half_precision_backend", "fp16_opt_level"}
     assert TrainingArguments(**DEFAULTS_OF_V4) == TrainingArguments()
 
 
@@ -92,9 +93,6 @@ def test_renamed(old: str, value: Any, new: str, expected: Any, caplog: pytest.L
 
 RETIRED: list[tuple[str, Any, str]] = [
     ("save_safetensors", False, "always written as safetensors"),
-    ("fp16_backend", "apex", "bf16=True or fp16=True"),
-    ("half_precision_backend", "apex", "bf16=True or fp16=True"),
-    ("fp16_opt_level", "O2", "bf16=True or fp16=True"),
     ("jit_mode_eval", True, "torch_compile=True"),
     ("tpu_num_cores", 8, "TPU_NUM_CORES"),
     ("tpu_metrics_debug", True, "leave it out"),

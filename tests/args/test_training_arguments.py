@@ -32,7 +32,6 @@ from paceline.args.choices import (
     SaveStrategy,
     SchedulerType,
 )
-from paceline.args.errors import UnsupportedOption
 from paceline.args.sections import Options
 from paceline.args.seq2seq import Seq2SeqTrainingArguments
 from paceline.args.training import TrainingArguments
@@ -240,8 +239,8 @@ def test_older_attributes_read_and_write_todays() -> None:
     args.group_by_length = False
     args.adafactor = False
     assert (args.use_cpu, args.train_sampling_strategy, args.optim) == (False, "random", "sgd")
-    with pytest.raises(AttributeError, match="no attribute 'fp16_opt_level'"):
-        _ = args.fp16_opt_level
+    with pytest.raises(AttributeError, match="no attribute 'past_index'"):
+        _ = args.past_index
 
 
 def test_copies_are_equal_and_independent() -> None:
@@ -505,9 +504,14 @@ def test_setters_refuse_an_interval_of_zero(setter: str) -> None:
         getattr(TrainingArguments("x"), setter)(strategy="steps", steps=0)
 
 
-def test_set_push_to_hub_says_that_nothing_is_pushed() -> None:
-    with pytest.raises(UnsupportedOption, match="push_to_hub=True is not supported"):
-        TrainingArguments("x").set_push_to_hub("owner/name", token="secret")
+def test_set_push_to_hub() -> None:
+    args = TrainingArguments("x").set_push_to_hub("owner/name", "end", token="secret", private_repo=True, revision="b")
+    values = {name: value for name, value in args.to_dict().items() if "hub" in name}
+    assert values == {
+        "push_to_hub": True, "hub_model_id": "owner/name", "hub_strategy": "end", "hub_token": "<HUB_TOKEN>",
+        "hub_private_repo": True, "hub_always_push": False, "hub_revision": "b",
+    }  # fmt: skip
+    assert args.hub_token == "secret"
 
 
 def test_options_are_the_fields_of_the_arguments() -> None:

@@ -1,6 +1,8 @@
 import json
 import math
+import socket
 import sys
+import threading
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
@@ -13,7 +15,10 @@ from paceline.args.errors import UnsupportedOption
 from paceline.callbacks import reporters
 from paceline.callbacks.reporters import CSVReporter, JSONLReporter, Reporter, TensorBoardCallback, find_reporters
 from paceline.callbacks.reporters import csv as csv_log
+from paceline.callbacks.reporters import mlflow as mlflow_log
 from paceline.callbacks.reporters import tensorboard as board
+from paceline.callbacks.reporters import wandb as wandb_log
+from paceline.callbacks.reporters.base import settings_of
 from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.core.state import TrainerControl, TrainerState
 
@@ -266,8 +271,8 @@ def test_all_that_can_run(monkeypatch):
 def test_unknown_and_later_names():
     with pytest.raises(ValueError, match=r"report_to='tensorbord'.*did you mean 'tensorboard'\?"):
         find_reporters("tensorbord")
-    with pytest.raises(UnsupportedOption, match=r'report_to="wandb".*callbacks=\[\.\.\.\]'):
-        find_reporters(["csv", "wandb"])
+    with pytest.raises(UnsupportedOption, match=r'report_to="neptune".*callbacks=\[\.\.\.\]'):
+        find_reporters(["csv", "neptune"])
 
 
 class Plain(TrainerCallback):
@@ -306,3 +311,77 @@ def test_an_entry_point_must_be_a_class(monkeypatch):
     monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(number=3))
     with pytest.raises(TypeError, match=r"paceline\.reporters:number must name a callback class"):
         find_reporters("number")
+
+
+# ---- trackers; tests/callbacks/test_trackers.py runs them for real
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_tracker_without_its_package_says_what_to_install(monkeypatch, name):
+    (kind,) = find_reporters(name)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=rf'{name} is needed here: pip install "paceline\[{name}\]"'):
+        kind()
+
+
+class Config:
+    def to_dict(self):
+        return {"width": 8, "nested": {"depth": 2}, "seed": 7}
+
+
+def test_settings_hold_no_secrets():
+    values = {"seed": 1, "hub_token": "abc", "url": "https://me:hidden@host/", "note": "hf_" + "a" * 20}
+    args = SimpleNamespace(to_dict=lambda: values)
+    told = settings_of(args, SimpleNamespace(config=Config(), peft_config={"default": Config()}))
+    assert told["seed"] == 1  # the arguments win over the model
+    assert told["peft_config"]["default"]["width"] == told["width"] == 8
+    assert not any(secret in str(told) for secret in ("abc", "hidden", "hf_a"))
+    assert dict(mlflow_log.flat({"a": {"b": 1, "c": {"d": 2}}, "e": {}})) == {"a.b": 1, "a.c.d": 2, "e": {}}
+
+
+def test_the_sender_keeps_what_could_not_be_sent():
+    sent, is_down, tried = [], [True], threading.Event()
+
+    def send(items):
+        tried.set()
+        if is_down[0]:
+            raise ConnectionError("down")
+        sent.extend(items)
+
+    sender = mlflow_log.Sender(send)
+    sender.put([1, 2])
+    assert not sender.drain(5)
+    with pytest.raises(ConnectionError):
+        sender.check()
+    sender.put([3])
+    assert not sender.drain(5)
+    sender.check()  # the same outage
+    is_down[0] = False
+    sender.put(list(range(4, 4000)))
+    assert sender.drain(5)
+    assert (sent, sender.num_waiting) == (list(range(1, 4000)), 0)
+    is_down[0] = True
+    sender.put([4000])
+    sender.drain(5)
+    with pytest.raises(ConnectionError):  # another one
+        sender.check()
+    sender.close()
+
+
+def test_a_server_that_is_not_there_is_told_at_once():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    with pytest.raises(ConnectionError, match=rf"127.0.0.1:{port} cannot be reached.*MLFLOW_TRACKING_URI"):
+        mlflow_log.check_server(f"http://127.0.0.1:{port}")
+    for elsewhere in ("sqlite:///mlflow.db", "databricks", "/some/folder"):
+        mlflow_log.check_server(elsewhere)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("end", "end"), ("CHECKPOINT", "checkpoint"), ("", "false")])
+def test_what_wandb_uploads(monkeypatch, value, expected):
+    monkeypatch.setenv("WANDB_LOG_MODEL", value)
+    assert wandb_log.log_model_choice() == expected
+    monkeypatch.setenv("WANDB_LOG_MODEL", "yes")
+    with pytest.raises(ValueError, match=r"WANDB_LOG_MODEL='yes'.*end, checkpoint, false"):
+        wandb_log.log_model_choice()

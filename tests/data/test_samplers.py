@@ -148,3 +148,12 @@ def test_rebalanced_batches(
         sampler.set_epoch(epoch)
     assert list(ours) == list(expected)
     assert len(ours) == len(expected)
+
+
+@given(lengths=lengths_of_samples, batch_size=st.integers(1, 5), block=st.none() | st.integers(1, 4))
+def test_length_grouped_indices(lengths: list[int], batch_size: int, block: int | None) -> None:
+    ours, expected = (
+        library.get_length_grouped_indices(lengths, batch_size, block, torch.Generator().manual_seed(5))
+        for library in (paceline, theirs)
+    )
+    assert ours == expected

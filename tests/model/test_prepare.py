@@ -28,6 +28,7 @@ def make_args(**changes):
         "torch_compile_backend": None,
         "torch_compile_mode": None,
         "compile_regions": False,
+        "debug": [],
     }
     return SimpleNamespace(**{**defaults, **changes})
 

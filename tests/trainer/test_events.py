@@ -226,6 +226,26 @@ def test_streaming_metrics(tmp_path: Path) -> None:
     assert streamed["eval_accuracy"] == whole["eval_accuracy"]
 
 
+def test_metrics_by_batch_get_tensors_as_in_the_reference(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def metrics(prediction: Any, compute_result: bool) -> dict[str, float]:
+        right = prediction.predictions.argmax(dim=-1).eq(prediction.label_ids)
+        seen.append((len(right), prediction.losses.shape, prediction.inputs["x"].shape))
+        return {"accuracy": right.float().mean()} if compute_result else {}
+
+    make_trainer(
+        tmp_path,
+        Classifier(),
+        eval_dataset=DATA[:10],
+        compute_metrics=metrics,
+        batch_eval_metrics=True,
+        include_for_metrics=["inputs", "loss"],
+        per_device_eval_batch_size=4,
+    ).evaluate()
+    assert seen == [(size, (size,), (size, 8)) for size in (4, 4, 2)]
+
+
 def test_the_kept_rows_of_metrics(tmp_path: Path) -> None:
     shapes = {}
 

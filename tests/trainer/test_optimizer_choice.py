@@ -7,6 +7,7 @@ import pytest
 import torch
 from small_models import Classifier, classification, losses, make_trainer, weights
 
+import paceline
 from paceline import Trainer, TrainerCallback
 from paceline.args.choices import SchedulerType
 from paceline.optim.optimizers import OPTIMIZERS
@@ -59,7 +60,7 @@ def check_resume(folder: Path, stop: int = 5, **options: Any) -> Any:
     return whole
 
 
-@pytest.mark.parametrize("optim", [*OPTIMIZERS, "auto"])
+@pytest.mark.parametrize("optim", [*(name for name, entry in OPTIMIZERS.items() if entry.package == "torch"), "auto"])
 def test_every_optimizer_resumes(tmp_path: Path, optim: str) -> None:
     if optim == "muon" and not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
@@ -76,6 +77,82 @@ def test_every_schedule_resumes(tmp_path: Path, schedule: str) -> None:
     assert len(rates) == 12
     if schedule not in ("constant",):
         assert len(set(rates)) > 1
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and accelerate
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("reduce_lr_on_plateau", {"patience": 0, "factor": 0.5}),
+        ("reduce_lr_on_plateau", {"patience": 1, "mode": "max", "cooldown": 1}),
+        ("greedy", {"patience": 1, "factor": 0.5}),
+        ("greedy", {"patience": 0, "warmup": 2, "smooth": True}),
+    ],
+)
+def test_schedules_that_follow_evaluations_equal_the_reference(
+    tmp_path: Path, schedule: str, options: dict[str, Any]
+) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    pytest.importorskip("accelerate")
+    shared = {
+        "output_dir": str(tmp_path), "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
+        "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "num_train_epochs": 3, "optim": "sgd",
+        "learning_rate": 1.5, "lr_scheduler_type": schedule, "lr_scheduler_kwargs": options, "eval_strategy": "steps",
+        "eval_steps": 1, "metric_for_best_model": "loss", "report_to": "none",
+    }  # fmt: skip
+
+    def rates(library: Any) -> list[float]:
+        trainer = library.Trainer(
+            Classifier(), library.TrainingArguments(**shared), train_dataset=DATA, eval_dataset=DATA[:8]
+        )
+        trainer.train()
+        return [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
+
+    found = rates(paceline)
+    assert found == pytest.approx(rates(transformers))
+    assert len(set(found)) > 1
+
+
+class FusedSGD(torch.optim.Optimizer):
+    """Steps inside the backward pass, as LOMO does; like LOMO's class, it has no step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def fused_backward(self, loss: torch.Tensor, lr: float) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad, alpha=lr)
+                    parameter.grad = None
+
+
+def test_an_optimizer_that_steps_inside_backward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"weight_decay": 0.0, "save_strategy": "no", "max_grad_norm": 0, "learning_rate": 0.5}
+    fused = run(tmp_path / "fused", optimizer_cls_and_kwargs=(FusedSGD, {"lr": 0.5}), **options)
+    usual = run(tmp_path / "usual", optim="sgd", **options)
+    assert torch.equal(weights(fused.model), weights(usual.model))
+    assert losses(fused) == losses(usual)
+    assert not any("grad_norm" in row for row in fused.state.log_history)
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2.*FusedSGD"):
+        run(tmp_path / "no", optimizer_cls_and_kwargs=(FusedSGD, {}), gradient_accumulation_steps=2, **options)
+    options["max_grad_norm"] = 1.0
+    unclipped = run(tmp_path / "warned", optimizer_cls_and_kwargs=(FusedSGD, {"lr": 0.5}), **options)
+    assert torch.equal(weights(unclipped.model), weights(usual.model))
+    assert "not clipped" in caplog.text
+
+
+def test_memory_that_runs_out_inside_a_fused_step_is_not_tried_again(tmp_path: Path) -> None:
+    """A part of the update may be done: doing it over in halves would do that part twice."""
+
+    class NoMemory(FusedSGD):
+        def fused_backward(self, loss: torch.Tensor, lr: float) -> None:
+            super().fused_backward(loss, lr)
+            raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run(tmp_path, optimizer_cls_and_kwargs=(NoMemory, {}), auto_find_batch_size=True, save_strategy="no")
 
 
 def test_a_rate_is_logged_as_it_was_used(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_run_json_lies_beside_the_outputs(tmp_path: Path) -> None:
 def test_a_secret_is_written_nowhere(tmp_path: Path) -> None:
     secret = "hf_verysecret"
     trainer = make_trainer(
-        tmp_path, Classifier(), DATA, hub_token=secret, save_strategy="epoch", report_to=["jsonl", "csv"]
+        tmp_path, Classifier(), DATA, hub_token=secret, save_strategy="epoch", report_to=["jsonl", "csv", "tensorboard"]
     )
     trainer.train()
     trainer.save_model()

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from small_models import Classifier, classification, losses, make_trainer, weights
 
+from paceline import JITCheckpointCallback, TrainerCallback
 from paceline.core.signals import StopSignals
 
 DATA = classification(24)
@@ -138,6 +139,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "ctrl-c in an evaluation": {"event": "prediction_step", "step": 2, "signals": ["SIGINT"]},
     "ctrl-c twice": {"event": "step_begin", "step": 2, "signals": ["SIGINT", "SIGINT"]},
     "saving off": {"event": "step_begin", "step": 2, "signals": ["SIGTERM"], "options": {"save_strategy": "no"}},
+    "saving off, but for this": {
+        "event": "step_begin",
+        "step": 2,
+        "signals": ["SIGTERM"],
+        "options": {"save_strategy": "no", "enable_jit_checkpoint": True},
+    },
     "option off": {"event": "step_begin", "step": 2, "signals": ["SIGINT"], "options": {"stop_signals": False}},
 }
 
@@ -197,6 +204,25 @@ def test_stopped_at_once(runs: dict[str, Any], name: str) -> None:
 def test_nothing_is_saved_where_saving_is_off(runs: dict[str, Any]) -> None:
     stopped = runs["saving off"]
     assert (stopped["end"], stopped["step"], stopped["saved"]) == ("normal", 3, [])
+    asked = runs["saving off, but for this"]
+    assert (asked["end"], asked["step"], asked["saved"]) == ("normal", 3, ["checkpoint-3"])
+
+
+class Terminate(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_the_callback_of_the_reference_asks_for_a_checkpoint(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        make(tmp_path, save_strategy="no", callbacks=[JITCheckpointCallback, Terminate]).train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    with pytest.raises(ValueError, match="stop_signals=False"):
+        make(tmp_path, stop_signals=False, callbacks=[JITCheckpointCallback()]).train()
 
 
 @pytest.mark.slow

@@ -276,4 +276,88 @@ def test_the_table_knows_every_private_method_of_transformers() -> None:
         if name.startswith("_") and not name.startswith("__") and inspect.isfunction(value)
     }
     assert theirs - UNCALLED.keys() - set(dir(Trainer)) == set()
-    assert not [name for name in UNCALLED if hasattr(Trainer, name)]
+    # these two an own `_maybe_log_save_evaluate` may call
+    assert {name for name in UNCALLED if hasattr(Trainer, name)} == {"_determine_best_metric", "_get_learning_rate"}
+
+
+class LogsByItself(Trainer):
+    """The whole of `_maybe_log_save_evaluate` anew, as libraries write it for the reference."""
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None
+    ):
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            loss = tr_loss.mean().item()
+            tr_loss -= tr_loss
+            logs = {"loss": loss / (self.state.global_step - self._globalstep_last_logged)}
+            if grad_norm is not None:
+                logs["grad_norm"] = grad_norm
+            logs["learning_rate"] = learning_rate if learning_rate is not None else self._get_learning_rate()
+            self._total_loss_scalar += loss
+            self._globalstep_last_logged = self.state.global_step
+            self.store_flos()
+            self.log(logs, start_time)
+        if self.control.should_evaluate:
+            metrics = self._evaluate(trial, ignore_keys_for_eval)
+            is_best = self._determine_best_metric(metrics=metrics, trial=trial)
+            if self.args.save_strategy == "best":
+                self.control.should_save = is_best
+        if self.control.should_save:
+            self._save_checkpoint(model, trial)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+
+@pytest.mark.parametrize("options", [{"save_strategy": "steps", "save_steps": 4}, {"save_strategy": "best"}])
+def test_an_own_way_of_logging_evaluating_and_saving(tmp_path: Path, options: dict[str, Any]) -> None:
+    found = []
+    for cls in (Trainer, LogsByItself):
+        trainer = make_trainer(
+            tmp_path / cls.__name__,
+            Classifier(),
+            classification(24),
+            cls=cls,
+            eval_dataset=classification(8),
+            logging_steps=3,
+            max_steps=10,
+            eval_strategy="steps",
+            eval_steps=4,
+            metric_for_best_model="loss",
+            load_best_model_at_end=True,
+            **options,
+        )
+        trainer.train()
+        speeds = ("runtime", "per_second")
+        rows = [{k: v for k, v in row.items() if not k.endswith(speeds)} for row in trainer.state.log_history]
+        names = sorted(path.name for path in (tmp_path / cls.__name__).glob("checkpoint-*"))
+        found.append((rows, names, trainer.state.best_global_step, trainer.state.best_metric))
+    assert found[1] == found[0]
+
+
+def test_what_no_run_calls_is_named_when_it_is_asked_for(tmp_path: Path) -> None:
+    trainer: Any = make_trainer(tmp_path, Classifier(), classification(8))
+    with pytest.raises(AttributeError, match=r"Trainer.prediction_loop is not there: .* override evaluation_loop"):
+        trainer.prediction_loop(None)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = trainer.nothing
+    assert not hasattr(trainer, "_run_epoch")
+
+    class Broken(Trainer):
+        @property
+        def broken(self) -> int:
+            raise AttributeError("from inside")
+
+    with pytest.raises(AttributeError, match="from inside"):
+        _ = make_trainer(tmp_path, Classifier(), classification(8), cls=Broken).broken
+
+
+def test_small_parts_of_the_public_surface(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Classifier(), classification(8))
+    assert trainer.neftune_noise_alpha is None
+    trainer.neftune_noise_alpha = 0.5
+    assert trainer.args.neftune_noise_alpha == 0.5
+    batches = [{"input_ids": torch.ones(2, 3)}, {"input_ids": torch.ones(1, 3)}]
+    assert Trainer.num_tokens(batches) == 9
+    assert Trainer.num_tokens(batches, max_steps=5) == 30
+    assert Trainer.num_tokens([]) == 0
+    trainer.end()
+    assert not torch.distributed.is_initialized()

@@ -270,6 +270,12 @@ def list_or_empty(name: str, value: Any) -> list[Any]:
     return [] if value is None else to_list(name, value, CHOICES.get(name))
 
 
+def to_precision_backend(name: str, value: Any) -> str:
+    """What runs half precision; torch's autocast has had several names, which all mean "auto"."""
+    backend = "auto" if value is None else to_choice(name, value, CHOICES[name])
+    return backend if backend == "apex" else "auto"
+
+
 SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "accelerator_config": to_accelerator_config,
     "debug": to_debug_list,
@@ -278,6 +284,7 @@ SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "fsdp": keep_bool,
     "fsdp_config": keep_config,
     "generation_config": keep_config,
+    "half_precision_backend": to_precision_backend,
     "hub_token": to_token,
     "include_for_metrics": list_or_empty,
     "include_num_input_tokens_seen": to_token_count,

@@ -82,7 +82,6 @@ def join_settings(old: dict[str, Any], given: Any) -> Any:
     return {**given, **old} if isinstance(given, dict) else old
 
 
-AMP_ONLY = "mixed precision is torch's own autocast: set bf16=True or fp16=True and leave this option out"
 OLDER_NAMES: Mapping[str, Renamed | Retired] = {
     # Renamed.
     "_n_gpu": Retired("paceline drives one device per process; start one process per device", (-1, 0, 1)),
@@ -104,6 +103,7 @@ OLDER_NAMES: Mapping[str, Renamed | Retired] = {
         "eval_strategy", when_true("evaluate_during_training", "steps"), lambda strategy: strategy == "steps", ("no",)
     ),
     "evaluation_strategy": Renamed("eval_strategy", defaults_then=("no",)),
+    "fp16_backend": Renamed("half_precision_backend", lambda value: None if value == "auto" else value),
     "group_by_length": Renamed(
         "train_sampling_strategy",
         when_true("group_by_length", "group_by_length"),
@@ -144,13 +144,10 @@ OLDER_NAMES: Mapping[str, Renamed | Retired] = {
     ),
     "xpu_backend": Renamed("ddp_backend"),
     # Retired.
-    "fp16_backend": Retired(AMP_ONLY, (None, "auto", "amp", "cuda_amp", "cpu_amp")),
-    "fp16_opt_level": Retired(AMP_ONLY, (None, "O1")),
     "fsdp_min_num_params": Retired("set fsdp_config={'min_num_params': ...}", (None, 0)),
     "fsdp_transformer_layer_cls_to_wrap": Retired(
         "set fsdp_config={'transformer_layer_cls_to_wrap': [...]}", (None, "")
     ),
-    "half_precision_backend": Retired(AMP_ONLY, (None, "auto", "amp", "cuda_amp", "cpu_amp")),
     "jit_mode_eval": Retired("set torch_compile=True", (None, False)),
     "mp_parameters": Retired("SageMaker's model parallelism is not supported; use torchrun", (None, "")),
     "overwrite_output_dir": Retired("leave it out", (None, False, True)),
@@ -162,7 +159,7 @@ OLDER_NAMES: Mapping[str, Renamed | Retired] = {
         (None, True),
     ),
     "sharded_ddp": Retired("set fsdp", (None, "", [], False)),
-    "tpu_metrics_debug": Retired("leave it out", (None, False)),
+    "tpu_metrics_debug": Retired("print torch_xla.debug.metrics.metrics_report() in a callback", (None, False)),
     "tpu_num_cores": Retired("set the environment variable TPU_NUM_CORES, or tell the launcher", (None,)),
     "use_ipex": Retired("set torch_compile=True", (None, False)),
     "use_legacy_prediction_loop": Retired("leave it out; there is one prediction loop", (None, False)),

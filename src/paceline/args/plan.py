@@ -47,7 +47,7 @@ class Plan:
         logging_first_step: the first update is logged too.
         eval_on_start: evaluate before the first update.
         eval_delay: no evaluation before so many epochs, or updates where eval_strategy is "steps".
-        precision: "full", "bf16" or "fp16".
+        precision: "full", "bf16", "fp16", or "apex-" and the level of NVIDIA's Apex.
         eval_dtype: format that the whole model is cast to for evaluation, "bf16" or "fp16"; None: none.
         max_grad_norm: L2 norm that gradients are clipped to; 0: not clipped.
         seed, data_seed: of everything random, and of the order of the data.
@@ -154,6 +154,13 @@ class Duration:
     num_train_epochs: float
 
 
+def precision_of(args: Any) -> str:
+    """`Plan.precision` of these arguments."""
+    if args.fp16 and args.half_precision_backend == "apex":
+        return f"apex-{args.fp16_opt_level}"
+    return "fp16" if args.fp16 else "bf16" if args.bf16 else "full"
+
+
 def resolve(
     args: Options, *, world_size: int = 1, micro_batches_per_epoch: int | None, samples_per_epoch: int | None = None,
     update_size: int | None = None,
@@ -202,7 +209,7 @@ def resolve(
         logging_first_step=args.logging_first_step,
         eval_on_start=args.eval_on_start,
         eval_delay=args.eval_delay,
-        precision="fp16" if args.fp16 else "bf16" if args.bf16 else "full",
+        precision=precision_of(args),
         eval_dtype="fp16" if args.fp16_full_eval else "bf16" if args.bf16_full_eval else None,
         max_grad_norm=args.max_grad_norm,
         seed=args.seed,

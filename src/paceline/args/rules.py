@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 from paceline.args.accelerator_config import AcceleratorConfig
-from paceline.args.choices import IntervalStrategy, SaveStrategy, SchedulerType
+from paceline.args.choices import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
 from paceline.args.errors import UnsupportedOption
 from paceline.args.sections import Options
 from paceline.args.sharding import is_asked, read_sharding
@@ -70,6 +70,13 @@ def check_precision(options: Options) -> None:
         raise ValueError("fp16=True and bf16=True exclude each other: keep one (bf16 needs no loss scaling).")
     if options.fp16_full_eval and options.bf16_full_eval:
         raise ValueError("fp16_full_eval=True and bf16_full_eval=True exclude each other: keep one.")
+    if options.half_precision_backend == "apex" and not options.fp16:
+        raise ValueError("half_precision_backend='apex' is a way to run fp16=True: set that too, or leave it out.")
+    if options.fp16_opt_level != "O1" and options.half_precision_backend != "apex":
+        raise ValueError(
+            f"fp16_opt_level='{options.fp16_opt_level}' is a level of NVIDIA's Apex: set half_precision_backend='apex' "
+            "too, or leave it out."
+        )
 
 
 def check_intervals(options: Options) -> None:
@@ -155,9 +162,9 @@ def check_switches(options: Options) -> None:
             f"keep_best_metric={options.keep_best_metric!r} says what keep_best goes by: set keep_best to a number of "
             "checkpoints, or leave it out."
         )
-    if options.optim_target_modules and not str(options.optim).startswith(("galore", "apollo")):
+    if options.optim_target_modules and not str(options.optim).startswith(("galore", "apollo", "muon")):
         raise ValueError(
-            f"optim_target_modules={options.optim_target_modules!r} is read by the GaLore and APOLLO optimizers only, "
+            f"optim_target_modules={options.optim_target_modules!r} is read by GaLore and APOLLO, and by Muon, "
             f"not by optim='{options.optim}': leave it out, or freeze parameters with requires_grad_(False)."
         )
 
@@ -189,24 +196,19 @@ def is_default(*accepted: Any) -> Callable[[Any], bool]:
 
 
 NOT_YET = "use parallel='ddp' or 'fsdp', and leave it out"
-NO_HUB = "this version does not push; leave it out and upload the output folder with huggingface_hub"
 NO_TRACKIO = "the Trackio reporter is not here yet; leave it out and use report_to='tensorboard', 'jsonl' or 'csv'"
 # name: (whether the value asks for nothing, what to do instead)
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "deepspeed": (is_off, NOT_YET),
     "parallelism_config": (is_off, NOT_YET),
-    "push_to_hub": (is_off, NO_HUB),
-    "hub_model_id": (is_off, NO_HUB),
-    "hub_strategy": (is_default("every_save"), NO_HUB),
-    "hub_always_push": (is_off, NO_HUB),
-    "hub_private_repo": (is_off, NO_HUB),
-    "hub_revision": (is_off, NO_HUB),
-    "project": (is_default("huggingface"), NO_TRACKIO),
     "trackio_space_id": (is_default(None, "trackio"), NO_TRACKIO),
     "trackio_bucket_id": (is_off, NO_TRACKIO),
     "trackio_static_space_id": (is_off, NO_TRACKIO),
-    "debug": (is_off, "leave it out; torch.autograd.set_detect_anomaly finds where a NaN comes from"),
-    "skip_memory_metrics": (is_default(True), "leave it at True; the progress display shows the memory in use"),
+    "debug": (
+        lambda value: DebugOption.TPU_METRICS_DEBUG not in value,
+        "of the diagnoses there is underflow_overflow; leave it out, and print "
+        "torch_xla.debug.metrics.metrics_report() in a callback",
+    ),
 }
 
 

@@ -15,11 +15,13 @@ from typing import Any
 
 from paceline.args.accelerator_config import AcceleratorConfig
 from paceline.args.choices import (
+    APEX_LEVELS,
     BACKENDS,
     LOG_LEVELS,
     LOSS_WEIGHTS,
     METRIC_INPUTS,
     PARALLEL,
+    PRECISION_BACKENDS,
     SAMPLING_STRATEGIES,
     START_METHODS,
     DebugOption,
@@ -95,7 +97,8 @@ class OptimSection:
     adam_beta2: float = option(0.999, "Decay of the running mean of squared gradients, for the Adam family.")
     adam_epsilon: float = option(1e-8, "Term that keeps the Adam family's denominator away from zero.")
     optim_target_modules: None | str | list[str] = option(  # noqa: RUF036  transformers' parser takes the 2nd member.
-        None, "Modules whose weights a low-rank optimizer (GaLore, APOLLO) projects: a list of names, or one regex."
+        None,
+        "Modules whose weights GaLore or APOLLO projects, or Muon gets: parts of names, one regex, or 'all-linear'.",
     )
 
 
@@ -206,7 +209,7 @@ class LogSection:
         "none", "Reporters that receive the logs: a name, a list of names, 'all' installed ones, or 'none'."
     )
     run_name: str | None = option(None, "Name of the run, for reporters.")
-    project: str = option("huggingface", "Name of the project, for the Trackio reporter.")
+    project: str = option("huggingface", "Project of W&B, or experiment of MLflow, where the environment names none.")
     trackio_space_id: str | None = option(None, "Hub Space that the Trackio reporter syncs to.")
     trackio_bucket_id: str | None = option(None, "Hub bucket that the Trackio reporter stores its data in.")
     trackio_static_space_id: str | None = option(
@@ -247,7 +250,9 @@ class MetricSection:
         list, "What compute_metrics gets beside predictions and labels: 'inputs', 'loss'.", METRIC_INPUTS
     )
     batch_eval_metrics: bool = option(
-        False, "Call compute_metrics on each batch, and at the last one with compute_result=True: flat memory."
+        False,
+        "Call compute_metrics on each batch, given as tensors, and at the last one with compute_result=True: flat "
+        "memory.",
     )
 
 
@@ -284,8 +289,10 @@ class HubSection:
     hub_strategy: HubStrategy | str = option(
         HubStrategy.EVERY_SAVE, "What is pushed: 'end', 'every_save', 'checkpoint', 'all_checkpoints'."
     )
-    hub_always_push: bool = option(False, "Push even where the push before has not finished.")
-    hub_revision: str | None = option(None, "Branch, tag or commit of the hub repository to push to.")
+    hub_always_push: bool = option(
+        False, "Push every checkpoint; else the newest takes the place of those that wait for a push."
+    )
+    hub_revision: str | None = option(None, "Branch of the hub repository to push to; made where it is not there.")
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -394,8 +401,12 @@ class ParallelSection:
 class DebugSection:
     """Diagnoses."""
 
-    debug: str | list[DebugOption] = option("", "Diagnoses to run, separated by spaces: underflow_overflow.")
-    skip_memory_metrics: bool = option(True, "Leave the memory use of each stage out of the metrics.")
+    debug: str | list[DebugOption] = option(
+        "", "Diagnoses to run, separated by spaces: underflow_overflow (infinities and NaN in any module)."
+    )
+    skip_memory_metrics: bool = option(
+        True, "Leave the memory use of each stage (init, train, eval, test) out of the metrics."
+    )
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -466,6 +477,12 @@ class PacelineSection:
     ddp_comm_hook: str | None = option(
         None, "Exchange gradients in 16 bits: 'fp16' or 'bf16'. Unset: in the type they have.", ("fp16", "bf16")
     )
+    half_precision_backend: str = option(
+        "auto",
+        "What runs fp16=True: torch's autocast ('auto', 'amp'), or NVIDIA's Apex ('apex'), for scripts written for it.",
+        PRECISION_BACKENDS,
+    )
+    fp16_opt_level: str = option("O1", "With half_precision_backend='apex': the level of apex.amp.", APEX_LEVELS)
     logging_dir: str | None = option(
         None, "Folder of the TensorBoard files. Unset: TENSORBOARD_LOGGING_DIR, else output_dir/runs/<date>_<host>."
     )

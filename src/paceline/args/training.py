@@ -24,7 +24,7 @@ from paceline.args.coercion import coerce_option, to_mapping
 from paceline.args.construction import ArgumentsMeta
 from paceline.args.older_names import OLDER_NAMES, Renamed
 from paceline.args.plan import check, resolve_warmup
-from paceline.args.rules import check_supported, derived_values
+from paceline.args.rules import derived_values
 from paceline.args.sections import Options
 
 if TYPE_CHECKING:
@@ -395,7 +395,6 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
             hub_always_push=always_push,
             hub_revision=revision,
         )
-        check_supported(self)
         return self
 
     def set_optimizer(

@@ -247,7 +247,7 @@ def write_results(trainer: Trainer, job: Job, *, evaluates: bool = True) -> dict
         The metrics; empty without an evaluation.
     """
     metrics = trainer.evaluate() if evaluates else {}
-    trainer.save_model()
+    trainer.save_model(_internal_call=True)  # what is pushed is pushed when the results are there too
     if metrics:
         trainer.save_metrics("eval", metrics)
     trainer.save_state()

@@ -33,6 +33,7 @@ from paceline.cli.jobs import (
 from paceline.cli.references import Reference, put_on_path, read_reference, require_reference
 from paceline.data.collators import DefaultDataCollator
 from paceline.distributed.random import set_seed
+from paceline.hub.publishing import push_saved_model
 from paceline.model.outputs import ModelOutputError
 from paceline.trainer import Trainer
 
@@ -230,6 +231,8 @@ def save_training(trainer: Trainer, splits: Splits, job: Job, evaluates: bool) -
         report(trainer, "train", {key: value for key, value in rows[-1].items() if key != "step"})
     if metrics:
         report(trainer, "eval", metrics)
+    if trainer.args.push_to_hub:
+        push_saved_model(trainer, "End of training")
 
 
 def report(trainer: Trainer, split: str, metrics: dict[str, float]) -> None:

@@ -87,12 +87,14 @@ class TrainerCallback:
         may_fail: an exception in this callback is logged and the run goes on (reporters); else it ends the run.
         reads_checkpoint: its `on_save` reads the checkpoint, or writes into it, so training waits until that is there;
             False where it only wants to know: then it may be called some steps later.
+        saves_on_signal: a run that is told to end by a signal writes a checkpoint, also with `save_strategy="no"`.
     """
 
     wants: frozenset[str] = frozenset()
     state_key: str | None = None
     may_fail: bool = False
     reads_checkpoint: bool = True
+    saves_on_signal: bool = False
 
     def on_init_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any

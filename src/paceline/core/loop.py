@@ -325,7 +325,8 @@ class Loop:
         self.hooks.act()
 
     def heed_signal(self) -> None:
-        """Save at this boundary, if checkpoints are written at all, and train no further."""
+        """Save at this boundary, if checkpoints are written at all or for this, and train no further."""
         self.is_heeded = True
-        self.control.should_save = self.plan.save_strategy != "no"
+        asked = [self.args.enable_jit_checkpoint, *(getattr(c, "saves_on_signal", 0) for c in self.handler.callbacks)]
+        self.control.should_save = self.plan.save_strategy != "no" or True in asked
         self.control.should_training_stop = True

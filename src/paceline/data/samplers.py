@@ -12,6 +12,24 @@ from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 from paceline.data.sampling import RebalancedBatches, describe_sample, length_grouped_order, random_order
 
 
+def get_length_grouped_indices(
+    lengths: Sequence[int],
+    batch_size: int,
+    mega_batch_mult: int | None = None,
+    generator: torch.Generator | None = None,
+) -> list[int]:
+    """The order of `LengthGroupedSampler`, as a list; see `length_grouped_order`.
+
+    Args:
+        lengths: length of every sample.
+        batch_size: samples that will be padded together.
+        mega_batch_mult: batches in a block that is sorted by length; None: 50, or fewer for little data.
+        generator: of the random order; None: torch's global one.
+    """
+    permutation = torch.randperm(len(lengths), generator=generator)
+    return length_grouped_order(lengths, batch_size, permutation, mega_batch_mult)
+
+
 class LengthGroupedSampler(Sampler[int]):
     """Samples of similar length side by side, in another order each time; see `length_grouped_order`.
 

@@ -30,7 +30,9 @@ def random_order(size: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(size, generator=generator, device="cpu")
 
 
-def length_grouped_order(lengths: Sequence[int], batch_size: int, permutation: Tensor) -> list[int]:
+def length_grouped_order(
+    lengths: Sequence[int], batch_size: int, permutation: Tensor, num_batches: int | None = None
+) -> list[int]:
     """The permutation with samples of similar length side by side, and the longest sample first.
 
     Blocks of 50 batches (fewer for little data) are sorted by length, longest first, so that batches need little
@@ -41,9 +43,10 @@ def length_grouped_order(lengths: Sequence[int], batch_size: int, permutation: T
         lengths: length of every sample.
         batch_size: samples that will be padded together.
         permutation: of `range(len(lengths))`.
+        num_batches: in a block, instead of 50 or fewer.
     """
     num_samples = len(lengths)
-    block = batch_size * max(min(num_samples // (batch_size * 4), MEGABATCHES), 1)
+    block = batch_size * (num_batches or max(min(num_samples // (batch_size * 4), MEGABATCHES), 1))
     shuffled = permutation.tolist()
     blocks = [
         sorted(shuffled[start : start + block], key=lambda index: -lengths[index])

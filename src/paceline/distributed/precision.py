@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.core.apex import require_apex
 from paceline.data.batches import rebuild_dataclass, rebuild_mapping, rebuild_sequence
 
 
@@ -21,14 +22,22 @@ class Precision:
         scales: whether losses are scaled; where not, `scale` and `unscale` need not be called.
         autocasts: whether `context` does anything.
         has_rescaled: whether the last update was left out only to find a loss scale that fits.
+        has_masters: whether the optimizer steps copies of the weights in another type.
+        backward: (loss, learning rate) -> None, where the precision does the backward pass itself; else None.
     """
 
     scales = False
     autocasts = False
     has_rescaled = False
+    has_masters = False
+    backward: Any = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        """What is to be called and stepped in place of these two."""
+        return model, optimizer
 
     def context(self) -> AbstractContextManager[Any]:
         """The context of a forward pass; a fresh one at each call, so that a user may nest them."""
@@ -124,8 +133,76 @@ class Float16(Precision):
             self._scale = None
 
 
+class ApexPrecision(Precision):
+    """NVIDIA's `apex.amp`, for scripts that were written for it.
+
+    Its levels: O0 (float32), O1 (casts around functions), O2 (float16 weights), O3 (all float16).
+
+    amp patches the model and the optimizer, scales the loss inside `backward`, and makes the optimizer leave an update
+    out whose gradients overflowed.
+
+    Args:
+        level: "O0" to "O3".
+
+    Raises:
+        ImportError: NVIDIA's Apex is not installed, or is a release without amp.
+    """
+
+    def __init__(self, device: torch.device, level: str) -> None:
+        super().__init__(device)
+        try:
+            self.amp: Any = require_apex("amp")
+        except ImportError as error:
+            raise ImportError(
+                f"half_precision_backend='apex': {error}; or leave the option out: fp16=True runs by torch's autocast"
+            ) from error
+        self.level = level
+        # there the optimizer steps float32 copies of the weights, whose gradients are the ones to clip
+        self.has_masters = level == "O2"
+        self._optimizer: Optimizer | None = None
+        self._saved: dict[str, Any] | None = None
+        self._has_overflowed = False  # a gradient of the update in progress
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        """Let amp patch both, once for each optimizer."""
+        if optimizer is None:
+            return model, None
+        if not hasattr(optimizer, "_amp_stash"):
+            model, optimizer = self.amp.initialize(model, optimizer, opt_level=self.level, verbosity=0)
+        self._optimizer = optimizer
+        if self._saved is not None:
+            self.amp.load_state_dict(self._saved)
+        return model, optimizer
+
+    def backward(self, loss: torch.Tensor, lr: Any) -> None:
+        """The backward pass of the scaled loss; afterwards the gradients have their true size."""
+        before = self._scale()
+        with self.amp.scale_loss(loss, self._optimizer) as scaled:
+            scaled.backward()
+        self._has_overflowed = self._has_overflowed or self._scale() < before
+
+    def step(self, optimizer: Optimizer, is_bad: torch.Tensor | None = None) -> bool:
+        # amp has replaced optimizer.step for this once, if a gradient overflowed
+        self.has_rescaled, self._has_overflowed = self._has_overflowed, False
+        return super().step(optimizer, is_bad) and not self.has_rescaled
+
+    def _scale(self) -> float:
+        scalers = self.amp.state_dict()
+        return float(scalers["loss_scaler0"]["loss_scale"]) if "loss_scaler0" in scalers else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.amp.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._saved = state or None
+        if self._optimizer is not None and state:
+            self.amp.load_state_dict(state)
+
+
 def make_precision(name: str, device: torch.device) -> Precision:
-    """`full`, `bf16` or `fp16`, as `Plan.precision` says it."""
+    """`full`, `bf16`, `fp16` or `apex-O1` and the like, as `Plan.precision` says it."""
+    if name.startswith("apex-"):
+        return ApexPrecision(device, name.removeprefix("apex-"))
     kinds: dict[str, type[Precision]] = {"full": Precision, "bf16": BFloat16, "fp16": Float16}
     return kinds[name](device)
 

@@ -59,6 +59,9 @@ class SingleDevice:
         self._model: nn.Module | None = None
         self._held: list[Tensor] = []  # by the optimizer, when that list was made
         self._num_alike = -1  # gradients that were found to be alike; -1: none were
+        # of an optimizer that steps inside it, or of a precision that does it itself
+        self._fused_backward: Callable[[Tensor, Any], None] | None = None
+        self._is_stepped = False  # by the backward pass
         # the batch, its tensors on the device; on a CPU one call, since this is on the path of every step
         self.place: Callable[[Any], Any] = partial(move_to_device, device=self.device, non_blocking=True)
         if self.device.type != "cpu":
@@ -68,9 +71,13 @@ class SingleDevice:
         """Put the model on the device and make its optimizer there."""
         self._model = model
         self.parameters = list(model.parameters())
-        self.optimizer = make_optimizer(model) if make_optimizer is not None else None
+        optimizer = make_optimizer(model) if make_optimizer is not None else None
+        model, self.optimizer = self.precision.prepare(model, optimizer)
         if self.optimizer is not None:
             self._follow(self.optimizer)
+            own = getattr(self.optimizer, "fused_backward", None)
+            self._is_stepped = own is not None
+            self._fused_backward = own if own is not None else self.precision.backward
         return Prepared(model, self.optimizer)
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -89,6 +96,9 @@ class SingleDevice:
         """Accumulate the gradients of `loss`. What the optimizer was given since the last time starts without one."""
         if self.optimizer is not None:
             self._follow(self.optimizer, clears=True)
+            if self._fused_backward is not None:
+                self._fused_backward(loss, self.optimizer.param_groups[0]["lr"])
+                return
         if self.precision.scales:
             loss = self.precision.scale(loss)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -104,11 +114,12 @@ class SingleDevice:
             self.precision.unscale(self.optimizer)
         if max_norm <= 0:
             return None
-        gradients = list(filter(IS_THERE, map(GRADIENT_OF, self.parameters)))  # no Python call for it, on every step
+        parameters = self._held if self.precision.has_masters else self.parameters
+        gradients = list(filter(IS_THERE, map(GRADIENT_OF, parameters)))  # no Python call for it, on every step
         if len(gradients) != self._num_alike:
             self._num_alike = len(gradients) if are_alike(gradients) else -1
         if self._num_alike < 0:
-            return nn.utils.clip_grad_norm_(self.parameters, max_norm)
+            return nn.utils.clip_grad_norm_(parameters, max_norm)
         # the same numbers, bit for bit, without sorting the gradients by device and dtype, which takes most of the time
         with torch.no_grad():
             norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)))
@@ -142,6 +153,8 @@ class SingleDevice:
     def step(self, is_bad: Tensor | None = None) -> bool:
         """Update the parameters, unless `is_bad` (0-dim, on the device). Returns whether that is known to be done."""
         assert self.optimizer is not None
+        if self._is_stepped:
+            return True
         return self.precision.step(self.optimizer, is_bad)
 
     def data_coordinates(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Models made by the user's `model_init`."""
+"""Models as they are given, or made by the user's `model_init`: what cannot be trained is refused."""
 
 from __future__ import annotations
 
@@ -34,3 +34,34 @@ def check_model(model: Any, source: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{source} {type(model).__name__}; an nn.Module is needed.")
     return model
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse to train a model of transformers that is quantised and has no adapter.
+
+    Its weights take no gradient, so that only what was left in floats, norms and biases, would be trained.
+
+    Raises:
+        ValueError: it is one.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    has_adapter = hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)
+    if not getattr(model, "is_quantized", False) or quantizer is None:
+        return
+    if not has_adapter and not getattr(quantizer, "is_qat_trainable", False):
+        raise ValueError(
+            f"{type(model).__name__} is quantised ({method_of(quantizer)}), and quantised weights cannot be trained: "
+            "add an adapter (`peft.get_peft_model(model, LoraConfig(...))`), or load the model without "
+            "`quantization_config`."
+        )
+    if not getattr(quantizer, "is_trainable", True):
+        raise ValueError(
+            f"{type(model).__name__} is quantised with {method_of(quantizer)}, through which no gradient passes, to an "
+            "adapter either: quantise it with bitsandbytes, or load it without `quantization_config`."
+        )
+
+
+def method_of(quantizer: Any) -> str:
+    """The name of a way of quantising."""
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", "unknown")
+    return str(getattr(method, "value", method))

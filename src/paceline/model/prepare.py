@@ -1,6 +1,7 @@
 """What is done to a model before the strategy takes it, in this order, and taken back after training:
 
-liger kernels (these stay) -> no key-value cache -> activation checkpointing -> noise on the embeddings.
+liger kernels (these stay) -> fused norms -> no key-value cache -> activation checkpointing -> noise on the
+embeddings -> a watch for inf and NaN.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from paceline.core.optional import require
 from paceline.core.spelling import nearest
 from paceline.model.checkpointing import enable_checkpointing
 from paceline.model.compilation import compile_model, undo_compilation
+from paceline.model.fused_norms import fuse_norms
+from paceline.model.overflow import DebugUnderflowOverflow
 
 __all__ = [
     "PreparedModel",
@@ -74,8 +77,9 @@ def prepare_model(model: nn.Module, args: Any) -> PreparedModel:
     """Edit `model` in place as the arguments ask.
 
     Args:
-        args: use_liger_kernel, liger_kernel_config, use_cache, activation_checkpointing,
-            activation_checkpointing_kwargs, neftune_noise_alpha; with torch_compile, `undo` ends the compilation.
+        args: use_liger_kernel, liger_kernel_config, half_precision_backend, use_cache, activation_checkpointing,
+            activation_checkpointing_kwargs, neftune_noise_alpha, debug; with torch_compile, `undo` ends the
+            compilation.
 
     Raises:
         ValueError, TypeError: an option that this model cannot honour; what was done so far is taken back.
@@ -85,11 +89,16 @@ def prepare_model(model: nn.Module, args: Any) -> PreparedModel:
     try:
         if args.use_liger_kernel:
             prepared._did(_apply_liger(model, args.liger_kernel_config))
+        if getattr(args, "half_precision_backend", "auto") == "apex":
+            prepared._did(*fuse_norms(model))
         _set_cache(model, bool(args.use_cache), prepared)
         if args.activation_checkpointing:
             prepared._did(*enable_checkpointing(model, args.activation_checkpointing_kwargs))
         if args.neftune_noise_alpha:
             prepared._did(*add_embedding_noise(model, args.neftune_noise_alpha))
+        if "underflow_overflow" in map(str, args.debug or ()):
+            watch = DebugUnderflowOverflow(model)
+            prepared._did("Every module is watched for inf and NaN, which is slow.", watch.remove)
     except BaseException:
         prepared.undo()
         raise

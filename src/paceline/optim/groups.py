@@ -80,13 +80,14 @@ def matches(module_name: str, targets: str | Sequence[str]) -> bool:
     entry is the last parts of the name (as in "attn.q_proj") or a regular expression for the whole name.
     """
     if isinstance(targets, str):
-        return _names_all_linear(targets) or re.fullmatch(targets, module_name) is not None
+        return is_all_linear(targets) or re.fullmatch(targets, module_name) is not None
     return any(
         f".{module_name}".endswith(f".{target}") or re.fullmatch(target, module_name) is not None for target in targets
     )
 
 
-def _names_all_linear(targets: str | Sequence[str]) -> bool:
+def is_all_linear(targets: str | Sequence[str]) -> bool:
+    """Whether `optim_target_modules` is "all-linear" (or "all_linear")."""
     return isinstance(targets, str) and targets.replace("_", "-") == "all-linear"
 
 
@@ -111,7 +112,7 @@ def _matrix_names(model: nn.Module, targets: str | Sequence[str] | None) -> set[
         return {
             name
             for name, module_name, module, _ in found
-            if matches(module_name, targets) and (isinstance(module, nn.Linear) or not _names_all_linear(targets))
+            if matches(module_name, targets) and (isinstance(module, nn.Linear) or not is_all_linear(targets))
         }
     head = _output_layer(model, found)
     return {name for name, _, module, _ in found if module is not head}

@@ -1,30 +1,30 @@
 """Optimizers by their name in `optim`.
 
-To add one, put an `OptimizerEntry` into `OPTIMIZERS`: how its class is found, and its keyword arguments beside the
-learning rate. `optim_args` then reaches every other argument of the class by itself.
+To add one, put an `OptimizerEntry` into `OPTIMIZERS` (`FROM_LIBRARIES` of `optim.libraries`, if its class is another
+package's): how its class is found, and its keyword arguments beside the learning rate. `optim_args` then reaches every
+other argument of the class by itself.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.args.errors import UnsupportedOption
 from paceline.core.spelling import nearest
 from paceline.optim.adafactor import Adafactor
 from paceline.optim.choose import Choice, choose_optimizer, why_not_fused
+from paceline.optim.entries import OptimizerEntry, adam_settings
 from paceline.optim.groups import decay_parameter_names, parameter_groups
+from paceline.optim.libraries import FROM_LIBRARIES
 from paceline.optim.muon import MuonWithAdamW
 from paceline.optim.options import typed_options
 
 __all__ = [
-    "LIBRARY_OF",
     "OPTIMIZERS",
     "OptimizerEntry",
     "build_optimizer",
@@ -38,93 +38,30 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class OptimizerEntry:
-    """How one name in `optim` becomes an optimizer.
-
-    Fields:
-        load: returns the class; imports its package, if that is an optional one.
-        settings: training arguments -> keyword arguments of the class, without params, lr and weight_decay.
-    """
-
-    load: Callable[[], type[Optimizer]]
-    settings: Callable[[Any], dict[str, Any]]
-
-
-def _adam_settings(args: Any) -> dict[str, Any]:
-    return {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-
-
-def _no_settings(args: Any) -> dict[str, Any]:
-    return {}
-
-
 OPTIMIZERS: dict[str, OptimizerEntry] = {
-    "adamw_torch": OptimizerEntry(lambda: torch.optim.AdamW, _adam_settings),
-    "adamw_torch_fused": OptimizerEntry(
-        lambda: torch.optim.AdamW, lambda args: {**_adam_settings(args), "fused": True}
-    ),
-    "adam": OptimizerEntry(lambda: torch.optim.Adam, _adam_settings),
-    "nadam": OptimizerEntry(lambda: torch.optim.NAdam, _adam_settings),
-    "radam": OptimizerEntry(lambda: torch.optim.RAdam, _adam_settings),
-    "sgd": OptimizerEntry(lambda: torch.optim.SGD, _no_settings),
-    "adagrad": OptimizerEntry(lambda: torch.optim.Adagrad, _no_settings),
-    "rmsprop": OptimizerEntry(lambda: torch.optim.RMSprop, _no_settings),
+    "adamw_torch": OptimizerEntry(lambda: torch.optim.AdamW, adam_settings),
+    "adamw_torch_fused": OptimizerEntry(lambda: torch.optim.AdamW, lambda args: {**adam_settings(args), "fused": True}),
+    "adam": OptimizerEntry(lambda: torch.optim.Adam, adam_settings),
+    "nadam": OptimizerEntry(lambda: torch.optim.NAdam, adam_settings),
+    "radam": OptimizerEntry(lambda: torch.optim.RAdam, adam_settings),
+    "sgd": OptimizerEntry(lambda: torch.optim.SGD),
+    "adagrad": OptimizerEntry(lambda: torch.optim.Adagrad),
+    "rmsprop": OptimizerEntry(lambda: torch.optim.RMSprop),
     "adafactor": OptimizerEntry(lambda: Adafactor, lambda args: {"scale_parameter": False, "relative_step": False}),
-    "muon": OptimizerEntry(lambda: MuonWithAdamW, _adam_settings),
+    "muon": OptimizerEntry(
+        lambda: MuonWithAdamW,
+        adam_settings,
+        targets=True,
+        note="needs torch 2.9; `optim_target_modules` may be left out",
+    ),
+    **FROM_LIBRARIES,
 }
 """Name in `optim` -> how to make it."""
-
-_FROM_LIBRARIES = {
-    "torch_xla": ("adamw_torch_xla",),
-    "torch_npu": ("adamw_torch_npu_fused",),
-    "apex": ("adamw_apex_fused",),
-    "torchdistx": ("adamw_anyprecision",),
-    "torchao": ("adamw_torch_4bit", "adamw_torch_8bit"),
-    "bitsandbytes": (
-        "ademamix",
-        "ademamix_8bit",
-        "adamw_bnb_8bit",
-        "adamw_8bit",
-        "lion_8bit",
-        "lion_32bit",
-        "paged_adamw_32bit",
-        "paged_adamw_8bit",
-        "paged_ademamix_32bit",
-        "paged_ademamix_8bit",
-        "paged_lion_32bit",
-        "paged_lion_8bit",
-        "rmsprop_bnb",
-        "rmsprop_bnb_8bit",
-        "rmsprop_bnb_32bit",
-    ),
-    "galore_torch": (
-        "galore_adamw",
-        "galore_adamw_8bit",
-        "galore_adafactor",
-        "galore_adamw_layerwise",
-        "galore_adamw_8bit_layerwise",
-        "galore_adafactor_layerwise",
-    ),
-    "lomo_optim": ("lomo", "adalomo"),
-    "grokadamw": ("grokadamw",),
-    "schedulefree": ("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
-    "apollo_torch": ("apollo_adamw", "apollo_adamw_layerwise"),
-    "optimi": ("stable_adamw",),
-}
-LIBRARY_OF = {name: library for library, names in _FROM_LIBRARIES.items() for name in names}
-"""Names in `optim` that other packages implement and paceline does not reach yet -> that package."""
 
 
 def _find(name: str) -> OptimizerEntry:
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
-    if name in LIBRARY_OF:
-        raise UnsupportedOption(
-            f"optim={name!r} is made by the package {LIBRARY_OF[name]}, which this version does not reach yet: "
-            f"pass its class as optimizer_cls_and_kwargs=(class, kwargs) to the Trainer, or choose one of "
-            f"{', '.join(OPTIMIZERS)}"
-        )
     raise ValueError(f"optim={name!r} is no known optimizer; {nearest(name, [*OPTIMIZERS, 'auto'])}")
 
 
@@ -149,13 +86,15 @@ def resolve_optimizer(args: Any, model: nn.Module | None = None) -> tuple[type[O
     """The optimizer's class and its keyword arguments, parameters not included.
 
     Args:
-        args: training arguments: optim, optim_args, optim_target_modules (for Muon), learning_rate, adam_beta1,
-            adam_beta2, adam_epsilon.
-        model: needed for "auto"; where given, a fused optimizer that it rules out is replaced by the plain one.
+        args: training arguments: optim, optim_args, optim_target_modules, learning_rate, weight_decay, warmup_steps,
+            adam_beta1, adam_beta2, adam_epsilon.
+        model: needed for "auto", for low-rank optimizers and for LOMO; where given, a fused optimizer that it rules
+            out is replaced by the plain one, and one that its device rules out is refused.
 
     Raises:
-        UnsupportedOption: an optimizer of a package that is not reached yet.
-        ValueError, TypeError: an unknown optimizer, or `optim_args` that do not fit; the nearest names are given.
+        ImportError: the optimizer's package is missing; the message says what to install.
+        ValueError, TypeError: an unknown optimizer, or `optim_args` or `optim_target_modules` that do not fit; the
+            nearest names are given.
     """
     name = _asked(args)
     if name == "auto":
@@ -165,18 +104,38 @@ def resolve_optimizer(args: Any, model: nn.Module | None = None) -> tuple[type[O
         name = choice.name
         logger.info("%s", _told(choice))
     entry = _find(name)
-    targets = getattr(args, "optim_target_modules", None)
-    if targets and name != "muon":
-        raise ValueError(f'optim_target_modules={targets!r} is for optim="muon"; {name!r} has no use for it')
-    optimizer_class = entry.load()
+    _check_targets(name, entry, args)
+    try:
+        optimizer_class = entry.load()
+    except ImportError as error:
+        raise ImportError(f"optim={name!r}: {error}") from error
+    _check_device(name, entry, model)
     kwargs = {"lr": args.learning_rate, **entry.settings(args)}
-    kwargs.update(typed_options(args.optim_args, optimizer_class, name))
+    given = typed_options(args.optim_args, optimizer_class, name, entry.options)
+    further = {option: given.pop(option) for option in entry.options if option in given}
+    optimizer_class, kwargs = entry.finish((optimizer_class, {**kwargs, **given}), args, model, further)
     if kwargs.get("fused") and model is not None:
         obstacle = why_not_fused(model)
         if obstacle is not None:
             logger.warning("optim=%r runs without the fused kernel because %s.", name, obstacle)
             del kwargs["fused"]
     return optimizer_class, kwargs
+
+
+def _check_targets(name: str, entry: OptimizerEntry, args: Any) -> None:
+    targets = getattr(args, "optim_target_modules", None)
+    if targets and not entry.targets:
+        users = ", ".join(other for other, each in OPTIMIZERS.items() if each.targets)
+        raise ValueError(f"optim_target_modules={targets!r} is read by {users}; {name!r} has no use for it")
+
+
+def _check_device(name: str, entry: OptimizerEntry, model: nn.Module | None) -> None:
+    device = next((parameter.device.type for parameter in model.parameters()), None) if model is not None else None
+    if entry.devices and device is not None and device not in entry.devices:
+        raise ValueError(
+            f"optim={name!r} runs on {' or '.join(sorted(entry.devices))} only, and the model is on {device!r}: "
+            "train there, or choose another optimizer, such as 'adamw_torch_fused'"
+        )
 
 
 def create_optimizer(
@@ -189,7 +148,7 @@ def create_optimizer(
     """The optimizer that `args` asks for, over the trainable parameters of `model`.
 
     Args:
-        args: as for `resolve_optimizer`, and weight_decay and optim_target_modules (for Muon).
+        args: as for `resolve_optimizer`.
         cls_and_kwargs: used instead of what `args.optim` and `args.optim_args` say; see `build_optimizer`.
         decay_names: parameters that get weight decay; None: `decay_parameter_names(model)`.
 
@@ -227,7 +186,21 @@ def build_optimizer(
             name them), which replaces the groups; "weight_decay" replaces `weight_decay`.
         targets, decay_names: see `parameter_groups`.
     """
-    kwargs = dict(kwargs)
+    optimizer = _build(optimizer_class, dict(kwargs), model, weight_decay, targets, decay_names)
+    adapt = getattr(optimizer, "adapt_to", None)  # some need to know which of the parameters are embeddings
+    if callable(adapt):
+        adapt(model)
+    return optimizer
+
+
+def _build(
+    optimizer_class: Any,
+    kwargs: dict[str, Any],
+    model: nn.Module,
+    weight_decay: float,
+    targets: str | Sequence[str] | None,
+    decay_names: Collection[str] | None,
+) -> Optimizer:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         return cast(Optimizer, optimizer_class()(model, **kwargs))
     name = "muon" if issubclass(optimizer_class, MuonWithAdamW) else ""

@@ -33,8 +33,16 @@ def split_options(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
     return options
 
 
-def typed_options(text: str | Mapping[str, Any] | None, make: Callable[..., Any], optimizer: str) -> dict[str, Any]:
+def typed_options(
+    text: str | Mapping[str, Any] | None,
+    make: Callable[..., Any],
+    optimizer: str,
+    further: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """`optim_args` as keyword arguments of `make`, each in the type of that argument's default.
+
+    Args:
+        further: options beside the arguments of `make`, with their defaults.
 
     Raises:
         TypeError: `make` has no such argument; the nearest one is named.
@@ -44,14 +52,14 @@ def typed_options(text: str | Mapping[str, Any] | None, make: Callable[..., Any]
     takes_anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for reserved in ("params", "kwargs", "lr"):
         parameters.pop(reserved, None)
+    defaults = {name: parameter.default for name, parameter in parameters.items()} | dict(further or {})
     options = split_options(text)
     for name, value in options.items():
         if name == "lr":
             raise TypeError(f"optim_args: lr={value} belongs into learning_rate={value}")
-        if name not in parameters and not takes_anything:
-            raise TypeError(f"optim_args: {optimizer} has no option {name!r}; {nearest(name, parameters)}")
-        default = parameters[name].default if name in parameters else None
-        options[name] = _typed(name, value, default, optimizer)
+        if name not in defaults and not takes_anything:
+            raise TypeError(f"optim_args: {optimizer} has no option {name!r}; {nearest(name, defaults)}")
+        options[name] = _typed(name, value, defaults.get(name), optimizer)
     return options
 
 

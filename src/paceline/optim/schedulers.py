@@ -347,7 +347,9 @@ def get_scheduler(
     if name not in SCHEDULES and name not in METRIC_SCHEDULES:
         known = nearest(name, [*SCHEDULES, *METRIC_SCHEDULES])
         raise ValueError(f"lr_scheduler_type={name!r} is no known schedule; {known}")
-    if num_warmup_steps and (name in METRIC_SCHEDULES or name == "constant"):
+    # schedule-free optimizers warm up themselves
+    warms_up = any("warmup_steps" in group for group in optimizer.param_groups)
+    if num_warmup_steps and not warms_up and (name in METRIC_SCHEDULES or name == "constant"):
         logger.warning(
             "The %s schedule has no warm-up: warmup_steps (%s) has no effect.%s",
             name,

@@ -3,14 +3,14 @@
 import sys
 
 from datasets import Dataset
-from small_parts import causal, finish, out, sentences, tokenizer
+from small_parts import DROPOUT, causal, finish, out, sentences, tokenizer, train
 from trl import DPOConfig, DPOTrainer
 
 peft_config = None
 if "lora" in sys.argv:
     from peft import LoraConfig
 
-    peft_config = LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    peft_config = LoraConfig(r=4, lora_dropout=DROPOUT, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 args = DPOConfig(
     output_dir=out(),
     bf16=False,
@@ -43,6 +43,6 @@ trainer = DPOTrainer(
     processing_class=tokenizer(),
     peft_config=peft_config,
 )
-trainer.train()
+train(trainer)
 trainer.save_model(f"{out()}/final")
 finish(trainer)

@@ -4,13 +4,13 @@ import random
 import sys
 
 from datasets import Dataset
-from small_parts import encoder_folder, finish, out, sentences
+from small_parts import encoder_folder, finish, out, sentences, train
 from transformers import BertForMaskedLM, BertForSequenceClassification, BertModel
 
 kind = sys.argv[2]
 source = random.Random(5)
 pairs = {"sentence1": sentences(48, 1), "sentence2": sentences(48, 2), "label": [source.random() for _ in range(48)]}
-train, held_out = Dataset.from_dict(pairs), Dataset.from_dict({name: rows[:8] for name, rows in pairs.items()})
+data, held_out = Dataset.from_dict(pairs), Dataset.from_dict({name: rows[:8] for name, rows in pairs.items()})
 options = {
     "output_dir": out(),
     "report_to": "none",
@@ -38,7 +38,7 @@ if kind == "bi":
     trainer = SentenceTransformerTrainer(
         model=model,
         args=SentenceTransformerTrainingArguments(**options),
-        train_dataset=train,
+        train_dataset=data,
         eval_dataset=held_out,
         loss=CosineSimilarityLoss(model),
         evaluator=EmbeddingSimilarityEvaluator(pairs["sentence1"][:8], pairs["sentence2"][:8], pairs["label"][:8]),
@@ -51,7 +51,7 @@ elif kind == "cross":
     trainer = CrossEncoderTrainer(
         model=model,
         args=CrossEncoderTrainingArguments(**options),
-        train_dataset=train,
+        train_dataset=data,
         eval_dataset=held_out,
         loss=BinaryCrossEntropyLoss(model),
     )
@@ -64,10 +64,10 @@ else:
     trainer = SparseEncoderTrainer(
         model=model,
         args=SparseEncoderTrainingArguments(**options),
-        train_dataset=train.remove_columns("label"),
+        train_dataset=data.remove_columns("label"),
         eval_dataset=held_out.remove_columns("label"),
         loss=SpladeLoss(model, inner, document_regularizer_weight=1e-3, query_regularizer_weight=1e-3),
     )
-trainer.train()
+train(trainer)
 trainer.save_model(f"{out()}/final")
 finish(trainer)

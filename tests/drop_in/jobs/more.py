@@ -3,7 +3,7 @@
 import sys
 
 from datasets import Dataset
-from small_parts import causal, finish, out, sentences, tokenizer
+from small_parts import causal, finish, out, sentences, tokenizer, train
 from transformers import AutoModelForCausalLM
 
 kind = sys.argv[2]
@@ -30,6 +30,19 @@ def count_cats(completions, **kwargs):
     return [float(len(text.split()) + text.count("cat")) for text in completions]
 
 
+def chat(prompt, answer):
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def chatting():
+    words = tokenizer()
+    words.chat_template = (
+        "{% for message in messages %}{{ message['content'] }} {% if message['role'] == 'assistant' %}</s>{% endif %}"
+        "{% endfor %}"
+    )
+    return words
+
+
 if kind == "kto":
     from trl import KTOConfig, KTOTrainer
 
@@ -49,6 +62,43 @@ elif kind == "orpo":
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
     trainer = ORPOTrainer(model=causal(), args=ORPOConfig(**options), train_dataset=pairs, processing_class=tokenizer())
+elif kind == "tpo":
+    from trl.experimental.tpo import TPOConfig, TPOTrainer
+
+    trios = Dataset.from_dict({**columns, "reference": sentences(32, 3)})
+    trainer = TPOTrainer(model=causal(), args=TPOConfig(**options), train_dataset=trios, processing_class=tokenizer())
+elif kind == "gkd":  # on the texts of the data, not on sampled ones
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    rows = {"messages": [chat(*pair) for pair in zip(columns["prompt"], columns["chosen"], strict=True)]}
+    trainer = GKDTrainer(
+        model=causal(),
+        teacher_model=causal(1),
+        args=GKDConfig(**options, lmbda=0.0, max_length=64, max_new_tokens=8),
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=chatting(),
+    )
+elif kind == "distillation":
+    from trl import DistillationConfig, DistillationTrainer
+
+    trainer = DistillationTrainer(
+        model=causal(),
+        teacher_model=causal(1),
+        args=DistillationConfig(**options, max_completion_length=8),
+        train_dataset=prompts,
+        processing_class=tokenizer(),
+    )
+elif kind == "online dpo":
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    trainer = OnlineDPOTrainer(
+        model=causal(),
+        ref_model=causal(1),
+        reward_funcs=count_cats,
+        args=OnlineDPOConfig(**options, max_new_tokens=8),
+        train_dataset=prompts,
+        processing_class=tokenizer(),
+    )
 elif kind in ("grpo", "rloo"):
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -63,6 +113,6 @@ elif kind in ("grpo", "rloo"):
     )
 else:
     raise SystemExit(f"no job {kind}")
-trainer.train()
+train(trainer)
 trainer.save_model(f"{out()}/final")
 finish(trainer)

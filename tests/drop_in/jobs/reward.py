@@ -1,7 +1,7 @@
 """TRL's reward modelling."""
 
 from datasets import Dataset
-from small_parts import finish, out, scorer, sentences, tokenizer
+from small_parts import finish, out, scorer, sentences, tokenizer, train
 from trl import RewardConfig, RewardTrainer
 
 args = RewardConfig(
@@ -27,6 +27,6 @@ trainer = RewardTrainer(
     eval_dataset=Dataset.from_dict({"chosen": sentences(8, 3), "rejected": sentences(8, 4)}),
     processing_class=tokenizer(),
 )
-trainer.train()
+train(trainer)
 trainer.save_model(f"{out()}/final")
 finish(trainer)

@@ -3,7 +3,7 @@
 import sys
 
 from datasets import Dataset
-from small_parts import causal, finish, out, sentences, tokenizer
+from small_parts import DROPOUT, causal, finish, out, sentences, tokenizer, train
 from trl import SFTConfig, SFTTrainer
 
 options = {"packing": True, "max_length": 32} if "packing" in sys.argv else {}
@@ -11,7 +11,7 @@ peft_config = None
 if "lora" in sys.argv:
     from peft import LoraConfig
 
-    peft_config = LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    peft_config = LoraConfig(r=4, lora_dropout=DROPOUT, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 args = SFTConfig(
     output_dir=out(),
     bf16=False,
@@ -37,6 +37,6 @@ trainer = SFTTrainer(
     processing_class=tokenizer(),
     peft_config=peft_config,
 )
-trainer.train()
+train(trainer)
 trainer.save_model(f"{out()}/final")
 finish(trainer)

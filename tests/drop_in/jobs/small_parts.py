@@ -2,8 +2,10 @@
 
 import json
 import logging
+import os
 import random
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -13,13 +15,15 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
+    TrainerCallback,
 )
 
 torch.set_num_threads(1)
 logging.basicConfig(level=logging.WARNING)
 TEXT = "the a cat dog bird sees hears likes red green blue big small house tree river and but so"
 WORDS = TEXT.split()
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# where numbers are compared between two libraries nothing is drawn at random; where a run is resumed it is
+DROPOUT = 0.1 if "dropout" in sys.argv else 0.0
 
 
 def out() -> str:
@@ -59,7 +63,7 @@ SIZES = {
 
 def causal(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, eos_token_id=5, bos_token_id=None))
+    return LlamaForCausalLM(LlamaConfig(**SIZES, attention_dropout=DROPOUT, eos_token_id=5, bos_token_id=None))
 
 
 def scorer() -> LlamaForSequenceClassification:
@@ -72,7 +76,8 @@ def encoder_folder(kind: type) -> str:
     torch.manual_seed(0)
     folder = f"{out()}/encoder"
     extra = {"num_labels": 1} if "SequenceClassification" in kind.__name__ else {}
-    kind(BertConfig(**SIZES, **NO_DROPOUT, **extra)).save_pretrained(folder)
+    rates = {"hidden_dropout_prob": DROPOUT, "attention_probs_dropout_prob": DROPOUT}
+    kind(BertConfig(**SIZES, **rates, **extra)).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 
@@ -83,8 +88,37 @@ def sentences(number: int, seed: int = 0) -> list[str]:
     return [" ".join(source.choices(WORDS, k=source.randint(3, 14))) for _ in range(number)]
 
 
+class Kill(TrainerCallback):
+    """Ends the process at step 6 without a word, once the checkpoint of step 4 is there."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        while state.global_step == 6:
+            if any(Path(out(), "checkpoint-4").glob("trainer_state.json")):
+                os._exit(9)
+            time.sleep(0.01)
+
+
+def train(trainer) -> None:
+    """Train; with `kill` among the arguments only until step 6, with `resume` from the newest checkpoint on."""
+    if "kill" in sys.argv:
+        trainer.add_callback(Kill())
+    trainer.train(resume_from_checkpoint=True if "resume" in sys.argv else None)
+
+
+def adapter_gap(trained) -> float:
+    """The most by which logits differ between a model with an adapter and its last checkpoint, loaded by PEFT."""
+    from peft import PeftModel
+
+    inputs = torch.tensor([tokenizer()("the cat sees a big red house")["input_ids"]])
+    loaded = PeftModel.from_pretrained(causal(), f"{out()}/checkpoint-8").eval()
+    with torch.no_grad():
+        return (loaded(input_ids=inputs).logits - trained.eval()(input_ids=inputs).logits).abs().max().item()
+
+
 def finish(trainer, **more) -> None:
-    """Write down the rows that were logged, and whose Trainer it was."""
+    """Write down the rows that were logged, and whose Trainer it was; of an adapter, whether it can be loaded."""
+    if hasattr(trainer.model, "peft_config"):
+        more["gap"] = adapter_gap(trainer.model)
     bases = [kind.__module__ for kind in type(trainer).__mro__ if kind.__name__ == "Trainer"]
     result = {"rows": trainer.state.log_history, "trainers": bases, **more}
     Path(out(), "result.json").write_text(json.dumps(result, default=float))

@@ -15,10 +15,21 @@ from paceline.args.errors import UnsupportedOption, did_you_mean
 from paceline.callbacks.reporters.base import Reporter
 from paceline.callbacks.reporters.csv import CSVReporter
 from paceline.callbacks.reporters.jsonl import JSONLReporter
+from paceline.callbacks.reporters.mlflow import MLflowCallback
 from paceline.callbacks.reporters.tensorboard import TensorBoardCallback
+from paceline.callbacks.reporters.wandb import WandbCallback
 from paceline.core.optional import is_installed
 
-__all__ = ["REPORTERS", "CSVReporter", "JSONLReporter", "Reporter", "TensorBoardCallback", "find_reporters"]
+__all__ = [
+    "REPORTERS",
+    "CSVReporter",
+    "JSONLReporter",
+    "MLflowCallback",
+    "Reporter",
+    "TensorBoardCallback",
+    "WandbCallback",
+    "find_reporters",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +37,8 @@ ENTRY_POINT_GROUP = "paceline.reporters"
 
 REPORTERS: dict[str, type[Reporter]] = {
     "tensorboard": TensorBoardCallback,
+    "wandb": WandbCallback,
+    "mlflow": MLflowCallback,
     "jsonl": JSONLReporter,
     "csv": CSVReporter,
 }
@@ -40,11 +53,9 @@ _LATER = (
     "dvclive",
     "flyte",
     "kubeflow",
-    "mlflow",
     "neptune",
     "swanlab",
     "trackio",
-    "wandb",
 )
 
 

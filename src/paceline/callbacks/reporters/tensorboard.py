@@ -6,11 +6,10 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.callbacks.reporters.base import Reporter
+from paceline.callbacks.reporters.base import Reporter, grouped
 from paceline.core.metrics import jsonable
 from paceline.core.optional import is_installed, require
 from paceline.core.state import TrainerControl, TrainerState
@@ -86,15 +85,6 @@ def logging_folder(args: Any, state: TrainerState) -> str:
     if state.is_hyper_param_search and state.trial_name is not None:
         folder = folder / state.trial_name
     return str(folder)
-
-
-def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """The names that trackers group by: `eval_x` becomes `eval/x`, `test_x` `test/x`, the rest `train/x`."""
-    names = {}
-    for name, value in logs.items():
-        split, _, rest = name.partition("_")
-        names[f"{split}/{rest}" if split in ("eval", "test") and rest else f"train/{name}"] = value
-    return names
 
 
 def _writer_class() -> Any:

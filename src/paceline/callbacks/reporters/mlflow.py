@@ -1,0 +1,335 @@
+"""Logs, settings and checkpoints for MLflow: a server, or a database file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.callbacks.reporters.base import Reporter, is_set, num_parameters, settings_of
+from paceline.core.metrics import jsonable
+from paceline.core.optional import is_installed, require
+from paceline.core.state import TrainerControl, TrainerState
+
+logger = logging.getLogger(__name__)
+
+PROBE_SECONDS = 10.0
+FINISH_SECONDS = 30.0  # that the end of a training waits for a slow server
+MAX_METRICS = 1000  # in one request, as MLflow's interface says
+NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_\-. :/]")
+
+
+class MLflowCallback(Reporter):
+    """Logs rows as metrics over the step, and the settings as parameters.
+
+    Rows are sent by a thread of its own, so that a slow or dead server does not hold up a step. A run that is active is
+    used; else one is made, with the name `args.run_name`, and ended with the training. A training that is resumed goes
+    on with the run of its checkpoint, unless `run_name` or the experiment is another one now.
+
+    Environment:
+        MLFLOW_TRACKING_URI: of the server or database; without one MLflow takes `mlflow.db` in the working directory.
+        MLFLOW_EXPERIMENT_NAME: made where it does not exist; else `args.project`, where that was changed, else Default.
+        MLFLOW_RUN_ID: the run to go on with.
+        MLFLOW_NESTED_RUN: a true value makes a run inside the active one.
+        MLFLOW_TAGS: a JSON dict of tags.
+        MLFLOW_FLATTEN_PARAMS: a true value logs nested settings one by one, as `outer.inner`.
+        MLFLOW_MAX_LOG_PARAMS: log no more settings than this.
+        HF_MLFLOW_LOG_ARTIFACTS: a true value uploads every checkpoint.
+        DISABLE_MLFLOW_INTEGRATION: a true value turns this callback off.
+
+    Raises:
+        ImportError: mlflow is not installed.
+    """
+
+    requires = ("mlflow",)
+
+    def __init__(self) -> None:
+        if not is_installed("mlflow"):
+            require("mlflow", "mlflow")  # raises, with what to install
+        self._initialized = False
+        self._auto_end_run = False
+        self._log_artifacts = is_set("HF_MLFLOW_LOG_ARTIFACTS")
+        self._is_training = False
+        self._run_id: str | None = None
+        self._run_name: str | None = None
+        self._resumes: Mapping[str, Any] = {}
+        self._sender: Sender | None = None
+        self._left_out: set[str] = set()
+
+    @property
+    def _ml_flow(self) -> Any:
+        return require("mlflow", "mlflow")
+
+    @property
+    def reads_checkpoint(self) -> bool:  # type: ignore[override]
+        """Whether `on_save` needs the files."""
+        return self._log_artifacts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which run this is, for a training that is resumed."""
+        if self._run_id is None:
+            return dict(self._resumes)
+        return {"run_id": self._run_id, "run_name": self._run_name}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with this run, where nothing speaks against it."""
+        self._resumes = dict(state)
+
+    def setup(self, args: Any, state: TrainerState, model: Any) -> None:
+        """Make or find the run, and tell it the settings. Override to do it in another way."""
+        if is_set("DISABLE_MLFLOW_INTEGRATION") or not state.is_world_process_zero:
+            self._initialized = True
+            return
+        mlflow = self._ml_flow
+        check_server(mlflow.get_tracking_uri())
+        is_nested, given = is_set("MLFLOW_NESTED_RUN"), os.environ.get("MLFLOW_RUN_ID")
+        if mlflow.active_run() is None or is_nested or given:
+            experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or changed_project(args)
+            chosen = mlflow.set_experiment(experiment).experiment_id if experiment else None
+            before = None if given else self._run_to_resume(args, chosen)
+            mlflow.start_run(run_id=before, run_name=args.run_name, nested=is_nested)
+            self._auto_end_run = True
+        self._run_id, self._run_name = mlflow.active_run().info.run_id, args.run_name
+        client = mlflow.MlflowClient()
+        self._log_settings(client, args, model)
+        for name, value in json.loads(os.environ.get("MLFLOW_TAGS") or "{}").items():
+            client.set_tag(self._run_id, name, value)
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = Sender(partial(send_metrics, client, self._run_id))
+        self._initialized, self._resumes = True, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_sender": None}  # threads cannot be copied
+
+    def _run_to_resume(self, args: Any, experiment_id: str | None) -> str | None:
+        """The run of the checkpoint, where it is still there and nothing else was asked for."""
+        run_id = self._resumes.get("run_id")
+        if not run_id or self._resumes.get("run_name") != args.run_name:
+            return None
+        try:
+            run = self._ml_flow.MlflowClient().get_run(run_id)
+        except Exception as error:
+            logger.warning("MLflow's run %s cannot be gone on with, so a new one starts: %s", run_id, error)
+            return None
+        is_there = run.info.lifecycle_stage == "active" and experiment_id in (None, run.info.experiment_id)
+        return str(run_id) if is_there else None
+
+    def _log_settings(self, client: Any, args: Any, model: Any) -> None:
+        """As parameters, those that are not there yet: MLflow lets nobody change one."""
+        limits = require("mlflow.utils.validation", "mlflow")
+        settings = settings_of(args, model)
+        count = num_parameters(model)
+        if count is not None:
+            settings["model/num_parameters"] = count
+        if is_set("MLFLOW_FLATTEN_PARAMS"):
+            settings = dict(flat(settings))
+        there = client.get_run(self._run_id).data.params
+        texts = {NOT_IN_NAMES.sub("_", name): str(value) for name, value in settings.items()}
+        long = [name for name, text in texts.items() if len(text) > limits.MAX_PARAM_VAL_LENGTH]
+        if long:
+            logger.warning(
+                "MLflow takes no values of more than %d characters, so these settings are left out: %s. "
+                "MLFLOW_FLATTEN_PARAMS=1 logs nested ones one by one.",
+                limits.MAX_PARAM_VAL_LENGTH,
+                ", ".join(long),
+            )
+        kind = require("mlflow.entities", "mlflow").Param
+        params = [kind(name, text) for name, text in texts.items() if name not in there and name not in long]
+        limit = os.environ.get("MLFLOW_MAX_LOG_PARAMS", "")
+        params = params[: int(limit)] if limit.isdigit() else params
+        for start in range(0, len(params), limits.MAX_PARAMS_TAGS_PER_BATCH):
+            client.log_batch(self._run_id, params=params[start : start + limits.MAX_PARAMS_TAGS_PER_BATCH])
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        self._is_training = True
+        if not self._initialized:
+            self.setup(args, state, model)
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if self._sender is None and not self._initialized:
+            self.setup(args, state, model)
+        if self._sender is None or not logs:
+            return
+        kind, now = require("mlflow.entities", "mlflow").Metric, int(time.time() * 1000)
+        plain = {NOT_IN_NAMES.sub("_", name): jsonable(value) for name, value in logs.items()}
+        numbers = {name: float(value) for name, value in plain.items() if isinstance(value, (bool, int, float))}
+        self._tell_of([name for name in plain if name not in numbers])
+        self._sender.put([kind(name, value, now, state.global_step) for name, value in numbers.items()])
+        if not self._is_training:
+            self._finish_sending()
+        self._sender.check()
+
+    def _tell_of(self, names: list[str]) -> None:
+        """MLflow's metrics are numbers: say, once for each name, what is left out."""
+        new = [name for name in names if name not in self._left_out]
+        if new:
+            self._left_out.update(new)
+            logger.warning("MLflow takes numbers only, so these logs are left out: %s.", ", ".join(new))
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._log_artifacts and self._run_id is not None:
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            self._ml_flow.MlflowClient().log_artifacts(self._run_id, str(folder), artifact_path=folder.name)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._is_training = False
+        if self._sender is None:
+            return
+        is_sent = self._finish_sending()
+        if self._auto_end_run and self._ml_flow.active_run() is not None:
+            self._end_run(is_sent)
+        self._initialized = self._auto_end_run = False  # a further training is another run, or a resume of this one
+        if not is_sent:
+            logger.warning(
+                "MLflow's server did not take the last %d numbers of run %s.", self._sender.num_waiting, self._run_id
+            )
+
+    def _finish_sending(self) -> bool:
+        """Wait until everything is sent, but not for a server that is not there. Returns whether it is."""
+        assert self._sender is not None
+        try:
+            check_server(self._ml_flow.get_tracking_uri())
+        except OSError:
+            return False
+        return self._sender.drain(FINISH_SECONDS)
+
+    def _end_run(self, is_reachable: bool) -> None:
+        """End the run; of a server that does not answer only here, since mlflow would go on trying for minutes."""
+        if is_reachable:
+            self._ml_flow.end_run()
+            return
+        active = getattr(require("mlflow.tracking.fluent", "mlflow"), "_active_run_stack", None)
+        if active is not None:  # else mlflow tries to end it when the process ends
+            active.get().pop()
+
+
+def send_metrics(client: Any, run_id: str, metrics: list[Any]) -> None:
+    """One request."""
+    client.log_batch(run_id, metrics=metrics)
+
+
+class Sender:
+    """Sends numbers from a thread of its own, in order; what could not be sent is tried again with what comes next.
+
+    Args:
+        send: takes a list, of at most `MAX_METRICS`; may raise.
+    """
+
+    def __init__(self, send: Callable[[list[Any]], Any]) -> None:
+        self._send = send
+        self._waiting: list[Any] = []
+        self._changed = threading.Condition()
+        self._is_due = False
+        self._is_closed = False
+        self._error: Exception | None = None
+        self._is_told = False
+        threading.Thread(target=self._work, name="paceline-mlflow", daemon=True).start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of those that were not sent yet."""
+        return len(self._waiting)
+
+    def put(self, items: list[Any]) -> None:
+        """Send these, soon."""
+        with self._changed:
+            self._waiting.extend(items)
+            self._is_due = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Send no more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what sending raised, once for each outage."""
+        error, self._error = self._error, None
+        if error is not None and not self._is_told:
+            self._is_told = True
+            raise error
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until everything is sent, or failed, or the time is over. Returns whether it is sent."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_due, seconds)
+            return not self._waiting
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_due or self._is_closed)
+                if self._is_closed:
+                    return
+                batch = self._waiting[:MAX_METRICS]
+            try:
+                if batch:
+                    self._send(batch)
+            except Exception as error:
+                with self._changed:
+                    self._error, self._is_due = error, False
+                    self._changed.notify_all()
+                continue
+            with self._changed:
+                del self._waiting[: len(batch)]
+                self._is_told = self._is_told and not batch
+                self._is_due = bool(self._waiting)
+                self._changed.notify_all()
+
+
+def check_server(uri: str) -> None:
+    """Ask at once whether a tracking server can be reached; mlflow itself tries for minutes before it says so.
+
+    Raises:
+        ConnectionError: it cannot; the message says where it was looked for.
+    """
+    parts = urllib.parse.urlsplit(uri)
+    if parts.scheme not in ("http", "https") or parts.hostname is None:
+        return  # a database, a folder, a service with a name of its own
+    if parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.hostname):
+        return  # only the proxy can reach it
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname, port), timeout=PROBE_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"MLflow's server {parts.hostname}:{port} cannot be reached ({error}): start it, or set "
+            "MLFLOW_TRACKING_URI, for instance to sqlite:///mlflow.db."
+        ) from error
+
+
+def changed_project(args: Any) -> str | None:
+    """`args.project`, unless it is the default."""
+    project = getattr(args, "project", None)
+    return None if project in (None, "huggingface") else str(project)
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings one by one, under `outer.inner`."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

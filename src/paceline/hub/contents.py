@@ -1,0 +1,145 @@
+"""What goes into a push: files of the output folder, and of a published checkpoint, held while they are sent."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import shutil
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.checkpoint import files
+from paceline.core.folders import MANIFEST_NAME, PREFIX_CHECKPOINT_DIR
+from paceline.progress import CALLBACKS_FILE, PROGRESS_FILE
+
+if TYPE_CHECKING:
+    from paceline.trainer import Trainer
+
+CARD_NAME = "README.md"
+LAST_CHECKPOINT = "last-checkpoint"  # the name in the repository that scripts resume from
+
+PUSHING_THREAD = "paceline-push"  # the name of each thread that pushes
+
+_STAGED = re.compile(r"\.push-(\d+)-\w+")
+# of a checkpoint, what only a resume reads
+_RESUME_FILES = (
+    files.OPTIMIZER_NAME,
+    files.SCHEDULER_NAME,
+    files.SCALER_NAME,
+    files.TRAINER_STATE_NAME,
+    "rng_state*.pth",
+    CALLBACKS_FILE,
+    PROGRESS_FILE,
+    MANIFEST_NAME,
+)
+_WEIGHTS = re.compile(r"(?:pytorch_model|model|adapter_model)[-.\w]*\.(?:safetensors|bin)(?:\.index\.json)?")
+
+
+def output_of(trainer: Trainer) -> Path:
+    """The output folder, with its full name: what is pushed, and where the card is."""
+    return Path(trainer._get_output_dir(None)).absolute()
+
+
+def files_of_output(folder: Path) -> dict[str, Path]:
+    """The files of an output folder by their path in it: no checkpoints, nothing hidden, nothing that begins with _."""
+    found: dict[str, Path] = {}
+    for place, folders, names in os.walk(folder):
+        inside = Path(place).relative_to(folder)
+        is_top = inside == Path()
+        folders[:] = [name for name in folders if _is_pushed(name, is_top)]
+        for name in names:
+            path = Path(place, name)
+            if _is_pushed(name, is_top) and path.is_file():
+                found[(inside / name).as_posix()] = path
+    return found
+
+
+def _is_pushed(name: str, is_top: bool) -> bool:
+    if name.startswith(".") or fnmatch.fnmatchcase(name, f"{PREFIX_CHECKPOINT_DIR}-*"):
+        return False
+    return not (is_top and name.startswith("_"))
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A checkpoint held for a push: its files are linked, so that it may be rotated away while they are sent.
+
+    Attributes:
+        folder: hidden, in the output folder; gone after `drop`.
+        output_dir: what stands beside the checkpoints is pushed with the model.
+    """
+
+    folder: Path
+    output_dir: Path
+
+    @classmethod
+    def take(cls, checkpoint: Path, output_dir: Path) -> Staged:
+        """Link the files of a published checkpoint. Raises: OSError."""
+        staged = cls(Path(tempfile.mkdtemp(prefix=f".push-{os.getpid()}-", dir=output_dir)), output_dir)
+        try:
+            shutil.copytree(checkpoint, staged.folder / "checkpoint", copy_function=_link)
+        except BaseException:
+            staged.drop()
+            raise
+        return staged
+
+    def files(self, checkpoint_name: str | None) -> dict[str, Path]:
+        """Path in the repository -> file, for the model and what stands beside it, and for the checkpoint if named.
+
+        The files beside it are copied now: a run goes on writing to its logs. Raises: OSError.
+        """
+        source = self.folder / "checkpoint"
+        held = {path.relative_to(source).as_posix(): path for path in sorted(source.rglob("*")) if path.is_file()}
+        chosen = {
+            name: path for name, path in held.items() if not any(fnmatch.fnmatch(name, rest) for rest in _RESUME_FILES)
+        }
+        for name, path in files_of_output(self.output_dir).items():
+            if name != CARD_NAME and (name in chosen or _WEIGHTS.fullmatch(name)):
+                continue  # of an earlier save
+            copy = self.folder / "beside" / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                chosen[name] = Path(shutil.copy2(path, copy))
+            except FileNotFoundError:
+                continue  # gone meanwhile
+        if checkpoint_name is not None:
+            chosen.update({f"{checkpoint_name}/{name}": path for name, path in held.items()})
+        return chosen
+
+    def drop(self) -> None:
+        """Let go of the files."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def clear_staged(output_dir: Path) -> None:
+    """Remove what the pushes of a run that was killed have left."""
+    for path in output_dir.glob(".push-*"):
+        match = _STAGED.fullmatch(path.name)
+        if match is not None and not _is_running(int(match[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    if pid == os.getpid():  # in a container, every run's
+        return any(thread.name == PUSHING_THREAD for thread in threading.enumerate())
+    if os.name != "posix":
+        return False  # asking could end it
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+    return target

@@ -1,0 +1,171 @@
+"""Pushes behind the training: one thread, one push at a time; of those that wait the newest, unless all are wanted."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.hub.contents import PUSHING_THREAD
+from paceline.hub.repository import in_words
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_WORDS = 30.0  # while training has ended and a push has not
+
+
+@dataclass
+class Push:
+    """One push.
+
+    Attributes:
+        name: what it is, in words.
+        send: does it, and returns what the hub answered.
+        drop: called when it is over, whatever became of it.
+        can_be_skipped: a newer one may take its place while it waits.
+        result: what `send` returned or raised.
+    """
+
+    name: str
+    send: Callable[[], Any]
+    drop: Callable[[], None] = lambda: None
+    can_be_skipped: bool = True
+    result: Future[Any] = field(default_factory=Future)
+
+
+class Pushes:
+    """The pushes of a Trainer. A push that fails is told once per outage, and never raised.
+
+    Args:
+        repo_id: where they go, for the words.
+
+    Attributes:
+        failure: of the last push that ended, if it failed.
+    """
+
+    def __init__(self, repo_id: str) -> None:
+        self.repo_id = repo_id
+        self.failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._waiting: deque[Push] = deque()
+        self._current: Push | None = None
+        self._thread: threading.Thread | None = None
+        self._waits_at_exit = False
+
+    def start(self, push: Push) -> Future[Any]:
+        """Do a push as soon as those before it have ended."""
+        skipped: list[Push] = []
+        with self._lock:
+            if push.can_be_skipped:
+                skipped = [other for other in self._waiting if other.can_be_skipped]
+                self._waiting = deque(other for other in self._waiting if not other.can_be_skipped)
+            if self._thread is not None:
+                self._waiting.append(push)
+            else:
+                self._current = push
+                # a daemon, which Ctrl-C can leave behind: half a commit is no commit
+                self._thread = threading.Thread(target=self._work, args=(push,), name=PUSHING_THREAD, daemon=True)
+                self._thread.start()
+        self._wait_at_exit()
+        for other in skipped:
+            logger.info("The push of %s is left out: that of %s waits by now.", other.name, push.name)
+            other.drop()
+            other.result.cancel()
+        return push.result
+
+    def is_done(self) -> bool:
+        """Whether no push is under way or waiting."""
+        return self._thread is None
+
+    def wait_until_done(self) -> None:
+        """Wait for all pushes, and say now and then that this is what is waited for.
+
+        Raises: KeyboardInterrupt; the interpreter will then not wait for them either.
+        """
+        try:
+            self._wait()
+        except KeyboardInterrupt:
+            self._waits_at_exit = False
+            raise
+
+    def _wait(self) -> None:
+        with self._lock:
+            thread, current = self._thread, self._current
+        if thread is None:
+            return
+        name = current.name if current is not None else "the last checkpoint"
+        logger.info("Waiting for the push of %s to %s; Ctrl-C leaves without it.", name, self.repo_id)
+        start = time.monotonic()
+        while thread is not None:
+            thread.join(SECONDS_BETWEEN_WORDS)
+            if thread.is_alive():
+                seconds = time.monotonic() - start
+                logger.info("Still pushing %s to %s, for %.0f seconds now.", self._names(), self.repo_id, seconds)
+            else:
+                with self._lock:
+                    thread = self._thread
+
+    def _names(self) -> str:
+        with self._lock:
+            pushes = [self._current, *self._waiting]
+        return ", ".join(push.name for push in pushes if push is not None) or "nothing"
+
+    def report(self, name: str, error: BaseException | None) -> None:
+        """Note how a push ended; say it where that is news."""
+        before, self.failure = self.failure, error
+        if error is not None and before is None:
+            logger.warning(
+                "The push of %s to %s failed (%s). Training goes on, the files are in the output folder, and the next "
+                "checkpoint is pushed again; trainer.push_to_hub() pushes at any time.",
+                name,
+                self.repo_id,
+                in_words(error),
+            )
+        elif error is None and before is not None:
+            logger.warning("%s could be pushed to %s again.", name, self.repo_id)
+
+    def _wait_at_exit(self) -> None:
+        """Let an interpreter that ends wait for the pushes, unless somebody has had enough of waiting."""
+        if self._waits_at_exit:
+            return
+        self._waits_at_exit = True
+        reference = weakref.ref(self)
+
+        def wait() -> None:
+            pushes = reference()
+            if pushes is not None and pushes._waits_at_exit:
+                with suppress(KeyboardInterrupt):
+                    pushes.wait_until_done()
+
+        # `atexit` is too late: executors, such as huggingface_hub has, take no more work by then
+        register: Callable[[Callable[[], None]], Any] = getattr(threading, "_register_atexit", atexit.register)
+        with suppress(RuntimeError):  # it is ending already
+            register(wait)
+
+    def _work(self, first: Push) -> None:
+        push: Push | None = first
+        while push is not None:
+            error: BaseException | None = None
+            answer = None
+            try:
+                answer = push.send()
+            except BaseException as raised:
+                error = raised
+            push.drop()
+            self.report(push.name, error)
+            if error is None:
+                push.result.set_result(answer)
+            else:
+                push.result.set_exception(error)
+            with self._lock:
+                push = self._current = self._waiting.popleft() if self._waiting else None
+                if push is None:
+                    self._thread = None

@@ -1,0 +1,62 @@
+"""What the registry of optimizers holds of each name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Made = tuple[Any, dict[str, Any]]
+
+ADAM_DEFAULTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+
+
+def no_settings(args: Any) -> dict[str, Any]:
+    """No keyword arguments but the learning rate."""
+    return {}
+
+
+def adam_settings(args: Any) -> dict[str, Any]:
+    """betas and eps, as the arguments have them."""
+    return {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+
+
+def changed_adam_settings(args: Any) -> dict[str, Any]:
+    """betas and eps where they differ from the defaults; else the class keeps its own."""
+    settings: dict[str, Any] = {}
+    if (args.adam_beta1, args.adam_beta2) != (ADAM_DEFAULTS["adam_beta1"], ADAM_DEFAULTS["adam_beta2"]):
+        settings["betas"] = (args.adam_beta1, args.adam_beta2)
+    if args.adam_epsilon != ADAM_DEFAULTS["adam_epsilon"]:
+        settings["eps"] = args.adam_epsilon
+    return settings
+
+
+def as_it_is(made: Made, args: Any, model: Any, given: dict[str, Any]) -> Made:
+    """Class and arguments with the further options among the arguments."""
+    return made[0], {**made[1], **given}
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """How one name in `optim` becomes an optimizer.
+
+    Fields:
+        load: returns the class; imports its package, if that is an optional one.
+        settings: training arguments -> keyword arguments of the class, without params, lr and weight_decay.
+        options: what `optim_args` may give beside the arguments of the class, with the defaults.
+        finish: ((class, keyword arguments), training arguments, model or None, values of `options`) -> (class,
+            keyword arguments).
+        targets: whether `optim_target_modules` is read.
+        devices: types of device that it runs on; empty: any.
+        package: whose class it is.
+        note: for the table in the documentation.
+    """
+
+    load: Callable[[], Any]
+    settings: Callable[[Any], dict[str, Any]] = no_settings
+    options: Mapping[str, Any] = field(default_factory=dict)
+    finish: Callable[[Made, Any, Any, dict[str, Any]], Made] = as_it_is
+    targets: bool = False
+    devices: frozenset[str] = frozenset()
+    package: str = "torch"
+    note: str = ""
