@@ -9,9 +9,12 @@ from __future__ import annotations
 import copy
 import signal
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from paceline.core.rows import RowCollector
+import torch
+
+from paceline.core.rows import RowCollector, map_nest
 from paceline.core.signals import Interrupted
 from paceline.core.spill import Spill
 from paceline.distributed.collectives import gather_objects, share_object, sum_floats, sum_ints
@@ -152,12 +155,20 @@ class SharedEvaluation(EvaluationLoop):
         parts = gather_objects(self.world, (own, size))
         names = dict.fromkeys(name for part, _ in parts for name in part)
         whole = {name: join([(part[name], count) for part, count in parts if name in part]) for name in names}
+        if self.metric is None:  # a function gets tensors, as it does from one process
+            place = partial(to_tensor, device=self.strategy.device)
+            whole = {name: map_nest(place, nest) for name, nest in whole.items()}
         super()._stream({"predictions": None, "labels": None, **whole}, sum(count for _, count in parts), is_last)
 
     def _metrics(self, gathered: Rows, loss_only: bool) -> Rows:
         """The first process's metrics, for all: what is decided by them is decided alike everywhere."""
         metrics: Rows = share_object(self.world, super()._metrics(gathered, loss_only))
         return metrics
+
+
+def to_tensor(array: Any, device: torch.device) -> Any:
+    """An array as a tensor; one of Python objects, or text, as it is."""
+    return torch.as_tensor(array, device=device) if array.dtype.kind in "biufc" else array
 
 
 def join(parts: list[tuple[Any, int]]) -> Any:

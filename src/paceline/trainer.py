@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline import assembly, progress, saving, training
+from paceline import assembly, loaders, progress, saving, training
 from paceline.args.adopt import adopt, apply_log_level
 from paceline.args.plan import Plan, resolve
 from paceline.args.training import TrainingArguments
@@ -45,15 +45,11 @@ from paceline.data.columns import (
     signature_columns,
 )
 from paceline.data.loading import loader_length, named_dataset, sample_count
-from paceline.data.sampling import make_eval_sampler, make_train_sampler
-from paceline.distributed.precision import make_precision
 from paceline.distributed.random import preserved_rng, set_seed
-from paceline.distributed.strategy import choose_strategy
 from paceline.distributed.world import current_world
 from paceline.evaluation import in_evaluation_mode, predict_batch, run_evaluation, timed_metrics, warn_of_gaps
 from paceline.hub import publishing
 from paceline.hub.card import CardOptions, write_card
-from paceline.loaders import make_dataloader
 from paceline.model.factory import check_model, make_model
 from paceline.model.loss import LabelSmoother, LossRule
 from paceline.model.operations import estimate_operations
@@ -140,8 +136,7 @@ class Trainer(ForSubclasses):
         self.model = self._first_model(model)
         assembly.check_arguments(self, optimizers)
         self.place_model()
-        precision = make_precision(self._plan().precision, self.world.device)
-        self.strategy = choose_strategy(self.world, precision, self.args)
+        self.strategy = training.make_strategy(self, self._plan())
         assembly.read_model(self)
         self.data_collator = data_collator or choose_collator(self.processing_class, self.signature.names)
         self.state, self.control = self._first_state(), TrainerControl()
@@ -223,7 +218,7 @@ class Trainer(ForSubclasses):
         sampler_fn: Callable[[Any], Any] | None = None,
         is_training: bool = False,
     ) -> Any:
-        return make_dataloader(self, dataset, description, batch_size, sampler_fn, is_training)
+        return loaders.make_dataloader(self, dataset, description, batch_size, sampler_fn, is_training)
 
     @property
     def _data_seed(self) -> int:
@@ -231,30 +226,11 @@ class Trainer(ForSubclasses):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """The order of the training samples; None for a dataset without a length."""
-        args, (rank, size) = self.args, self.strategy.data_coordinates()
-        return make_train_sampler(
-            train_dataset if train_dataset is not None else self.train_dataset,
-            strategy=str(args.train_sampling_strategy),
-            batch_size=args.train_batch_size * size,
-            accumulation=args.gradient_accumulation_steps,
-            seed=self._data_seed,
-            length_column=args.length_column_name,
-            model_input_name=self._model_input_name,
-            drop_last=args.dataloader_drop_last,
-            num_ranks=size,
-            rank=rank,
-        )
+        return loaders.train_order(self, train_dataset if train_dataset is not None else self.train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """The order of evaluation samples; None for a dataset without a length."""
-        return make_eval_sampler(
-            eval_dataset,  # batches that are kept apart cannot be put back in order
-            strategy=str(self.args.train_sampling_strategy) if self.args.eval_do_concat_batches else "sequential",
-            batch_size=self.args.eval_batch_size * self.strategy.data_coordinates()[1],
-            seed=self._data_seed,
-            length_column=self.args.length_column_name,
-            model_input_name=self._model_input_name,
-        )
+        return loaders.eval_order(self, eval_dataset)
 
     @property
     def _model_input_name(self) -> str | None:

@@ -34,7 +34,7 @@ from paceline.data.loading import Feed, KeptLoaders, is_split, loader_length, sa
 from paceline.distributed.collectives import gather_objects
 from paceline.distributed.precision import make_precision
 from paceline.distributed.random import enable_full_determinism, restore_rng, set_seed
-from paceline.distributed.strategy import choose_strategy
+from paceline.distributed.strategy import SingleDevice, choose_strategy
 from paceline.distributed.watchdog import Watchdog, watching
 from paceline.engine import TorchEngine
 from paceline.hooks import bind_hooks
@@ -230,9 +230,14 @@ def edited_model(trainer: Trainer) -> Iterator[None]:
         trainer.edits = None
 
 
+def make_strategy(trainer: Trainer, plan: Plan) -> SingleDevice:
+    """Where the tensors of this Trainer's runs live."""
+    return choose_strategy(trainer.world, make_precision(plan.precision, trainer.world.device), trainer.args)
+
+
 def prepare(trainer: Trainer, plan: Plan) -> None:
     """Give the model to the strategy, which calls the factory of optimizer and scheduler when parameters are final."""
-    strategy = choose_strategy(trainer.world, make_precision(plan.precision, trainer.world.device), trainer.args)
+    strategy = make_strategy(trainer, plan)
     trainer.strategy, trainer.is_prepared = strategy, True
     if trainer._created_lr_scheduler:  # its length belonged to the run before
         trainer.lr_scheduler, trainer._created_lr_scheduler = None, False

@@ -124,3 +124,18 @@ def test_a_killed_process_is_restarted_from_the_last_checkpoint(folder: Path, tm
     assert torch.equal(weights(tmp_path, "killed"), weights(folder, "whole"))
     rows = read_rows(tmp_path / "killed" / "journal.bin")
     assert [row.step for row in rows] == list(range(1, 16))
+
+
+@pytest.mark.slow
+def test_the_numbers_stay_on_other_numbers_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 -> 3 and 2 -> 4, without dropout: the same samples in each update, the same weights in the end."""
+    monkeypatch.setenv("DROPOUT", "0")
+    processes.run("shared_runs.py", 2, str(tmp_path), "whole")
+    for size in (3, 4):
+        own = tmp_path / str(size)
+        own.mkdir()
+        said = processes.run("shared_runs.py", size, str(own), f"from={tmp_path}/whole/checkpoint-4")
+        assert f"going on on {size}: each update takes the same 12 samples" in said[0]
+        before, after = (read_rows(path / "journal.bin") for path in (tmp_path / "whole", own / "from"))
+        assert [row[:4] for row in after] == [row[:4] for row in before[4:]]
+        torch.testing.assert_close(weights(own, "from"), weights(tmp_path, "whole"), rtol=1e-4, atol=1e-6)

@@ -46,6 +46,7 @@ class DistributedData(SingleDevice):
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
         """Put the model on the device, make its optimizer, and wrap it."""
         prepared = super().prepare(model, make_optimizer)
+        model = prepared.model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return prepared
         device = self.device

@@ -43,7 +43,7 @@ class FullyShardedData(SingleDevice):
 
     def __init__(self, world: Any, precision: Any, args: Any) -> None:
         super().__init__(world, precision)
-        if precision.scales:
+        if precision.scales or precision.has_masters:
             raise UnsupportedOption("fp16=True with a sharded model is not supported: set bf16=True.")
         if args.bf16_full_eval or args.fp16_full_eval:
             raise UnsupportedOption("bf16_full_eval and fp16_full_eval cast whole models: not supported with shards.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -148,8 +149,13 @@ def first_before_others(world: World, is_first: bool) -> Iterator[None]:
 
 
 def leave_group() -> None:
-    """Disconnect, where the group is still there."""
+    """Disconnect, where the group is still there.
+
+    Wrapped models that nothing refers to any more are freed first: they hold the group, whose threads must not end as
+    late as the interpreter does.
+    """
     if has_group():
+        gc.collect()
         distributed.destroy_process_group()
 
 
