@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
-LIBRARIES = ("torch", "transformers", "accelerate", "lightning", "numpy")
+LIBRARIES = ("torch", "transformers", "accelerate", "lightning", "tensorflow", "keras", "numpy")
 CHILD_MINUTES = 20
 
 Measured = dict[str, Any]

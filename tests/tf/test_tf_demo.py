@@ -9,7 +9,6 @@ from paceline.cli.demo_options import read_demo_options
 from paceline.cli.errors import UsageError
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras under numpy 2.4
 def test_a_short_run_learns_and_is_shown_again(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     words = ["digits", "--framework", "tf", "--output_dir", str(tmp_path), "--disable_tqdm", "--num_train_epochs", "2"]

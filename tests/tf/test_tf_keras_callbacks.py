@@ -14,7 +14,6 @@ from paceline.tf import keras_callbacks
 from paceline.tf.framework import keras, tf
 
 DATA = make_data(10)
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras under numpy 2.4
 
 
 def fit(callback: Any, epochs: int = 1) -> Any:

@@ -79,7 +79,7 @@ def test_the_strategy_is_that_of_the_model(tmp_path: Path, mirrored: Any) -> Non
     assert made.state.global_step == 4
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "xla"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", pytest.param("xla", marks=pytest.mark.slow)])
 def test_precision_and_compilation(tmp_path: Path, name: str, mirrored: Any) -> None:
     plain = train(tmp_path / "plain")
     for strategy in (None, mirrored) if name != "bf16" else (None,):

@@ -111,7 +111,6 @@ def test_the_best_model_is_loaded(tmp_path: Path) -> None:
     assert trainer.evaluate(make_data(12, seed=3))["eval_loss"] == min(evaluations)
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras under numpy 2.4
 def test_models_are_saved_as_they_allow(tmp_path: Path) -> None:
     keras_model = make_model()
     make_trainer(tmp_path / "keras", keras_model, None).save_model()

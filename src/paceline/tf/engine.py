@@ -84,6 +84,7 @@ class TFEngine:
         self._traced_loss: Any = None
         self._traced_outputs: Any = None
         self._counts: Any = None
+        self._weights: tuple[Array, Any] | None = None  # counts of the last update of one micro-batch, as a tensor
         self.compile()
 
     def compile(self) -> None:
@@ -104,7 +105,9 @@ class TFEngine:
             return self._skip()
         with told_plainly():
             if len(batches) == 1 and emit is None:
-                loss, norm, rate, applied, outputs = self._fused(*self._place(batches[0], totals), self.keep_outputs)
+                put = self._place_alone if self.num_replicas == 1 else self._place
+                placed = put(batches[0], totals)
+                loss, norm, rate, applied, outputs = self._fused(*placed, self.keep_outputs)
                 kept = [outputs]
             else:
                 loss, norm, rate, applied, kept = self._step_in_parts(batches, totals, emit)
@@ -172,6 +175,13 @@ class TFEngine:
     def _place(self, batch: Any, totals: Array) -> tuple[Any, Any, Any]:
         """A batch as the strategy takes it: features, labels, and per replica what it weighs of what."""
         return place(self.strategy, batch, totals)
+
+    def _place_alone(self, batch: Any, totals: Array) -> tuple[Any, Any, Any]:
+        """A batch that is all of its update, on one device: the weights of the update before are mostly its own too."""
+        if self._weights is None or not np.array_equal(self._weights[0], totals):
+            self._weights = (totals, tf.constant(np.stack([totals, totals]), tf.float32))
+        features, labels = map_leaves(tf.convert_to_tensor, batch)
+        return features, labels, self._weights[1]
 
     # ---- traced: all replicas
 
