@@ -127,7 +127,7 @@ class Trainer(ForSubclasses):
     ) -> None:
         self.args = adopt(args) if args is not None else TrainingArguments(output_dir="tmp_trainer")
         apply_log_level(self.args)
-        self.processing_class = processing_class if processing_class is not None else tokenizer
+        self.processing_class = assembly.choose_processor(processing_class, tokenizer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.model_init, self.compute_loss_func = model_init, compute_loss_func
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
@@ -145,12 +145,9 @@ class Trainer(ForSubclasses):
         assembly.read_model(self)
         self.data_collator = data_collator or choose_collator(self.processing_class, self.signature.names)
         self.state, self.control = self._first_state(), TrainerControl()
+        all_callbacks = with_defaults(callbacks or [], self.args)
         self.callback_handler = CallbackHandler(
-            with_defaults(callbacks or [], self.args),
-            self.model,
-            self.processing_class,
-            self.optimizer,
-            self.lr_scheduler,
+            all_callbacks, self.model, self.processing_class, self.optimizer, self.lr_scheduler
         )
         if self.args.should_save:
             make_output_folder(self._get_output_dir(None))
