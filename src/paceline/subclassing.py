@@ -102,6 +102,7 @@ class ForSubclasses:
     objective: Objective
     run: Run | None
     _view: AcceleratorView | None = None
+    _gather: Any = None
 
     @property
     def is_fsdp_enabled(self) -> bool:
@@ -121,8 +122,12 @@ class ForSubclasses:
 
     @property
     def gather_function(self) -> Any:
-        """How evaluation gathers tensors from the processes."""
-        return self.accelerator.gather_for_metrics
+        """How evaluation gathers tensors from the processes. An own `evaluation_loop` may set its own."""
+        return self.accelerator.gather_for_metrics if self._gather is None else self._gather
+
+    @gather_function.setter
+    def gather_function(self, value: Any) -> None:
+        self._gather = value
 
     @property
     def current_gradient_accumulation_steps(self) -> int:

@@ -23,6 +23,8 @@ def test_what_no_backend_sets(tmp_path: Path) -> None:
     assert trainer.get_sp_size() == trainer.get_cp_size() == trainer.get_tp_size() == 1
     assert trainer._train_batch_size == trainer.args.train_batch_size
     assert torch.equal(trainer.gather_function(torch.ones(2)), torch.ones(2))
+    trainer.gather_function = torch.neg  # as an evaluation loop written anew sets it
+    assert torch.equal(trainer.gather_function(torch.ones(2)), -torch.ones(2))
     assert trainer.args.deepspeed_plugin is trainer.args.hf_deepspeed_config is trainer.args.fsdp_plugin_args is None
 
 
