@@ -145,12 +145,9 @@ class Trainer(ForSubclasses):
         assembly.read_model(self)
         self.data_collator = data_collator or choose_collator(self.processing_class, self.signature.names)
         self.state, self.control = self._first_state(), TrainerControl()
+        listening = with_defaults(callbacks or [], self.args)
         self.callback_handler = CallbackHandler(
-            with_defaults(callbacks or [], self.args),
-            self.model,
-            self.processing_class,
-            self.optimizer,
-            self.lr_scheduler,
+            listening, self.model, self.processing_class, self.optimizer, self.lr_scheduler
         )
         if self.args.should_save:
             make_output_folder(self._get_output_dir(None))
