@@ -350,7 +350,8 @@ class Trainer(ForSubclasses):
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self._parameter_groups()]
+        rates = [group["lr"] for group in self._parameter_groups()]
+        return [float(rate) for rate in (self.lr_scheduler.get_last_lr() if None in rates else rates)]
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         if self.optimizer is None:
