@@ -52,6 +52,7 @@ docs:
 	@$(SETUP) --extras dev
 	@$(VENV)/python tools/docs.py
 	@$(VENV)/python tools/parity_page.py
+	@$(VENV)/python tools/optimizers.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

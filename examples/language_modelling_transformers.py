@@ -75,7 +75,7 @@ def main() -> None:
         blocks = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
         return {"input_ids": blocks, "attention_mask": [[1] * size for _ in blocks], "labels": blocks}
 
-    data = data.map(lambda rows: tokenizer(rows["text"], truncation=False), batched=True, remove_columns=["text"])
+    data = data.map(lambda rows: tokenizer(rows["text"], verbose=False), batched=True, remove_columns=["text"])
     data = data.map(join_and_cut, batched=True, remove_columns=data["train"].column_names)
 
     trainer = Trainer(

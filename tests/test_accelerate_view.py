@@ -2,10 +2,12 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from small_models import Classifier, classification, make_trainer, weights
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -154,6 +156,29 @@ def test_a_prepared_loader_is_trained_on_and_resumed(tmp_path: Path) -> None:
     whole.train()
     plain.train()
     assert torch.equal(weights(whole.model), weights(plain.model))  # the same order, too
+
+
+def test_it_saves_what_it_is_given(trainer: Trainer, tmp_path: Path) -> None:
+    view, model = trainer.accelerator, torch.nn.Linear(2, 2)
+    weights_of_model = view.get_state_dict(trainer.model_wrapped)
+    assert weights_of_model.keys() == trainer.model.state_dict().keys()
+    view.save(weights_of_model, tmp_path / "weights.pt")
+    torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), dict(weights_of_model))
+    tied = {"a": model.weight.detach(), "b": model.weight.detach()}
+    with open(tmp_path / "weights.safetensors", "wb") as file:
+        view.save(tied, file, safe_serialization=True)
+    assert set(safetensors.torch.load_file(tmp_path / "weights.safetensors")) == {"a"}
+    assert view.on_main_process(len)([1]) == view.on_main_process()(len)([1]) == 1
+    assert view.scaler is None
+    trainer.world = replace(trainer.world, process_index=1, local_process_index=1)
+    view.save(1, tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+    assert view.on_main_process(len)([1]) is None
+
+
+def test_the_scaler_is_that_of_the_run(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Classifier(), classification(8), fp16=True)
+    assert isinstance(trainer.accelerator.scaler, torch.amp.GradScaler)
 
 
 def test_what_it_has_not_is_said(trainer: Trainer) -> None:

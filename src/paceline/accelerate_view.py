@@ -6,15 +6,19 @@ view starts its process state, which its loggers and its collective functions ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, RandomSampler
 
+from paceline.checkpoint.weights import alias_groups
 from paceline.core.optional import is_installed, require
 from paceline.data.loading import split_loader
 from paceline.data.sampling import random_sampler
@@ -209,6 +213,17 @@ class AcceleratorView:
         """Wait until all processes are here."""
         wait_for_all(self._trainer.world)
 
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """`function`, doing nothing on the other processes, where it returns None. For use as a decorator."""
+        if function is None:
+            return self.on_main_process
+
+        @wraps(function)
+        def called(*values: Any, **options: Any) -> Any:
+            return function(*values, **options) if self.is_main_process else None
+
+        return called
+
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """The first process goes through the block before the others."""
@@ -287,6 +302,39 @@ class AcceleratorView:
         """The module as the user gave it, of whatever was put around it for training."""
         strategy = self._trainer.strategy
         return model if keep_torch_compile and hasattr(model, "_orig_mod") else strategy.unwrap(model)
+
+    @property
+    def scaler(self) -> Any:
+        """The torch GradScaler of float16 training; None in other precisions."""
+        return getattr(self._trainer.strategy.precision, "scaler", None)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """The whole weights of a model. Where processes hold shards, all of them call it.
+
+        `unwrap=False` keeps the names of what was put around the model for training.
+        """
+        strategy = self._trainer.strategy
+        return strategy.full_weights(strategy.unwrap(model) if unwrap else model)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object once: on the first process, or that of each machine where `save_on_each_node` asks for it.
+
+        Args:
+            f: a path, or a file opened for writing bytes.
+            safe_serialization: write tensors by name as safetensors rather than with torch.save; tied ones once.
+        """
+        if not (self.is_local_main_process if self._trainer.args.save_on_each_node else self.is_main_process):
+            return
+        if not safe_serialization:
+            torch.save(obj, f)
+            return
+        aliases = alias_groups(obj)
+        tensors = {name: tensor.contiguous() for name, tensor in obj.items() if name not in aliases}
+        data = safetensors.torch.save(tensors, metadata={"format": "pt"})
+        if hasattr(f, "write"):
+            f.write(data)
+        else:
+            Path(f).write_bytes(data)
 
     def free_memory(self, *objects: Any) -> Any:
         """Nothing is held here; returns one None for each object."""

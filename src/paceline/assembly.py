@@ -37,6 +37,17 @@ def check_arguments(trainer: Trainer, optimizers: tuple[Any, Any]) -> None:
         )
 
 
+def choose_processor(processing_class: Any, tokenizer: Any) -> Any:
+    """The Trainer's `processing_class`, given under this name or the older one.
+
+    Raises:
+        ValueError: under both, and they are two.
+    """
+    if processing_class is not None and tokenizer is not None and processing_class is not tokenizer:
+        raise ValueError("`tokenizer` is the older name of `processing_class`: pass one of the two.")
+    return tokenizer if processing_class is None else processing_class
+
+
 def read_model(trainer: Trainer) -> None:
     """What the model's forward and config tell, read once; and the parts that follow from it."""
     args, model = trainer.args, trainer.model

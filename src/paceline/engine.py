@@ -176,6 +176,8 @@ class TorchEngine:
         if emit is not None:
             emit("on_optimizer_step")
         rate = self.optimizer.param_groups[0]["lr"]
+        if rate is None:  # Adafactor with rates of its own; only its schedule tells them, and waits for the device
+            rate = self.scheduler.get_last_lr()[0]
         known_norm = norm if applied or not self.strategy.precision.has_rescaled else None
         self.log.add(losses, known_norm, rate if isinstance(rate, float) else float(rate))
         if self.steps_scheduler and (applied or self._counts_skipped):

@@ -16,10 +16,13 @@ import torch
 from torch import nn
 
 from paceline.accelerate_view import AcceleratorView
+from paceline.args.plan import resolve_duration
+from paceline.data.loading import loader_length
 from paceline.model.compilation import compile_model
 
 if TYPE_CHECKING:
     from paceline.args.training import TrainingArguments
+    from paceline.core.outputs import EvalLoopOutput
     from paceline.core.state import TrainerState
     from paceline.model.objective import Objective
     from paceline.model.signature import ForwardSignature
@@ -70,7 +73,7 @@ UNCALLED: dict[str, str] = {
     "create_accelerator_and_postprocess": "trainer.accelerator is a view that is made when it is read",
     "ipex_optimize_model": "set torch_compile",
     "prediction_loop": "override evaluation_loop",
-    "propagate_args_to_deepspeed": "no DeepSpeed runs in this version",
+    "propagate_args_to_deepspeed": "DeepSpeed is not supported in this version, use parallel='fsdp'",
     "set_initial_training_values": "set max_steps or num_train_epochs",
     "torch_jit_model_eval": "set torch_compile",
 }
@@ -102,6 +105,7 @@ class ForSubclasses:
     objective: Objective
     run: Run | None
     _view: AcceleratorView | None = None
+    _gather: Any = None
 
     @property
     def is_fsdp_enabled(self) -> bool:
@@ -121,8 +125,12 @@ class ForSubclasses:
 
     @property
     def gather_function(self) -> Any:
-        """How evaluation gathers tensors from the processes."""
-        return self.accelerator.gather_for_metrics
+        """How evaluation gathers tensors from the processes. An own `evaluation_loop` may set its own."""
+        return self.accelerator.gather_for_metrics if self._gather is None else self._gather
+
+    @gather_function.setter
+    def gather_function(self, value: Any) -> None:
+        self._gather = value
 
     @property
     def current_gradient_accumulation_steps(self) -> int:
@@ -159,6 +167,15 @@ class ForSubclasses:
         """Samples of a micro-batch on this process; smaller after an out-of-memory, where that is allowed."""
         return self.run.plan.micro_batch_size if self.run is not None else self.args.train_batch_size
 
+    @_train_batch_size.setter
+    def _train_batch_size(self, value: int) -> None:
+        if self.run is not None:
+            raise ValueError(
+                f"_train_batch_size={value} cannot be set while a run is in progress, whose samples are shared out "
+                "already: set it before train(), or set auto_find_batch_size=True."
+            )
+        self.args.per_device_train_batch_size = value
+
     @property
     def _globalstep_last_logged(self) -> int:
         """The step of the last row of losses; an own `_maybe_log_save_evaluate` sets it where it has logged one."""
@@ -178,6 +195,59 @@ class ForSubclasses:
         """Note the best metric, and return whether it is this one. For subclasses: a run decides by itself."""
         loop = self.run.loop if self.run is not None else None
         return loop.note_best(metrics) if loop is not None else False
+
+    def prediction_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The older name of `evaluation_loop`, which it calls. No run calls it."""
+        trainer = cast("Trainer", self)
+        return trainer.evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+
+    def set_initial_training_values(
+        self, args: TrainingArguments, dataloader: Any
+    ) -> tuple[int, int, int, float, int, int, int]:
+        """What a run with `args` over the batches of `dataloader` comes to. For subclasses: no run asks it.
+
+        Returns:
+            (epochs begun; updates in an epoch; samples in an epoch; samples in the run; samples in an update;
+            micro-batches in an epoch; updates in the run). Where the loader has no length, an epoch is the whole run.
+
+        Raises:
+            ValueError: the loader is empty, or has no length while `max_steps` is not set.
+        """
+        trainer = cast("Trainer", self)
+        in_update = trainer.get_total_train_batch_size(args)
+        in_epoch = loader_length(dataloader)
+        duration = resolve_duration(args, in_epoch, args.gradient_accumulation_steps, [])
+        in_run, updates = duration.max_steps, duration.updates_per_epoch
+        if in_epoch is None or updates is None:
+            samples = in_run * in_update
+            in_epoch = in_run * args.gradient_accumulation_steps
+            return duration.num_epochs, in_run, samples, samples, in_update, in_epoch, in_run
+        samples = trainer.num_examples(dataloader)
+        all_samples = in_run * in_update if args.max_steps > 0 else samples * args.num_train_epochs
+        return duration.num_epochs, updates, samples, all_samples, in_update, in_epoch, in_run
+
+    def compare_trainer_and_checkpoint_args(
+        self, training_args: TrainingArguments, trainer_state: TrainerState
+    ) -> None:
+        """Warn where intervals or the batch size of arguments are not those a state was saved with.
+
+        For subclasses: a run that goes on from a checkpoint compares all of its arguments by itself.
+        """
+        pairs = [(f"{kind}_steps", f"{kind}_steps") for kind in ("logging", "eval", "save")]
+        changes = []
+        for option, saved in (*pairs, ("per_device_train_batch_size", "train_batch_size")):
+            now, before = getattr(training_args, option), getattr(trainer_state, saved)
+            if now is not None and before is not None and now != before:
+                changes.append(f"{option} is {now} and was {before}")
+        if changes:
+            logger.warning("The arguments are not those of the checkpoint: %s.", "; ".join(changes))
 
     @property
     def neftune_noise_alpha(self) -> float | None:

@@ -122,7 +122,7 @@ class Trainer(ForSubclasses):
     ) -> None:
         self.args = adopt(args) if args is not None else TrainingArguments(output_dir="tmp_trainer")
         apply_log_level(self.args)
-        self.processing_class = processing_class if processing_class is not None else tokenizer
+        self.processing_class = assembly.choose_processor(processing_class, tokenizer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.model_init, self.compute_loss_func = model_init, compute_loss_func
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
@@ -326,7 +326,8 @@ class Trainer(ForSubclasses):
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self._parameter_groups()]
+        rates = [group["lr"] for group in self._parameter_groups()]
+        return [float(rate) for rate in (self.lr_scheduler.get_last_lr() if None in rates else rates)]
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         if self.optimizer is None:

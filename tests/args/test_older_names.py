@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.older_names import OLDER_NAMES, Renamed, Retired
+from paceline.args.parser import HfArgumentParser
 from paceline.args.sections import Options
 from paceline.args.training import TrainingArguments
 
@@ -151,8 +153,8 @@ def test_both_names_at_once() -> None:
 
 
 def test_settings_that_moved_into_a_dict() -> None:
-    with pytest.raises(UnsupportedOption, match=r"'split_batches': True.*'dispatch_batches': True"):
-        TrainingArguments(split_batches=True, dispatch_batches=True)  # type: ignore[call-arg]
+    both: Any = TrainingArguments(split_batches=True, dispatch_batches=True)  # type: ignore[call-arg]
+    assert both.accelerator_config.split_batches is both.accelerator_config.dispatch_batches is True
     assert TrainingArguments(split_batches=False) == TrainingArguments()  # type: ignore[call-arg]
 
 
@@ -165,6 +167,25 @@ def test_the_table_points_to_options_that_exist() -> None:
         else:
             assert isinstance(entry, Retired)
             assert entry.remedy
+
+
+def test_scripts_read_retired_options_back() -> None:
+    args: Any = TrainingArguments(overwrite_output_dir=True, save_safetensors=None)  # type: ignore[call-arg]
+    assert args.overwrite_output_dir is True
+    assert args.save_safetensors is True  # what it stands for where it is None
+    assert (args.past_index, args.use_ipex, args.ray_scope) == (-1, False, "last")
+    parsed = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(["--overwrite_output_dir"])[0]
+    assert parsed.overwrite_output_dir is True
+    args.past_index = -1
+    with pytest.raises(UnsupportedOption, match="save_safetensors=False"):
+        args.save_safetensors = False
+    assert copy.deepcopy(args).overwrite_output_dir is True
+
+
+@pytest.mark.parametrize("name", [name for name, entry in OLDER_NAMES.items() if isinstance(entry, Retired)])
+def test_what_a_retired_option_reads_asks_for_nothing(name: str) -> None:
+    unset = getattr(TrainingArguments(), name)
+    assert getattr(TrainingArguments(**{name: unset}), name) == unset
 
 
 def test_every_renamed_option_can_be_read() -> None:

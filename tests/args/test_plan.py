@@ -214,3 +214,34 @@ def test_description() -> None:
     assert "unknown length" in plan_of(None, max_steps=5).describe()
     assert "best yet" in plan_of(save_strategy="best", eval_strategy="epoch").describe()
     assert "never" in plan_of().describe()
+
+
+@pytest.mark.parametrize(
+    ("setting", "on_several"),
+    [
+        ({"dispatch_batches": False}, True),
+        ({"even_batches": False}, True),
+        ({"non_blocking": True}, True),
+        ({"split_batches": True}, False),
+        ({"dispatch_batches": True}, False),
+        ({"gradient_accumulation_kwargs": {"sync_each_batch": True}}, False),
+    ],
+)
+def test_settings_of_accelerate_that_change_nothing_are_told(setting: dict[str, Any], on_several: bool) -> None:
+    name, value = next(iter(setting.get("gradient_accumulation_kwargs", setting).items()))
+    assert any(f"{name}={value} changes nothing here" in note for note in plan_of(accelerator_config=setting).notes)
+    if on_several:
+        plan_of(world_size=2, accelerator_config=setting)
+    else:
+        with pytest.raises(UnsupportedOption, match=rf"{name}': True.* with 2 processes: .*leave it out"):
+            plan_of(world_size=2, accelerator_config=setting)
+
+
+def test_the_micro_batches_of_an_update_in_accelerates_settings() -> None:
+    args = TrainingArguments("x", accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 4}})
+    assert args.gradient_accumulation_steps == 4
+    assert resolve(args, micro_batches_per_epoch=8).accumulation == 4
+    assert TrainingArguments(**args.to_dict()).gradient_accumulation_steps == 4
+    args.gradient_accumulation_steps = 2
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=2 and num_steps=4"):
+        resolve(args, micro_batches_per_epoch=8)

@@ -12,6 +12,7 @@ from paceline.args.sections import Options
 from paceline.args.training import TrainingArguments
 
 BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+ACCUMULATE = {"gradient_accumulation_kwargs": {"num_steps": 4}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp16": True, "bf16": True}, "exclude each other: keep one"),
     ({"fp16_full_eval": True, "bf16_full_eval": True}, "exclude each other: keep one"),
@@ -53,6 +54,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"keep_best_metric": "loss", "eval_strategy": "epoch"}, "set keep_best to a number"),
     ({"enable_jit_checkpoint": True, "stop_signals": False}, "leave stop_signals at True"),
     ({"optim_target_modules": ["attention"]}, "GaLore and APOLLO"),
+    (
+        {"accelerator_config": ACCUMULATE, "gradient_accumulation_steps": 3},
+        "gradient_accumulation_steps=3 and num_steps=4 in gradient_accumulation_kwargs",
+    ),
+    ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 0}}}, "a whole number of at least 1"),
+    ({"accelerator_config": {"gradient_accumulation_kwargs": {"steps": 2}}}, "no setting .'steps'.; it has"),
+    ({"accelerator_config": {"even_batches": [1]}}, "'even_batches': .1.. is not possible: give True or False"),
 ]
 
 
@@ -87,6 +95,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"skip_memory_metrics": False},
     {"save_total_limit": 0},
     {"max_grad_norm": float("inf")},
+    {"accelerator_config": {**ACCUMULATE, "use_configured_state": True}, "gradient_accumulation_steps": 4},
 ]
 
 
@@ -103,8 +112,9 @@ LATER: list[tuple[str, Any]] = [
     ("trackio_bucket_id", "bucket"),
     ("trackio_static_space_id", "owner/space"),
     ("debug", "tpu_metrics_debug"),
-    ("accelerator_config", {"split_batches": True}),
-    ("accelerator_config", {"gradient_accumulation_kwargs": {"sync_each_batch": True}}),
+    ("accelerator_config", {"use_seedable_sampler": False}),
+    ("accelerator_config", {"gradient_accumulation_kwargs": {"adjust_scheduler": True}}),
+    ("accelerator_config", {"gradient_accumulation_kwargs": {"sync_with_dataloader": False}}),
 ]
 
 

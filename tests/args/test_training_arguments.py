@@ -239,8 +239,8 @@ def test_older_attributes_read_and_write_todays() -> None:
     args.group_by_length = False
     args.adafactor = False
     assert (args.use_cpu, args.train_sampling_strategy, args.optim) == (False, "random", "sgd")
-    with pytest.raises(AttributeError, match="no attribute 'past_index'"):
-        _ = args.past_index
+    with pytest.raises(AttributeError, match="no attribute 'past_indices'"):
+        _ = args.past_indices
 
 
 def test_copies_are_equal_and_independent() -> None:

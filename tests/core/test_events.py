@@ -368,6 +368,20 @@ def test_a_failing_reporter_is_told_of_once_and_given_up(caplog):
     assert "no space left" in caplog.text
 
 
+def test_a_server_that_is_not_there_is_told_in_one_line(caplog):
+    class Failing(TrainerCallback):
+        may_fail = True
+
+        def on_log(self, args, state, control, **kwargs):
+            raise ConnectionError("server:9 cannot be reached: start it")
+
+    fire(CallbackHandler([Failing()]), "on_log", logs={})
+    assert [record.getMessage() for record in caplog.records] == [
+        "Failing failed in on_log; the run goes on. server:9 cannot be reached: start it"
+    ]
+    assert caplog.records[0].exc_info is None
+
+
 def test_a_reporter_that_recovers_is_called_on():
     class Flaky(TrainerCallback):
         may_fail = True

@@ -19,7 +19,7 @@ from paceline.args.choices import OptimizerNames
 from paceline.core.apex import has_apex, require_apex
 from paceline.optim.layerwise import LayerwiseOptimizer, check_run
 from paceline.optim.libraries import EXTRA_OF, FROM_LIBRARIES, projected
-from paceline.optim.low_rank import find_targets, low_rank_groups
+from paceline.optim.low_rank import apply_targets, find_targets, low_rank_groups
 from paceline.optim.modes import evaluation_weights, switch_optimizer
 from paceline.optim.optimizers import OPTIMIZERS, create_optimizer, resolve_optimizer
 from paceline.optim.states import ExactState, with_mixins
@@ -209,15 +209,16 @@ def test_targets_by_part_of_a_name_by_pattern_and_all() -> None:
 def test_groups_with_and_without_decay() -> None:
     model = Block()
     args = make_args(optim="galore_adamw", optim_target_modules=["mlp"])
-    plain = low_rank_groups(model, args, {"rank": 2})
+    plain = low_rank_groups(model, args, {"rank": 2}, 0.0)
     assert [(len(group["params"]), group.get("rank")) for group in plain] == [(6, None), (1, 2)]
-    args.weight_decay = 0.1
-    decayed = low_rank_groups(model, args, {"rank": 2})
+    decayed = low_rank_groups(model, args, {"rank": 2}, 0.1)
     assert [(len(group["params"]), group["weight_decay"], group.get("rank")) for group in decayed] == [
         (2, 0.1, None),
         (4, 0.0, None),
         (1, 0.1, 2),
     ]
+    _, kwargs = apply_targets(torch.optim.AdamW, {"weight_decay": 0.2}, model, args, {"rank": 2})  # of `optim_args`
+    assert [group["weight_decay"] for group in kwargs["params"]] == [0.2, 0.0, 0.2]
 
 
 @pytest.mark.parametrize(

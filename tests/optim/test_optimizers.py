@@ -12,7 +12,7 @@ from torch import nn
 from paceline.args.choices import OptimizerNames
 from paceline.core.optimizer_options import split_options, typed_options
 from paceline.optim import choose
-from paceline.optim.adafactor import Adafactor
+from paceline.optim.adafactor import Adafactor, AdafactorSchedule
 from paceline.optim.choose import choose_optimizer
 from paceline.optim.muon import MuonWithAdamW
 from paceline.optim.optimizers import (
@@ -233,3 +233,11 @@ def test_free_memory_of_the_host_is_a_number_or_unknown():
     free = choose.free_memory(torch.device("cpu"))
     assert free is None or free > 0
     assert choose.free_memory(torch.device("meta")) is None
+
+
+def test_adafactor_with_rates_of_its_own_is_refused_with_a_remedy_that_runs():
+    args = make_args(optim="adafactor", optim_args="relative_step=True,scale_parameter=True")
+    with pytest.raises(ValueError, match=r"relative_step=True is not possible.*AdafactorSchedule\(optimizer\)"):
+        resolve_optimizer(args)
+    optimizer = Adafactor(make_model().parameters())
+    AdafactorSchedule(optimizer).step()

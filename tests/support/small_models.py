@@ -92,7 +92,8 @@ def make_trainer(
     names = {
         "eval_dataset", "data_collator", "callbacks", "compute_metrics", "compute_loss_func", "optimizers",
         "model_init",
-        "preprocess_logits_for_metrics", "processing_class", "optimizer_cls_and_kwargs",
+        "preprocess_logits_for_metrics", "processing_class", "tokenizer",
+        "optimizer_cls_and_kwargs",
     }  # fmt: skip
     for_trainer = {name: options.pop(name) for name in list(options) if name in names}
     defaults = {

@@ -309,3 +309,15 @@ def test_an_optimizer_with_two_sets_of_weights_is_told(tmp_path: Path) -> None:
     assert trainer.optimizer.mode == "eval"
     assert seen == {"evaluate": {"eval"}, "save": {"eval"}}
     assert trainer.state.global_step == 6
+
+
+def test_adafactor_with_rates_of_its_own(tmp_path: Path) -> None:
+    model = Classifier()
+    optimizer = paceline.Adafactor(model.parameters())
+    schedule = paceline.AdafactorSchedule(optimizer)
+    trainer = make_trainer(tmp_path, model, DATA, optimizers=(optimizer, schedule), logging_steps=1)
+    trainer.train()
+    assert len(losses(trainer)) == 6
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+    assert all(0 < rate < 1e-2 for rate in rates)
+    assert trainer.get_learning_rates() == [rates[-1]]

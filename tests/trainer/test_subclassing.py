@@ -23,6 +23,8 @@ def test_what_no_backend_sets(tmp_path: Path) -> None:
     assert trainer.get_sp_size() == trainer.get_cp_size() == trainer.get_tp_size() == 1
     assert trainer._train_batch_size == trainer.args.train_batch_size
     assert torch.equal(trainer.gather_function(torch.ones(2)), torch.ones(2))
+    trainer.gather_function = torch.neg  # as an evaluation loop written anew sets it
+    assert torch.equal(trainer.gather_function(torch.ones(2)), -torch.ones(2))
     assert trainer.args.deepspeed_plugin is trainer.args.hf_deepspeed_config is trainer.args.fsdp_plugin_args is None
 
 
@@ -277,7 +279,10 @@ def test_the_table_knows_every_private_method_of_transformers() -> None:
     }
     assert theirs - UNCALLED.keys() - set(dir(Trainer)) == set()
     # these two an own `_maybe_log_save_evaluate` may call
-    assert {name for name in UNCALLED if hasattr(Trainer, name)} == {"_determine_best_metric", "_get_learning_rate"}
+    may_be_called = {"prediction_loop", "set_initial_training_values", "compare_trainer_and_checkpoint_args"}
+    assert {name for name in UNCALLED if hasattr(Trainer, name)} == {
+        "_determine_best_metric", "_get_learning_rate", *may_be_called
+    }  # fmt: skip
 
 
 class LogsByItself(Trainer):
@@ -335,8 +340,10 @@ def test_an_own_way_of_logging_evaluating_and_saving(tmp_path: Path, options: di
 
 def test_what_no_run_calls_is_named_when_it_is_asked_for(tmp_path: Path) -> None:
     trainer: Any = make_trainer(tmp_path, Classifier(), classification(8))
-    with pytest.raises(AttributeError, match=r"Trainer.prediction_loop is not there: .* override evaluation_loop"):
-        trainer.prediction_loop(None)
+    with pytest.raises(AttributeError, match=r"Trainer.torch_jit_model_eval is not there: .* set torch_compile"):
+        trainer.torch_jit_model_eval(trainer.model, None)
+    with pytest.raises(AttributeError, match=r"DeepSpeed is not supported in this version, use parallel='fsdp'"):
+        trainer.propagate_args_to_deepspeed()
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = trainer.nothing
     assert not hasattr(trainer, "_run_epoch")
@@ -348,6 +355,62 @@ def test_what_no_run_calls_is_named_when_it_is_asked_for(tmp_path: Path) -> None
 
     with pytest.raises(AttributeError, match="from inside"):
         _ = make_trainer(tmp_path, Classifier(), classification(8), cls=Broken).broken
+
+
+def test_the_older_name_of_the_evaluation_loop(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Classifier(), classification(8), eval_dataset=classification(8))
+    loader = trainer.get_eval_dataloader()
+    loops = (trainer.evaluation_loop, trainer.prediction_loop)
+    found = [loop(loader, "Evaluation", metric_key_prefix="a") for loop in loops]
+    assert found[1].metrics["a_loss"] == found[0].metrics["a_loss"]
+    assert (found[1].predictions == found[0].predictions).all()
+
+
+class NoLength:
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_train_epochs": 3}, {"num_train_epochs": 1.5}, {"max_steps": 7}, {"max_steps": 3, "stream": True}]
+)
+def test_the_length_of_a_run_as_transformers_tells_it(tmp_path: Path, options: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    stream = "stream" in options
+    options = {name: value for name, value in options.items() if name != "stream"}
+    options |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    trainer = make_trainer(tmp_path, Classifier(), classification(22), **options)
+    theirs = transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **options)
+    reference = transformers.Trainer(Classifier(), theirs, train_dataset=classification(22))
+    found = []
+    for each in (trainer, reference):
+        loader = NoLength() if stream else each.get_train_dataloader()
+        found.append(each.set_initial_training_values(each.args, loader))
+    assert found[0] == found[1]
+
+
+def test_arguments_beside_those_of_a_checkpoint(tmp_path: Path, caplog: Any) -> None:
+    trainer = make_trainer(tmp_path, Classifier(), classification(8), logging_steps=2)
+    trainer.train()
+    trainer.compare_trainer_and_checkpoint_args(trainer.args, trainer.state)
+    assert "checkpoint" not in caplog.text
+    trainer.args.logging_steps, trainer.args.per_device_train_batch_size = 3, 2
+    trainer.compare_trainer_and_checkpoint_args(trainer.args, trainer.state)
+    assert "logging_steps is 3 and was 2; per_device_train_batch_size is 2 and was 4." in caplog.text
+
+
+def test_the_batch_size_may_be_set_between_runs(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            with pytest.raises(ValueError, match=r"_train_batch_size=1 cannot be set .* set it before train"):
+                self._train_batch_size = 1
+            return super().training_step(*args, **kwargs)
+
+    trainer = make_trainer(tmp_path, Classifier(), classification(8), cls=Own)
+    trainer._train_batch_size = 8
+    assert trainer._train_batch_size == 8
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_small_parts_of_the_public_surface(tmp_path: Path) -> None:

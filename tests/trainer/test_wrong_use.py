@@ -87,3 +87,11 @@ def test_a_length_that_the_model_does_not_take_is_sampled_by(tmp_path: Path, str
     trainer = make_trainer(tmp_path, Classifier(), datasets.Dataset.from_dict(columns).with_format("torch"), **options)
     trainer.train()
     assert trainer.state.global_step == 8
+
+
+def test_a_tokenizer_under_both_names(tmp_path: Path):
+    first, second = object(), object()
+    with pytest.raises(ValueError, match="`tokenizer` is the older name of `processing_class`: pass one of the two"):
+        make_trainer(tmp_path, Classifier(), DATA, tokenizer=first, processing_class=second)
+    assert make_trainer(tmp_path, Classifier(), DATA, tokenizer=first).processing_class is first
+    assert make_trainer(tmp_path, Classifier(), DATA, tokenizer=first, processing_class=first).tokenizer is first

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.args.errors import did_you_mean
-from paceline.args.older_names import OLDER_NAMES, translate
+from paceline.args.older_names import OLDER_NAMES, retired_values, translate
 
 
 @functools.cache
@@ -29,22 +29,24 @@ def defaults_of(cls: type) -> dict[str, Any]:
     return defaults
 
 
-def checked_keywords(cls: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """`given` under the names that `cls` takes.
+def checked_keywords(cls: Any, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`given` under the names that `cls` takes, and the retired options among them.
 
     Raises:
         TypeError: a name is unknown; the message holds the nearest known one.
+        UnsupportedOption: a retired option asks for something.
     """
     names, takes_any = parameters_of(cls.__init__)
     if names.issuperset(given):
-        return given
-    known = defaults_of(cls)
-    result = translate(given, {**dict.fromkeys(names), **known}, cls.__name__)
+        return given, {}
+    known = {**dict.fromkeys(names), **defaults_of(cls)}
+    retired = retired_values(given, known)
+    result = translate(given, known, cls.__name__)
     unknown = [] if takes_any else [name for name in result if name not in names]
     if unknown:
         hint = did_you_mean(unknown[0], [*known, *OLDER_NAMES])
         raise TypeError(f"{cls.__name__} has no option {unknown[0]!r}{hint}")
-    return result
+    return result, retired
 
 
 class ArgumentsMeta(type):
@@ -53,7 +55,10 @@ class ArgumentsMeta(type):
     if not TYPE_CHECKING:  # Checkers read the signature of __init__, which is the true one.
 
         def __call__(cls, *values: Any, **given: Any) -> Any:
-            return super().__call__(*values, **checked_keywords(cls, given))
+            keywords, retired = checked_keywords(cls, given)
+            made = super().__call__(*values, **keywords)
+            vars(made).update(retired)
+            return made
 
         @property
         def __signature__(cls) -> inspect.Signature:

@@ -47,10 +47,12 @@ class Retired:
     Attributes:
         remedy: what to use instead.
         accepted: values that ask for nothing beyond what happens anyway; they are taken without a word.
+        unset: what the option reads where it was not given, for scripts that ask the arguments for it.
     """
 
     remedy: str
     accepted: tuple[Any, ...]
+    unset: Any
 
 
 def ratio_to_steps(value: Any) -> float | None:
@@ -84,7 +86,7 @@ def join_settings(old: dict[str, Any], given: Any) -> Any:
 
 OLDER_NAMES: Mapping[str, Renamed | Retired] = {
     # Renamed.
-    "_n_gpu": Retired("paceline drives one device per process; start one process per device", (-1, 0, 1)),
+    "_n_gpu": Retired("paceline drives one device per process; start one process per device", (-1, 0, 1), -1),
     "adafactor": Renamed(
         "optim",
         when_true("adafactor", "adafactor"),
@@ -144,29 +146,34 @@ OLDER_NAMES: Mapping[str, Renamed | Retired] = {
     ),
     "xpu_backend": Renamed("ddp_backend"),
     # Retired.
-    "fsdp_min_num_params": Retired("set fsdp_config={'min_num_params': ...}", (None, 0)),
+    "fsdp_min_num_params": Retired("set fsdp_config={'min_num_params': ...}", (None, 0), 0),
     "fsdp_transformer_layer_cls_to_wrap": Retired(
-        "set fsdp_config={'transformer_layer_cls_to_wrap': [...]}", (None, "")
+        "set fsdp_config={'transformer_layer_cls_to_wrap': [...]}", (None, ""),
+        None,
     ),
-    "jit_mode_eval": Retired("set torch_compile=True", (None, False)),
-    "mp_parameters": Retired("SageMaker's model parallelism is not supported; use torchrun", (None, "")),
-    "overwrite_output_dir": Retired("leave it out", (None, False, True)),
-    "past_index": Retired("let the model's forward keep such a state itself", (None, -1)),
-    "push_to_hub_organization": Retired("set hub_model_id='organization/name'", (None, "")),
-    "ray_scope": Retired("leave it out; it is for hyperparameter_search, which is not in this version", (None, "last")),
+    "jit_mode_eval": Retired("set torch_compile=True", (None, False), False),
+    "mp_parameters": Retired("SageMaker's model parallelism is not supported; use torchrun", (None, ""), ""),
+    "overwrite_output_dir": Retired("leave it out", (None, False, True), False),
+    "past_index": Retired("let the model's forward keep such a state itself", (None, -1), -1),
+    "push_to_hub_organization": Retired("set hub_model_id='organization/name'", (None, ""), None),
+    "ray_scope": Retired(
+        "leave it out; it is for hyperparameter_search, which is not in this version", (None, "last"), "last"
+    ),
     "save_safetensors": Retired(
         "weights are always written as safetensors; for another file call torch.save(model.state_dict(), path)",
         (None, True),
+        True,
     ),
-    "sharded_ddp": Retired("set fsdp", (None, "", [], False)),
+    "sharded_ddp": Retired("set fsdp", (None, "", [], False), ""),
     "tpu_metrics_debug": Retired(
-        "leave it out, and print torch_xla.debug.metrics.metrics_report() in a callback", (None, False)
+        "leave it out, and print torch_xla.debug.metrics.metrics_report() in a callback", (None, False), False
     ),
-    "tpu_num_cores": Retired("leave it out; torch_xla is not supported", (None,)),
-    "use_ipex": Retired("set torch_compile=True", (None, False)),
-    "use_legacy_prediction_loop": Retired("leave it out; there is one prediction loop", (None, False)),
+    "tpu_num_cores": Retired("leave it out; torch_xla is not supported", (None,), None),
+    "use_ipex": Retired("set torch_compile=True", (None, False), False),
+    "use_legacy_prediction_loop": Retired("leave it out; there is one prediction loop", (None, False), False),
     "use_mps_device": Retired(
-        "the device is found without it; set use_cpu=True to stay on the CPU", (None, False, True)
+        "the device is found without it; set use_cpu=True to stay on the CPU", (None, False, True),
+        False,
     ),
 }
 
@@ -181,7 +188,6 @@ def translate(given: dict[str, Any], known: Mapping[str, Any], owner: str) -> di
         owner: name of the class, for messages.
 
     Raises:
-        UnsupportedOption: a retired option asks for something.
         ValueError: an option is given under both names, with different values.
     """
     result = {name: value for name, value in given.items() if name in known or name not in OLDER_NAMES}
@@ -190,8 +196,7 @@ def translate(given: dict[str, Any], known: Mapping[str, Any], owner: str) -> di
             continue
         entry = OLDER_NAMES[name]
         if isinstance(entry, Retired):
-            check_retired(name, value, entry)
-            continue
+            continue  # see `retired_values`
         new_value = None if value is None else entry.convert(value)
         if new_value is None:
             continue
@@ -205,15 +210,36 @@ def mask(name: str, value: Any) -> Any:
     return "<hidden>" if name.endswith("token") else value
 
 
-def check_retired(name: str, value: Any, entry: Retired) -> None:
-    """Accept a retired option whose value asks for nothing.
+def check_retired(name: str, value: Any, entry: Retired) -> Any:
+    """Accept a retired option whose value asks for nothing. Returns that value in its own type.
 
     Raises:
         UnsupportedOption: it asks for something.
     """
     # As text, because a command line gives text.
-    if str(value).lower() not in {str(item).lower() for item in entry.accepted}:
-        raise UnsupportedOption(f"{name}={value!r} is not supported any more: {entry.remedy}.")
+    for accepted in entry.accepted:
+        if str(accepted).lower() == str(value).lower():
+            return accepted
+    raise UnsupportedOption(f"{name}={value!r} is not supported any more: {entry.remedy}.")
+
+
+def retired_values(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The retired options among the keyword arguments `given`, for scripts that read them back.
+
+    Args:
+        given: keyword arguments as the caller wrote them.
+        known: names that the class has itself.
+
+    Raises:
+        UnsupportedOption: one of them asks for something.
+    """
+    values = {}
+    for name, value in given.items():
+        entry = OLDER_NAMES.get(name)
+        if isinstance(entry, Retired) and name not in known:
+            taken = check_retired(name, value, entry)
+            values[name] = entry.unset if taken is None else taken
+    return values
 
 
 def settle(name: str, new_value: Any, entry: Renamed, result: dict[str, Any], known: Mapping[str, Any]) -> Any:

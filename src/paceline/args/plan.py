@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from paceline.args.accelerator_config import accelerator_notes
 from paceline.args.choices import IntervalStrategy
 from paceline.args.errors import UnsupportedOption
 from paceline.args.rules import check, derived_values
@@ -267,7 +268,7 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
         notes.append("liger_kernel_config: not read without use_liger_kernel=True.")
     if args.activation_checkpointing_kwargs and not args.activation_checkpointing:
         notes.append("activation_checkpointing_kwargs: not read without activation_checkpointing=True.")
-    return notes
+    return notes + accelerator_notes(args.accelerator_config, world_size)
 
 
 def resolve_update(args: Options, world_size: int, update_size: int | None) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from paceline.args.accelerator_config import AcceleratorConfig
+from paceline.args.accelerator_config import AcceleratorConfig, check_accelerator
 from paceline.args.choices import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
 from paceline.args.errors import UnsupportedOption
 from paceline.args.sections import Options
@@ -223,14 +223,7 @@ def check_supported(options: Options) -> None:
         if not asks_nothing(value):
             shown = [str(item) for item in value] if isinstance(value, list) else value
             raise UnsupportedOption(f"{name}={shown!r} is not supported: {remedy}.")
-    config = options.accelerator_config
-    changed = config.changed() if isinstance(config, AcceleratorConfig) else {}
-    changed.pop("use_configured_state", None)  # one that exists is always taken over
-    if changed:
-        raise UnsupportedOption(
-            f"accelerator_config={changed!r} is not supported: each process reads its part of one order, which is a "
-            "function of the seed, and no sample comes twice; leave it out."
-        )
+    check_accelerator(options.accelerator_config, options.gradient_accumulation_steps)
 
 
 def check_parallel(options: Options) -> None:
@@ -294,6 +287,9 @@ def derived_values(options: Options) -> dict[str, Any]:
     if options.torch_compile or options.torch_compile_mode or options.torch_compile_backend:
         values["torch_compile"] = True
         values["torch_compile_backend"] = options.torch_compile_backend or "inductor"
+    config = options.accelerator_config
+    if isinstance(config, AcceleratorConfig) and config.num_steps and options.gradient_accumulation_steps == 1:
+        values["gradient_accumulation_steps"] = config.num_steps
     if options.use_cpu:
         values["dataloader_pin_memory"] = False
     return values

@@ -22,7 +22,7 @@ from paceline.args.choices import (
 )
 from paceline.args.coercion import coerce_option, to_mapping
 from paceline.args.construction import ArgumentsMeta
-from paceline.args.older_names import OLDER_NAMES, Renamed
+from paceline.args.older_names import OLDER_NAMES, Renamed, Retired, check_retired
 from paceline.args.plan import check, resolve_warmup
 from paceline.args.rules import derived_values
 from paceline.args.sections import Options
@@ -110,6 +110,8 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
             return
         name = ALIASES.get(name, name)
         if name not in self.__dataclass_fields__:
+            if isinstance(entry, Retired):
+                check_retired(name, value, entry)
             super().__setattr__(name, value)
             return
         self.__dict__[name] = coerce_option(type(self), name, value)
@@ -120,10 +122,10 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         self._derive()
 
     def __getattr__(self, name: str) -> Any:
-        """Older names read the option they are now. Reached only where no attribute of that name exists."""
+        """Older names read the option they are now, or what they read unset. Reached only where nothing is so named."""
         entry = OLDER_NAMES.get(name)
-        if isinstance(entry, Renamed) and "_given" in self.__dict__:
-            return entry.read(getattr(self, entry.new))
+        if "_given" in self.__dict__ and entry is not None:
+            return entry.read(getattr(self, entry.new)) if isinstance(entry, Renamed) else entry.unset
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:

@@ -202,19 +202,22 @@ class _FaultBarrier:
                 return None
             try:
                 result = method(args, state, control, **kwargs)
-            except Exception:
-                self.report(event)
+            except Exception as error:
+                self.report(event, error)
                 return None
             self.in_a_row = 0
             return result
 
         return guarded
 
-    def report(self, event: str) -> None:
+    def report(self, event: str, error: Exception) -> None:
         self.in_a_row += 1
         if not self.is_reported:
             self.is_reported = True
-            logger.warning("%s failed in %s; the run goes on.", self.name, event, exc_info=True)
+            if isinstance(error, ConnectionError):  # a server that is not there; where it was asked for tells nothing
+                logger.warning("%s failed in %s; the run goes on. %s", self.name, event, error)
+            else:
+                logger.warning("%s failed in %s; the run goes on.", self.name, event, exc_info=error)
 
 
 class _Callbacks(list[Any]):

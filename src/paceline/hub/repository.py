@@ -36,13 +36,23 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
     try:
         repo_id = str(hub.HfApi().create_repo(name, token=token, private=private, exist_ok=True).repo_id)
     except Exception as error:  # of whichever library the hub's client speaks through
+        remedy = (
+            "Log in with `hf auth login`, or set HF_TOKEN or hub_token to a token that may write; "
+            "hub_model_id='owner/name' names another repository."
+        )
+        if is_unreachable(error):
+            remedy = "Look to the network and HF_ENDPOINT, or leave out push_to_hub and push the output folder later."
         raise HubError(
-            f"The hub repository {name!r} could not be made or reached ({in_words(error)}). Log in with "
-            "`hf auth login`, or set HF_TOKEN or hub_token to a token that may write; hub_model_id='owner/name' names "
-            "another repository."
+            f"The hub repository {name!r} could not be made or reached ({in_words(error)}). {remedy}"
         ) from error
     make_branch(repo_id, revision, token)
     return repo_id
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Whether no server answered, in whichever library's words: a refused connection, an unknown host, a timeout."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"ConnectError", "ConnectionError", "TimeoutException", "Timeout"})
 
 
 def make_branch(repo_id: str, revision: str | None, token: str | None) -> None:

@@ -15,13 +15,15 @@ logger = logging.getLogger(__name__)
 HOW = "a list of parts of module names such as ['attn', 'mlp'], a regular expression for whole names, or 'all-linear'"
 
 
-def low_rank_groups(model: nn.Module, args: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
+def low_rank_groups(
+    model: nn.Module, args: Any, options: dict[str, Any], weight_decay: float
+) -> list[dict[str, Any]]:
     """Parameter groups: everything else first, then the projected weights with `options` (rank, scale, ...).
 
     With a weight decay each of the two is parted once more, into what decays and what does not.
 
     Args:
-        args: optim, optim_target_modules, weight_decay.
+        args: optim, optim_target_modules.
 
     Raises:
         ValueError: no module is named, or none of the model's linear layers is.
@@ -30,18 +32,18 @@ def low_rank_groups(model: nn.Module, args: Any, options: dict[str, Any]) -> lis
     targets = find_targets(model, args)
     projected: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
-    decayed = set(decay_parameter_names(model)) if args.weight_decay else set()
+    decayed = set(decay_parameter_names(model)) if weight_decay else set()
     for name, parameter in model.named_parameters():
         (projected if name in targets else others).append((name, parameter))
     groups: list[dict[str, Any]] = []
     for part, settings in ((others, {}), (projected, options)):
-        if not args.weight_decay:
+        if not weight_decay:
             groups.append({"params": [parameter for _, parameter in part], **settings})
             continue
         for decays in (True, False):
             chosen = [parameter for name, parameter in part if (name in decayed) is decays]
             if chosen:
-                decay = args.weight_decay if decays else 0.0
+                decay = weight_decay if decays else 0.0
                 groups.append({"params": chosen, "weight_decay": decay, **settings})
     return groups
 
@@ -84,7 +86,8 @@ def apply_targets(
     name = str(args.optim)
     if model is None:
         raise ValueError(f"optim={name!r} looks at the model for the layers to project: pass the model")
-    kwargs = {**kwargs, "params": low_rank_groups(model, args, options)}
+    weight_decay = kwargs.get("weight_decay", args.weight_decay)  # that of `optim_args` is for no bias and norm either
+    kwargs = {**kwargs, "params": low_rank_groups(model, args, options, weight_decay)}
     if name.endswith("layerwise"):
         return LayerwiseOptimizer, {**kwargs, "optimizer_class": optimizer_class}
     return optimizer_class, kwargs

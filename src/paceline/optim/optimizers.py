@@ -19,7 +19,7 @@ from paceline.core.optimizer_options import typed_options
 from paceline.core.spelling import nearest
 from paceline.optim.adafactor import Adafactor
 from paceline.optim.choose import Choice, choose_optimizer, why_not_fused
-from paceline.optim.entries import OptimizerEntry, adam_settings
+from paceline.optim.entries import Made, OptimizerEntry, adam_settings
 from paceline.optim.groups import decay_parameter_names, parameter_groups
 from paceline.optim.libraries import FROM_LIBRARIES
 from paceline.optim.muon import MuonWithAdamW
@@ -38,6 +38,18 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
+def given_rate(made: Made, args: Any, model: Any, given: dict[str, Any]) -> Made:
+    """Adafactor with the learning rate of the arguments. A rate of its own needs another schedule, too."""
+    if made[1].get("relative_step"):
+        raise ValueError(
+            "optim_args: relative_step=True is not possible with optim='adafactor', which takes learning_rate and a "
+            "schedule; make the optimizer yourself, optimizer = Adafactor(model.parameters()), and pass "
+            "Trainer(optimizers=(optimizer, AdafactorSchedule(optimizer))), both from transformers.optimization or "
+            "paceline"
+        )
+    return made
+
+
 OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adamw_torch": OptimizerEntry(lambda: torch.optim.AdamW, adam_settings),
     "adamw_torch_fused": OptimizerEntry(lambda: torch.optim.AdamW, lambda args: {**adam_settings(args), "fused": True}),
@@ -47,7 +59,9 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "sgd": OptimizerEntry(lambda: torch.optim.SGD),
     "adagrad": OptimizerEntry(lambda: torch.optim.Adagrad),
     "rmsprop": OptimizerEntry(lambda: torch.optim.RMSprop),
-    "adafactor": OptimizerEntry(lambda: Adafactor, lambda args: {"scale_parameter": False, "relative_step": False}),
+    "adafactor": OptimizerEntry(
+        lambda: Adafactor, lambda args: {"scale_parameter": False, "relative_step": False}, finish=given_rate
+    ),
     "muon": OptimizerEntry(
         lambda: MuonWithAdamW,
         adam_settings,

@@ -225,8 +225,16 @@ class MLflowCallback(Reporter):
 
 
 def send_metrics(client: Any, run_id: str, metrics: list[Any]) -> None:
-    """One request."""
-    client.log_batch(run_id, metrics=metrics)
+    """One request.
+
+    Raises:
+        ConnectionError: the server is not there, which mlflow says at length.
+    """
+    try:
+        client.log_batch(run_id, metrics=metrics)
+    except Exception:
+        check_server(client.tracking_uri)
+        raise
 
 
 class Sender:
