@@ -381,12 +381,18 @@ def value(kind: str, name: str) -> Finding:
     return tried("TrainingArguments", given.get(kind, {kind: name}))
 
 
+DEVICES = {"cpu", "cuda", "mps"}  # that paceline drives
+
+
 def optimizer(name: str) -> Finding:
     """A value of `optim`. A package that is not installed is no refusal: its error names the extra."""
     import torch
 
-    from paceline.optim.optimizers import resolve_optimizer
+    from paceline.optim.optimizers import OPTIMIZERS, resolve_optimizer
 
+    devices = OPTIMIZERS[name].devices if name in OPTIMIZERS else frozenset()
+    if devices and not devices & DEVICES:
+        return Finding("refused", f"needs {', '.join(sorted(devices)).upper()}: {OPTIMIZERS[name].note}")
     targets = {"optim_target_modules": "all-linear"} if name.startswith(("galore", "apollo")) else {}
     with quiet():
         try:

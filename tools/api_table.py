@@ -31,8 +31,9 @@ HEAD = """# Every public name of the reference
 Written by `make docs` from [the list of names](../tools/api_surface.yaml) and the package itself: signatures and
 defaults are compared, options and values are tried, log keys and files are those of a run.
 
-- **same**: the name is there, with the reference's parameters and defaults, and does what it does there, but for what
-  the [README](../README.md) lists as defects that are not repeated.
+- **same**: the name is there, with the reference's parameters and defaults, and a value that is tried is accepted. What
+  it does is compared elsewhere, by the tests that [parity.md](parity.md) and [migration.md](migration.md) name; defects
+  that are not repeated are in the [README](../README.md).
 - **different**: the name is there and works; the note says what differs.
 - **refused**: it raises an error that names the remedy; the note is that error, or says why.
 

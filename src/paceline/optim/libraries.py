@@ -336,12 +336,14 @@ FROM_LIBRARIES: dict[str, OptimizerEntry] = {
         adam_settings,
         devices=frozenset({"xla"}),
         package="torch_xla",
+        note="paceline drives no XLA device",
     ),
     "adamw_torch_npu_fused": OptimizerEntry(
         partial(load_foreign, "torch_npu.optim", "NpuFusedAdamW", "install Ascend's torch_npu"),
         adam_settings,
         devices=frozenset({"npu"}),
         package="torch_npu",
+        note="paceline is not tried on NPU devices",
     ),
     "adamw_apex_fused": OptimizerEntry(
         load_apex_adam, adam_settings, devices=frozenset({"cuda"}), package="NVIDIA's Apex"
