@@ -3,7 +3,7 @@
 import sys
 
 from datasets import Dataset
-from small_parts import causal, finish, out, sentences, tokenizer, train
+from small_parts import causal, finish, out, seed_generation, sentences, tokenizer, train
 from transformers import AutoModelForCausalLM
 
 kind = sys.argv[2]
@@ -79,6 +79,7 @@ elif kind == "gkd":  # on the texts of the data, not on sampled ones
         processing_class=chatting(),
     )
 elif kind == "distillation":
+    seed_generation()
     from trl import DistillationConfig, DistillationTrainer
 
     trainer = DistillationTrainer(
@@ -89,6 +90,7 @@ elif kind == "distillation":
         processing_class=tokenizer(),
     )
 elif kind == "online dpo":
+    seed_generation()
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
     trainer = OnlineDPOTrainer(
@@ -99,15 +101,64 @@ elif kind == "online dpo":
         train_dataset=prompts,
         processing_class=tokenizer(),
     )
-elif kind in ("grpo", "rloo"):
+elif kind in ("grpo", "rloo", "gmpo"):
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-    config, cls = (GRPOConfig, GRPOTrainer) if kind == "grpo" else (RLOOConfig, RLOOTrainer)
+    kinds = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer), "gmpo": (GMPOConfig, GMPOTrainer)}
+    config, cls = kinds[kind]
+    seed_generation()
     causal().save_pretrained(f"{out()}/model")  # a reference model is made from its path
     trainer = cls(
         model=AutoModelForCausalLM.from_pretrained(f"{out()}/model"),
         reward_funcs=count_cats,
         args=config(**options, num_generations=4, max_completion_length=8),
+        train_dataset=prompts,
+        processing_class=tokenizer(),
+    )
+elif kind == "gold":  # on the texts of the data, not on sampled ones
+    from trl.experimental.gold import GOLDConfig, GOLDTrainer
+
+    rows = {"messages": [chat(*pair) for pair in zip(columns["prompt"], columns["chosen"], strict=True)]}
+    trainer = GOLDTrainer(
+        model=causal(),
+        teacher_model=causal(1),
+        args=GOLDConfig(**options, lmbda=0.0, max_length=64, max_completion_length=8, use_extended_uld=False),
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=chatting(),
+    )
+elif kind == "sdft":
+    from trl.experimental.sdft import SDFTConfig, SDFTTrainer
+
+    seed_generation()
+    causal().save_pretrained(f"{out()}/model")
+    rows = {"prompt": columns["prompt"], "privileged_context": columns["chosen"]}
+    trainer = SDFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(f"{out()}/model"),
+        args=SDFTConfig(**options, max_completion_length=8, distillation_topk=8),
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=tokenizer(),
+    )
+elif kind == "sdpo":
+    from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
+
+    seed_generation()
+    causal().save_pretrained(f"{out()}/model")
+    trainer = SDPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(f"{out()}/model"),
+        reward_funcs=count_cats,
+        args=SDPOConfig(**options, num_generations=4, max_completion_length=8),
+        train_dataset=prompts,
+        processing_class=tokenizer(),
+    )
+elif kind == "a2po":
+    from trl.experimental.a2po import A2POConfig, A2POTrainer
+
+    seed_generation()
+    trainer = A2POTrainer(
+        model=causal(),
+        reward_funcs=count_cats,
+        args=A2POConfig(**options, max_completion_length=8),
         train_dataset=prompts,
         processing_class=tokenizer(),
     )

@@ -1,5 +1,7 @@
 """What the jobs of this folder share: a tokenizer, models and texts made on the spot, and what they leave behind."""
 
+import functools
+import itertools
 import json
 import logging
 import os
@@ -11,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers import (
     BertConfig,
+    GenerationMixin,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -80,6 +83,19 @@ def encoder_folder(kind: type) -> str:
     kind(BertConfig(**SIZES, **rates, **extra)).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+def seed_generation() -> None:
+    """Seed each call of `generate` by its number: what is sampled does not depend on what else was drawn before."""
+    original, calls = GenerationMixin.generate, itertools.count()
+
+    @functools.wraps(original)
+    def generate(self, *args, **kwargs):
+        with torch.random.fork_rng():  # the reference orders its data by the seed of the global generator
+            torch.manual_seed(next(calls))
+            return original(self, *args, **kwargs)
+
+    GenerationMixin.generate = generate
 
 
 def sentences(number: int, seed: int = 0) -> list[str]:
