@@ -179,8 +179,9 @@ KEPT = {"num_workers": 2, "persistent_workers": True}
     [
         ("torch.utils.data", {"num_workers": 0}),
         ("torch.utils.data", {"num_workers": 2}),
-        ("torch.utils.data", KEPT),
-        ("torch.utils.data", {**KEPT, "generator": None}),
+        # ending workers that are kept waits for half a minute and more
+        pytest.param("torch.utils.data", KEPT, marks=pytest.mark.slow),
+        pytest.param("torch.utils.data", {**KEPT, "generator": None}, marks=pytest.mark.slow),
         ("torchdata.stateful_dataloader", {"num_workers": 0}),
         # torchdata waits for each worker that it ends, half a minute in all
         pytest.param("torchdata.stateful_dataloader", {"num_workers": 2}, marks=pytest.mark.slow),
