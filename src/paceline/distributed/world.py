@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from paceline.core.optional import is_installed, require
-from paceline.distributed.launchers import Launch, read_launch
+from paceline.distributed.launchers import Launch, num_restarts, read_launch
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +113,12 @@ def start_group(args: Any, launch: Launch) -> World:
             "rank": launch.rank,
             "world_size": launch.world_size,
         }
+    elif num_restarts(os.environ) > 0 and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun's store may outlive the processes of before: gloo would read there where those listened. On several
+        # machines the counts of restarts need not be the same, and cannot tell the starts apart.
+        store, rank, size = next(distributed.rendezvous("env://", timeout=args.ddp_timeout_delta))  # type: ignore[attr-defined]
+        store = distributed.PrefixStore(f"restart {num_restarts(os.environ)}", store)  # type: ignore[attr-defined]
+        options = {"store": store, "rank": rank, "world_size": size}
     logger.info("Process %d of %d on %s, connected by %s.", launch.rank, launch.world_size, device, backend)
     distributed.init_process_group(backend, timeout=args.ddp_timeout_delta, **options)
     atexit.register(leave_group)
