@@ -264,7 +264,7 @@ def _recover_one(path: Path, final: Path, kind: str, pid: int, report: Callable[
         os.rename(path, final)
         sync_folder(final.parent)
         report(f"{final} is back: a crash had left it aside while it was being replaced")
-    elif kind == "incomplete" and _is_other_process(pid):
+    elif kind == "incomplete" and is_other_process(pid):
         report(f"{path} is left alone: process {pid}, which may be writing it, is alive")
     else:
         if path.is_dir():
@@ -314,7 +314,7 @@ def _discard(folder: Path) -> None:
         logger.warning("%s cannot be removed whole; it is tried again at the next start", folder)
 
 
-def _is_other_process(pid: int) -> bool:
+def is_other_process(pid: int) -> bool:
     """Whether another process of this machine has the id `pid` now. False on Windows, where asking could end it."""
     if os.name != "posix" or pid == os.getpid():
         return False

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.checkpoint import files
-from paceline.core.folders import MANIFEST_NAME, PREFIX_CHECKPOINT_DIR
+from paceline.core.folders import MANIFEST_NAME, PREFIX_CHECKPOINT_DIR, is_other_process
 from paceline.progress import CALLBACKS_FILE, PROGRESS_FILE
 
 if TYPE_CHECKING:
@@ -126,15 +126,7 @@ def clear_staged(output_dir: Path) -> None:
 def _is_running(pid: int) -> bool:
     if pid == os.getpid():  # in a container, every run's
         return any(thread.name == PUSHING_THREAD for thread in threading.enumerate())
-    if os.name != "posix":
-        return False  # asking could end it
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
+    return is_other_process(pid)
 
 
 def _link(source: str, target: str) -> str:
