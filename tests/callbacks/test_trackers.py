@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def read_run(path: Path) -> dict[str, Any]:
         which = record.WhichOneof("record_type")
         if which == "run":
             run.update(id=record.run.run_id, project=record.run.project, name=record.run.display_name)
+            run["began"] = record.run.start_time.ToNanoseconds()
             run["config"].update({item.key: json.loads(item.value_json) for item in record.run.config.update})
         elif which == "config":
             run["config"].update({item.key: json.loads(item.value_json) for item in record.config.update})
@@ -99,13 +101,14 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def written_runs(tmp_path: Path) -> list[dict[str, Any]]:
-    paths = sorted((tmp_path / "logs").rglob("*.wandb"))
+    """What W&B wrote, in the order in which the runs were begun."""
+    paths = list((tmp_path / "logs").rglob("*.wandb"))
     for path in paths:  # W&B's process writes on behind `finish`
         for _ in range(600):
             if any(record.WhichOneof("record_type") == "exit" for record in read_records(path)):
                 break
             time.sleep(0.05)
-    return [read_run(path) for path in paths]
+    return sorted(map(read_run, paths), key=itemgetter("began"))  # names of one second differ in a random part only
 
 
 def train(folder: Path, report_to: str, resume: Any = None, model: Any = None, **changes: Any) -> Any:
