@@ -161,6 +161,7 @@ def make_plan(trainer: Trainer, loader: Any) -> Plan:
     return resolve(
         trainer.args,
         world_size=trainer.world.world_size,
+        local_size=trainer.world.local_size,
         micro_batches_per_epoch=None if None in lengths else max(lengths),
         samples_per_epoch=sample_count(loader),
         update_size=trainer._update_size,
@@ -177,10 +178,12 @@ def share(trainer: Trainer, plan: Plan, feed: Feed, signals: StopSignals, watchd
         averages=plan.average_tokens_across_devices,
         measure=measurer(trainer),
         watchdog=watchdog,
+        mesh=plan.mesh,
     )
     feed.meet, feed.collect = exchange.meet, partial(exchange.draw, feed.collect)
-    if not trainer.world.is_first:  # the same weights everywhere, but not the same dropout
-        set_seed(trainer.args.seed + trainer.world.process_index)
+    noise_rank = plan.mesh.noise_rank(trainer.world.process_index)
+    if noise_rank:  # the same weights everywhere, but not the same dropout
+        set_seed(trainer.args.seed + noise_rank)
     return exchange
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from paceline.args.accelerator_config import AcceleratorConfig, check_accelerator
 from paceline.args.choices import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
 from paceline.args.errors import UnsupportedOption
+from paceline.args.mesh import check_mesh
 from paceline.args.sections import Options
 from paceline.args.sharding import is_asked, read_sharding
 
@@ -200,7 +201,6 @@ NO_TRACKIO = "the Trackio reporter is not here yet; leave it out and use report_
 # name: (whether the value asks for nothing, what to do instead)
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "deepspeed": (is_off, NOT_YET),
-    "parallelism_config": (is_off, NOT_YET),
     "trackio_space_id": (is_default(None, "trackio"), NO_TRACKIO),
     "trackio_bucket_id": (is_off, NO_TRACKIO),
     "trackio_static_space_id": (is_off, NO_TRACKIO),
@@ -228,7 +228,9 @@ def check_supported(options: Options) -> None:
 
 def check_parallel(options: Options) -> None:
     """One way to share the work."""
-    if is_asked(options.fsdp):
+    if check_mesh(options):
+        pass
+    elif is_asked(options.fsdp):
         read_sharding(options.fsdp, options.fsdp_config)
         if options.parallel == "ddp":
             raise ValueError(f"parallel='ddp' and fsdp={options.fsdp!r} are two ways to share the work: keep one.")
