@@ -2,8 +2,8 @@
 
     python shared_runs.py FOLDER MODE...     MODE: whole, terminated, killed, from=CHECKPOINT
 
-Writes `MODE-RANK.json` (how it ended) and `MODE-RANK.pt` (the weights). Modes that begin with `sharded` shard it; of `parts`,
-each process writes its own.
+Writes `MODE-RANK.json` (how it ended) and `MODE-RANK.pt` (the weights). Modes that begin with `sharded` shard it;
+of `parts`, each process writes its own.
 """
 
 from __future__ import annotations
