@@ -11,7 +11,7 @@ from paceline.args.choices import DebugOption, IntervalStrategy, SaveStrategy, S
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import check_mesh
 from paceline.args.sections import Options
-from paceline.args.sharding import is_asked, read_sharding
+from paceline.args.sharding import is_asked, read_sharding, wants_shards
 
 # name: (smallest value, largest value or None, whether the largest itself is allowed)
 LIMITS: dict[str, tuple[float, float | None, bool]] = {
@@ -238,6 +238,7 @@ def check_parallel(options: Options) -> None:
         read_sharding(True, options.fsdp_config)
     elif not is_off(options.fsdp_config):
         raise ValueError(f"fsdp_config={options.fsdp_config!r} says how to shard: set fsdp=True too, or leave it out.")
+    wants_shards(options)
     if options.ddp_static_graph and options.ddp_find_unused_parameters:
         raise ValueError(
             "ddp_static_graph=True finds unused parameters by itself: leave ddp_find_unused_parameters out."

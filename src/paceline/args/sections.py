@@ -447,6 +447,13 @@ class PacelineSection:
         "Copy a checkpoint to host memory and write it while training goes on. Training waits all the same where "
         "something needs the files at once (a callback's on_save, an own _save), or memory is short; the log says so.",
     )
+    checkpoint_format: str | None = option(
+        None,
+        "'full': the first process writes the whole model; 'sharded': each writes its part, which any number of "
+        "processes can load and `paceline export` makes one model of. Unset: as state_dict_type in fsdp_config, or "
+        "'full'.",
+        ("full", "sharded"),
+    )
     keep_best: int = option(
         0, "Checkpoints to keep for their evaluation, the best so many, beside those of the other keep_ options."
     )
