@@ -58,6 +58,7 @@ from paceline.saving import finish as finish_saves
 from paceline.sharded_saving import check_format
 from paceline.shared_engine import Exchange, SharedEngine, agreeing
 from paceline.shared_resuming import find_for_all
+from paceline.uploads import finished_uploads
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -120,7 +121,8 @@ def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: 
     if checkpoint is not None:
         plan = restore_position(trainer, feed, plan, checkpoint)
     signals = StopSignals(args.stop_signals, trainer.world.is_shared)
-    with finished_pushes(trainer), edited_model(trainer), signals, watching(trainer.world, args) as watchdog:
+    delivered, watched = finished_uploads(trainer), watching(trainer.world, args)
+    with delivered, finished_pushes(trainer), edited_model(trainer), signals, watched as watchdog:
         prepare(trainer, plan)
         exchange = share(trainer, plan, feed, signals, watchdog) if watchdog is not None else None
         run = Run(plan, feed, make_engine(trainer, plan, exchange), signals, trial, ignore_keys, exchange=exchange)

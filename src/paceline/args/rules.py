@@ -10,6 +10,7 @@ from paceline.args.accelerator_config import AcceleratorConfig, check_accelerato
 from paceline.args.choices import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import check_mesh
+from paceline.args.places import is_url, staging_folder
 from paceline.args.sections import Options
 from paceline.args.sharding import is_asked, read_sharding, wants_shards
 
@@ -293,6 +294,14 @@ def derived_values(options: Options) -> dict[str, Any]:
     config = options.accelerator_config
     if isinstance(config, AcceleratorConfig) and config.num_steps and options.gradient_accumulation_steps == 1:
         values["gradient_accumulation_steps"] = config.num_steps
+    if is_url(options.output_dir):
+        if options.output_store not in (None, options.output_dir):
+            raise ValueError(
+                f"output_dir={options.output_dir!r} and output_store={options.output_store!r} are two stores: let "
+                "output_dir be a folder of this machine, or leave output_store out."
+            )
+        values["output_store"] = options.output_dir
+        values["output_dir"] = staging_folder(str(options.output_dir))
     if options.use_cpu:
         values["dataloader_pin_memory"] = False
     return values
