@@ -59,7 +59,7 @@ class FullyShardedData(SingleDevice):
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         options: dict[str, Any] = {
-            "mesh": sharding_mesh(self.mesh, mesh),
+            "mesh": sharding_mesh(mesh),
             "reshard_after_forward": self.sharding.reshard,
         }
         if self.sharding.offload:
