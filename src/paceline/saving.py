@@ -228,8 +228,7 @@ def whole_weights(trainer: Trainer) -> dict[str, Tensor] | None:
 
 def load_weights(trainer: Trainer, model: nn.Module, folder: str) -> list[str]:
     """The body of `_load_from_checkpoint`; returns a sentence for each thing worth knowing."""
-    has_shards = trainer.strategy.is_sharded and any(hasattr(p, "full_tensor") for p in model.parameters())
-    weights = read_weights(Path(folder)) if has_shards else None
+    weights = read_weights(Path(folder)) if trainer.strategy.holds_part_of(model) else None
     if weights is None:
         return files.load_model(model, folder)
     missing, unexpected = trainer.strategy.load_full(model, weights)

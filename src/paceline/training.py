@@ -55,6 +55,7 @@ from paceline.saving import Saves
 from paceline.saving import finish as finish_saves
 from paceline.shared_engine import Exchange, SharedEngine, agreeing
 from paceline.shared_resuming import find_for_all
+from paceline.window_engine import WindowEngine
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -277,7 +278,9 @@ def make_engine(trainer: Trainer, plan: Plan, exchange: Exchange | None = None) 
     args = trainer.args
     # without clipping the norm is still needed to see a gradient that is not finite
     max_norm = plan.max_grad_norm or (math.inf if plan.nonfinite_policy != "warn" else 0.0)
-    kind: Callable[..., TorchEngine] = TorchEngine if exchange is None else partial(SharedEngine, exchange=exchange)
+    kind: Callable[..., TorchEngine] = TorchEngine
+    if exchange is not None:
+        kind = partial(WindowEngine if trainer.strategy.runs_windows else SharedEngine, exchange=exchange)
     return kind(
         strategy=trainer.strategy,
         model=trainer.model_wrapped,
