@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline import assembly, loaders, progress, saving, training
+from paceline import assembly, loaders, progress, saving, training, uploads
 from paceline.args.adopt import adopt, apply_log_level
 from paceline.args.plan import Plan, resolve
 from paceline.args.training import TrainingArguments
@@ -146,6 +146,7 @@ class Trainer(ForSubclasses):
         if self.args.should_save:
             make_output_folder(self._get_output_dir(None))
         meet_subclass(self)
+        self.mirror = uploads.begin(self)
         publishing.prepare(self)
         self.memory_stages.stop("init")
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)

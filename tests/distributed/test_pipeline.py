@@ -143,6 +143,8 @@ def test_what_a_pipeline_cannot_do_is_refused(tmp_path: Path) -> None:
         strategy_of(tmp_path, parallel="pipeline", fp16=True)
     with pytest.raises(UnsupportedOption, match="bf16_full_eval=True with a pipeline"):
         strategy_of(tmp_path, parallel="pipeline", bf16_full_eval=True)
+    with pytest.raises(UnsupportedOption, match=r"checkpoint_format='sharded'.* with a pipeline"):
+        strategy_of(tmp_path, parallel="pipeline", checkpoint_format="sharded")
     args = TrainingArguments(output_dir=str(tmp_path), parallel="pipeline")
     with pytest.raises(ValueError, match="stages on several processes, and this is one"):
         resolve(args, world_size=1, micro_batches_per_epoch=1)
@@ -206,8 +208,11 @@ def results_of(folder: Path, size: int, *names: str) -> list[dict[str, Found]]:
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    folder = tmp_path_factory.mktemp("two")
+    one = pipeline_job.SCENARIOS["saved"](folder / "one", 1)
     names = [name for name in pipeline_job.SCENARIOS if name != "replicas"]
-    return results_of(tmp_path_factory.mktemp("two"), 2, *names)
+    found = results_of(folder, 2, *names, f"from={folder / 'one' / 'checkpoint-5'}")
+    return [{**each, "one": one, "folder": {"path": folder}} for each in found]
 
 
 def check_same(several: list[Found], one: Found) -> None:
@@ -265,17 +270,12 @@ def test_evaluation_before_training_and_a_second_run(tmp_path: Path, of_two: lis
 
 
 @pytest.mark.slow
-def test_checkpoints_are_those_of_one_process(tmp_path: Path) -> None:
+def test_checkpoints_are_those_of_one_process(tmp_path: Path, of_two: list[dict[str, Found]]) -> None:
     """Written by a pipeline and gone on from by one process, and the other way round."""
-    results_of(tmp_path / "two", 2, "saved")
-    one = pipeline_job.SCENARIOS["saved"](tmp_path / "one", 1)
-    ahead = str(tmp_path / "two" / "saved" / "checkpoint-5")
-    check_weights(pipeline_job.go_on(tmp_path / "a", 1, ahead), one)
-    back = str(tmp_path / "one" / "checkpoint-5")
-    processes.run("pipeline_job.py", 2, str(tmp_path / "back"), f"from={back}")
-    for rank in range(2):
-        found = torch.load(tmp_path / "back" / f"{rank}.pt", weights_only=False)
-        check_weights(found[f"from={back}"], one)
+    one, folder = of_two[0]["one"], of_two[0]["folder"]["path"]
+    check_weights(pipeline_job.go_on(tmp_path, 1, str(folder / "saved" / "checkpoint-5")), one)
+    for found in of_two:
+        check_weights(found[f"from={folder / 'one' / 'checkpoint-5'}"], one)
 
 
 def check_weights(found: Found, expected: Found) -> None:

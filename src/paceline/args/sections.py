@@ -47,7 +47,9 @@ class RunSection:
     """Where the run writes."""
 
     output_dir: str | None = option(
-        None, "Folder that receives checkpoints, logs and the record of the run. Unset: ./trainer_output."
+        None,
+        "Folder that receives checkpoints, logs and the record of the run; or a URL (s3://bucket/run, gs://, az://), "
+        "which becomes output_store, with a folder in the user's cache. Unset: ./trainer_output.",
     )
 
 
@@ -446,6 +448,18 @@ class PacelineSection:
         True,
         "Copy a checkpoint to host memory and write it while training goes on. Training waits all the same where "
         "something needs the files at once (a callback's on_save, an own _save), or memory is short; the log says so.",
+    )
+    checkpoint_format: str | None = option(
+        None,
+        "'full': the first process writes the whole model; 'sharded': each writes its part, which any number of "
+        "processes can load and `paceline export` makes one model of. Unset: as state_dict_type in fsdp_config, or "
+        "'full'.",
+        ("full", "sharded"),
+    )
+    output_store: str | None = option(
+        None,
+        "URL of an object store that the output folder is copied to behind the training, checkpoints complete or not "
+        "at all, and that a run is gone on from where the folder is lost. Unset: output_dir, where that is a URL.",
     )
     keep_best: int = option(
         0, "Checkpoints to keep for their evaluation, the best so many, beside those of the other keep_ options."

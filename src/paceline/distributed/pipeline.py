@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import resolve_mesh
 from paceline.args.pipelining import read_pipelining
+from paceline.args.sharding import wants_shards
 from paceline.distributed.device_mesh import build_device_mesh
 from paceline.distributed.last_stage import LastStage
 from paceline.distributed.stages import Stage, make_stages, owners_of
@@ -136,7 +137,8 @@ class Pipelined(SingleDevice):
         args: `pipeline_config` is read.
 
     Raises:
-        UnsupportedOption: fp16, evaluation in 16 bits, or generation in evaluation.
+        UnsupportedOption: fp16, evaluation in 16 bits, generation in evaluation, checkpoints in shards, or a mesh with
+            axes beside `pp` and `dp_replicate`.
     """
 
     is_sharded = True
@@ -152,6 +154,11 @@ class Pipelined(SingleDevice):
             )
         if precision.scales or precision.has_masters:
             raise UnsupportedOption("fp16=True with a pipeline is not supported: set bf16=True.")
+        if wants_shards(args):
+            raise UnsupportedOption(
+                "checkpoint_format='sharded' (or fsdp_config['state_dict_type']) with a pipeline is not supported: "
+                "leave it out."
+            )
         for name in ("bf16_full_eval", "fp16_full_eval", "predict_with_generate"):
             if getattr(args, name, False):
                 raise UnsupportedOption(f"{name}=True with a pipeline is not supported: leave it out.")
