@@ -111,6 +111,25 @@ class Ragged:
         return {name: torch.stack([sample[name][:width] for sample in samples]) for name in ("input_ids", "labels")}
 
 
+class OwnLoss(Trainer):
+    """Makes the loss itself, from what the model returns without labels: a sum over what all processes count."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        losses = functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = losses / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+def by_function(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    """The same as a function."""
+    loss = functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
 def weights_in(folder: Path) -> dict[str, Tensor]:
     """What a folder's model file holds; nothing where there is none."""
     path = folder / "model.safetensors"
@@ -196,6 +215,10 @@ SCENARIOS: dict[str, Callable[[Path, int], Result]] = {
     "one batch": lambda folder, size: train(folder, size, Deep(), {}, **split(1)),
     "tied": lambda folder, size: train(folder, size, Deep(tied=True), {}),
     "shapes": lambda folder, size: train(folder, size, Deep(), {}, data_collator=Ragged()),
+    "own loss": lambda folder, size: train(folder, size, Deep(), {}, cls=OwnLoss),
+    "function": lambda folder, size: train(folder, size, Deep(), {}, compute_loss_func=by_function),
+    "smoothed": lambda folder, size: train(folder, size, Deep(), {}, label_smoothing_factor=0.1),
+    "skipping": lambda folder, size: train(folder, size, Deep(), {}, nonfinite_policy="skip"),
     "llama": llama,
     "llama tied": lambda folder, size: llama(folder, size, tied=True),
     "replicas": lambda folder, size: train(folder, size, Deep(), {}, **split(max(size // 2, 1), 2)),
