@@ -72,6 +72,10 @@ def test_contradictions_are_errors(said: dict[str, Any], problem: str) -> None:
         resolve_mesh(options(**said), 4)
 
 
+def test_a_plan_is_text_or_a_dict() -> None:
+    assert options(tp_plan='{"a.*.b": "colwise"}').tp_plan == {"a.*.b": "colwise"}
+
+
 def test_the_plan_counts_what_reads_different_data() -> None:
     args = options(parallel={"dp_shard": 2, "tp": 2}, per_device_train_batch_size=3, gradient_accumulation_steps=5)
     plan = resolve(args, world_size=4, micro_batches_per_epoch=10)
@@ -86,6 +90,5 @@ def test_each_part_of_the_data_is_counted_once(mesh: Mesh) -> None:
     assert len({tuple(mesh.coordinates(rank).values()) for rank in ranks}) == mesh.size
     speakers = [rank for rank in ranks if mesh.speaks(rank)]
     assert [mesh.data_coordinates(rank) for rank in speakers] == [(n, mesh.data_size) for n in range(mesh.data_size)]
-    assert sum(map(mesh.weighs, ranks)) == mesh.averaged_size
-    assert {mesh.noise_rank(rank) for rank in ranks} == set(range(mesh.pp * mesh.averaged_size))
+    assert {mesh.noise_rank(rank) for rank in ranks} == set(range(mesh.pp * mesh.data_size * mesh.cp))
     assert mesh.noise_rank(0) == 0

@@ -137,8 +137,8 @@ class Pipelined(SingleDevice):
         args: `pipeline_config` is read.
 
     Raises:
-        UnsupportedOption: fp16, evaluation in 16 bits, generation in evaluation, checkpoints in shards, or a mesh with
-            axes beside `pp` and `dp_replicate`.
+        UnsupportedOption: fp16, evaluation in 16 bits, generation in evaluation, checkpoints in shards, a model
+            compiled as a whole, or a mesh with axes beside `pp` and `dp_replicate`.
     """
 
     is_sharded = True
@@ -158,6 +158,10 @@ class Pipelined(SingleDevice):
             raise UnsupportedOption(
                 "checkpoint_format='sharded' (or fsdp_config['state_dict_type']) with a pipeline is not supported: "
                 "leave it out."
+            )
+        if args.torch_compile and not args.compile_regions:
+            raise UnsupportedOption(
+                "torch_compile=True with a pipeline compiles the repeated blocks only: set compile_regions=True too."
             )
         for name in ("bf16_full_eval", "fp16_full_eval", "predict_with_generate"):
             if getattr(args, name, False):
