@@ -112,7 +112,9 @@ class WindowEngine(SharedEngine):
                     strategy.forward(batch, None)
             rule.load_state_dict(strategy.share_from_last(rule.state_dict()))
         if exchange.mesh.data_size > 1:
-            rule.merge(gather_objects(exchange.world, rule.state_dict()))
+            found = gather_objects(exchange.world, (rule.state_dict(), rule.scaled_factor))
+            rule.merge([state for state, _ in found])
+            rule.scaled_factor = min(factor for _, factor in found)
         exchange.weigh_again(0 if exchange.is_idle else rule.recount(counts))
 
     def _look_at(self, batch: Any, counts: Counts, num_items: Any) -> None:
@@ -122,8 +124,10 @@ class WindowEngine(SharedEngine):
         last.receive(None)
         with self.strategy.forward_context():
             loss, outputs = compute_loss_with_outputs(self.compute_loss, last, batch, given)
-        if type(given) is WatchedCount and given.is_used and not self.rule.is_assumed_scaled:
-            self.rule.assume_scaled(True)
+        if type(given) is WatchedCount and given.is_used:
+            self.rule.scaled_factor = 1  # as in transformers: used as it is, if it is unknown
+            if not self.rule.is_assumed_scaled:
+                self.rule.assume_scaled(True)
         if loss is not None:
             self.rule.look(loss.detach(), outputs, counts, num_items)
 
