@@ -409,7 +409,8 @@ def make_evaluation(trainer: Trainer) -> EvaluationLoop:
     kind: Callable[..., EvaluationLoop] = EvaluationLoop
     if trainer.world.is_shared:
         shared = importlib.import_module("paceline.shared_evaluation")  # of no use to one process
-        kind = partial(shared.SharedEvaluation, world=trainer.world, run=trainer.run)
+        name = "StagedEvaluation" if trainer.strategy.runs_windows else "SharedEvaluation"
+        kind = partial(getattr(shared, name), world=trainer.world, run=trainer.run)
     return kind(
         model=trainer.strategy.evaluation_model(trainer.model_wrapped),
         strategy=trainer.strategy,

@@ -239,11 +239,11 @@ def load_weights(trainer: Trainer, model: nn.Module, folder: str) -> list[str]:
     """The body of `_load_from_checkpoint`; returns a sentence for each thing worth knowing."""
     if is_sharded(Path(folder, MODEL_FOLDER)) and load_model_in_place(files.without_compile(model), Path(folder)):
         return []
-    has_shards = trainer.strategy.is_sharded and any(hasattr(p, "full_tensor") for p in model.parameters())
-    weights = read_weights(Path(folder)) if has_shards else None
+    has_part = trainer.strategy.holds_part_of(model)
+    weights = read_weights(Path(folder)) if has_part else None
     if weights is None and not files.has_weights(folder):
         weights = read_whole_model(Path(folder))
-    if weights is None or not has_shards:
+    if weights is None or not has_part:
         return files.load_model(model, folder, weights)
     missing, unexpected = trainer.strategy.load_full(model, weights)
     return [f"{folder}: {', '.join(names)} {what}" for names, what in

@@ -22,6 +22,7 @@ from paceline.args.sharding import read_sharding
 Found = dict[str, Any]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "invariance.md"
 COLUMNS = [("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("tp", 2), ("tp+fsdp", 4)]
+COLUMNS += [("gpipe", 2), ("1f1b", 2), ("1f1b+ddp", 4)]
 
 
 def results_of(folder: Path, size: int, *engines: str) -> dict[str, list[dict[str, Found]]]:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from small_models import Classifier, Tagger, classification, make_trainer, tagging
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
@@ -31,6 +31,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp": {"fsdp": True},
     "hsdp": {"fsdp": "hybrid_shard", "fsdp_config": {"replicate": 2}},
+    "gpipe": {"parallel": {"pp": 2}, "pipeline_config": {"schedule": "gpipe"}},
+    "1f1b": {"parallel": {"pp": 2}},
+    "1f1b+ddp": {"parallel": {"dp_replicate": 2, "pp": 2}},
     "tp": {"parallel": {"tp": 2}},
     "tp+fsdp": {"parallel": {"dp_shard": 2, "tp": 2}},
     "tp+ddp": {"parallel": {"dp_replicate": 2, "tp": 2}},
@@ -58,14 +61,23 @@ class RecordGradient(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if self.gradient is None:
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            self.gradient = torch.cat([whole(gradient).flatten() for gradient in gradients])
+            gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+            if any(parameter.is_meta for parameter in model.parameters()):  # those of other stages are elsewhere
+                gathered: list[Any] = [None] * distributed.get_world_size()
+                distributed.all_gather_object(gathered, gradients)
+                gradients = {name: gradient for each in gathered for name, gradient in each.items()}
+            names = [name for name, _ in model.named_parameters() if name in gradients]
+            self.gradient = torch.cat([gradients[name].flatten() for name in names])
 
 
 def found(trainer: Trainer, **more: Any) -> Result:
     """What two runs are compared by."""
     rows = trainer.state.log_history
-    parameters = [whole(parameter.detach()).flatten() for parameter in trainer.model.parameters()]
+    if any(parameter.is_meta for parameter in trainer.model.parameters()):
+        state = trainer.strategy.full_weights(trainer.model)
+        parameters = [state[name].flatten() for name, _ in trainer.model.named_parameters()]
+    else:
+        parameters = [whole(parameter.detach()).flatten() for parameter in trainer.model.parameters()]
     record = next((c for c in trainer.callback_handler.callbacks if isinstance(c, RecordGradient)), None)
     return {
         "weights": torch.cat(parameters),
@@ -144,7 +156,10 @@ class CountsTokens(Tagger):
     """Divides by num_items_in_batch, as models of transformers do."""
 
     def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Any:
-        logits = super().forward(input_ids, labels)["logits"]
+        return self.finish(self.begin(input_ids), labels, num_items_in_batch)
+
+    def finish(self, hidden: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Any:
+        logits = self.head(hidden)
         left, right = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         if num_items_in_batch is None:
             return {"loss": functional.cross_entropy(left, right), "logits": logits}
@@ -255,7 +270,8 @@ def main() -> None:
     for engine in engines:
         in_force.clear()
         in_force.update(ENGINES[engine])
-        parts = size // 2 if engine.startswith("tp") else size  # that read different data
+        shares = any(axis in in_force.get("parallel", ()) for axis in ("tp", "pp"))
+        parts = size // 2 if shares else size  # that read different data
         found = {name: run(folder / engine / name, parts) for name, run in SCENARIOS.items()}
         torch.save(found, folder / f"{engine}-{rank}.pt")
 

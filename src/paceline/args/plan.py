@@ -22,6 +22,7 @@ SHARED_BY = {
     "ddp": "each with the whole model, gradients averaged (ddp)",
     "fsdp": "each with a shard of every parameter, gradient and optimizer state (fsdp)",
     "mesh": "in a mesh",
+    "pipeline": "each with some of the layers, micro-batches one after another",
 }
 UNCOUNTED = {"no": "never", "epoch": "at each end of an epoch", "best": "when an evaluation is the best yet"}
 
@@ -254,8 +255,11 @@ def resolve_parallel(args: Options, world_size: int, local_size: int | None = No
             "memory would leave the others waiting. Set per_device_train_batch_size and gradient_accumulation_steps."
         )
     parallel = engine_of(resolve_mesh(args, world_size, local_size), args)
-    if parallel == "pipeline":
-        raise UnsupportedOption("parallel={'pp': ...} is not supported: leave pp out.")
+    if world_size == 1 and isinstance(args.parallel, dict) and args.parallel.get("pp") == -1:
+        raise ValueError(
+            "A pipeline has stages on several processes, and this is one: start the script with `paceline launch`, or "
+            "leave parallel out."
+        )
     if world_size == 1 and (parallel == "fsdp" or (args.parallel is None and is_asked(args.fsdp))):
         raise ValueError(
             "fsdp shards a model over several processes, and this is one: start the script with `paceline launch`, or "

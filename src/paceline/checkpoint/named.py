@@ -72,7 +72,9 @@ def load_model_in_place(model: nn.Module, folder: Path) -> bool:
         names[kept].append(name)
     source = {name: next((each for each in own if each in stored), None) for name, own in names.items()}
     known = {*state.tensors, *state.tied, *notes_of(folder).get("tied", {})}
-    if state.extra or shards.plain or None in source.values() or stored - known or not _loads_plainly(model):
+    has_gaps = any(value.is_meta for value in state.tensors.values())  # whose values are on other processes
+    is_other = state.extra or shards.plain or None in source.values() or stored - known
+    if has_gaps or is_other or not _loads_plainly(model):
         return False
     shards.load({f"model.{source[name]}": value for name, value in state.tensors.items()})
     return True

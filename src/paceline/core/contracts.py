@@ -159,6 +159,7 @@ class Strategy(Protocol):
     mesh: Any  # how the processes are laid out: `paceline.args.mesh.Mesh`
     in_step: bool  # whether forward and backward wait for the other processes, so that all must run as many
     is_sharded: bool  # whether parameters and optimizer state are parts of tensors
+    runs_windows: bool  # whether it runs forward and backward of all micro-batches of an update itself
     holds_back: bool  # whether `micro_step` does anything, so that a step of one process need not enter it
     place: Callable[[Any], Any]  # the batch, its tensors on the device
 
@@ -181,6 +182,8 @@ class Strategy(Protocol):
     def data_coordinates(self) -> tuple[int, int]: ...
 
     def stateful(self) -> dict[str, Any]: ...
+
+    def holds_part_of(self, model: Any) -> bool: ...
 
     def full_weights(self, model: Any) -> dict[str, Any]: ...
 

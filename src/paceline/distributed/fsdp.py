@@ -89,6 +89,10 @@ class FullyShardedData(SingleDevice):
         norm = super().clip(max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+    def holds_part_of(self, model: nn.Module) -> bool:
+        """Whether a model is in shards."""
+        return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The whole model's state, on the host; all processes take part. Tied tensors stay one."""
         seen: dict[int, Tensor] = {}

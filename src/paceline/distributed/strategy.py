@@ -34,6 +34,7 @@ NOTHING = nullcontext()
 STRATEGIES = {
     "ddp": "paceline.distributed.ddp:DistributedData",
     "fsdp": "paceline.distributed.fsdp:FullyShardedData",
+    "pipeline": "paceline.distributed.pipeline:Pipelined",
     "mesh": "paceline.distributed.mesh:MeshParallel",
 }
 
@@ -52,6 +53,7 @@ class SingleDevice:
     holds_back = False
     in_step = False
     is_sharded = False
+    runs_windows = False
 
     def __init__(self, world: World, precision: Precision, mesh: Mesh | None = None) -> None:
         self.world = world
@@ -168,6 +170,10 @@ class SingleDevice:
     def stateful(self) -> dict[str, Any]:
         """What a checkpoint must hold beside model and optimizer."""
         return {"precision": self.precision}
+
+    def holds_part_of(self, model: nn.Module) -> bool:
+        """Whether some of a model's values are on other processes."""
+        return False
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The whole model's state, on the device it lives on."""
