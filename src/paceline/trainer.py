@@ -169,7 +169,12 @@ class Trainer(ForSubclasses):
 
     def _plan(self) -> Plan:
         """The plan as far as it does not depend on the amount of data."""
-        return resolve(self.args, world_size=self.world.world_size, micro_batches_per_epoch=1)
+        return resolve(
+            self.args,
+            world_size=self.world.world_size,
+            local_size=self.world.local_size,
+            micro_batches_per_epoch=1,
+        )
 
     def place_model(self) -> None:
         """Move the model to the device, unless the user said not to or did it in parts."""
@@ -612,7 +617,7 @@ class Trainer(ForSubclasses):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples per update: batch size times accumulation times processes."""
-        return int(args.train_batch_size * args.gradient_accumulation_steps * self.world.world_size)
+        return int(args.train_batch_size * args.gradient_accumulation_steps * self.strategy.mesh.data_size)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Not in this version; runs with different arguments can be made one by one with `model_init`."""

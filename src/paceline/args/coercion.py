@@ -22,6 +22,7 @@ from typing import Any
 from paceline.args.accelerator_config import AcceleratorConfig
 from paceline.args.choices import TOKEN_COUNTS, DebugOption, OptimizerNames
 from paceline.args.errors import did_you_mean, wrong_value
+from paceline.args.mesh import read_parallel, read_parallelism
 from paceline.args.places import check_url, is_url
 from paceline.args.sections import Options
 
@@ -300,7 +301,8 @@ SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "optim": to_optimizer,
     "output_dir": to_folder,
     "output_store": to_store,
-    "parallelism_config": keep_config,
+    "parallel": read_parallel,
+    "parallelism_config": read_parallelism,
     "report_to": to_report_list,
     "resume_from_checkpoint": keep_bool,
     "trackio_static_space_id": keep_bool,

@@ -9,9 +9,10 @@ from typing import Any
 from paceline.args.accelerator_config import AcceleratorConfig, check_accelerator
 from paceline.args.choices import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
 from paceline.args.errors import UnsupportedOption
+from paceline.args.mesh import check_mesh
 from paceline.args.places import is_url, staging_folder
 from paceline.args.sections import Options
-from paceline.args.sharding import is_asked, read_sharding
+from paceline.args.sharding import is_asked, read_sharding, wants_shards
 
 # name: (smallest value, largest value or None, whether the largest itself is allowed)
 LIMITS: dict[str, tuple[float, float | None, bool]] = {
@@ -201,7 +202,6 @@ NO_TRACKIO = "the Trackio reporter is not here yet; leave it out and use report_
 # name: (whether the value asks for nothing, what to do instead)
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "deepspeed": (is_off, NOT_YET),
-    "parallelism_config": (is_off, NOT_YET),
     "trackio_space_id": (is_default(None, "trackio"), NO_TRACKIO),
     "trackio_bucket_id": (is_off, NO_TRACKIO),
     "trackio_static_space_id": (is_off, NO_TRACKIO),
@@ -229,7 +229,9 @@ def check_supported(options: Options) -> None:
 
 def check_parallel(options: Options) -> None:
     """One way to share the work."""
-    if is_asked(options.fsdp):
+    if check_mesh(options):
+        pass
+    elif is_asked(options.fsdp):
         read_sharding(options.fsdp, options.fsdp_config)
         if options.parallel == "ddp":
             raise ValueError(f"parallel='ddp' and fsdp={options.fsdp!r} are two ways to share the work: keep one.")
@@ -237,6 +239,7 @@ def check_parallel(options: Options) -> None:
         read_sharding(True, options.fsdp_config)
     elif not is_off(options.fsdp_config):
         raise ValueError(f"fsdp_config={options.fsdp_config!r} says how to shard: set fsdp=True too, or leave it out.")
+    wants_shards(options)
     if options.ddp_static_graph and options.ddp_find_unused_parameters:
         raise ValueError(
             "ddp_static_graph=True finds unused parameters by itself: leave ddp_find_unused_parameters out."

@@ -27,6 +27,7 @@ __all__ = [
     "PREFIX_CHECKPOINT_DIR",
     "begin",
     "checkpoint_name",
+    "discard_unfinished",
     "extra_files",
     "get_last_checkpoint",
     "list_checkpoints",
@@ -232,6 +233,11 @@ def publish(temporary: Path, final: Path, known: Mapping[str, KnownFile] | None 
             _discard(aside)
         except OSError as error:
             logger.warning("the replaced folder %s cannot be deleted: %s", aside, error)
+
+
+def discard_unfinished(temporary: Path) -> None:
+    """Remove what `begin` made, where it is not to be published."""
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def recover(output_dir: str | os.PathLike[str], report: Callable[[str], None]) -> None:

@@ -27,6 +27,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "average_tokens_across_devices": (bool, "all replicas share one count here; leave it out"),
     "batch_eval_metrics": (is_off, "pass a StreamingMetric as compute_metrics; leave it out"),
     "bf16_full_eval": (is_off, "bf16=True computes in bfloat16, in evaluation too; leave it out"),
+    "checkpoint_format": (lambda value: value in (None, "full"), ONE_PROGRAM),
     "compile_regions": (is_off, NO_COMPILE),
     "dataloader_num_workers": (is_off, NO_WORKERS),
     "debug": (is_off, "tf.debugging.enable_check_numerics finds where a NaN comes from; leave it out"),
