@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from small_models import Classifier, Tagger, classification, make_trainer, tagging
 from torch import Tensor
@@ -25,10 +26,15 @@ from paceline import EvalPrediction, Trainer, TrainerCallback
 Result = dict[str, Any]
 SCENARIOS: dict[str, Callable[[Path, int], Result]] = {}
 GLOBAL_BATCH = 24
+EXACT = ("learning_rate", "global_step", "epoch", "tokens", "scheduler_steps", "count")
 ENGINES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp": {"fsdp": True},
     "hsdp": {"fsdp": "hybrid_shard", "fsdp_config": {"replicate": 2}},
+    "tp": {"parallel": {"tp": 2}},
+    "tp+fsdp": {"parallel": {"dp_shard": 2, "tp": 2}},
+    "tp+ddp": {"parallel": {"dp_replicate": 2, "tp": 2}},
+    "tp+hsdp": {"parallel": {"dp_replicate": 2, "dp_shard": 2, "tp": 2}},
 }
 in_force: dict[str, Any] = {}  # of these, on several processes
 
@@ -76,6 +82,21 @@ def found(trainer: Trainer, **more: Any) -> Result:
         "scheduler_steps": trainer.lr_scheduler.last_epoch,
         **more,
     }
+
+
+def check_same(several: list[Result], one: Result) -> None:
+    """What several processes found is what one found."""
+    for rank, found in enumerate(several):
+        for name in EXACT:
+            assert found.get(name) == one.get(name), f"{name} of process {rank}"
+        assert torch.equal(found["weights"], several[0]["weights"]), "the processes have drifted apart"
+        torch.testing.assert_close(found["gradient"], one["gradient"], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(found["weights"], one["weights"], rtol=1e-4, atol=1e-6)
+        for name in ("loss", "grad_norm", "eval_loss", "test_loss"):
+            assert found[name] == pytest.approx(one[name], rel=1e-5, nan_ok=True), f"{name} of process {rank}"
+        for name in ("predictions", "labels"):
+            if name in one:
+                np.testing.assert_allclose(found[name], one[name], rtol=1e-4, atol=1e-5)
 
 
 def split(size: int, accumulation: int = 1, total: int = GLOBAL_BATCH) -> dict[str, Any]:
@@ -234,7 +255,8 @@ def main() -> None:
     for engine in engines:
         in_force.clear()
         in_force.update(ENGINES[engine])
-        found = {name: run(folder / engine / name, size) for name, run in SCENARIOS.items()}
+        parts = size // 2 if engine.startswith("tp") else size  # that read different data
+        found = {name: run(folder / engine / name, parts) for name, run in SCENARIOS.items()}
         torch.save(found, folder / f"{engine}-{rank}.pt")
 
 

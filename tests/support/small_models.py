@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from paceline import Trainer, TrainingArguments
 
 class Classifier(nn.Module):
     """A plain module: features -> mean cross-entropy and logits, in a tuple. No config anywhere."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"first": "colwise", "second": "rowwise"}
 
     def __init__(self, features: int = 8, classes: int = 4, dropout: float = 0.0, seed: int = 0) -> None:
         super().__init__()
@@ -38,6 +40,8 @@ class Tagger(nn.Module):
         shifted: the output at i is compared with the target at i + 1, as in a language model.
         per_sample: the mean over samples of each one's mean, instead of the mean over targets.
     """
+
+    tp_plan: ClassVar[dict[str, str]] = {"embedding": "embedding_colwise", "head": "rowwise_split_input"}
 
     def __init__(
         self,

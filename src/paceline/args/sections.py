@@ -497,6 +497,11 @@ class PacelineSection:
         "(parts of the matrices); -1 for all processes that the others leave. Unset: 'ddp', or 'fsdp' where fsdp is "
         "set. Processes are started by `paceline launch`, torchrun, accelerate launch or srun.",
     )
+    tp_plan: dict[str, Any] | str | None = option(
+        None,
+        "Which modules are cut over the axis tp of the mesh, and how: names, '*' for one part of a name, to styles "
+        "('colwise', 'rowwise', ...). A dict, JSON, or the path of a JSON file. Unset: the model's own plan.",
+    )
     ddp_comm_hook: str | None = option(
         None, "Exchange gradients in 16 bits: 'fp16' or 'bf16'. Unset: in the type they have.", ("fp16", "bf16")
     )

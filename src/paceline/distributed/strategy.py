@@ -34,6 +34,7 @@ NOTHING = nullcontext()
 STRATEGIES = {
     "ddp": "paceline.distributed.ddp:DistributedData",
     "fsdp": "paceline.distributed.fsdp:FullyShardedData",
+    "mesh": "paceline.distributed.mesh:MeshParallel",
 }
 
 
@@ -210,7 +211,7 @@ def choose_strategy(world: World, precision: Precision, args: Any) -> SingleDevi
     named = resolve_parallel(args, world.world_size, world.local_size) or "ddp"
     if named not in STRATEGIES:
         sizes = resolve_mesh(args, world.world_size, world.local_size).describe()
-        raise UnsupportedOption(f"parallel: a mesh of {sizes} is not supported: use dp_replicate and dp_shard only.")
+        raise UnsupportedOption(f"parallel: a mesh of {sizes} is not supported: use the other axes only.")
     module, name = STRATEGIES[named].split(":")
     strategy: SingleDevice = getattr(importlib.import_module(module), name)(world, precision, args)
     return strategy
