@@ -206,7 +206,8 @@ def gather_positions(trainer: Trainer) -> list[Any] | None:
     run = trainer.run
     if run is None or not trainer.world.is_shared or run.feed.is_common:
         return None
-    return gather_objects(trainer.world, run.feed.state_dict())
+    mesh, positions = trainer.strategy.mesh, gather_objects(trainer.world, run.feed.state_dict())
+    return [position for rank, position in enumerate(positions) if mesh.speaks(rank)]
 
 
 def gather_shards(trainer: Trainer) -> dict[str, Any] | None:

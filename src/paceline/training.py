@@ -58,6 +58,7 @@ from paceline.saving import finish as finish_saves
 from paceline.sharded_saving import check_format
 from paceline.shared_engine import Exchange, SharedEngine, agreeing
 from paceline.shared_resuming import find_for_all
+from paceline.uploads import finished_uploads
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -120,7 +121,8 @@ def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: 
     if checkpoint is not None:
         plan = restore_position(trainer, feed, plan, checkpoint)
     signals = StopSignals(args.stop_signals, trainer.world.is_shared)
-    with finished_pushes(trainer), edited_model(trainer), signals, watching(trainer.world, args) as watchdog:
+    delivered, watched = finished_uploads(trainer), watching(trainer.world, args)
+    with delivered, finished_pushes(trainer), edited_model(trainer), signals, watched as watchdog:
         prepare(trainer, plan)
         exchange = share(trainer, plan, feed, signals, watchdog) if watchdog is not None else None
         run = Run(plan, feed, make_engine(trainer, plan, exchange), signals, trial, ignore_keys, exchange=exchange)
@@ -164,6 +166,7 @@ def make_plan(trainer: Trainer, loader: Any) -> Plan:
     return resolve(
         trainer.args,
         world_size=trainer.world.world_size,
+        local_size=trainer.world.local_size,
         micro_batches_per_epoch=None if None in lengths else max(lengths),
         samples_per_epoch=sample_count(loader),
         update_size=trainer._update_size,
@@ -180,10 +183,12 @@ def share(trainer: Trainer, plan: Plan, feed: Feed, signals: StopSignals, watchd
         averages=plan.average_tokens_across_devices,
         measure=measurer(trainer),
         watchdog=watchdog,
+        mesh=plan.mesh,
     )
     feed.meet, feed.collect = exchange.meet, partial(exchange.draw, feed.collect)
-    if not trainer.world.is_first:  # the same weights everywhere, but not the same dropout
-        set_seed(trainer.args.seed + trainer.world.process_index)
+    noise_rank = plan.mesh.noise_rank(trainer.world.process_index)
+    if noise_rank:  # the same weights everywhere, but not the same dropout
+        set_seed(trainer.args.seed + noise_rank)
     return exchange
 
 

@@ -78,6 +78,15 @@ def known_file(path: str | os.PathLike[str], sha256: str, size: int) -> KnownFil
     return KnownFile(sha256, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
 
 
+def known_files(folder: str | os.PathLike[str]) -> dict[str, KnownFile]:
+    """What the manifest of a folder just verified knows of its files, by name."""
+    folder = Path(folder)
+    files = _read_manifest(folder)
+    if isinstance(files, str):
+        return {}
+    return {name: KnownFile(entry["sha256"], _identity(folder / name)) for name, entry in files.items()}
+
+
 def _identity(path: str | os.PathLike[str]) -> tuple[int, int, int, int]:
     found = os.stat(path)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

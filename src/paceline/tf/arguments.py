@@ -44,6 +44,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "include_num_input_tokens_seen": (is_default("no"), "tokens are not counted on this side; leave it out"),
     "neftune_noise_alpha": (is_off, "add the noise in the model; leave it out"),
     "optim_target_modules": (is_off, "low-rank optimizers are of the torch side; leave it out"),
+    "output_store": (is_off, "upload the output folder when the run has ended; leave it out"),
     "parallelism_config": (is_off, ONE_PROGRAM),
     "push_to_hub": (is_off, NO_HUB),
     "skip_memory_metrics": (is_default(True), "leave it at True; the progress display shows the memory in use"),
