@@ -523,6 +523,11 @@ def save_weights(trainer: Trainer, folder: Path, state_dict: Mapping[str, Tensor
                 job.copy.add_model(model, folder)
         else:
             job.known.update(files.store_weights(model, folder, saves.frozen, job.copy))
+    save_beside(trainer, folder)
+
+
+def save_beside(trainer: Trainer, folder: Path) -> None:
+    """The processing class, and the arguments for people to read."""
     processing_class = trainer.processing_class
     if processing_class is None:  # the one that the batches are made with
         processing_class = getattr(trainer.data_collator, "tokenizer", None)

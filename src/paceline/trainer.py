@@ -57,6 +57,7 @@ from paceline.model.prepare import PreparedModel
 from paceline.model.signature import innermost
 from paceline.optim import optimizers as optimizer_registry
 from paceline.optim.schedulers import follows_metrics, get_scheduler
+from paceline.sharded_saving import stream_model
 from paceline.subclassing import ForSubclasses, meet_subclass
 
 logger = logging.getLogger(__name__)
@@ -513,9 +514,10 @@ class Trainer(ForSubclasses):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, and the processing class beside it, so that it can be loaded again; pushed if so asked."""
-        weights = saving.whole_weights(self)
-        if self.args.should_save:
-            folder = self._get_output_dir(None) if output_dir is None else output_dir
+        folder = self._get_output_dir(None) if output_dir is None else output_dir
+        is_done = not _internal_call and stream_model(self, Path(folder), saving.save_beside)
+        weights = None if is_done else saving.whole_weights(self)
+        if self.args.should_save and not is_done:
             self._save(folder, weights) if weights is not None else self._save(folder)
         if self.args.push_to_hub and not _internal_call:
             publishing.push_saved_model(self)
