@@ -24,6 +24,7 @@ TO_RUN = {
     "resume_time": "python benchmarks/resume_time.py",
     "collation": "python benchmarks/collation.py",
     "shared_overhead": "python benchmarks/shared_overhead.py",
+    "tf_step": "python benchmarks/tf_step.py",
 }
 
 Result = dict[str, Any]
@@ -215,6 +216,27 @@ def shared_overhead(result: Result) -> str:
     return about + table(["engine", "loop, ms", "paceline, ms", "over the loop", "loop over loop"], rows)
 
 
+def tf_step(result: Result) -> str:
+    rows = [
+        [
+            name,
+            spread(row["wall_ms"], "{:.1f}"),
+            spread(row["cpu_ms"], "{:.1f}"),
+            spread(row["wall_ms_over_loop"]),
+            spread(row["cpu_ms_over_loop"]),
+            spread(row["cpu_ms_over_fit"]),
+        ]
+        for name, row in result["rows"].items()
+    ]
+    about = (
+        f"A Keras model of {result['settings']['parameters'] / 1e6:.1f} M parameters, batches of "
+        f"{result['settings']['batch_size']}, clipping, a linear schedule, AdamW, two threads. The contenders take "
+        f"turns of {result['settings']['steps']} steps in one process; ratios are within a turn.\n\n"
+    )
+    head = ["contender", "ms a step", "CPU ms a step", "over the loop", "CPU over the loop", "CPU over fit"]
+    return about + table(head, rows)
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "step_overhead": ("What a step costs beside the model", step_overhead),
     "import_time": ("What importing costs", import_time),
@@ -224,6 +246,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "resume_time": ("What a resume takes until its first update", resume_time),
     "collation": ("What a batch costs until it is a tensor", collation),
     "shared_overhead": ("What a step costs where several processes train", shared_overhead),
+    "tf_step": ("What a step costs with TensorFlow", tf_step),
 }
 
 
