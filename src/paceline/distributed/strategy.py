@@ -51,6 +51,7 @@ class SingleDevice:
     holds_back = False
     in_step = False
     is_sharded = False
+    reduces_late = False
 
     def __init__(self, world: World, precision: Precision, mesh: Mesh | None = None) -> None:
         self.world = world
@@ -90,6 +91,9 @@ class SingleDevice:
     def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
         """The context of one forward and backward: nothing to hold back, there is nobody to reduce with."""
         return NOTHING
+
+    def reduce_gradients(self) -> None:
+        """Nothing to average: there is nobody else."""
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """What to call in evaluation, of what `prepare` made."""
