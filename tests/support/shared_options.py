@@ -54,6 +54,22 @@ class Narrow(Blocks):
         return super().forward(x, labels)
 
 
+class Overflowing(Blocks):
+    """One number of one gradient is infinite in the first update: of shards, that of one process only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_passes = 0
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        loss, logits = super().forward(x, labels)
+        self.num_passes += torch.is_grad_enabled()
+        one = self.unused.bias[0] * 1
+        if self.num_passes == 1 and os.environ.get("RANK", "1") == "1" and one.requires_grad:
+            one.register_hook(lambda gradient: gradient + float("inf"))
+        return loss + one * 0, logits
+
+
 EVALUATED = {"eval_dataset": classification(27, seed=5), "eval_strategy": "epoch", "num_train_epochs": 1}
 OPTIONS: dict[str, dict[str, Any]] = {
     "static graph": {"ddp_static_graph": True, "gradient_accumulation_steps": 1},
@@ -72,6 +88,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
     "offloaded shards": {"fsdp": "full_shard offload"},
     "shards in bf16": {"fsdp": True, "bf16": True},
+    "shards in fp16": {"fsdp": True, "fp16": True},
+    "shards in fp16 that overflow": {"fsdp": True, "fp16": True, "model": Overflowing},
     "checkpointed shards": {"fsdp": True, "activation_checkpointing": True},
     "shards by size": {"fsdp": True, "fsdp_config": {"min_num_params": 50}},
     "shards kept whole": {"fsdp": "shard_grad_op"},
