@@ -249,16 +249,17 @@ def resolve_parallel(args: Options, world_size: int, local_size: int | None = No
     Raises:
         UnsupportedOption: one of them was asked for; the message says what to set.
     """
-    if world_size > 1 and args.auto_find_batch_size:
-        raise UnsupportedOption(
-            f"auto_find_batch_size=True with {world_size} processes is not supported: one of them running out of "
-            "memory would leave the others waiting. Set per_device_train_batch_size and gradient_accumulation_steps."
-        )
     parallel = engine_of(resolve_mesh(args, world_size, local_size), args)
     if world_size == 1 and isinstance(args.parallel, dict) and args.parallel.get("pp") == -1:
         raise ValueError(
             "A pipeline has stages on several processes, and this is one: start the script with `paceline launch`, or "
             "leave parallel out."
+        )
+    if world_size > 1 and args.auto_find_batch_size and parallel != "ddp":
+        raise UnsupportedOption(
+            f"auto_find_batch_size=True with parallel={parallel!r} is not supported: a process that runs out of memory "
+            "in the middle of a pass leaves the others waiting for its part of the model. Set "
+            "per_device_train_batch_size and gradient_accumulation_steps, or parallel='ddp'."
         )
     if world_size == 1 and (parallel == "fsdp" or (args.parallel is None and is_asked(args.fsdp))):
         raise ValueError(

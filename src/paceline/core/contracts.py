@@ -157,6 +157,7 @@ class Strategy(Protocol):
     device: Any
     precision: Any
     mesh: Any  # how the processes are laid out: `paceline.args.mesh.Mesh`
+    reduces_late: bool  # whether gradients are averaged by `reduce_gradients`, once all backward passes are done
     in_step: bool  # whether forward and backward wait for the other processes, so that all must run as many
     is_sharded: bool  # whether parameters and optimizer state are parts of tensors
     runs_windows: bool  # whether it runs forward and backward of all micro-batches of an update itself
@@ -168,6 +169,8 @@ class Strategy(Protocol):
     def forward_context(self) -> AbstractContextManager[Any]: ...
 
     def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]: ...
+
+    def reduce_gradients(self) -> None: ...
 
     def evaluation_model(self, model: Any) -> Any: ...
 

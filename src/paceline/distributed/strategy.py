@@ -54,6 +54,7 @@ class SingleDevice:
     in_step = False
     is_sharded = False
     runs_windows = False
+    reduces_late = False
 
     def __init__(self, world: World, precision: Precision, mesh: Mesh | None = None) -> None:
         self.world = world
@@ -93,6 +94,9 @@ class SingleDevice:
     def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
         """The context of one forward and backward: nothing to hold back, there is nobody to reduce with."""
         return NOTHING
+
+    def reduce_gradients(self) -> None:
+        """Nothing to average: there is nobody else."""
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """What to call in evaluation, of what `prepare` made."""
