@@ -174,6 +174,17 @@ def test_checkpoint_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_shared_overhead(tmp_path: Path) -> None:
+    result = run_for_result(tmp_path, "shared_overhead", "--quick")
+    assert list(result["rows"]) == ["ddp", "fsdp"]
+    for row, limit in zip(result["rows"].values(), result["targets"], strict=True):
+        assert row["loop_cpu_ms"]["median"] > 0
+        assert limit["value"] == row["over_loop"]["median"]
+    page = tmp_path / "page.md"
+    run("report.py", "--results", str(tmp_path), "--page", str(page))
+    assert "| fsdp |" in page.read_text("utf-8")
+
+
 def test_tf_step(tmp_path: Path) -> None:
     pytest.importorskip("tensorflow")
     result = run_for_result(tmp_path, "tf_step", "--quick")
