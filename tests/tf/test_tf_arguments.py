@@ -27,7 +27,6 @@ def test_defaults_are_those_of_the_reference() -> None:
         ("train_sampling_strategy", "group_by_length", "'random' or 'sequential'"),
         ("bf16_full_eval", True, "bf16=True"),
         ("lr_scheduler_type", "reduce_lr_on_plateau", "cosine"),
-        ("nonfinite_policy", "rollback", "'skip'"),
         ("average_tokens_across_devices", False, "leave it out"),
     ],
 )
