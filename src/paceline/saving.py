@@ -227,7 +227,7 @@ def whole_weights(trainer: Trainer) -> dict[str, Tensor] | None:
 
 def load_weights(trainer: Trainer, model: nn.Module, folder: str) -> list[str]:
     """The body of `_load_from_checkpoint`; returns a sentence for each thing worth knowing."""
-    has_shards = trainer.strategy.is_sharded and any(hasattr(p, "full_tensor") for p in model.parameters())
+    has_shards = trainer.strategy.is_sharded and trainer.strategy.has_shards(model)
     weights = read_weights(Path(folder)) if has_shards else None
     if weights is None:
         return files.load_model(model, folder)

@@ -249,6 +249,11 @@ def prepare(trainer: Trainer, plan: Plan) -> None:
         return trainer.optimizer
 
     prepared = strategy.prepare(trainer.model, make_optimizer)
+    if prepared.optimizer is not None:
+        trainer.optimizer = prepared.optimizer
+    if prepared.make_schedule is not None:
+        own = prepared.make_schedule(plan.max_steps, trainer.args.get_warmup_steps(plan.max_steps))
+        trainer.lr_scheduler = own if own is not None else trainer.lr_scheduler
     trainer.model_wrapped = trainer._wrap_model(prepared.model)
     handler = trainer.callback_handler
     handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
@@ -262,6 +267,8 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
     """
     groups = getattr(optimizer, "param_groups", None)
     own = set(map(id, model.parameters()))
+    if any(id(parameter) in own for parameter in getattr(optimizer, "model_parameters", ())):
+        return  # which holds them in parts
     if groups is not None and not any(id(parameter) in own for group in groups for parameter in group["params"]):
         raise ValueError(
             "The optimizer holds none of the model's parameters, so training would change nothing: make it from the "

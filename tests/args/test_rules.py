@@ -105,8 +105,6 @@ def test_allowed(options: dict[str, Any]) -> None:
 
 
 LATER: list[tuple[str, Any]] = [
-    ("deepspeed", "ds.json"),
-    ("deepspeed", {"zero_optimization": {"stage": 2}}),
     ("parallelism_config", {"tp_size": 2}),
     ("trackio_space_id", "owner/space"),
     ("trackio_bucket_id", "bucket"),

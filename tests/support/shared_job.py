@@ -21,6 +21,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from paceline import EvalPrediction, Trainer, TrainerCallback
+from paceline.core.optional import is_installed, require
+
+has_zero = is_installed("deepspeed") and any(word.startswith("zero") for word in sys.argv)
+zero: Any = require("deepspeed.utils", "deepspeed") if has_zero else None
 
 Result = dict[str, Any]
 SCENARIOS: dict[str, Callable[[Path, int], Result]] = {}
@@ -29,6 +33,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp": {"fsdp": True},
     "hsdp": {"fsdp": "hybrid_shard", "fsdp_config": {"replicate": 2}},
+    **{f"zero{stage}": {"deepspeed": {"zero_optimization": {"stage": stage}}} for stage in (0, 1, 2, 3)},
 }
 in_force: dict[str, Any] = {}  # of these, on several processes
 
@@ -39,9 +44,20 @@ def scenario(run: Callable[[Path, int], Result]) -> Callable[[Path, int], Result
 
 
 def whole(tensor: Any) -> Tensor:
-    """A tensor of all shards."""
+    """A tensor of all shards; of a parameter that ZeRO holds, the one that is stepped."""
+    if hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping"):
+        return zero.safe_get_full_fp32_param(tensor)
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full
+
+
+def gradient_of(parameter: Any) -> Tensor | None:
+    """The gradient of all shards, averaged over the processes."""
+    if hasattr(parameter, "ds_id"):
+        return zero.safe_get_full_grad(parameter)
+    if hasattr(parameter, "_hp_mapping"):
+        return parameter.get_full_hp_grad()
+    return None if parameter.grad is None else whole(parameter.grad)
 
 
 class RecordGradient(TrainerCallback):
@@ -52,14 +68,16 @@ class RecordGradient(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if self.gradient is None:
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            self.gradient = torch.cat([whole(gradient).flatten() for gradient in gradients])
+            gradients = [gradient_of(parameter) for parameter in model.parameters()]
+            self.gradient = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+            if args.deepspeed and args.deepspeed["zero_optimization"]["stage"] > 0:  # which clips with the step
+                self.gradient *= min(1.0, args.max_grad_norm / (float(self.gradient.norm()) + 1e-6))
 
 
 def found(trainer: Trainer, **more: Any) -> Result:
     """What two runs are compared by."""
     rows = trainer.state.log_history
-    parameters = [whole(parameter.detach()).flatten() for parameter in trainer.model.parameters()]
+    parameters = [whole(parameter).detach().flatten() for parameter in trainer.model.parameters()]
     record = next((c for c in trainer.callback_handler.callbacks if isinstance(c, RecordGradient)), None)
     return {
         "weights": torch.cat(parameters),

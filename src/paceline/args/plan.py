@@ -20,6 +20,7 @@ __all__ = ["Plan", "UnsupportedOption", "check", "resolve", "resolve_warmup"]
 SHARED_BY = {
     "ddp": "each with the whole model, gradients averaged (ddp)",
     "fsdp": "each with a shard of every parameter, gradient and optimizer state (fsdp)",
+    "deepspeed": "each with the parts that ZeRO gives it (deepspeed)",
 }
 UNCOUNTED = {"no": "never", "epoch": "at each end of an epoch", "best": "when an evaluation is the best yet"}
 
@@ -228,7 +229,7 @@ def resolve(
 
 
 def resolve_parallel(args: Options, world_size: int) -> str | None:
-    """How several processes share the work; None for one.
+    """How several processes share the work; None for one, unless it has an engine of its own (deepspeed).
 
     Raises:
         UnsupportedOption: one of them was asked for; the message says what to set.
@@ -238,6 +239,8 @@ def resolve_parallel(args: Options, world_size: int) -> str | None:
             f"auto_find_batch_size=True with {world_size} processes is not supported: one of them running out of "
             "memory would leave the others waiting. Set per_device_train_batch_size and gradient_accumulation_steps."
         )
+    if args.deepspeed:
+        return "deepspeed"
     parallel = args.parallel or ("fsdp" if is_asked(args.fsdp) else "ddp")
     if world_size == 1 and parallel == "fsdp":
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.args.accelerator_config import AcceleratorConfig, check_accelerator
 from paceline.args.choices import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
+from paceline.args.deepspeed_config import fill_config
 from paceline.args.errors import UnsupportedOption
 from paceline.args.sections import Options
 from paceline.args.sharding import is_asked, read_sharding
@@ -199,7 +200,6 @@ NOT_YET = "use parallel='ddp' or 'fsdp', and leave it out"
 NO_TRACKIO = "the Trackio reporter is not here yet; leave it out and use report_to='tensorboard', 'jsonl' or 'csv'"
 # name: (whether the value asks for nothing, what to do instead)
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "deepspeed": (is_off, NOT_YET),
     "parallelism_config": (is_off, NOT_YET),
     "trackio_space_id": (is_default(None, "trackio"), NO_TRACKIO),
     "trackio_bucket_id": (is_off, NO_TRACKIO),
@@ -228,6 +228,12 @@ def check_supported(options: Options) -> None:
 
 def check_parallel(options: Options) -> None:
     """One way to share the work."""
+    if options.deepspeed:
+        for name in ("parallel", "fsdp"):
+            value = getattr(options, name)
+            if value is not None and not is_off(value):
+                raise ValueError(f"deepspeed and {name}={value!r} are two ways to share the work: keep one.")
+        fill_config(options)
     if is_asked(options.fsdp):
         read_sharding(options.fsdp, options.fsdp_config)
         if options.parallel == "ddp":

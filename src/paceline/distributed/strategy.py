@@ -28,19 +28,28 @@ GRADIENT_OF = attrgetter("grad")
 IS_THERE = partial(is_not, None)
 NOTHING = nullcontext()
 
-# what `parallel` may name -> where its strategy is; loaded by runs of several processes only
+# how the work is shared -> where its strategy is, loaded by runs that need it
 STRATEGIES = {
     "ddp": "paceline.distributed.ddp:DistributedData",
     "fsdp": "paceline.distributed.fsdp:FullyShardedData",
+    "deepspeed": "paceline.distributed.deepspeed:DeepSpeed",
 }
 
 
 @dataclass
 class Prepared:
-    """What a strategy made of a model: the module to call, and the optimizer over its parameters."""
+    """What a strategy made of a model: the module to call, and the optimizer over its parameters.
+
+    Attributes:
+        model: the module to call.
+        optimizer: over its parameters; None: none was asked for.
+        make_schedule: (updates of the run, of these warmup) -> the schedule that the strategy's own settings ask for,
+            or None where they ask for none.
+    """
 
     model: nn.Module
     optimizer: Optimizer | None
+    make_schedule: Callable[[int, int], Any] | None = None
 
 
 class SingleDevice:
@@ -165,6 +174,10 @@ class SingleDevice:
         """What a checkpoint must hold beside model and optimizer."""
         return {"precision": self.precision}
 
+    def has_shards(self, model: nn.Module) -> bool:
+        """Whether this very model's weights are in parts, so that they are loaded by `load_full`."""
+        return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The whole model's state, on the device it lives on."""
         return model.state_dict()
@@ -202,9 +215,10 @@ def choose_strategy(world: World, precision: Precision, args: Any) -> SingleDevi
         precision: held by it.
         args: read by the strategies of several processes.
     """
-    if not world.is_shared:
+    parallel = resolve_parallel(args, world.world_size)
+    if parallel is None:
         return SingleDevice(world, precision)
-    module, name = STRATEGIES[resolve_parallel(args, world.world_size) or "ddp"].split(":")
+    module, name = STRATEGIES[parallel].split(":")
     strategy: SingleDevice = getattr(importlib.import_module(module), name)(world, precision, args)
     return strategy
 
