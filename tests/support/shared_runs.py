@@ -3,7 +3,7 @@
     python shared_runs.py FOLDER MODE...     MODE: whole, terminated, killed, from=CHECKPOINT
 
 Writes `MODE-RANK.json` (how it ended) and `MODE-RANK.pt` (the weights). Modes that begin with `sharded` shard it;
-those that begin with `zero` and a number do so by that stage of DeepSpeed.
+of `parts`, each process writes its own; those that begin with `zero` and a number do so by that stage of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -71,13 +71,19 @@ def run(folder: Path, mode: str) -> None:
     options: dict[str, Any] = {}
     if name.startswith("sharded"):
         options = {"fsdp": True}
+        if name.startswith("sharded_parts"):
+            options["fsdp_config"] = {"state_dict_type": "SHARDED_STATE_DICT"}
     if name.startswith("zero"):
         section: dict[str, Any] = {"stage": int(name[4])}
         if "offload" in name:
             section["offload_optimizer"] = {"device": "cpu"}
             section |= {"offload_param": {"device": "cpu"}} if section["stage"] == 3 else {}
         options = {"deepspeed": {"zero_optimization": section, "bf16": {"enabled": "auto"}}, "bf16": "bf16" in name}
-    if name.endswith("best"):
+    if name.startswith("hybrid_parts"):
+        options = {"fsdp": "hybrid_shard", "fsdp_config": {"replicate": 2}, "checkpoint_format": "sharded"}
+    if name.startswith("ddp_parts"):
+        options = {"checkpoint_format": "sharded"}
+    if "best" in name:
         options |= {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4}
         options |= {"eval_dataset": tagging(17)}
     trainer = trainer_in(folder / name, float(os.environ.get("DROPOUT", "0.3")), callbacks, **options)

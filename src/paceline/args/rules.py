@@ -10,8 +10,10 @@ from paceline.args.accelerator_config import AcceleratorConfig, check_accelerato
 from paceline.args.choices import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
 from paceline.args.deepspeed_config import fill_config
 from paceline.args.errors import UnsupportedOption
+from paceline.args.mesh import check_mesh
+from paceline.args.places import is_url, staging_folder
 from paceline.args.sections import Options
-from paceline.args.sharding import is_asked, read_sharding
+from paceline.args.sharding import is_asked, read_sharding, wants_shards
 
 # name: (smallest value, largest value or None, whether the largest itself is allowed)
 LIMITS: dict[str, tuple[float, float | None, bool]] = {
@@ -200,7 +202,6 @@ NOT_YET = "use parallel='ddp' or 'fsdp', and leave it out"
 NO_TRACKIO = "the Trackio reporter is not here yet; leave it out and use report_to='tensorboard', 'jsonl' or 'csv'"
 # name: (whether the value asks for nothing, what to do instead)
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "parallelism_config": (is_off, NOT_YET),
     "trackio_space_id": (is_default(None, "trackio"), NO_TRACKIO),
     "trackio_bucket_id": (is_off, NO_TRACKIO),
     "trackio_static_space_id": (is_off, NO_TRACKIO),
@@ -226,15 +227,26 @@ def check_supported(options: Options) -> None:
     check_accelerator(options.accelerator_config, options.gradient_accumulation_steps)
 
 
+def check_engine(options: Options) -> None:
+    """An engine of another library shares the work by itself."""
+    for name in ("parallel", "parallelism_config", "fsdp"):
+        value = getattr(options, name)
+        if value is not None and not is_off(value):
+            raise ValueError(f"deepspeed and {name}={value!r} are two ways to share the work: keep one.")
+    if options.checkpoint_format == "sharded":
+        raise UnsupportedOption(
+            "checkpoint_format='sharded' with deepspeed is not supported: its parts are put together; leave it out."
+        )
+    fill_config(options)
+
+
 def check_parallel(options: Options) -> None:
     """One way to share the work."""
     if options.deepspeed:
-        for name in ("parallel", "fsdp"):
-            value = getattr(options, name)
-            if value is not None and not is_off(value):
-                raise ValueError(f"deepspeed and {name}={value!r} are two ways to share the work: keep one.")
-        fill_config(options)
-    if is_asked(options.fsdp):
+        check_engine(options)
+    elif check_mesh(options):
+        pass
+    elif is_asked(options.fsdp):
         read_sharding(options.fsdp, options.fsdp_config)
         if options.parallel == "ddp":
             raise ValueError(f"parallel='ddp' and fsdp={options.fsdp!r} are two ways to share the work: keep one.")
@@ -242,6 +254,7 @@ def check_parallel(options: Options) -> None:
         read_sharding(True, options.fsdp_config)
     elif not is_off(options.fsdp_config):
         raise ValueError(f"fsdp_config={options.fsdp_config!r} says how to shard: set fsdp=True too, or leave it out.")
+    wants_shards(options)
     if options.ddp_static_graph and options.ddp_find_unused_parameters:
         raise ValueError(
             "ddp_static_graph=True finds unused parameters by itself: leave ddp_find_unused_parameters out."
@@ -296,6 +309,14 @@ def derived_values(options: Options) -> dict[str, Any]:
     config = options.accelerator_config
     if isinstance(config, AcceleratorConfig) and config.num_steps and options.gradient_accumulation_steps == 1:
         values["gradient_accumulation_steps"] = config.num_steps
+    if is_url(options.output_dir):
+        if options.output_store not in (None, options.output_dir):
+            raise ValueError(
+                f"output_dir={options.output_dir!r} and output_store={options.output_store!r} are two stores: let "
+                "output_dir be a folder of this machine, or leave output_store out."
+            )
+        values["output_store"] = options.output_dir
+        values["output_dir"] = staging_folder(str(options.output_dir))
     if options.use_cpu:
         values["dataloader_pin_memory"] = False
     return values

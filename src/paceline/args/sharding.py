@@ -28,6 +28,9 @@ GONE = {
 }
 
 
+FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+
+
 @dataclass(frozen=True)
 class Sharding:
     """What `fsdp` and `fsdp_config` ask for.
@@ -99,16 +102,34 @@ def check_values(settings: Mapping[str, Any]) -> None:
     if str(settings.get("version", 2)) != "2":
         version = settings["version"]
         raise UnsupportedOption(f"fsdp_config['version']={version!r} is not supported: use 2, or leave it out.")
-    if str(settings.get("state_dict_type") or "FULL_STATE_DICT") != "FULL_STATE_DICT":
+    if str(settings.get("state_dict_type") or FULL) not in (FULL, SHARDED):
         raise UnsupportedOption(
-            f"fsdp_config['state_dict_type']={settings['state_dict_type']!r} is not supported: checkpoints hold the "
-            "whole model, which any number of processes can load; leave it out."
+            f"fsdp_config['state_dict_type']={settings['state_dict_type']!r} is not supported: such files fit the "
+            f"number of processes that wrote them and no other; use {SHARDED!r}, or leave it out."
         )
     if settings.get("transformer_layer_cls_to_wrap") and settings.get("min_num_params"):
         raise ValueError(
             "fsdp_config: transformer_layer_cls_to_wrap and min_num_params are two ways to choose what is sharded as a "
             "unit: keep one."
         )
+
+
+def wants_shards(args: Any) -> bool:
+    """Whether checkpoints are to be written in shards: `checkpoint_format`, or what `fsdp_config` says.
+
+    Raises:
+        ValueError: the two contradict each other.
+    """
+    settings = {str(key).removeprefix("fsdp_"): value for key, value in read_config(args.fsdp_config).items()}
+    kind = settings.get("state_dict_type") or None
+    wanted = args.checkpoint_format
+    if wanted is None:
+        return kind == SHARDED
+    if kind is not None and (kind == SHARDED) != (wanted == "sharded"):
+        raise ValueError(
+            f"checkpoint_format={wanted!r} contradicts fsdp_config['state_dict_type']={kind!r}: keep one of them."
+        )
+    return bool(wanted == "sharded")
 
 
 def split_words(fsdp: Any) -> list[Any]:

@@ -156,6 +156,7 @@ class Strategy(Protocol):
 
     device: Any
     precision: Any
+    mesh: Any  # how the processes are laid out: `paceline.args.mesh.Mesh`
     in_step: bool  # whether forward and backward wait for the other processes, so that all must run as many
     is_sharded: bool  # whether parameters and optimizer state are parts of tensors
     holds_back: bool  # whether `micro_step` does anything, so that a step of one process need not enter it

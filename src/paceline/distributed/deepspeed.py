@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.args.deepspeed_config import EngineConfig, fill_config, finish_schedule
 from paceline.args.errors import UnsupportedOption
+from paceline.args.mesh import Mesh
 from paceline.core.optional import require
 from paceline.data.batches import rebuild_mapping, rebuild_sequence
 from paceline.distributed.deepspeed_state import PartitionedOptimizer, Partitions
@@ -64,7 +65,8 @@ class DeepSpeed(SingleDevice):
                 f"nonfinite_policy={args.nonfinite_policy!r} is not supported with deepspeed, which tells the norm of "
                 "the gradients after the update: use 'warn' or 'raise'."
             )
-        super().__init__(world, CastWeights(world.device) if args.bf16 else precision)
+        mesh = Mesh(dp_replicate=world.world_size)  # every process reads other data
+        super().__init__(world, CastWeights(world.device) if args.bf16 else precision, mesh)
         self.args, self.stage = args, settings.stage
         self.is_sharded = self.stage > 0
         self.in_step = self.stage > 1
@@ -138,10 +140,6 @@ class DeepSpeed(SingleDevice):
         name, params = self.settings.schedule
         schedules = require("deepspeed.runtime.lr_schedules", "deepspeed")
         return getattr(schedules, name)(self.engine.basic_optimizer, **finish_schedule(params, num_updates, num_warmup))
-
-    def data_coordinates(self) -> tuple[int, int]:
-        """(rank, size): every process reads other data."""
-        return self.world.process_index, self.world.world_size
 
     def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
         """Tell the engine whether the window ends here. A micro-batch that weighs nothing has a factor of 0."""

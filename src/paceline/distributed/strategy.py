@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.args.errors import UnsupportedOption
+from paceline.args.mesh import Mesh, resolve_mesh
 from paceline.args.plan import resolve_parallel
 from paceline.data.prefetch import DevicePrefetcher, move_to_device
 from paceline.distributed.precision import Precision
@@ -59,8 +61,9 @@ class SingleDevice:
     in_step = False
     is_sharded = False
 
-    def __init__(self, world: World, precision: Precision) -> None:
+    def __init__(self, world: World, precision: Precision, mesh: Mesh | None = None) -> None:
         self.world = world
+        self.mesh = mesh if mesh is not None else Mesh()
         self.device = world.device
         self.precision = precision
         self.optimizer: Optimizer | None = None
@@ -167,8 +170,8 @@ class SingleDevice:
         return self.precision.step(self.optimizer, is_bad)
 
     def data_coordinates(self) -> tuple[int, int]:
-        """(rank, size) of this process among those that read different data."""
-        return 0, 1
+        """(part, parts): which part of the data this process reads, and into how many it is cut."""
+        return self.mesh.data_coordinates(self.world.process_index)
 
     def stateful(self) -> dict[str, Any]:
         """What a checkpoint must hold beside model and optimizer."""
@@ -215,9 +218,12 @@ def choose_strategy(world: World, precision: Precision, args: Any) -> SingleDevi
         precision: held by it.
         args: read by the strategies of several processes.
     """
-    parallel = resolve_parallel(args, world.world_size)
+    parallel = resolve_parallel(args, world.world_size, world.local_size)
     if parallel is None:
         return SingleDevice(world, precision)
+    if parallel not in STRATEGIES:
+        sizes = resolve_mesh(args, world.world_size, world.local_size).describe()
+        raise UnsupportedOption(f"parallel: a mesh of {sizes} is not supported: use dp_replicate and dp_shard only.")
     module, name = STRATEGIES[parallel].split(":")
     strategy: SingleDevice = getattr(importlib.import_module(module), name)(world, precision, args)
     return strategy
