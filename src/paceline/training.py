@@ -23,6 +23,7 @@ from paceline.checkpoint import files
 from paceline.checkpoint.named import FULL_OPTIMIZER_NAME, load_optimizer_shards, take_named
 from paceline.checkpoint.plausible import blame
 from paceline.checkpoint.shards import OPTIMIZER_FOLDER, is_sharded
+from paceline.checkpoint.zero_files import has_zero_files, read_zero_files
 from paceline.core import folders
 from paceline.core.loop import Loop
 from paceline.core.metrics import best_metric_value, speed_metrics
@@ -425,18 +426,21 @@ def load_optimizer_and_scheduler(trainer: Trainer, checkpoint: str | None) -> No
 
 
 def load_named_optimizer(trainer: Trainer, checkpoint: Path) -> bool:
-    """Load the optimizer from shards, or from the file that accelerate writes for all of them; False: neither is there.
+    """Load the optimizer from shards, from ZeRO's parts, or from accelerate's one file; False: none of them is there.
 
-    The two go by the names of parameters.
+    All of these go by the names of parameters.
     """
     model, optimizer = trainer.strategy.unwrap(trainer.model), trainer.optimizer
     if is_sharded(checkpoint / OPTIMIZER_FOLDER):
         load_optimizer_shards(model, optimizer, checkpoint)
         return True
     path = checkpoint / FULL_OPTIMIZER_NAME
-    if not path.is_file():
+    if has_zero_files(checkpoint):
+        take_named(model, optimizer, read_zero_files(checkpoint).optimizer(), checkpoint)
+    elif path.is_file():
+        take_named(model, optimizer, files.load_tensors(path), path)
+    else:
         return False
-    take_named(model, optimizer, files.load_tensors(path), path)
     trainer.strategy.shard_state(optimizer)
     return True
 

@@ -12,9 +12,13 @@ import processes
 import pytest
 import shared_runs
 import torch
+import transformers
+import zero_reference
 from safetensors.torch import load_file
 from small_models import Classifier, Tagger, classification, make_trainer
 
+import paceline
+from paceline.checkpoint.zero_files import read_zero_files
 from paceline.core.folders import verify
 from paceline.core.journal import read_rows
 
@@ -109,6 +113,41 @@ def test_a_killed_process_is_restarted_from_the_last_checkpoint(folder: Path, tm
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
     assert torch.equal(weights(tmp_path, "zero3_killed"), weights(folder, "zero3"))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that transformers made on DeepSpeed, and that paceline went on from."""
+    folder = tmp_path_factory.mktemp("reference")
+    modes = ["zero2", "zero3", *(f"zero{stage}={folder}/zero{stage}/checkpoint-3" for stage in (2, 3))]
+    processes.finish(processes.start("zero_reference.py", 2, str(folder), *modes), timeout=TIMEOUT)
+    return folder
+
+
+def logged(checkpoint: Path) -> list[float]:
+    rows = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_of_transformers_is_gone_on_from(reference: Path, stage: int) -> None:
+    """Optimizer and all; and what `save_model` wrote is loaded by transformers."""
+    whole = reference / f"zero{stage}" / "checkpoint-8"
+    assert torch.load(reference / f"zero{stage}-from.pt") == pytest.approx(logged(whole), rel=1e-5)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(reference / f"zero{stage}-saved").state_dict()
+    for name, expected in read_zero_files(whole).weights().items():
+        torch.testing.assert_close(saved[name], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_of_transformers_is_gone_on_from_without_deepspeed(reference: Path, tmp_path: Path, stage: int) -> None:
+    checkpoint = reference / f"zero{stage}" / "checkpoint-3"
+    trainer = zero_reference.trained(paceline, tmp_path, None, str(checkpoint), batch_size=6)
+    found = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert found == pytest.approx(logged(reference / f"zero{stage}" / "checkpoint-8"), rel=1e-4)
 
 
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
