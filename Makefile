@@ -44,7 +44,7 @@ test: lint
 
 # pytest's status 5: no test of that kind
 test-slow:
-	@$(SETUP) --extras dev,libraries,optimizers,trackers,stores
+	@$(SETUP) --extras dev,libraries,optimizers,trackers,stores,deepspeed
 	@$(VENV)/python -m pytest -m slow || test $$? -eq 5
 
 # the parts of the documentation that are made from the code

@@ -21,6 +21,7 @@ __all__ = ["Plan", "UnsupportedOption", "check", "resolve", "resolve_warmup"]
 SHARED_BY = {
     "ddp": "each with the whole model, gradients averaged (ddp)",
     "fsdp": "each with a shard of every parameter, gradient and optimizer state (fsdp)",
+    "deepspeed": "each with the parts that ZeRO gives it (deepspeed)",
     "mesh": "in a mesh",
     "pipeline": "each with some of the layers, micro-batches one after another",
 }
@@ -244,12 +245,12 @@ def resolve(
 
 
 def resolve_parallel(args: Options, world_size: int, local_size: int | None = None) -> str | None:
-    """How several processes share the work, by the name of the strategy; None for one.
+    """How several processes share the work, by the name of the strategy; None for one without an engine of its own.
 
     Raises:
         UnsupportedOption: one of them was asked for; the message says what to set.
     """
-    parallel = engine_of(resolve_mesh(args, world_size, local_size), args)
+    parallel = "deepspeed" if args.deepspeed else engine_of(resolve_mesh(args, world_size, local_size), args)
     if world_size == 1 and isinstance(args.parallel, dict) and args.parallel.get("pp") == -1:
         raise ValueError(
             "A pipeline has stages on several processes, and this is one: start the script with `paceline launch`, or "
@@ -266,7 +267,7 @@ def resolve_parallel(args: Options, world_size: int, local_size: int | None = No
             "fsdp shards a model over several processes, and this is one: start the script with `paceline launch`, or "
             "leave fsdp and parallel out."
         )
-    return parallel if world_size > 1 else None
+    return parallel if world_size > 1 or parallel == "deepspeed" else None
 
 
 def notes_on_idle_options(args: Options, world_size: int) -> list[str]:

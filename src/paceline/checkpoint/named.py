@@ -116,9 +116,11 @@ def read_whole_model(folder: Path) -> Named | None:
 def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """The names of the parameters of each group; one that the model does not have goes by its place."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    # an optimizer that holds the model's parameters in parts says which they are
+    groups = getattr(optimizer, "groups", None) or [group["params"] for group in optimizer.param_groups]
     return [
-        [names.get(id(parameter), f"group {number}, {place}") for place, parameter in enumerate(group["params"])]
-        for number, group in enumerate(optimizer.param_groups)
+        [names.get(id(parameter), f"group {number}, {place}") for place, parameter in enumerate(group)]
+        for number, group in enumerate(groups)
     ]
 
 

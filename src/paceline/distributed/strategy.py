@@ -30,21 +30,30 @@ GRADIENT_OF = attrgetter("grad")
 IS_THERE = partial(is_not, None)
 NOTHING = nullcontext()
 
-# what `parallel` may name -> where its strategy is; loaded by runs of several processes only
+# how the work is shared -> where its strategy is, loaded by runs that need it
 STRATEGIES = {
     "ddp": "paceline.distributed.ddp:DistributedData",
     "fsdp": "paceline.distributed.fsdp:FullyShardedData",
     "pipeline": "paceline.distributed.pipeline:Pipelined",
     "mesh": "paceline.distributed.mesh:MeshParallel",
+    "deepspeed": "paceline.distributed.deepspeed:DeepSpeed",
 }
 
 
 @dataclass
 class Prepared:
-    """What a strategy made of a model: the module to call, and the optimizer over its parameters."""
+    """What a strategy made of a model: the module to call, and the optimizer over its parameters.
+
+    Attributes:
+        model: the module to call.
+        optimizer: over its parameters; None: none was asked for.
+        make_schedule: (updates of the run, of these warmup) -> the schedule that the strategy's own settings ask for,
+            or None where they ask for none.
+    """
 
     model: nn.Module
     optimizer: Optimizer | None
+    make_schedule: Callable[[int, int], Any] | None = None
 
 
 class SingleDevice:
@@ -216,13 +225,13 @@ def choose_strategy(world: World, precision: Precision, args: Any) -> SingleDevi
         precision: held by it.
         args: read by the strategies of several processes.
     """
-    if not world.is_shared:
+    parallel = resolve_parallel(args, world.world_size, world.local_size)
+    if parallel is None:
         return SingleDevice(world, precision)
-    named = resolve_parallel(args, world.world_size, world.local_size) or "ddp"
-    if named not in STRATEGIES:
+    if parallel not in STRATEGIES:
         sizes = resolve_mesh(args, world.world_size, world.local_size).describe()
         raise UnsupportedOption(f"parallel: a mesh of {sizes} is not supported: use the other axes only.")
-    module, name = STRATEGIES[named].split(":")
+    module, name = STRATEGIES[parallel].split(":")
     strategy: SingleDevice = getattr(importlib.import_module(module), name)(world, precision, args)
     return strategy
 
