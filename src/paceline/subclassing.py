@@ -83,7 +83,7 @@ class ForSubclasses:
     """Attributes and methods of the Trainer that only code written against transformers' asks for.
 
     Attributes:
-        is_deepspeed_enabled, is_fsdp_xla_enabled, is_fsdp_xla_v2_enabled: whether that backend runs.
+        is_deepspeed_enabled: whether that backend runs.
         deepspeed: its engine, or None.
         hub_model_id: the repository that is pushed to, once there is one.
         push_in_progress: a push that is under way, or None.
@@ -92,8 +92,6 @@ class ForSubclasses:
 
     _total_loss_scalar = 0.0  # an own `_maybe_log_save_evaluate` adds to it; nothing here reads it
     is_deepspeed_enabled = False
-    is_fsdp_xla_enabled = False
-    is_fsdp_xla_v2_enabled = False
     deepspeed: Any = None
     hub_model_id: str | None = None
     push_in_progress: Any = None
@@ -111,6 +109,17 @@ class ForSubclasses:
     def is_fsdp_enabled(self) -> bool:
         """Whether processes hold shards of the model."""
         return bool(cast("Trainer", self).strategy.is_sharded)
+
+    @property
+    def is_fsdp_xla_enabled(self) -> bool:
+        """Whether XLA devices hold shards of the model."""
+        strategy = cast("Trainer", self).strategy
+        return bool(strategy.is_sharded and strategy.is_opaque)
+
+    @property
+    def is_fsdp_xla_v2_enabled(self) -> bool:
+        """The same: there is no other way here."""
+        return self.is_fsdp_xla_enabled
 
     @property
     def accelerator(self) -> AcceleratorView:

@@ -12,7 +12,7 @@ from paceline.args.choices import IntervalStrategy
 from paceline.args.errors import UnsupportedOption
 from paceline.args.rules import check, derived_values
 from paceline.args.sections import Options
-from paceline.args.sharding import is_asked
+from paceline.args.sharding import is_asked, is_xla_asked
 
 __all__ = ["Plan", "UnsupportedOption", "check", "resolve", "resolve_warmup"]
 
@@ -20,6 +20,7 @@ __all__ = ["Plan", "UnsupportedOption", "check", "resolve", "resolve_warmup"]
 SHARED_BY = {
     "ddp": "each with the whole model, gradients averaged (ddp)",
     "fsdp": "each with a shard of every parameter, gradient and optimizer state (fsdp)",
+    "xla": "on XLA devices, whose compiler shares the work (xla)",
 }
 UNCOUNTED = {"no": "never", "epoch": "at each end of an epoch", "best": "when an evaluation is the best yet"}
 
@@ -238,6 +239,8 @@ def resolve_parallel(args: Options, world_size: int) -> str | None:
             f"auto_find_batch_size=True with {world_size} processes is not supported: one of them running out of "
             "memory would leave the others waiting. Set per_device_train_batch_size and gradient_accumulation_steps."
         )
+    if is_xla_asked(args.parallel, args.fsdp, args.fsdp_config):
+        return "xla"
     parallel = args.parallel or ("fsdp" if is_asked(args.fsdp) else "ddp")
     if world_size == 1 and parallel == "fsdp":
         raise ValueError(
@@ -261,7 +264,7 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
             "parallel",
             "eval_use_gather_object",
         )
-        if world_size == 1 and getattr(args, name) not in (None, False)
+        if world_size == 1 and getattr(args, name) not in (None, False, "xla")
     ]
     notes = [f"{', '.join(several)}: for several processes; this run has one."] if several else []
     if args.liger_kernel_config and not args.use_liger_kernel:
