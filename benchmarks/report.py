@@ -23,6 +23,8 @@ TO_RUN = {
     "checkpoint_save": "python benchmarks/checkpoint_save.py",
     "resume_time": "python benchmarks/resume_time.py",
     "collation": "python benchmarks/collation.py",
+    "shared_overhead": "python benchmarks/shared_overhead.py",
+    "tf_step": "python benchmarks/tf_step.py",
 }
 
 Result = dict[str, Any]
@@ -192,6 +194,49 @@ def collation(result: Result) -> str:
     return about + table(["collator", *[f"{name}, ms" for name in contenders], "of transformers'"], rows)
 
 
+def shared_overhead(result: Result) -> str:
+    settings = result["settings"]
+    rows = [
+        [
+            engine,
+            spread(row["loop_cpu_ms"], "{:.0f}"),
+            spread(row["paceline_cpu_ms"], "{:.0f}"),
+            spread(row["over_loop"]),
+            spread(row["loop_over_loop"]),
+        ]
+        for engine, row in result["rows"].items()
+    ]
+    about = (
+        f"A language model of {settings['layers']} blocks of width {settings['width']}, {settings['batch_size']} x "
+        f"{settings['tokens']} tokens for each of {settings['processes']} processes (gloo), one thread each; CPU time "
+        "of a step, added up over the processes. The loop calls the engine as torch's documentation does, with torch's "
+        "defaults: it does not look for unused parameters, count targets, or agree on anything but gradients. Loop "
+        "over loop is the same loop once more in each round: what the machine makes of equal work.\n\n"
+    )
+    return about + table(["engine", "loop, ms", "paceline, ms", "over the loop", "loop over loop"], rows)
+
+
+def tf_step(result: Result) -> str:
+    rows = [
+        [
+            name,
+            spread(row["wall_ms"], "{:.1f}"),
+            spread(row["cpu_ms"], "{:.1f}"),
+            spread(row["wall_ms_over_loop"]),
+            spread(row["cpu_ms_over_loop"]),
+            spread(row["cpu_ms_over_fit"]),
+        ]
+        for name, row in result["rows"].items()
+    ]
+    about = (
+        f"A Keras model of {result['settings']['parameters'] / 1e6:.1f} M parameters, batches of "
+        f"{result['settings']['batch_size']}, clipping, a linear schedule, AdamW, two threads. The contenders take "
+        f"turns of {result['settings']['steps']} steps in one process; ratios are within a turn.\n\n"
+    )
+    head = ["contender", "ms a step", "CPU ms a step", "over the loop", "CPU over the loop", "CPU over fit"]
+    return about + table(head, rows)
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "step_overhead": ("What a step costs beside the model", step_overhead),
     "import_time": ("What importing costs", import_time),
@@ -200,6 +245,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "eval_memory": ("What evaluating a language model takes in memory", eval_memory),
     "resume_time": ("What a resume takes until its first update", resume_time),
     "collation": ("What a batch costs until it is a tensor", collation),
+    "shared_overhead": ("What a step costs where several processes train", shared_overhead),
+    "tf_step": ("What a step costs with TensorFlow", tf_step),
 }
 
 

@@ -1,39 +1,103 @@
-"""What a step costs with TensorFlow: CPU time per step of TFTrainer, of Keras' fit, and of a bare tf.function loop.
+"""What a step costs with TensorFlow: TFTrainer, Keras' fit and a bare tf.function loop on one model.
 
-A Keras model of four layers, batches of 64 from arrays in memory in an order drawn anew, clipping by the global norm,
-a linear schedule, AdamW, two threads. Each contender trains 200 and then 1,000 steps in one fresh process; what the
-longer run takes more, divided by the 800 steps it has more, is the cost of a step: start and tracing cancel out. CPU
-time is that of the whole process, all its threads: other work on the machine counts for less in it than in wall time.
+A Keras model of four layers, batches of 128 from arrays in memory in an order drawn anew in each epoch, clipping by the
+global norm, a linear schedule, AdamW, two threads. All contenders train in one process and take turns of one epoch (40
+steps), the others waiting: what else runs on the machine meets them alike. A ratio is taken within a turn, and the
+median over the turns is given, of wall time and of the CPU time of the process with all its threads. The first turns,
+in which functions are traced, do not count.
 
-    python benchmarks/tf_step.py [--quick] [--rounds 7] [--contenders loop paceline fit]
+    python benchmarks/tf_step.py [--quick] [--rounds 15] [--contenders loop paceline fit]
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from measure import (
+    Measured,
     choose_contenders,
     make_parser,
     ratios,
     report_from_child,
     run_child,
     summarize,
-    take_turns,
     target,
     write_result,
 )
 
-STEPS = (200, 1000)
-QUICK_STEPS = (10, 40)
-FEATURES, HIDDEN, CLASSES, BATCH_SIZE, SAMPLES = 256, 512, 32, 64, 8192
-LEARNING_RATE, WEIGHT_DECAY, MAX_NORM, LOG_EVERY = 1e-3, 0.01, 1.0, 100
+STEPS, QUICK_STEPS = 40, 5  # of an epoch, which is a turn
+WARM_TURNS = 2
+FEATURES, HIDDEN, CLASSES, BATCH_SIZE = 512, 1024, 32, 128
+LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-3, 0.01, 1.0
 LIMIT_LOOP, LIMIT_FIT = 1.05, 1.0
 NEEDS = {"loop": "tensorflow", "paceline": "tensorflow", "fit": "tensorflow"}
+KEYS = {"wall_ms": "wall time", "cpu_ms": "CPU time"}
+MINUTES_OF_A_TURN = 5
+
+
+class Turns:
+    """Lets contenders, each on a thread of its own, run one after the other, a turn at a time.
+
+    Args:
+        names: of the contenders, in their order.
+        num_steps: of a turn.
+    """
+
+    def __init__(self, names: list[str], num_steps: int) -> None:
+        self.names, self.num_steps = names, num_steps
+        self.gates = {name: threading.Semaphore(0) for name in names}
+        self.taken: dict[str, list[Measured]] = {name: [] for name in names}
+        self.ended: set[str] = set()
+        self.failed: BaseException | None = None
+
+    def begin(self, name: str) -> None:
+        """Wait for the first turn."""
+        if not self.gates[name].acquire(timeout=60 * MINUTES_OF_A_TURN):
+            raise TimeoutError(f"{name} waited in vain for its turn.")
+        if self.failed is not None:
+            raise InterruptedError(f"{name} stops: another contender failed.")
+        self.started = time.perf_counter(), time.process_time()
+
+    def end(self, name: str) -> None:
+        """Note what the turn took, let the next contender run, and wait."""
+        wall, cpu = time.perf_counter() - self.started[0], time.process_time() - self.started[1]
+        self.taken[name].append({"wall_ms": 1e3 * wall / self.num_steps, "cpu_ms": 1e3 * cpu / self.num_steps})
+        self.pass_on(name)
+        self.begin(name)
+
+    def pass_on(self, name: str) -> None:
+        place = self.names.index(name)
+        others = [*self.names[place + 1 :], *self.names[: place + 1]]
+        following = next((other for other in others if other not in self.ended), None)
+        if following is not None:
+            self.gates[following].release()
+
+    def run(self, contenders: dict[str, Callable[[Callable[[], None], int, int], None]], epochs: int) -> None:
+        """Run them all for so many turns."""
+
+        def work(name: str) -> None:
+            try:
+                self.begin(name)
+                contenders[name](lambda: self.end(name), epochs, self.num_steps)
+            except BaseException as error:
+                self.failed = self.failed or error
+            self.ended.add(name)
+            self.pass_on(name)
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in self.names[1:]]
+        for thread in threads:
+            thread.start()
+        self.gates[self.names[0]].release()
+        work(self.names[0])  # on the main thread
+        for thread in threads:
+            thread.join()
+        if self.failed is not None:
+            raise self.failed
 
 
 def make_model() -> Any:
@@ -44,12 +108,12 @@ def make_model() -> Any:
     return keras.Sequential([keras.Input((FEATURES,)), *layers, keras.layers.Dense(CLASSES)])
 
 
-def make_data() -> tuple[Any, Any]:
+def make_data(num_steps: int) -> tuple[Any, Any]:
     import numpy as np
 
     choice = np.random.default_rng(1)
-    x = choice.normal(size=(SAMPLES, FEATURES)).astype(np.float32)
-    return x, choice.integers(0, CLASSES, SAMPLES)
+    size = num_steps * BATCH_SIZE
+    return choice.normal(size=(size, FEATURES)).astype(np.float32), choice.integers(0, CLASSES, size)
 
 
 def make_optimizer(model: Any, num_steps: int, **options: Any) -> Any:
@@ -62,17 +126,17 @@ def make_optimizer(model: Any, num_steps: int, **options: Any) -> Any:
     return optimizer
 
 
-# ---- the contenders: each trains a fresh model for so many steps
+# ---- the contenders: each trains a fresh model for so many epochs, and says when one is done
 
 
-def by_hand(num_steps: int) -> None:
+def by_hand(done: Callable[[], None], epochs: int, num_steps: int) -> None:
     """The loop that a careful person writes."""
     import numpy as np
     import tensorflow as tf
 
-    x, y = make_data()
+    x, y = make_data(num_steps)
     model = make_model()
-    optimizer = make_optimizer(model, num_steps)
+    optimizer = make_optimizer(model, epochs * num_steps)
     optimizer.build(model.trainable_variables)
 
     @tf.function  # type: ignore[untyped-decorator, unused-ignore]
@@ -85,101 +149,105 @@ def by_hand(num_steps: int) -> None:
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss, norm
 
-    done, losses = 0, []
-    while done < num_steps:
-        order = np.random.default_rng(done).permutation(SAMPLES)
-        for start in range(0, SAMPLES, BATCH_SIZE):
+    for epoch in range(epochs):
+        order = np.random.default_rng(epoch).permutation(len(x))
+        losses = []
+        for start in range(0, len(x), BATCH_SIZE):
             rows = order[start : start + BATCH_SIZE]
             losses.append(step(tf.convert_to_tensor(x[rows]), tf.convert_to_tensor(y[rows]))[0])
-            done += 1
-            if done % LOG_EVERY == 0:
-                print(done, float(np.mean([loss.numpy() for loss in losses])))
-                losses.clear()
-            if done == num_steps:
-                break
+        print(epoch, float(np.mean([loss.numpy() for loss in losses])))
+        done()
 
 
-def by_paceline(num_steps: int) -> None:
+def by_paceline(done: Callable[[], None], epochs: int, num_steps: int) -> None:
     import paceline
+
+    class Handover(paceline.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if "loss" in (logs or {}):
+                done()
 
     with tempfile.TemporaryDirectory() as folder:
         args = paceline.TFTrainingArguments(
             output_dir=folder,
-            max_steps=num_steps,
+            num_train_epochs=epochs,
             per_device_train_batch_size=BATCH_SIZE,
             learning_rate=LEARNING_RATE,
             weight_decay=WEIGHT_DECAY,
             max_grad_norm=MAX_NORM,
-            logging_steps=LOG_EVERY,
+            logging_steps=num_steps,
             save_strategy="no",
+            stop_signals=False,
             disable_tqdm=True,
         )
-        trainer = paceline.TFTrainer(make_model(), args, make_data())
+        trainer = paceline.TFTrainer(make_model(), args, make_data(num_steps), callbacks=[Handover()])
         trainer.train()
-        assert trainer.state.global_step == num_steps
+        assert trainer.state.global_step == epochs * num_steps
 
 
-def by_fit(num_steps: int) -> None:
+def by_fit(done: Callable[[], None], epochs: int, num_steps: int) -> None:
     import keras
 
+    class Handover(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            done()
+
     model = make_model()
-    optimizer = make_optimizer(model, num_steps, global_clipnorm=MAX_NORM)
+    optimizer = make_optimizer(model, epochs * num_steps, global_clipnorm=MAX_NORM)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, jit_compile=False)
-    x, y = make_data()
-    per_epoch = SAMPLES // BATCH_SIZE
-    epochs, rest = divmod(num_steps, per_epoch)
-    model.fit(x, y, batch_size=BATCH_SIZE, epochs=epochs, verbose=0)
-    if rest:
-        model.fit(x[: rest * BATCH_SIZE], y[: rest * BATCH_SIZE], batch_size=BATCH_SIZE, verbose=0)
+    x, y = make_data(num_steps)
+    model.fit(x, y, batch_size=BATCH_SIZE, epochs=epochs, verbose=0, callbacks=[Handover()])
 
 
-CONTENDERS: dict[str, Callable[[int], None]] = {"loop": by_hand, "paceline": by_paceline, "fit": by_fit}
+CONTENDERS: dict[str, Callable[[Callable[[], None], int, int], None]] = {
+    "loop": by_hand,
+    "paceline": by_paceline,
+    "fit": by_fit,
+}
 
 
-def child(name: str, steps: tuple[int, int]) -> None:
-    train = CONTENDERS[name]
-    train(steps[0])
-    seconds = []
-    for number in steps:
-        begin = time.process_time()
-        train(number)
-        seconds.append(time.process_time() - begin)
-    report_from_child({"ms_per_step": 1e3 * (seconds[1] - seconds[0]) / (steps[1] - steps[0])})
+def child(names: list[str], rounds: int, num_steps: int) -> None:
+    turns = Turns(names, num_steps)
+    turns.run(CONTENDERS, WARM_TURNS + rounds)
+    report_from_child({name: taken[WARM_TURNS:] for name, taken in turns.taken.items()})
 
 
 def main() -> None:
-    parser = make_parser(__doc__ or "", rounds=7)
+    parser = make_parser(__doc__ or "", rounds=15)
     arguments = parser.parse_args()
-    steps = QUICK_STEPS if arguments.quick else STEPS
-    if arguments.child:
-        child(arguments.child, steps)
-        return
+    num_steps = QUICK_STEPS if arguments.quick else STEPS
+    rounds = 1 if arguments.quick else arguments.rounds
     contenders = choose_contenders(NEEDS, arguments.contenders)
-    quick = ["--quick"] if arguments.quick else []
-    measured = take_turns(
-        contenders,
-        1 if arguments.quick else arguments.rounds,
-        lambda name: run_child(__file__, ["--child", name, *quick], num_threads=2),
-    )
-    over_loop, over_fit = ratios(measured, "ms_per_step", "loop"), ratios(measured, "ms_per_step", "fit")
+    if arguments.child:
+        child(contenders, rounds, num_steps)
+        return
+    passed = ["--child", "all", "--rounds", str(rounds), *(["--quick"] if arguments.quick else [])]
+    measured = run_child(__file__, [*passed, "--contenders", *contenders], num_threads=2)
+    over = {(key, base): ratios(measured, key, base) for key in KEYS for base in ("loop", "fit")}
     rows = {
         name: {
-            "ms_per_step": summarize([row["ms_per_step"] for row in measured[name]]),
-            "over_loop": over_loop.get(name),
-            "over_fit": over_fit.get(name),
+            **{key: summarize([row[key] for row in measured[name]]) for key in KEYS},
+            **{f"{key}_over_{base}": found.get(name) for (key, base), found in over.items()},
         }
         for name in contenders
     }
 
-    def median(found: dict[str, dict[str, float]]) -> float | None:
-        return found["paceline"]["median"] if "paceline" in found else None
+    def limit(name: str, key: str, base: str, value: float) -> dict[str, Any]:
+        found = over[key, base].get("paceline")
+        return target(f"{name}, {KEYS[key]}", found["median"] if found else None, value, "times")
 
     targets = [
-        target("TFTrainer over a bare tf.function loop", median(over_loop), LIMIT_LOOP, "times"),
-        target("TFTrainer over Keras' fit", median(over_fit), LIMIT_FIT, "times"),
+        limit(name, key, base, value)
+        for key in KEYS
+        for name, base, value in (
+            ("TFTrainer over a bare tf.function loop", "loop", LIMIT_LOOP),
+            ("TFTrainer over Keras' fit", "fit", LIMIT_FIT),
+        )
     ]
-    write_result(arguments, "tf_step", {"settings": {"steps": steps}, "rows": rows, "targets": targets})
+    num_parameters = FEATURES * HIDDEN + 2 * HIDDEN**2 + HIDDEN * CLASSES + 3 * HIDDEN + CLASSES
+    settings = {"steps": num_steps, "batch_size": BATCH_SIZE, "parameters": num_parameters}
+    write_result(arguments, "tf_step", {"settings": settings, "rows": rows, "targets": targets})
 
 
 if __name__ == "__main__":

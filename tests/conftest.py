@@ -32,7 +32,8 @@ cache_folder = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory(prefix="paceline-tests-")
     config.stash[cache_folder] = folder
-    os.environ["HF_HOME"] = folder.name  # nothing is left in the user's cache, nothing is found there
+    # nothing is left in the user's cache, nothing is found there
+    os.environ["HF_HOME"] = os.environ["XDG_CACHE_HOME"] = folder.name
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -32,7 +32,7 @@ LAYERS = [
     {"engine", "evaluation", "predictions", "snapshot", "progress"}
     | {"shared_engine", "shared_evaluation", "shared_resuming"},
     {"accelerate_view", "assembly", "counting", "hooks", "hub", "loaders"}
-    | {"replaying", "saving", "subclassing", "training"},
+    | {"replaying", "saving", "sharded_saving", "subclassing", "training", "uploads"},
     {"trainer"},
     {"seq2seq", "drop_in"},
     {"cli", "__main__"},

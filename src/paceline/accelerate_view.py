@@ -173,13 +173,21 @@ class AcceleratorView:
         return gather_nest(self._trainer.world, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`: no sample comes twice. What holds no tensor is gathered as objects, one list joined of all."""
+        """As `gather`, but of those only that read different data: no sample comes twice.
+
+        What holds no tensor is gathered as objects, one list joined of all.
+        """
         world = self._trainer.world
         if not world.is_shared:
             return input_data
         if use_gather_object or not holds_tensor(input_data):
-            return [item for part in gather_objects(world, input_data) for item in part]
-        return gather_nest(world, input_data)
+            parts = gather_objects(world, input_data)
+            return [item for rank, part in enumerate(parts) if self._speaks(rank) for item in part]
+        return gather_nest(world, input_data, self._speaks)
+
+    def _speaks(self, rank: int) -> bool:
+        """Whether a process is the first of those that read the same data."""
+        return bool(self._trainer.strategy.mesh.speaks(rank))
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean over the processes, times `scale` where it is a mean; `none`: as it is."""

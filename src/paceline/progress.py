@@ -54,6 +54,7 @@ def describe_progress(trainer: Trainer) -> tuple[str, dict[str, Any]]:
         "length": {"planned": loop.plan.max_steps, "max_steps": trainer.state.max_steps} if loop is not None else {},
         "arguments": trainer.args.to_sanitized_dict(),
         "world_size": trainer.world.world_size,
+        "data_size": trainer.strategy.mesh.data_size,
         "update_size": loop.plan.global_batch_size if loop is not None else None,
         "launch": run_identity(os.environ),
     }
@@ -93,18 +94,18 @@ def kept_update_size(trainer: Trainer, checkpoint: Path) -> int | None:
     None where the number is the same; where the arguments of the batch were changed, which then win; and where the
     samples cannot be dealt out.
     """
-    progress, world, args = read_progress(checkpoint) or {}, trainer.world, trainer.args
-    before, kept = progress.get("world_size"), progress.get("update_size")
-    if before in (None, world.world_size) or not isinstance(kept, int) or kept < 1:
+    progress, size, args = read_progress(checkpoint) or {}, trainer.strategy.mesh.data_size, trainer.args
+    before, kept = progress.get("data_size", progress.get("world_size")), progress.get("update_size")
+    if before in (None, size) or not isinstance(kept, int) or kept < 1:
         return None
     saved, now = progress.get("arguments") or {}, args.to_sanitized_dict()
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     changed = [f"{name}={now[name]}" for name in names if saved.get(name) != now[name]]
-    asked = args.train_batch_size * args.gradient_accumulation_steps * world.world_size
+    asked = args.train_batch_size * args.gradient_accumulation_steps * size
     reason = f"{', '.join(changed)} was set" if changed else None
-    shares = Shares.of_update(0, world.world_size, args.train_batch_size, kept)
-    if min(shares.slots) < world.world_size:
-        reason = f"{kept} samples are too few for {world.world_size} processes"
+    shares = Shares.of_update(0, size, args.train_batch_size, kept)
+    if min(shares.slots) < size:
+        reason = f"{kept} samples are too few for {size} processes"
     elif str(args.train_sampling_strategy) == "batch_rebalance":
         reason = "train_sampling_strategy='batch_rebalance' makes its own micro-batches"
     if reason is not None and asked != kept:
@@ -115,7 +116,7 @@ def kept_update_size(trainer: Trainer, checkpoint: Path) -> int | None:
     logger.warning(
         "Begun on %s processes, going on on %d: each update takes the same %d samples as before, in %d micro-batches.",
         before,
-        world.world_size,
+        size,
         kept,
         len(shares.slots),
     )
@@ -185,18 +186,18 @@ def own_position(trainer: Trainer, progress: Mapping[str, Any]) -> dict[str, Any
     Raises:
         ValueError: each process had a part of its own, and there are other ones now.
     """
-    world, positions = trainer.world, progress.get("feeds")
+    (rank, size), positions = trainer.strategy.data_coordinates(), progress.get("feeds")
     if positions is None:
         return progress.get("feed")
     common: dict[str, Any] = positions[0]
-    if len(positions) == world.world_size:
-        own: dict[str, Any] = positions[world.process_index]
+    if len(positions) == size:
+        own: dict[str, Any] = positions[rank]
         return own
     if trainer.args.ignore_data_skip or not common["consumed"]:
         return common
     raise ValueError(
         f"The checkpoint was written in the middle of a stream that {len(positions)} processes shared, and there are "
-        f"{world.world_size} now: resume on {len(positions)}, or set ignore_data_skip=True to begin the epoch anew."
+        f"{size} now: resume on {len(positions)}, or set ignore_data_skip=True to begin the epoch anew."
     )
 
 

@@ -31,6 +31,8 @@ from paceline.checkpoint.background import (
     writes_itself_safely,
 )
 from paceline.checkpoint.frozen import FrozenPart
+from paceline.checkpoint.named import load_model_in_place, read_whole_model
+from paceline.checkpoint.shards import MODEL_FOLDER, is_sharded
 from paceline.checkpoint.weights import read_weights
 from paceline.core import folders
 from paceline.core.manifest import KnownFile
@@ -42,6 +44,7 @@ from paceline.distributed.collectives import gather_objects, share_object
 from paceline.distributed.random import capture_rng
 from paceline.optim.modes import evaluation_weights
 from paceline.progress import CALLBACKS_FILE, describe_progress
+from paceline.sharded_saving import ShardedJob, ShardedSaves, save_description, take_shards, writes_shards
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -116,18 +119,20 @@ class Saves:
         random: the random states of all processes at the moment of the save, by rank; None between saves.
         positions: their places in the data, where they are not the same.
         whole: model and optimizer state put together from the shards of all processes; None where there are no shards.
+        sharded: what checkpoints in shards keep from one to the next.
     """
 
     writer: Writer = field(default_factory=Writer)
     buffers: HostBuffers = field(default_factory=HostBuffers)
     frozen: FrozenPart = field(default_factory=FrozenPart)
-    job: Job | None = None
+    job: Job | ShardedJob | None = None
     postponed: Job | None = None
     failed: list[str] = field(default_factory=list)
     is_published: bool = True
     random: list[Any] | None = None
     positions: list[Any] | None = None
     whole: dict[str, Any] | None = None
+    sharded: ShardedSaves = field(default_factory=ShardedSaves)
     _place: Place | None = None
     _obstacle: str | None = None  # why copies of this run cannot be written later
     _said: set[str] = field(default_factory=set)
@@ -159,6 +164,7 @@ class Saves:
             self.postponed.drop()
             self.postponed = None
         self.buffers.clear()
+        self.sharded.close()
         if folder is not None:
             folders.recover(folder, logger.info)
 
@@ -170,7 +176,7 @@ def save_checkpoint(trainer: Trainer, trial: Any) -> None:
     """Write one checkpoint: into a hidden folder first, published by one rename. The body of `_save_checkpoint`.
 
     Of several processes each gives its part, and one writes (one of each machine, with `save_on_each_node`). What
-    became of it is what the first process says.
+    became of it is what the first process says. In shards, each writes its own.
     """
     saves, world = trainer.run.saves if trainer.run is not None else Saves(), trainer.world
     saves.writer.join()  # one at a time, and its memory is needed
@@ -181,13 +187,14 @@ def save_checkpoint(trainer: Trainer, trial: Any) -> None:
     is_best = point_to_best(trainer, folder, is_coming=True)
     saves.random = gather_objects(world, capture_rng())
     saves.positions = gather_positions(trainer)
-    saves.whole = gather_shards(trainer)
+    all_write = writes_shards(trainer)
+    saves.whole = None if all_write else gather_shards(trainer)
     try:
-        if trainer.args.should_save:
+        if trainer.args.should_save or all_write:
             write_checkpoint(trainer, saves, folder, is_best, best_before)
     finally:
         saves.random = saves.positions = saves.whole = None
-    if world.is_shared:
+    if world.is_shared and not all_write:
         has_failed, best = share_object(world, (folder.name in saves.failed, trainer.state.best_model_checkpoint))
         trainer.state.best_model_checkpoint = best
         if not trainer.args.should_save:  # nobody waits for the files where they are written behind the training
@@ -199,7 +206,8 @@ def gather_positions(trainer: Trainer) -> list[Any] | None:
     run = trainer.run
     if run is None or not trainer.world.is_shared or run.feed.is_common:
         return None
-    return gather_objects(trainer.world, run.feed.state_dict())
+    mesh, positions = trainer.strategy.mesh, gather_objects(trainer.world, run.feed.state_dict())
+    return [position for rank, position in enumerate(positions) if mesh.speaks(rank)]
 
 
 def gather_shards(trainer: Trainer) -> dict[str, Any] | None:
@@ -218,9 +226,11 @@ def whole_weights(trainer: Trainer) -> dict[str, Tensor] | None:
 
     Gathering takes all processes.
     """
-    whole = trainer.run.saves.whole if trainer.run is not None else None
-    if whole is not None:
-        return dict(whole["model"])
+    saves = trainer.run.saves if trainer.run is not None else None
+    if saves is not None and isinstance(saves.job, ShardedJob):
+        return None  # every process writes its own
+    if saves is not None and saves.whole is not None:
+        return dict(saves.whole["model"])
     strategy = trainer.strategy
     needs_copy = strategy.is_sharded or strategy.is_opaque
     return strategy.full_weights(strategy.unwrap(trainer.model)) if needs_copy else None
@@ -228,10 +238,14 @@ def whole_weights(trainer: Trainer) -> dict[str, Tensor] | None:
 
 def load_weights(trainer: Trainer, model: nn.Module, folder: str) -> list[str]:
     """The body of `_load_from_checkpoint`; returns a sentence for each thing worth knowing."""
+    if is_sharded(Path(folder, MODEL_FOLDER)) and load_model_in_place(files.without_compile(model), Path(folder)):
+        return []
     has_shards = trainer.strategy.is_sharded and any(hasattr(p, "full_tensor") for p in model.parameters())
     weights = read_weights(Path(folder)) if has_shards else None
-    if weights is None:
-        return files.load_model(model, folder)
+    if weights is None and not files.has_weights(folder):
+        weights = read_whole_model(Path(folder))
+    if weights is None or not has_shards:
+        return files.load_model(model, folder, weights)
     missing, unexpected = trainer.strategy.load_full(model, weights)
     return [f"{folder}: {', '.join(names)} {what}" for names, what in
             ((missing, "are missing"), (unexpected, "are not known")) if names]  # fmt: skip
@@ -240,7 +254,10 @@ def load_weights(trainer: Trainer, model: nn.Module, folder: str) -> list[str]:
 def write_checkpoint(trainer: Trainer, saves: Saves, folder: Path, is_best: bool, best_before: str | None) -> None:
     """Take what belongs into the checkpoint, and write it now or behind the training."""
     try:
-        job = take(trainer, saves, folder, is_best)
+        if writes_shards(trainer):
+            job: Any = take_shards(trainer, saves, folder, fill=fill, why_at_once=why_at_once)
+        else:
+            job = take(trainer, saves, folder, is_best)
     except OSError as error:
         give_up(trainer, saves, folder, best_before, error)
         return
@@ -259,7 +276,7 @@ def write_checkpoint(trainer: Trainer, saves: Saves, folder: Path, is_best: bool
     else:
         saves.failed.clear()
         saves.is_published = True
-        if trainer.args.push_to_hub:
+        if trainer.args.push_to_hub and trainer.args.should_save:
             trainer._push_from_checkpoint(str(folder))
 
 
@@ -313,7 +330,7 @@ def take(trainer: Trainer, saves: Saves, folder: Path, is_best: bool) -> Job:
     return job
 
 
-def fill(trainer: Trainer, job: Job) -> None:
+def fill(trainer: Trainer, job: Job | ShardedJob) -> None:
     """Call the methods that write the parts, each of which a subclass may have its own of."""
     state, path = trainer.state, str(job.temporary)
     trainer.save_model(path, _internal_call=True)
@@ -330,7 +347,7 @@ def fill(trainer: Trainer, job: Job) -> None:
     job.later(partial((job.temporary / PROGRESS_FILE).write_text, text, encoding="utf-8"))
 
 
-def write(saves: Saves, job: Job, then: Callable[[], None]) -> None:
+def write(saves: Saves, job: Job | ShardedJob, then: Callable[[], None]) -> None:
     """Write and publish, on whichever thread; a postponed one first."""
     if saves.postponed is not None:
         try:
@@ -347,12 +364,12 @@ def write(saves: Saves, job: Job, then: Callable[[], None]) -> None:
     then()
 
 
-def settle(trainer: Trainer, saves: Saves, job: Job, best_before: str | None, error: BaseException | None) -> None:
+def settle(trainer: Trainer, saves: Saves, job: Any, best_before: str | None, error: BaseException | None) -> None:
     """What is left to do on the main thread when a checkpoint has been written, or could not be."""
     if error is None:
         saves.failed.clear()
         saves.buffers.give_back()
-        if trainer.args.push_to_hub:
+        if trainer.args.push_to_hub and trainer.args.should_save:
             trainer._push_from_checkpoint(str(job.folder))
         fire_saved(trainer)
     elif isinstance(error, OSError):
@@ -496,7 +513,9 @@ def save_weights(trainer: Trainer, folder: Path, state_dict: Mapping[str, Tensor
     job = saves.job if saves is not None and saves.job is not None and saves.job.temporary == folder else None
     model = trainer.strategy.unwrap(trainer.model)
     with trainer.edits.as_given() if trainer.edits is not None else nullcontext():
-        if saves is None or job is None or state_dict is not None:
+        if isinstance(job, ShardedJob):
+            save_description(model, folder)
+        elif saves is None or job is None or state_dict is not None:
             files.save_model(model, folder, state_dict=state_dict)
         elif callable(getattr(model, "save_pretrained", None)):
             if job.copy is None:
@@ -515,8 +534,9 @@ def save_weights(trainer: Trainer, folder: Path, state_dict: Mapping[str, Tensor
 
 def save_optimizer_and_scheduler(trainer: Trainer, folder: str) -> None:
     """The body of `_save_optimizer_and_scheduler`."""
-    if trainer.optimizer is not None:
-        whole = trainer.run.saves.whole if trainer.run is not None else None
+    saves = trainer.run.saves if trainer.run is not None else None
+    if trainer.optimizer is not None and not (saves is not None and isinstance(saves.job, ShardedJob)):
+        whole = saves.whole if saves is not None else None
         state = whole["optimizer"] if whole is not None else trainer.optimizer.state_dict()
         put(trainer, state, folder, files.OPTIMIZER_NAME)
     if trainer.lr_scheduler is not None:

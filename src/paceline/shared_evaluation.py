@@ -31,26 +31,25 @@ Rows = dict[str, Any]
 class SharedLossSum(LossSum):
     """The weighted mean of the losses of all processes."""
 
-    def __init__(self, rule: LossRule, world: World) -> None:
+    def __init__(self, rule: LossRule, world: World, weighs: bool) -> None:
         super().__init__(rule)
-        self.world = world
+        self.world, self.weighs = world, weighs
 
     def mean(self) -> float | None:
         """The mean loss of all, under what they identified together; None when no batch had one."""
         self.rule.merge(gather_objects(self.world, self.rule.state_dict()))
         reading = self._sum_under(self.rule.meaning)
-        total, weight, divisors, number = sum_floats(
-            self.world, [float(reading.total), reading.weight, reading.divisors, float(bool(self._sums))]
-        )
+        own = [float(reading.total), reading.weight, reading.divisors, float(bool(self._sums))]
+        total, weight, divisors, number = sum_floats(self.world, own if self.weighs else [0.0] * len(own))
         return self._divide(ReadingSum(total, weight, divisors)) if number > 0 else None
 
 
 class SharedKept(Kept):
     """What all processes keep: each holds its own rows until the end, when they are put together in their order."""
 
-    def __init__(self, options: EvaluationOptions, spill: Spill, world: World) -> None:
+    def __init__(self, options: EvaluationOptions, spill: Spill, world: World, speaks: bool) -> None:
         super().__init__(options, spill)
-        self.world = world
+        self.world, self.speaks = world, speaks
         self._collectors = {name: RowCollector(concatenate=False, spill=spill) for name in self._collectors}
         self._sizes: dict[str, list[int]] = {name: [] for name in self._collectors}
 
@@ -69,11 +68,11 @@ class SharedKept(Kept):
     def result(self, order: Sequence[int] | None = None) -> Rows:
         """Everything of all processes, on each of them."""
         self._flush()
-        self.num_samples = sum_ints(self.world, [self.num_samples])[0]
+        self.num_samples = sum_ints(self.world, [self.num_samples if self.speaks else 0])[0]
         whole = {name: RowCollector(self.options.concatenate, spill=self.spill) for name in self._collectors}
         for name, collector in self._collectors.items():
-            nests = collector.result() or []
-            for parts in self._rounds(list(zip(nests, self._sizes[name], strict=True)), collector.num_bytes):
+            own = list(zip(collector.result() or [], self._sizes[name], strict=True)) if self.speaks else []
+            for parts in self._rounds(own, collector.num_bytes):
                 if self.options.concatenate:
                     for nest, size in parts:
                         whole[name].add(nest, size)
@@ -105,13 +104,15 @@ class SharedEvaluation(EvaluationLoop):
     def __init__(self, *, world: World, run: Any, **options: Any) -> None:
         super().__init__(**options)
         self.world, self.signals = world, run.signals if run is not None else None
+        self._weighs = self.strategy.mesh.weighs(world.process_index)
+        self._speaks = self.strategy.mesh.speaks(world.process_index)  # or another does, with the same rows
         self._filler: Any = None
 
     def _make_sum(self) -> LossSum:
-        return SharedLossSum(self.rule, self.world)
+        return SharedLossSum(self.rule, self.world, self._weighs)
 
     def _make_kept(self, spill: Spill) -> Kept:
-        return SharedKept(self.options, spill, self.world)
+        return SharedKept(self.options, spill, self.world, self._speaks)
 
     def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
         """Each round's batch of this process, None where it has none left, and whether the round is the last."""
@@ -152,7 +153,7 @@ class SharedEvaluation(EvaluationLoop):
     def _stream(self, rows: Rows, size: int, is_last: bool) -> None:
         """Give the metrics the batches of all processes, as one."""
         own = {name: to_host(value) for name, value in rows.items()}
-        parts = gather_objects(self.world, (own, size))
+        parts = gather_objects(self.world, (own, size) if self._speaks else ({}, 0))
         names = dict.fromkeys(name for part, _ in parts for name in part)
         whole = {name: join([(part[name], count) for part, count in parts if name in part]) for name in names}
         if self.metric is None:  # a function gets tensors, as it does from one process

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from paceline.core import folders
-from paceline.core.resuming import find_checkpoint
-from paceline.distributed.collectives import share_object
+from paceline.core.resuming import find_checkpoint, newest_checkpoint
+from paceline.core.stores import StoreError, bring_named
+from paceline.distributed.collectives import gather_objects, share_object
 from paceline.distributed.launchers import num_restarts
 from paceline.distributed.world import World
 from paceline.progress import restarted_from
@@ -34,13 +34,30 @@ def find_for_all(world: World, args: Any, resume: str | bool | None) -> Path | N
     found = share_object(world, found)
     if isinstance(found, ValueError):
         raise found
+    if found is not None and getattr(args, "output_store", None):
+        bring_to_each_machine(world, args, found)
     return None if found is None else Path(found)
+
+
+def bring_to_each_machine(world: World, args: Any, checkpoint: Path) -> None:
+    """On machines other than the first's, bring the checkpoint from the store where no disk is shared.
+
+    Raises: StoreError, on all processes.
+    """
+    error: StoreError | None = None
+    if world.local_process_index == 0 and not world.is_first and not checkpoint.is_dir():
+        try:
+            bring_named(f"{args.output_store}/{checkpoint.name}", args.output_store, checkpoint.parent)
+        except StoreError as raised:
+            error = raised
+    found = next((one for one in gather_objects(world, error) if one is not None), None)
+    if found is not None:
+        raise found
 
 
 def newest_of_launch(args: Any) -> Path | None:
     """The newest good checkpoint of this very start, where its launcher has started the processes anew; else None."""
     if num_restarts(os.environ) == 0:
         return None
-    folders.recover(Path(args.output_dir), logger.warning)
-    found = folders.newest_valid(Path(args.output_dir), logger.warning)
+    found = newest_checkpoint(args)
     return found if found is not None and restarted_from(found) else None

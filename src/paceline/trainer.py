@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline import assembly, loaders, progress, saving, training
+from paceline import assembly, loaders, progress, saving, training, uploads
 from paceline.args.adopt import adopt, apply_log_level
 from paceline.args.plan import Plan, resolve
 from paceline.args.training import TrainingArguments
@@ -147,6 +147,7 @@ class Trainer(ForSubclasses):
         if self.args.should_save:
             make_output_folder(self._get_output_dir(None))
         meet_subclass(self)
+        self.mirror = uploads.begin(self)
         publishing.prepare(self)
         self.memory_stages.stop("init")
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
@@ -169,7 +170,12 @@ class Trainer(ForSubclasses):
 
     def _plan(self) -> Plan:
         """The plan as far as it does not depend on the amount of data."""
-        return resolve(self.args, world_size=self.world.world_size, micro_batches_per_epoch=1)
+        return resolve(
+            self.args,
+            world_size=self.world.world_size,
+            local_size=self.world.local_size,
+            micro_batches_per_epoch=1,
+        )
 
     def place_model(self) -> None:
         """Move the model to the device, unless the user said not to or did it in parts."""
@@ -612,7 +618,7 @@ class Trainer(ForSubclasses):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples per update: batch size times accumulation times processes."""
-        return int(args.train_batch_size * args.gradient_accumulation_steps * self.world.world_size)
+        return int(args.train_batch_size * args.gradient_accumulation_steps * self.strategy.mesh.data_size)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Not in this version; runs with different arguments can be made one by one with `model_init`."""

@@ -20,7 +20,9 @@ import torch
 from paceline.args.plan import Plan, resolve
 from paceline.assembly import declare_loss
 from paceline.checkpoint import files
+from paceline.checkpoint.named import FULL_OPTIMIZER_NAME, load_optimizer_shards, take_named
 from paceline.checkpoint.plausible import blame
+from paceline.checkpoint.shards import OPTIMIZER_FOLDER, is_sharded
 from paceline.core import folders
 from paceline.core.loop import Loop
 from paceline.core.metrics import best_metric_value, speed_metrics
@@ -53,8 +55,10 @@ from paceline.progress import (
 )
 from paceline.saving import Saves
 from paceline.saving import finish as finish_saves
+from paceline.sharded_saving import check_format
 from paceline.shared_engine import Exchange, SharedEngine, agreeing
 from paceline.shared_resuming import find_for_all
+from paceline.uploads import finished_uploads
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -117,7 +121,8 @@ def train(trainer: Trainer, resume: str | bool | None, trial: Any, ignore_keys: 
     if checkpoint is not None:
         plan = restore_position(trainer, feed, plan, checkpoint)
     signals = StopSignals(args.stop_signals, trainer.world.is_shared)
-    with finished_pushes(trainer), edited_model(trainer), signals, watching(trainer.world, args) as watchdog:
+    delivered, watched = finished_uploads(trainer), watching(trainer.world, args)
+    with delivered, finished_pushes(trainer), edited_model(trainer), signals, watched as watchdog:
         prepare(trainer, plan)
         exchange = share(trainer, plan, feed, signals, watchdog) if watchdog is not None else None
         run = Run(plan, feed, make_engine(trainer, plan, exchange), signals, trial, ignore_keys, exchange=exchange)
@@ -161,6 +166,7 @@ def make_plan(trainer: Trainer, loader: Any) -> Plan:
     return resolve(
         trainer.args,
         world_size=trainer.world.world_size,
+        local_size=trainer.world.local_size,
         micro_batches_per_epoch=None if None in lengths else max(lengths),
         samples_per_epoch=sample_count(loader),
         update_size=trainer._update_size,
@@ -177,10 +183,12 @@ def share(trainer: Trainer, plan: Plan, feed: Feed, signals: StopSignals, watchd
         averages=plan.average_tokens_across_devices,
         measure=measurer(trainer),
         watchdog=watchdog,
+        mesh=plan.mesh,
     )
     feed.meet, feed.collect = exchange.meet, partial(exchange.draw, feed.collect)
-    if not trainer.world.is_first:  # the same weights everywhere, but not the same dropout
-        set_seed(trainer.args.seed + trainer.world.process_index)
+    noise_rank = plan.mesh.noise_rank(trainer.world.process_index)
+    if noise_rank:  # the same weights everywhere, but not the same dropout
+        set_seed(trainer.args.seed + noise_rank)
     return exchange
 
 
@@ -248,6 +256,7 @@ def prepare(trainer: Trainer, plan: Plan) -> None:
         check_run(trainer.optimizer, str(trainer.args.optim), plan)
         return trainer.optimizer
 
+    check_format(trainer)
     prepared = strategy.prepare(trainer.model, make_optimizer)
     trainer.model_wrapped = trainer._wrap_model(prepared.model)
     handler = trainer.callback_handler
@@ -393,16 +402,36 @@ def load_optimizer_and_scheduler(trainer: Trainer, checkpoint: str | None) -> No
     """The body of `_load_optimizer_and_scheduler`; what a checkpoint lacks (`save_only_model`) starts anew."""
     if checkpoint is None:
         return
+    has_named = trainer.optimizer is not None and load_named_optimizer(trainer, Path(checkpoint))
     for name, target, load in (
         (files.OPTIMIZER_NAME, trainer.optimizer, files.load_optimizer),
         (files.SCHEDULER_NAME, trainer.lr_scheduler, files.load_scheduler),
     ):
+        if target is trainer.optimizer and has_named:
+            continue
         if Path(checkpoint, name).is_file():
             load(target, checkpoint)
             if target is trainer.optimizer:
                 trainer.strategy.shard_state(target)
         else:
             logger.warning("%s holds no %s: that part of the run starts anew.", checkpoint, name)
+
+
+def load_named_optimizer(trainer: Trainer, checkpoint: Path) -> bool:
+    """Load the optimizer from shards, or from the file that accelerate writes for all of them; False: neither is there.
+
+    The two go by the names of parameters.
+    """
+    model, optimizer = trainer.strategy.unwrap(trainer.model), trainer.optimizer
+    if is_sharded(checkpoint / OPTIMIZER_FOLDER):
+        load_optimizer_shards(model, optimizer, checkpoint)
+        return True
+    path = checkpoint / FULL_OPTIMIZER_NAME
+    if not path.is_file():
+        return False
+    take_named(model, optimizer, files.load_tensors(path), path)
+    trainer.strategy.shard_state(optimizer)
+    return True
 
 
 def step_by_metric(scheduler: Any, metrics: dict[str, float], name: str | None) -> None:

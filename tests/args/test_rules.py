@@ -107,7 +107,8 @@ def test_allowed(options: dict[str, Any]) -> None:
 LATER: list[tuple[str, Any]] = [
     ("deepspeed", "ds.json"),
     ("deepspeed", {"zero_optimization": {"stage": 2}}),
-    ("parallelism_config", {"tp_size": 2}),
+    ("parallelism_config", {"sp_size": 2}),
+    ("parallelism_config", {"cp_size": 2, "cp_handler": {"cp_comm_strategy": "alltoall"}}),
     ("trackio_space_id", "owner/space"),
     ("trackio_bucket_id", "bucket"),
     ("trackio_static_space_id", "owner/space"),
@@ -125,4 +126,4 @@ def test_what_comes_later_is_refused_by_name_value_and_remedy(name: str, value: 
 
 def test_the_tables_name_options_that_exist() -> None:
     assert {*LIMITS, *UNSUPPORTED} <= set(Options.__dataclass_fields__)
-    assert {name for name, _ in LATER} == {*UNSUPPORTED, "accelerator_config"}
+    assert {name for name, _ in LATER} == {*UNSUPPORTED, "accelerator_config", "parallelism_config"}

@@ -171,3 +171,28 @@ def test_checkpoint_save(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     run("report.py", "--results", str(tmp_path), "--page", str(page))
     assert "while it is written" in page.read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_shared_overhead(tmp_path: Path) -> None:
+    result = run_for_result(tmp_path, "shared_overhead", "--quick")
+    assert list(result["rows"]) == ["ddp", "fsdp"]
+    for row, limit in zip(result["rows"].values(), result["targets"], strict=True):
+        assert row["loop_cpu_ms"]["median"] > 0
+        assert limit["value"] == row["over_loop"]["median"]
+    page = tmp_path / "page.md"
+    run("report.py", "--results", str(tmp_path), "--page", str(page))
+    assert "| fsdp |" in page.read_text("utf-8")
+
+
+def test_tf_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorflow")
+    result = run_for_result(tmp_path, "tf_step", "--quick")
+    rows = result["rows"]
+    assert list(rows) == ["loop", "paceline", "fit"]
+    assert rows["loop"]["wall_ms_over_loop"]["median"] == rows["fit"]["cpu_ms_over_fit"]["median"] == 1
+    values = [rows["paceline"][f"{key}_over_{base}"] for key in ("wall_ms", "cpu_ms") for base in ("loop", "fit")]
+    assert [row["value"] for row in result["targets"]] == [value["median"] for value in values]
+    page = tmp_path / "page.md"
+    run("report.py", "--results", str(tmp_path), "--page", str(page))
+    assert "2.7 M parameters, batches of 128" in page.read_text("utf-8")

@@ -127,13 +127,20 @@ def test_an_accelerator_that_was_not_used_yet_is_not_started(monkeypatch: pytest
 
 def test_apples_peak_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     state = SimpleNamespace(now=10)
-    monkeypatch.setattr(
-        sys.modules["torch"], "mps", SimpleNamespace(current_allocated_memory=lambda: state.now), raising=False
-    )
+    seen = []
+
+    def look() -> int:
+        seen.append(state.now)
+        return state.now
+
+    monkeypatch.setattr(sys.modules["torch"], "mps", SimpleNamespace(current_allocated_memory=look), raising=False)
     stages = MemoryStages(True, "mps")
     stages.start("train")
     state.now = 70
-    time.sleep(0.05)
+    for _ in range(2000):  # the thread that looks may be kept waiting by other work
+        if seen.count(70) > 1:
+            break
+        time.sleep(0.005)
     state.now = 30
     metrics = stages.stop("train")
     assert (metrics["train_mem_gpu_alloc_delta"], metrics["train_mem_gpu_peaked_delta"]) == (20, 40)

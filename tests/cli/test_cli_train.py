@@ -127,6 +127,25 @@ def test_a_longer_run_goes_on(config: Path, capsys: pytest.CaptureFixture[str]):
     assert [row["step"] for row in rows if "loss" in row] == [3, 6, 9, 12]
 
 
+def test_a_run_in_a_store_goes_on_on_another_machine(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    words = ["train", str(config), "--output_dir", f"memory://{config.parent.name}/run"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(config.parent / "first"))
+    assert main([*words, "--max_steps", "6"]) == 0
+    monkeypatch.setenv("XDG_CACHE_HOME", str(config.parent / "second"))
+    assert main([*words, "--fresh"]) == 2
+    assert "holds what is there; give another --output_dir" in capsys.readouterr().err
+    assert main([*words, "--resume_from_checkpoint", "auto"]) == 0
+    output = capsys.readouterr().out
+    assert "checkpoint-6 is gone on from as it is in memory://" in output
+    assert "Going on from" in output
+    log = next((config.parent / "second").rglob("log.jsonl")).read_text(encoding="utf-8")
+    assert [row["step"] for row in map(json.loads, log.splitlines()) if "loss" in row] == [3, 6, 9, 12]
+    assert main([*words[:2], "--resume_from_checkpoint", f"{words[-1]}/checkpoint-7"]) == 2
+    assert "Can't resume" in capsys.readouterr().err
+
+
 def test_predictions_are_kept_one_row_per_sample(config: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", str(config), "--do_train", "--do_predict"]) == 0
     kept = np.load(config.parent / "run" / "predictions.npz")

@@ -107,6 +107,17 @@ def test_settings_of_the_arguments_arrive():
     assert resolve_optimizer(make_args(optim=OptimizerNames.SGD))[1] == {"lr": 1e-3}
 
 
+def test_settings_that_do_not_arrive_are_told(caplog):
+    plain = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+    resolve_optimizer(make_args(optim="radam"))
+    resolve_optimizer(make_args(optim="sgd", **plain))
+    assert not caplog.records
+    resolve_optimizer(make_args(optim="sgd", **{**plain, "adam_beta1": 0.8}))
+    assert [record.getMessage() for record in caplog.records] == [
+        "adam_beta1=0.8 has no effect: optim='sgd' does not take it; leave it out."
+    ]
+
+
 def test_optim_args_reach_every_argument_in_its_type():
     text = "momentum=0.9, nesterov=True,dampening=0"
     assert resolve_optimizer(make_args(optim="sgd", optim_args=text))[1] == {

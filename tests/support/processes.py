@@ -47,7 +47,7 @@ def start(script: str, size: int, *words: str) -> list[subprocess.Popen[str]]:
     ]
 
 
-def finish(processes: list[subprocess.Popen[str]], timeout: float = 120, codes: tuple[int, ...] = (0,)) -> list[str]:
+def finish(processes: list[subprocess.Popen[str]], timeout: float = 240, codes: tuple[int, ...] = (0,)) -> list[str]:
     """Wait for all of them; what each wrote to standard error. An exit code that is not expected fails."""
     texts = []
     try:

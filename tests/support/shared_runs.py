@@ -2,7 +2,8 @@
 
     python shared_runs.py FOLDER MODE...     MODE: whole, terminated, killed, from=CHECKPOINT
 
-Writes `MODE-RANK.json` (how it ended) and `MODE-RANK.pt` (the weights). Modes that begin with `sharded` shard it.
+Writes `MODE-RANK.json` (how it ended) and `MODE-RANK.pt` (the weights). Modes that begin with `sharded` shard it;
+of `parts`, each process writes its own.
 """
 
 from __future__ import annotations
@@ -65,10 +66,16 @@ def run(folder: Path, mode: str) -> None:
         callbacks = [Stop()]
     elif mode == "killed" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
         callbacks = [Disturb(signal.SIGKILL, 1, 6)]
-    options = {}
+    options: dict[str, Any] = {}
     if name.startswith("sharded"):
         best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, "eval_dataset": tagging(17)}
-        options = {"fsdp": True, **(best if name == "sharded_best" else {})}
+        options = {"fsdp": True, **(best if "best" in name else {})}
+        if name.startswith("sharded_parts"):
+            options["fsdp_config"] = {"state_dict_type": "SHARDED_STATE_DICT"}
+    if name.startswith("hybrid_parts"):
+        options = {"fsdp": "hybrid_shard", "fsdp_config": {"replicate": 2}, "checkpoint_format": "sharded"}
+    if name.startswith("ddp_parts"):
+        options = {"checkpoint_format": "sharded"}
     trainer = trainer_in(folder / name, float(os.environ.get("DROPOUT", "0.3")), callbacks, **options)
     output = trainer.train(resume_from_checkpoint=checkpoint or None)
     rank = trainer.args.process_index

@@ -22,6 +22,8 @@ from typing import Any
 from paceline.args.accelerator_config import AcceleratorConfig
 from paceline.args.choices import TOKEN_COUNTS, DebugOption, OptimizerNames
 from paceline.args.errors import did_you_mean, wrong_value
+from paceline.args.mesh import read_parallel, read_parallelism
+from paceline.args.places import check_url, is_url
 from paceline.args.sections import Options
 
 TRUE_WORDS = frozenset({"true", "yes", "y", "t", "on", "1"})
@@ -237,8 +239,15 @@ def to_optimizer(name: str, value: Any) -> OptimizerNames:
 
 
 def to_folder(name: str, value: Any) -> str:
-    """A folder, with ~ expanded."""
+    """A folder, with ~ expanded; or a URL."""
+    if is_url(value):
+        return check_url(name, value)
     return os.path.expanduser("trainer_output" if value is None else to_str(name, value))
+
+
+def to_store(name: str, value: Any) -> str | None:
+    """The URL of a store."""
+    return None if value is None else check_url(name, to_str(name, value))
 
 
 def to_token(name: str, value: Any) -> str | None:
@@ -291,7 +300,9 @@ SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "max_grad_norm": number_or_zero,
     "optim": to_optimizer,
     "output_dir": to_folder,
-    "parallelism_config": keep_config,
+    "output_store": to_store,
+    "parallel": read_parallel,
+    "parallelism_config": read_parallelism,
     "report_to": to_report_list,
     "resume_from_checkpoint": keep_bool,
     "trackio_static_space_id": keep_bool,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paceline.args.accelerator_config import accelerator_notes
 from paceline.args.choices import IntervalStrategy
 from paceline.args.errors import UnsupportedOption
+from paceline.args.mesh import Mesh, engine_of, resolve_mesh
 from paceline.args.rules import check, derived_values
 from paceline.args.sections import Options
 from paceline.args.sharding import is_asked, is_xla_asked
@@ -21,6 +22,7 @@ SHARED_BY = {
     "ddp": "each with the whole model, gradients averaged (ddp)",
     "fsdp": "each with a shard of every parameter, gradient and optimizer state (fsdp)",
     "xla": "on XLA devices, whose compiler shares the work (xla)",
+    "mesh": "in a mesh",
 }
 UNCOUNTED = {"no": "never", "epoch": "at each end of an epoch", "best": "when an evaluation is the best yet"}
 
@@ -33,7 +35,8 @@ class Plan:
         micro_batch_size: samples per process in one training micro-batch.
         eval_batch_size: samples per process in one evaluation batch.
         accumulation: micro-batches per update.
-        world_size: processes that share the data.
+        world_size: processes of the run.
+        mesh: how they are laid out, and which of them read the same data.
         parallel: how they share the work; None: there is one.
         global_batch_size: samples per update, over all processes.
         updates_per_epoch: updates in one pass over the data, the last one perhaps of fewer micro-batches; None where
@@ -96,6 +99,7 @@ class Plan:
     metric_for_best_model: str | None
     greater_is_better: bool | None
     parallel: str | None = None
+    mesh: Mesh = field(default_factory=Mesh)
     notes: tuple[str, ...] = ()
 
     def halved(self) -> Plan:
@@ -120,7 +124,10 @@ class Plan:
 
     def describe(self) -> str:
         """The plan in a few lines of text."""
-        processes = f" x {self.world_size} processes" if self.world_size > 1 else ""
+        processes = ""
+        if self.world_size > 1:
+            parts = self.mesh.data_size
+            processes = f" x {parts} {'processes' if self.mesh.is_data_only else 'parts of the data'}"
         epoch = "unknown length" if self.updates_per_epoch is None else f"{self.updates_per_epoch:,} per epoch"
         samples = "" if self.samples_per_epoch is None else f", {self.samples_per_epoch:,} samples each"
         epochs = "" if self.updates_per_epoch is None else f" ({self.num_train_epochs:g} epochs{samples})"
@@ -130,7 +137,7 @@ class Plan:
             f"updates    {self.max_steps:,}{epochs}, {epoch}, warmup {self.warmup_steps:,}",
             f"samples    {self.global_batch_size:,} per update = {self.micro_batch_size} x {self.accumulation} "
             f"micro-batches{processes}",
-            *([f"processes  {self.world_size}, {SHARED_BY[self.parallel]}"] if self.parallel is not None else []),
+            *([self._processes()] if self.parallel is not None else []),
             f"numbers    {self.precision} precision, {clip}, {seeds}",
             f"log        {self._interval('logging')}",
             f"evaluate   {self._interval('eval')}, batches of {self.eval_batch_size}",
@@ -138,6 +145,12 @@ class Plan:
             *(f"note       {note}" for note in self.notes),
         ]
         return "\n".join(lines)
+
+    def _processes(self) -> str:
+        assert self.parallel is not None
+        several = len(self.mesh.axes) > 1 or self.parallel == "mesh"
+        mesh = f"; mesh {self.mesh.describe()}" if several else ""
+        return f"processes  {self.world_size}, {SHARED_BY[self.parallel]}{mesh}"
 
     def _interval(self, kind: str) -> str:
         strategy = getattr(self, f"{kind}_strategy")
@@ -165,17 +178,18 @@ def precision_of(args: Any) -> str:
 
 def resolve(
     args: Options, *, world_size: int = 1, micro_batches_per_epoch: int | None, samples_per_epoch: int | None = None,
-    update_size: int | None = None,
+    update_size: int | None = None, local_size: int | None = None,
 ) -> Plan:  # fmt: skip
     """Make the plan of a run.
 
     Args:
         args: the arguments, as they are now.
-        world_size: processes that share the data.
+        world_size: processes of the run.
         micro_batches_per_epoch: training micro-batches of one process in one epoch; None where unknown.
         samples_per_epoch: training samples in one epoch over all processes; None where unknown.
         update_size: samples of one update over all processes, where a run goes on with those it was begun with on
             another number of processes; None: what the arguments give.
+        local_size: processes on each machine; None: all.
 
     Raises:
         ValueError: the arguments break a rule, or the length of the run cannot be known.
@@ -184,7 +198,8 @@ def resolve(
     check(args)
     notes = notes_on_idle_options(args, world_size)
     derived = derived_values(args)
-    accumulation, global_batch_size = resolve_update(args, world_size, update_size)
+    mesh = resolve_mesh(args, world_size, local_size)
+    accumulation, global_batch_size = resolve_update(args, mesh.data_size, update_size)
     duration = resolve_duration(args, micro_batches_per_epoch, accumulation, notes)
     logging_steps = resolve_interval("logging_steps", args.logging_steps, duration.max_steps, notes)
     eval_steps, save_steps = resolve_eval_and_save(args, logging_steps, duration.max_steps, notes)
@@ -223,13 +238,13 @@ def resolve(
         auto_find_batch_size=args.auto_find_batch_size,
         metric_for_best_model=derived.get("metric_for_best_model"),
         greater_is_better=derived.get("greater_is_better", args.greater_is_better),
-        parallel=resolve_parallel(args, world_size),
+        parallel=resolve_parallel(args, world_size, local_size), mesh=mesh,
         notes=tuple(notes),
     )
 
 
-def resolve_parallel(args: Options, world_size: int) -> str | None:
-    """How several processes share the work; None for one.
+def resolve_parallel(args: Options, world_size: int, local_size: int | None = None) -> str | None:
+    """How several processes share the work, by the name of the strategy; None for one.
 
     Raises:
         UnsupportedOption: one of them was asked for; the message says what to set.
@@ -241,8 +256,10 @@ def resolve_parallel(args: Options, world_size: int) -> str | None:
         )
     if is_xla_asked(args.parallel, args.fsdp, args.fsdp_config):
         return "xla"
-    parallel = args.parallel or ("fsdp" if is_asked(args.fsdp) else "ddp")
-    if world_size == 1 and parallel == "fsdp":
+    parallel = engine_of(resolve_mesh(args, world_size, local_size), args)
+    if parallel == "pipeline":
+        raise UnsupportedOption("parallel={'pp': ...} is not supported: leave pp out.")
+    if world_size == 1 and (parallel == "fsdp" or (args.parallel is None and is_asked(args.fsdp))):
         raise ValueError(
             "fsdp shards a model over several processes, and this is one: start the script with `paceline launch`, or "
             "leave fsdp and parallel out."
@@ -274,9 +291,9 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
     return notes + accelerator_notes(args.accelerator_config, world_size)
 
 
-def resolve_update(args: Options, world_size: int, update_size: int | None) -> tuple[int, int]:
-    """(micro-batches of each process, samples of all) in one update; `update_size` as for `resolve`."""
-    at_once = args.per_device_train_batch_size * world_size
+def resolve_update(args: Options, data_size: int, update_size: int | None) -> tuple[int, int]:
+    """(micro-batches of each process, samples of all) in one update of so many that read different data."""
+    at_once = args.per_device_train_batch_size * data_size
     if update_size is not None:
         return math.ceil(update_size / at_once), update_size
     return args.gradient_accumulation_steps, at_once * args.gradient_accumulation_steps

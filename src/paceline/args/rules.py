@@ -9,8 +9,10 @@ from typing import Any
 from paceline.args.accelerator_config import AcceleratorConfig, check_accelerator
 from paceline.args.choices import IntervalStrategy, SaveStrategy, SchedulerType
 from paceline.args.errors import UnsupportedOption
+from paceline.args.mesh import check_mesh
+from paceline.args.places import is_url, staging_folder
 from paceline.args.sections import Options
-from paceline.args.sharding import is_asked, is_xla_asked, read_sharding
+from paceline.args.sharding import is_asked, is_xla_asked, read_sharding, wants_shards
 
 # name: (smallest value, largest value or None, whether the largest itself is allowed)
 LIMITS: dict[str, tuple[float, float | None, bool]] = {
@@ -201,7 +203,6 @@ NO_TRACKIO = "the Trackio reporter is not here yet; leave it out and use report_
 # name: (whether the value asks for nothing, what to do instead)
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "deepspeed": (is_off, NOT_YET),
-    "parallelism_config": (is_off, NOT_YET),
     "trackio_space_id": (is_default(None, "trackio"), NO_TRACKIO),
     "trackio_bucket_id": (is_off, NO_TRACKIO),
     "trackio_static_space_id": (is_off, NO_TRACKIO),
@@ -224,7 +225,9 @@ def check_supported(options: Options) -> None:
 
 def check_parallel(options: Options) -> None:
     """One way to share the work."""
-    if is_asked(options.fsdp):
+    if check_mesh(options):
+        pass
+    elif is_asked(options.fsdp):
         read_sharding(options.fsdp, options.fsdp_config)
         if options.parallel == "ddp":
             raise ValueError(f"parallel='ddp' and fsdp={options.fsdp!r} are two ways to share the work: keep one.")
@@ -232,6 +235,7 @@ def check_parallel(options: Options) -> None:
         read_sharding(True, options.fsdp_config)
     elif not is_off(options.fsdp_config):
         raise ValueError(f"fsdp_config={options.fsdp_config!r} says how to shard: set fsdp=True too, or leave it out.")
+    wants_shards(options)
     if options.ddp_static_graph and options.ddp_find_unused_parameters:
         raise ValueError(
             "ddp_static_graph=True finds unused parameters by itself: leave ddp_find_unused_parameters out."
@@ -308,6 +312,14 @@ def derived_values(options: Options) -> dict[str, Any]:
     config = options.accelerator_config
     if isinstance(config, AcceleratorConfig) and config.num_steps and options.gradient_accumulation_steps == 1:
         values["gradient_accumulation_steps"] = config.num_steps
+    if is_url(options.output_dir):
+        if options.output_store not in (None, options.output_dir):
+            raise ValueError(
+                f"output_dir={options.output_dir!r} and output_store={options.output_store!r} are two stores: let "
+                "output_dir be a folder of this machine, or leave output_store out."
+            )
+        values["output_store"] = options.output_dir
+        values["output_dir"] = staging_folder(str(options.output_dir))
     if options.use_cpu:
         values["dataloader_pin_memory"] = False
     return values

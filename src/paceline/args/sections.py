@@ -20,7 +20,6 @@ from paceline.args.choices import (
     LOG_LEVELS,
     LOSS_WEIGHTS,
     METRIC_INPUTS,
-    PARALLEL,
     PRECISION_BACKENDS,
     SAMPLING_STRATEGIES,
     START_METHODS,
@@ -48,7 +47,9 @@ class RunSection:
     """Where the run writes."""
 
     output_dir: str | None = option(
-        None, "Folder that receives checkpoints, logs and the record of the run. Unset: ./trainer_output."
+        None,
+        "Folder that receives checkpoints, logs and the record of the run; or a URL (s3://bucket/run, gs://, az://), "
+        "which becomes output_store, with a folder in the user's cache. Unset: ./trainer_output.",
     )
 
 
@@ -342,7 +343,9 @@ class EngineSection:
         None, "Settings of the data-parallel loader under accelerate's names: a dict, JSON, or the path of a JSON file."
     )
     parallelism_config: dict[str, Any] | str | None = option(
-        None, "Sizes of the dimensions of the device mesh under accelerate's names."
+        None,
+        "Sizes of the axes of the mesh under accelerate's names (dp_shard_size, tp_size, ...): its ParallelismConfig, "
+        "a dict, or JSON. See parallel.",
     )
 
 
@@ -448,6 +451,18 @@ class PacelineSection:
         "Copy a checkpoint to host memory and write it while training goes on. Training waits all the same where "
         "something needs the files at once (a callback's on_save, an own _save), or memory is short; the log says so.",
     )
+    checkpoint_format: str | None = option(
+        None,
+        "'full': the first process writes the whole model; 'sharded': each writes its part, which any number of "
+        "processes can load and `paceline export` makes one model of. Unset: as state_dict_type in fsdp_config, or "
+        "'full'.",
+        ("full", "sharded"),
+    )
+    output_store: str | None = option(
+        None,
+        "URL of an object store that the output folder is copied to behind the training, checkpoints complete or not "
+        "at all, and that a run is gone on from where the folder is lost. Unset: output_dir, where that is a URL.",
+    )
     keep_best: int = option(
         0, "Checkpoints to keep for their evaluation, the best so many, beside those of the other keep_ options."
     )
@@ -477,12 +492,13 @@ class PacelineSection:
         PRECISION_BACKENDS,
     )
     fp16_opt_level: str = option("O1", "With half_precision_backend='apex': the level of apex.amp.", APEX_LEVELS)
-    parallel: str | None = option(
+    parallel: dict[str, int] | str | None = option(
         None,
-        "How several processes share the work: 'ddp', each with the whole model; 'fsdp', each with a shard of it. "
-        "Unset: 'ddp', or 'fsdp' where fsdp is set. Processes are started by "
-        "`paceline launch`, torchrun, accelerate launch or srun. 'xla': one process on XLA devices (torch_xla).",
-        PARALLEL,
+        "How several processes share the work: 'ddp', each with the whole model; 'fsdp', each with a shard of it; or "
+        "sizes of a mesh, as a dict or as 'dp_shard=2,tp=2': dp_replicate, dp_shard, cp (parts of each sequence), tp "
+        "(parts of the matrices); -1 for all processes that the others leave. Unset: 'ddp', or 'fsdp' where fsdp is "
+        "set. Processes are started by `paceline launch`, torchrun, accelerate launch or srun. "
+        "'xla': one process, on XLA devices (torch_xla).",
     )
     ddp_comm_hook: str | None = option(
         None, "Exchange gradients in 16 bits: 'fp16' or 'bf16'. Unset: in the type they have.", ("fp16", "bf16")

@@ -30,6 +30,9 @@ XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 NOT_XLA = ("reshard_after_forward", "offload_params", "cpu_offload", "replicate")
 
 
+FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+
+
 @dataclass(frozen=True)
 class Sharding:
     """What `fsdp` and `fsdp_config` ask for.
@@ -55,7 +58,7 @@ class Sharding:
     checkpoints_units: bool = False
 
 
-def is_xla_asked(parallel: str | None, fsdp: Any, config: Any) -> bool:
+def is_xla_asked(parallel: Any, fsdp: Any, config: Any) -> bool:
     """Whether these values of `parallel`, `fsdp` and `fsdp_config` ask for XLA devices."""
     return parallel == "xla" or (bool(config) and bool(strip(read_config(config)).get("xla")))
 
@@ -118,10 +121,10 @@ def check_values(settings: Mapping[str, Any]) -> None:
     if str(settings.get("version", 2)) != "2":
         version = settings["version"]
         raise UnsupportedOption(f"fsdp_config['version']={version!r} is not supported: use 2, or leave it out.")
-    if str(settings.get("state_dict_type") or "FULL_STATE_DICT") != "FULL_STATE_DICT":
+    if str(settings.get("state_dict_type") or FULL) not in (FULL, SHARDED):
         raise UnsupportedOption(
-            f"fsdp_config['state_dict_type']={settings['state_dict_type']!r} is not supported: checkpoints hold the "
-            "whole model, which any number of processes can load; leave it out."
+            f"fsdp_config['state_dict_type']={settings['state_dict_type']!r} is not supported: such files fit the "
+            f"number of processes that wrote them and no other; use {SHARDED!r}, or leave it out."
         )
     if settings.get("transformer_layer_cls_to_wrap") and settings.get("min_num_params"):
         raise ValueError(
@@ -152,6 +155,24 @@ def check_xla(settings: Mapping[str, Any], words: Sequence[str]) -> None:
             f"{told[0]} is not supported on XLA, whose compiler decides when shards are gathered and where they lie: "
             "leave it out (fsdp='full_shard')."
         )
+
+
+def wants_shards(args: Any) -> bool:
+    """Whether checkpoints are to be written in shards: `checkpoint_format`, or what `fsdp_config` says.
+
+    Raises:
+        ValueError: the two contradict each other.
+    """
+    settings = {str(key).removeprefix("fsdp_"): value for key, value in read_config(args.fsdp_config).items()}
+    kind = settings.get("state_dict_type") or None
+    wanted = args.checkpoint_format
+    if wanted is None:
+        return kind == SHARDED
+    if kind is not None and (kind == SHARDED) != (wanted == "sharded"):
+        raise ValueError(
+            f"checkpoint_format={wanted!r} contradicts fsdp_config['state_dict_type']={kind!r}: keep one of them."
+        )
+    return bool(wanted == "sharded")
 
 
 def split_words(fsdp: Any) -> list[Any]:

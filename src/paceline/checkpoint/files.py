@@ -23,6 +23,10 @@ from paceline.checkpoint.frozen import FrozenPart, fingerprint
 from paceline.checkpoint.plausible import find_misfit
 from paceline.checkpoint.tensors import CheckpointError, load_json, load_tensors, save_json, save_tensors
 from paceline.checkpoint.weights import (
+    PICKLED_WEIGHTS_INDEX_NAME,
+    PICKLED_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
     Sorted,
     alias_groups,
     apart_name,
@@ -90,7 +94,7 @@ def save_model(
 
     Raises: OSError where the disk refuses; ValueError, TypeError for state that cannot be stored.
     """
-    model = _without_compile(model)
+    model = without_compile(model)
     os.makedirs(folder, exist_ok=True)
     save_pretrained = getattr(model, "save_pretrained", None)
     if callable(save_pretrained):
@@ -125,8 +129,8 @@ def store_weights(
     Returns: files of which the hash is known.
     Raises: as `save_model`.
     """
-    weights = sort_out(_without_compile(model).state_dict())
-    apart = frozen.names(_without_compile(model), weights.tensors)
+    weights = sort_out(without_compile(model).state_dict())
+    apart = frozen.names(without_compile(model), weights.tensors)
     known: dict[str, KnownFile] = {}
     if apart:
         name = apart_name(weights, apart, max_shard_bytes=DEFAULT_SHARD_BYTES)
@@ -151,21 +155,33 @@ def _at_once(write: Callable[[], None]) -> None:
     write()
 
 
-def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> list[str]:
+def has_weights(folder: str | os.PathLike[str]) -> bool:
+    """Whether there is a file of the whole model, under any of the names that `load_model` reads."""
+    names = (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, PICKLED_WEIGHTS_NAME, PICKLED_WEIGHTS_INDEX_NAME)
+    return any(Path(folder, name).is_file() for name in names) or has_adapter_files(Path(folder))
+
+
+def load_model(
+    model: nn.Module, folder: str | os.PathLike[str], state: dict[str, Any] | None = None
+) -> list[str]:
     """Load the weights in `folder` into `model`, which is left as it was when they do not fit.
 
     Reads safetensors, shards, `pytorch_model.bin` (tensors only) and PEFT adapters. A transformers checkpoint that
     stores its weights in another form than the model holds them (fused experts, renamed layers) goes through the
     model's own `from_pretrained`, at the cost of a second copy on the host.
 
+    Args:
+        state: the weights, where they were read from files of another form.
+
     Returns: one sentence each about weights that are missing or unexpected.
     Raises: CheckpointError, naming the file, or the shapes that differ.
     """
-    model = _without_compile(model)
+    model = without_compile(model)
     folder = Path(folder)
     if has_adapters(model) and has_adapter_files(folder):
         return load_adapters(model, folder)
-    state = read_weights(folder)
+    is_own_form = state is None
+    state = read_weights(folder) if state is None else state
     if state is None:
         found = sorted(os.listdir(folder)) if folder.is_dir() else []
         raise CheckpointError(
@@ -174,7 +190,7 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> list[str]:
         )
     own = model.state_dict()
     missing, unexpected = _name_differences(own, state)
-    if (missing or unexpected) and _is_pretrained(model, folder):
+    if (missing or unexpected) and is_own_form and _is_pretrained(model, folder):
         try:
             return _load_through_class(model, folder)
         except _REFUSALS as error:  # a subclass with a constructor of its own, most often
@@ -262,7 +278,11 @@ def _dict_of(path: Path) -> dict[str, Any]:
 
 
 def _load_state(target: HasState, path: Path) -> None:
-    state = _dict_of(path)
+    take_state(target, _dict_of(path), path)
+
+
+def take_state(target: HasState, state: dict[str, Any], path: Path) -> None:
+    """Give `target` a state read from `path`. Raises: CheckpointError, when it does not fit; then nothing changes."""
     misfit = find_misfit(target, state)
     if misfit is not None:
         raise CheckpointError(f"{path} does not fit this {type(target).__name__}: {misfit}")
@@ -278,7 +298,7 @@ def _load_state(target: HasState, path: Path) -> None:
         ) from error
 
 
-def _without_compile(model: nn.Module) -> nn.Module:
+def without_compile(model: nn.Module) -> nn.Module:
     """The module inside `torch.compile`'s wrapper, whose names are the ones to store."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else model

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -94,6 +94,15 @@ def load_tensors(path: str | os.PathLike[str]) -> Any:
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
     except Exception as error:  # what damaged bytes make the reader raise is not documented: many kinds are seen
         raise CheckpointError(f"{path} cannot be read safely: {_reason(error)}") from error
+
+
+def load_stream(stream: IO[bytes], what: str) -> Any:
+    """As `load_tensors`, from a stream; `what` stands for the file in the error."""
+    try:
+        with torch.serialization.safe_globals(_numpy_globals()):
+            return torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{what} cannot be read safely: {_reason(error)}") from error
 
 
 def save_json(value: Any, path: str | os.PathLike[str]) -> None:

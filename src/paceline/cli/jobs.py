@@ -13,9 +13,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from paceline.args.places import is_url
 from paceline.cli.errors import UsageError
 from paceline.core import folders
+from paceline.core.resuming import AUTO
 from paceline.core.signals import PREEMPTION_SIGNALS
+from paceline.core.stores import ObjectStore, StoreError, bring_files, bring_named, bring_run
 
 if TYPE_CHECKING:
     from paceline.tf.trainer import TFTrainer
@@ -103,6 +106,41 @@ def open_job(
     job.settings, job.finished = dict(earlier.get("settings") or {}), earlier.get("finished")
     job.checkpoint = folders.newest_valid(folder, say)
     return job
+
+
+def bring_job(args: Any, fresh: bool, say: Say) -> None:
+    """Where the output belongs to a store and this machine lacks it, bring what a job goes on with.
+
+    Raises:
+        UsageError: the store cannot be reached, or is to be started over in.
+    """
+    if args.output_store is None:
+        return
+    if fresh:
+        raise UsageError(f"--fresh: {args.output_store} holds what is there; give another --output_dir")
+    folder = Path(str(args.output_dir))
+    try:
+        bring_files(ObjectStore(args.output_store), folder)
+        bring_run(args.output_store, folder, say)
+    except (ImportError, StoreError) as error:
+        raise UsageError(str(error)) from error
+
+
+def resume_of(args: Any) -> str | bool | None:
+    """`resume_from_checkpoint` as the commands take it: "auto" is what they do, and a URL is brought here.
+
+    Raises:
+        UsageError: there is no good checkpoint at that URL.
+    """
+    resume: str | bool | None = args.resume_from_checkpoint
+    if resume == AUTO:
+        return None
+    if is_url(resume):
+        try:
+            return str(bring_named(str(resume), args.output_store, Path(str(args.output_dir))))
+        except (ImportError, StoreError) as error:
+            raise UsageError(f"resume_from_checkpoint: {error}") from error
+    return resume
 
 
 def asks_to_resume(resume: str | bool | None) -> bool:

@@ -23,10 +23,12 @@ from paceline.cli.jobs import (
     Say,
     Show,
     asks_to_resume,
+    bring_job,
     is_finished,
     kept,
     named_checkpoint,
     open_job,
+    resume_of,
     train_job,
     write_results,
 )
@@ -57,13 +59,14 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     args = make_arguments(config)
     folder = Path(str(args.output_dir))
     identity = {name: config.get(name) for name in IDENTITY if config.get(name) is not None}
-    resume = args.resume_from_checkpoint
+    bring_job(args, fresh, say)
+    resume = resume_of(args)
     job = open_job(folder, "train", identity, fresh=fresh, say=say, resume=resume)
     length = {"max_steps": args.max_steps, "num_train_epochs": args.num_train_epochs}
     if stages == ("do_train", "do_eval") and resume is None and is_finished(job, length):
         show_finished(job, args, say)
         return 0
-    say(f"paceline train {config.path.name}: everything goes to {folder}/")
+    say(f"paceline train {config.path.name}: everything goes to {args.output_store or folder}/")
     trainer, splits = build_trainer(config, args)
     check_splits(splits, args, stages, config.arguments)
     if "do_train" in stages:
@@ -84,6 +87,8 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     if "do_predict" in stages:
         predict(trainer, splits, folder, say)
     say(f"\nModel, metrics, log and run.json lie in {folder}/")
+    if args.output_store is not None:
+        say(f"and, as soon as this command has ended, in {args.output_store}/")
     return 0
 
 

@@ -156,6 +156,7 @@ class Strategy(Protocol):
 
     device: Any
     precision: Any
+    mesh: Any  # how the processes are laid out: `paceline.args.mesh.Mesh`
     in_step: bool  # whether forward and backward wait for the other processes, so that all must run as many
     is_sharded: bool  # whether parameters and optimizer state are parts of tensors
     is_opaque: bool  # whether tensors have no address, by which one could tell which are the same

@@ -27,6 +27,7 @@ __all__ = [
     "PREFIX_CHECKPOINT_DIR",
     "begin",
     "checkpoint_name",
+    "discard_unfinished",
     "extra_files",
     "get_last_checkpoint",
     "list_checkpoints",
@@ -38,6 +39,8 @@ __all__ = [
     "seal",
     "sort_checkpoints",
     "staged",
+    "step_of",
+    "surplus",
     "sync_folder",
     "verify",
 ]
@@ -54,6 +57,11 @@ _LEAST_MTIME_SPREAD = 1.0
 def checkpoint_name(step: int) -> str:
     """The folder name of the checkpoint at `step` (optimizer updates): `checkpoint-STEP`."""
     return f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+
+def step_of(checkpoint: str | os.PathLike[str]) -> int:
+    """The step in a checkpoint's path or name."""
+    return int(Path(checkpoint).name.rpartition("-")[2])
 
 
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
@@ -128,16 +136,12 @@ def rotate_checkpoints(
     checkpoints = sort_checkpoints(output_dir, checkpoint_prefix, use_mtime)
     if not checkpoints:
         return []
-    protected = {checkpoints[-1], _find(checkpoints, best_model_checkpoint)} - {None}
-    limit = save_total_limit - sum(path in pinned for path in checkpoints[-save_total_limit:])
-    checkpoints = [path for path in checkpoints if path not in pinned]
-    num_to_delete = len(checkpoints) - max(limit, len(protected.intersection(checkpoints)))
+    best = _find(checkpoints, best_model_checkpoint)
+    candidates, num_to_delete = surplus(checkpoints, save_total_limit, best, pinned)
     deleted: list[str] = []
-    for path in checkpoints:
+    for path in candidates:
         if len(deleted) >= num_to_delete:
             break
-        if path in protected:
-            continue
         try:
             _discard(Path(path))
         except OSError as error:
@@ -145,6 +149,20 @@ def rotate_checkpoints(
         else:
             deleted.append(path)
     return deleted
+
+
+def surplus(checkpoints: list[str], limit: int, best: str | None, pinned: Collection[str]) -> tuple[list[str], int]:
+    """Of checkpoints in their order, those that may be deleted, and how many of them a limit wants gone.
+
+    Args:
+        best: stays, as the newest does; both count.
+        pinned: stay too, and count only where they are among the newest.
+    """
+    protected = {checkpoints[-1], best} - {None}
+    limit -= sum(path in pinned for path in checkpoints[-limit:])
+    free = [path for path in checkpoints if path not in pinned]
+    num_to_delete = len(free) - max(limit, len(protected.intersection(free)))
+    return [path for path in free if path not in protected], num_to_delete
 
 
 @contextmanager
@@ -215,6 +233,11 @@ def publish(temporary: Path, final: Path, known: Mapping[str, KnownFile] | None 
             _discard(aside)
         except OSError as error:
             logger.warning("the replaced folder %s cannot be deleted: %s", aside, error)
+
+
+def discard_unfinished(temporary: Path) -> None:
+    """Remove what `begin` made, where it is not to be published."""
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def recover(output_dir: str | os.PathLike[str], report: Callable[[str], None]) -> None:

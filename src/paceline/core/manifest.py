@@ -61,6 +61,32 @@ def entry_of(path: str | os.PathLike[str]) -> KnownFile | None:
     return KnownFile(files[path.name]["sha256"], _identity(path))
 
 
+def hash_and_sync(path: str | os.PathLike[str]) -> tuple[str, int]:
+    """(SHA-256, bytes) of a file that was just written, which is brought to the disk."""
+    with _open_for_sync(Path(path)) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        _fsync(file.fileno())
+        return digest, os.fstat(file.fileno()).st_size
+
+
+def known_file(path: str | os.PathLike[str], sha256: str, size: int) -> KnownFile:
+    """What another process hashed, as a file of this machine. Raises: OSError, when it is not there, or not whole."""
+    with open(path, "rb") as file:  # a network's file system looks anew when it opens
+        found = os.fstat(file.fileno())
+    if found.st_size != size:
+        raise OSError(errno.EIO, f"it has {found.st_size} bytes, and the process that wrote it wrote {size}", str(path))
+    return KnownFile(sha256, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+def known_files(folder: str | os.PathLike[str]) -> dict[str, KnownFile]:
+    """What the manifest of a folder just verified knows of its files, by name."""
+    folder = Path(folder)
+    files = _read_manifest(folder)
+    if isinstance(files, str):
+        return {}
+    return {name: KnownFile(entry["sha256"], _identity(folder / name)) for name, entry in files.items()}
+
+
 def _identity(path: str | os.PathLike[str]) -> tuple[int, int, int, int]:
     found = os.stat(path)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
@@ -82,10 +108,8 @@ def seal(folder: str | os.PathLike[str], known: Mapping[str, KnownFile] | None =
         if earlier is not None and earlier.is_still(folder / name):
             files[name] = {"sha256": earlier.sha256, "size": earlier.identity[2]}
             continue
-        with _open_for_sync(folder / name) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            files[name] = {"sha256": digest, "size": os.fstat(file.fileno()).st_size}
-            _fsync(file.fileno())
+        digest, size = hash_and_sync(folder / name)
+        files[name] = {"sha256": digest, "size": size}
     path = folder / MANIFEST_NAME
     with open(path, "wb") as file:
         file.write(_manifest_bytes(files))

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline.args import sections
+from paceline.args.places import is_url
 from paceline.args.plan import Plan
 from paceline.core import folders
 from paceline.core.state import TrainerState
+from paceline.core.stores import bring_named, bring_run
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 PROGRESS_FILE = "progress.json"
+AUTO = "auto"  # as resume_from_checkpoint: the newest good checkpoint, or a fresh start where there is none
 
 # options that say where things go and what is shown; what a run computes does not depend on them
 _INCIDENTAL = {
@@ -30,11 +33,23 @@ _INCIDENTAL = {
         sections.ScriptSection,
     )
     for field in dataclasses.fields(section)
-} | {"train_batch_size", "eval_batch_size", "logging_dir"}
+} | {"train_batch_size", "eval_batch_size", "logging_dir", "output_store"}
+
+
+def newest_checkpoint(args: Any) -> Path | None:
+    """The newest good checkpoint of a run: of its folder, or brought into that from its store.
+
+    Raises: StoreError, OSError.
+    """
+    folder = Path(args.output_dir)
+    folders.recover(folder, logger.warning)
+    if args.output_store:
+        return bring_run(args.output_store, folder, logger.warning)
+    return folders.newest_valid(folder, logger.warning)
 
 
 def find_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
-    """The checkpoint to go on from: named, or for True the newest in `output_dir` that verifies.
+    """The checkpoint to go on from: named, or the newest that verifies (True; "auto": if there is any).
 
     Raises:
         ValueError: none was found, or the one named is damaged; the message says which and why.
@@ -45,13 +60,14 @@ def find_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
         resume = resume.lower() == "true"
     if resume is None or resume is False:
         return None
-    if resume is True:
-        folders.recover(Path(args.output_dir), logger.warning)
-        found = folders.newest_valid(Path(args.output_dir), logger.warning)
-        if found is None:
-            raise ValueError(f"No valid checkpoint found in output directory ({args.output_dir})")
-        return Path(found)
-    named = Path(resume)
+    if resume is True or resume == AUTO:
+        found = newest_checkpoint(args)
+        if found is None and resume is True:
+            store = f" nor in {args.output_store}" if args.output_store else ""
+            raise ValueError(f"No valid checkpoint found in output directory ({args.output_dir}){store}")
+        return found
+    url = resume if is_url(resume) else None
+    named = bring_named(url, args.output_store, Path(args.output_dir)) if url is not None else Path(resume)
     problems = folders.verify(named) if named.is_dir() else ["it is not a folder"]
     if problems and not any((named / name).exists() for name in (folders.MANIFEST_NAME, STATE_FILE)):
         problems = ["it holds no manifest and no trainer_state.json, so it is no checkpoint"]
@@ -68,6 +84,10 @@ def begin_state(trainer: Any, plan: Plan, checkpoint: Path | None, trial: Any) -
     state = TrainerState.load_from_json(str(saved)) if saved is not None and saved.is_file() else TrainerState()
     if not isinstance(state.global_step, int) or state.global_step < 0:
         raise ValueError(f"{saved}: global_step cannot be {state.global_step!r}.")
+    if state.best_model_checkpoint is not None and checkpoint is not None:
+        beside = checkpoint.with_name(Path(state.best_model_checkpoint).name)  # the run may have come from elsewhere
+        if not Path(state.best_model_checkpoint).is_dir() and beside.is_dir():
+            state.best_model_checkpoint = str(beside)
     if state.best_model_checkpoint is not None and not Path(state.best_model_checkpoint).is_dir():
         logger.warning("The best checkpoint so far, %s, is gone: it will not be loaded.", state.best_model_checkpoint)
         state.best_model_checkpoint = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.core.folders import MANIFEST_NAME, rotate_checkpoints, sort_checkpoints
+from paceline.core.folders import MANIFEST_NAME, rotate_checkpoints, sort_checkpoints, step_of, surplus
 from paceline.core.metrics import best_metric_value, is_better
 
 
@@ -81,6 +81,26 @@ def rotate(
     return rotate_checkpoints(output_dir, retention.last or 1, best, use_mtime=True, pinned=pinned)
 
 
+def unwanted(
+    times: Mapping[str, float],
+    retention: Retention,
+    history: Iterable[Mapping[str, Any]] = (),
+    best: str | None = None,
+) -> list[str]:
+    """Names of the checkpoints that no policy wants, for places that hold no folders.
+
+    Args:
+        times: name -> when it was written; the order in which they count as old.
+        history, best: as for `rotate`; the best by its name.
+    """
+    if not retention.is_set or not times:
+        return []
+    checkpoints = sorted(times, key=lambda name: (times[name], step_of(name)))
+    pinned = pinned_by(retention, times, scores_of(history, retention.metric))
+    candidates, num_to_delete = surplus(checkpoints, retention.last or 1, best if best in times else None, pinned)
+    return candidates[: max(0, num_to_delete)]
+
+
 def pinned_by(retention: Retention, times: Mapping[str, float], scores: Mapping[int, float]) -> set[str]:
     """Those that stay whatever comes after them.
 
@@ -88,13 +108,13 @@ def pinned_by(retention: Retention, times: Mapping[str, float], scores: Mapping[
         times: path -> seconds at which the checkpoint was written, for all there are.
         scores: step -> its evaluation.
     """
-    by_step = {_step_of(path): path for path in times}
+    by_step = {step_of(path): path for path in times}
     pinned = set(_best(retention, [step for step in sorted(by_step) if step in scores], scores, by_step))
     if retention.every_steps:
         pinned.update(path for step, path in by_step.items() if step % retention.every_steps == 0)
     if retention.every_hours:
         last = -math.inf
-        for path in sorted(times, key=lambda path: (times[path], _step_of(path))):
+        for path in sorted(times, key=lambda path: (times[path], step_of(path))):
             if times[path] - last >= 3600 * retention.every_hours:
                 pinned.add(path)
                 last = times[path]
@@ -128,10 +148,6 @@ def _best(
         left.remove(top)
         chosen.append(by_step[top])
     return chosen
-
-
-def _step_of(path: str) -> int:
-    return int(Path(path).name.rpartition("-")[2])
 
 
 def _time_of(path: str) -> float:

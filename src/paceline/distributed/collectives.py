@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,8 +79,14 @@ def gather_tensor(world: World, tensor: Tensor) -> list[Tensor]:
     return [row[:size].reshape(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
 
 
-def gather_nest(world: World, nest: Any) -> Any:
-    """A nest of tensors with those of all processes joined along the first dimension; numbers (0-dim) become rows."""
+def gather_nest(world: World, nest: Any, speaks: Callable[[int], bool] | None = None) -> Any:
+    """A nest of tensors with those of all processes joined along the first dimension; numbers (0-dim) become rows.
+
+    Args:
+        world: the processes.
+        nest: of this one.
+        speaks: `(rank) -> whether its tensors are taken`; None: all are.
+    """
     if not world.is_shared:
         return nest
 
@@ -88,6 +94,7 @@ def gather_nest(world: World, nest: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         rows = gather_tensor(world, value[None] if value.dim() == 0 else value)
+        rows = [row for rank, row in enumerate(rows) if speaks is None or speaks(rank)]
         widest = [max(sizes) for sizes in zip(*(row.shape[1:] for row in rows), strict=True)]
         if any(list(row.shape[1:]) != widest for row in rows):
             raise ValueError(

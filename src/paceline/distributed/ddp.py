@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.args.errors import UnsupportedOption
+from paceline.args.mesh import resolve_mesh
 from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class DistributedData(SingleDevice):
     holds_back = True
 
     def __init__(self, world: Any, precision: Any, args: Any) -> None:
-        super().__init__(world, precision)
+        super().__init__(world, precision, resolve_mesh(args, world.world_size))
         if args.ddp_static_graph and args.gradient_accumulation_steps > 1:
             raise UnsupportedOption(
                 f"ddp_static_graph=True with gradient_accumulation_steps={args.gradient_accumulation_steps} is not "
@@ -73,10 +74,6 @@ class DistributedData(SingleDevice):
         if silent:
             stack.enter_context(silenced(self.parameters))
         return stack
-
-    def data_coordinates(self) -> tuple[int, int]:
-        """(rank, size): every process reads other data."""
-        return self.world.process_index, self.world.world_size
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """The module itself, called without exchange; its buffers are those of the first process everywhere."""

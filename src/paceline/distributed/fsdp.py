@@ -6,7 +6,6 @@ Through torch's `fully_shard` (FSDP 2): parameters become DTensors, gathered lay
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from paceline.args.errors import UnsupportedOption
+from paceline.args.mesh import resolve_mesh
 from paceline.args.sharding import Sharding, read_sharding
+from paceline.distributed.device_mesh import build_device_mesh, sharding_mesh
 from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
 
 logger = logging.getLogger(__name__)
@@ -42,12 +42,12 @@ class FullyShardedData(SingleDevice):
     is_sharded = True
 
     def __init__(self, world: Any, precision: Any, args: Any) -> None:
-        super().__init__(world, precision)
+        super().__init__(world, precision, resolve_mesh(args, world.world_size, world.local_size))
         if precision.scales or precision.has_masters:
             raise UnsupportedOption("fp16=True with a sharded model is not supported: set bf16=True.")
         if args.bf16_full_eval or args.fp16_full_eval:
             raise UnsupportedOption("bf16_full_eval and fp16_full_eval cast whole models: not supported with shards.")
-        self.sharding = read_sharding(args.fsdp, args.fsdp_config)
+        self.sharding = read_sharding(args.fsdp or True, args.fsdp_config)
         self._model: nn.Module | None = None
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
@@ -58,7 +58,7 @@ class FullyShardedData(SingleDevice):
 
     def _shard(self, model: nn.Module) -> None:
         options: dict[str, Any] = {
-            "mesh": make_mesh(self.world, self.sharding),
+            "mesh": sharding_mesh(self.mesh, build_device_mesh(self.mesh, self.device.type)),
             "reshard_after_forward": self.sharding.reshard,
         }
         if self.sharding.offload:
@@ -75,10 +75,6 @@ class FullyShardedData(SingleDevice):
             f"{num_own:,}",
             f"{sum(p.numel() for p in model.parameters()):,}",
         )
-
-    def data_coordinates(self) -> tuple[int, int]:
-        """(rank, size): every process reads other data."""
-        return self.world.process_index, self.world.world_size
 
     def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
         """Reduce gradients after the last micro-batch only. One that weighs nothing has a factor of 0."""
@@ -121,24 +117,6 @@ class FullyShardedData(SingleDevice):
                 if is_whole and value.shape == shards.shape:
                     value = value.to(shards.device_mesh.device_type)
                     state[name] = distribute_tensor(value, shards.device_mesh, shards.placements)
-
-
-def make_mesh(world: Any, sharding: Sharding) -> DeviceMesh:
-    """The processes in one dimension, or in replicas of groups that shard.
-
-    Raises:
-        ValueError: the processes cannot be divided so.
-    """
-    replicas = sharding.replicas or world.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size))
-    if world.world_size % max(replicas, 1) or replicas == world.world_size:
-        raise ValueError(
-            f"fsdp_config['replicate']={replicas} is not possible with {world.world_size} processes: each replica "
-            "needs the same number of them, and more than one (parallel='ddp' is one process for each)."
-        )
-    if replicas <= 1:
-        return init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("shard",))
-    sizes = (replicas, world.world_size // replicas)
-    return init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def find_units(model: nn.Module, sharding: Sharding) -> list[nn.Module]:

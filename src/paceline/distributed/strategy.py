@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.args.errors import UnsupportedOption
+from paceline.args.mesh import Mesh, resolve_mesh
 from paceline.args.plan import resolve_parallel
 from paceline.data.prefetch import DevicePrefetcher, move_to_device
 from paceline.distributed.precision import Precision
@@ -54,8 +55,9 @@ class SingleDevice:
     is_opaque = False
     defers = False
 
-    def __init__(self, world: World, precision: Precision) -> None:
+    def __init__(self, world: World, precision: Precision, mesh: Mesh | None = None) -> None:
         self.world = world
+        self.mesh = mesh if mesh is not None else Mesh()
         self.device = world.device
         self.precision = precision
         self.optimizer: Optimizer | None = None
@@ -169,8 +171,8 @@ class SingleDevice:
         return number
 
     def data_coordinates(self) -> tuple[int, int]:
-        """(rank, size) of this process among those that read different data."""
-        return 0, 1
+        """(part, parts): which part of the data this process reads, and into how many it is cut."""
+        return self.mesh.data_coordinates(self.world.process_index)
 
     def stateful(self) -> dict[str, Any]:
         """What a checkpoint must hold beside model and optimizer."""
@@ -213,10 +215,15 @@ def choose_strategy(world: World, precision: Precision, args: Any) -> SingleDevi
         precision: held by it.
         args: read by the other strategies.
     """
-    kind = "xla" if world.device.type == "xla" else resolve_parallel(args, world.world_size)
+    kind = "xla" if world.device.type == "xla" else None
+    if kind is None and world.is_shared:
+        kind = resolve_parallel(args, world.world_size, world.local_size) or "ddp"
     check_device_options(args, kind, world.device)
     if kind is None:
         return SingleDevice(world, precision)
+    if kind not in STRATEGIES:
+        sizes = resolve_mesh(args, world.world_size, world.local_size).describe()
+        raise UnsupportedOption(f"parallel: a mesh of {sizes} is not supported: use dp_replicate and dp_shard only.")
     module, name = STRATEGIES[kind].split(":")
     strategy: SingleDevice = getattr(importlib.import_module(module), name)(world, precision, args)
     return strategy

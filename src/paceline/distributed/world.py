@@ -48,6 +48,11 @@ class World:
         return self.process_index == 0
 
     @property
+    def local_size(self) -> int:
+        """Number of processes on this machine, by what the launcher says; else all."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+
+    @property
     def is_shared(self) -> bool:
         """Whether there are several processes."""
         return self.world_size > 1

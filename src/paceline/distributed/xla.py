@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.args.errors import UnsupportedOption
-from paceline.args.sharding import Sharding, read_sharding
+from paceline.args.sharding import Sharding, read_sharding, wants_shards
 from paceline.core.optional import require
 from paceline.data.prefetch import move_to_device, tensors_in
 from paceline.distributed.fsdp import find_units, map_tensors
@@ -49,10 +49,10 @@ class XlaDevices(SingleDevice):
         self._spmd: Any = require("torch_xla.distributed.spmd", EXTRA)
         runtime: Any = require("torch_xla.runtime", EXTRA)
         self.num_devices = int(runtime.global_runtime_device_count())
-        self.mesh: Any = None
+        self.grid: Any = None  # of devices
         self.sharding: Sharding | None = None
         if is_shared(args):
-            self.mesh = self._spmd.Mesh(list(range(self.num_devices)), (self.num_devices,), ("fsdp",))
+            self.grid = self._spmd.Mesh(list(range(self.num_devices)), (self.num_devices,), ("fsdp",))
             self.place = self._place
         if is_shared(args) and args.fsdp:
             self.sharding = read_sharding(args.fsdp, args.fsdp_config)
@@ -62,7 +62,7 @@ class XlaDevices(SingleDevice):
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
         """Cut the model's parameters where that was asked, then make its optimizer over them."""
         kind, share = require("torch_xla.runtime", EXTRA).device_type(), "1"
-        if self.mesh is not None:
+        if self.grid is not None:
             share = f"{self.num_devices} that share {'the model and ' if self.is_sharded else ''}each batch"
         logger.info("XLA device %s (%s), %s of %d.", self.device, kind, share, self.num_devices)
         if self.sharding is not None:
@@ -91,7 +91,7 @@ class XlaDevices(SingleDevice):
 
     def _mark(self, tensor: Tensor, spec: Spec) -> None:
         """Say along which dimension a tensor on the device is cut."""
-        self._spmd.mark_sharding(tensor, self.mesh, spec)
+        self._spmd.mark_sharding(tensor, self.grid, spec)
 
     def _mark_samples(self, tensor: Tensor) -> None:
         if tensor.device.type == self.device.type and tensor.dim() > 0:
@@ -194,3 +194,8 @@ def check_options(args: Any, precision: Any) -> None:
     for name, (is_asked, remedy) in refused.items():
         if is_asked:
             raise UnsupportedOption(f"{name}=True is not supported on XLA devices: {remedy}.")
+    if wants_shards(args):
+        raise UnsupportedOption(
+            "Checkpoints in shards (checkpoint_format='sharded', or fsdp_config['state_dict_type']) are not supported "
+            "on XLA devices: leave it out; one process writes the whole model."
+        )

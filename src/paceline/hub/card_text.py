@@ -119,7 +119,8 @@ def amount(dataset: Any) -> str:
 def hyper_parameters(trainer: Trainer) -> str:
     """The arguments that make the result what it is."""
     args, state = trainer.args, trainer.state
-    processes, micro, accumulation = trainer.world.world_size, args.train_batch_size, args.gradient_accumulation_steps
+    processes = trainer.strategy.mesh.data_size
+    micro, accumulation = args.train_batch_size, args.gradient_accumulation_steps
     now = state.train_batch_size  # less, where memory ran out
     precision = trainer._plan().precision
     lines = [

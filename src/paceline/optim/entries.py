@@ -60,3 +60,25 @@ class OptimizerEntry:
     devices: frozenset[str] = frozenset()
     package: str = "torch"
     note: str = ""
+
+    def reads(self, option: str, args: Any) -> bool:
+        """Whether `settings` looks at an option of the arguments."""
+        read: set[str] = set()
+        self.settings(Watched(args, read))
+        return option in read
+
+
+class Watched:
+    """Arguments that note the names that were read of them.
+
+    Args:
+        args: where the values are.
+        read: the names are added to it.
+    """
+
+    def __init__(self, args: Any, read: set[str]) -> None:
+        self._args, self._read = args, read
+
+    def __getattr__(self, name: str) -> Any:
+        self._read.add(name)
+        return getattr(self._args, name)

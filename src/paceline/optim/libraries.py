@@ -162,7 +162,7 @@ def quiet(name: str) -> Iterator[None]:
 
 def lion_settings(args: Any) -> dict[str, Any]:
     """Lion has no eps."""
-    return {"betas": adam_settings(args)["betas"]}
+    return {"betas": (args.adam_beta1, args.adam_beta2)}
 
 
 def ademamix_settings(args: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from paceline.core.optimizer_options import typed_options
 from paceline.core.spelling import nearest
 from paceline.optim.adafactor import Adafactor
 from paceline.optim.choose import Choice, choose_optimizer, why_not_fused
-from paceline.optim.entries import Made, OptimizerEntry, adam_settings
+from paceline.optim.entries import ADAM_DEFAULTS, Made, OptimizerEntry, adam_settings
 from paceline.optim.groups import decay_parameter_names, parameter_groups
 from paceline.optim.libraries import FROM_LIBRARIES
 from paceline.optim.muon import MuonWithAdamW
@@ -125,6 +125,7 @@ def resolve_optimizer(args: Any, model: nn.Module | None = None) -> tuple[type[O
         raise ImportError(f"optim={name!r}: {error}") from error
     _check_device(name, entry, model)
     kwargs = {"lr": args.learning_rate, **entry.settings(args)}
+    _tell_unread(name, entry, args)
     given = typed_options(args.optim_args, optimizer_class, name, entry.options)
     further = {option: given.pop(option) for option in entry.options if option in given}
     optimizer_class, kwargs = entry.finish((optimizer_class, {**kwargs, **given}), args, model, further)
@@ -141,6 +142,14 @@ def _check_targets(name: str, entry: OptimizerEntry, args: Any) -> None:
     if targets and not entry.targets:
         users = ", ".join(other for other, each in OPTIMIZERS.items() if each.targets)
         raise ValueError(f"optim_target_modules={targets!r} is read by {users}; {name!r} has no use for it")
+
+
+def _tell_unread(name: str, entry: OptimizerEntry, args: Any) -> None:
+    """Warn of settings of the Adam family that were given and that this optimizer does not take."""
+    for option, default in ADAM_DEFAULTS.items():
+        value = getattr(args, option, default)
+        if value != default and not entry.reads(option, args):
+            logger.warning("%s=%s has no effect: optim=%r does not take it; leave it out.", option, value, name)
 
 
 def _check_device(name: str, entry: OptimizerEntry, model: nn.Module | None) -> None:

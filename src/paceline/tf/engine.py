@@ -21,7 +21,7 @@ from paceline.core.contracts import Emit, StepOutput
 from paceline.core.journal import NOT_COMPUTED
 from paceline.tf.batches import Array, map_leaves, rows, share_out, size_of
 from paceline.tf.devices import cluster_of
-from paceline.tf.framework import keras, tf
+from paceline.tf.framework import keras, plain, tf
 from paceline.tf.objective import NUM_COUNTS, TOKENS, Objective, count
 from paceline.tf.optimizers import make_sum
 
@@ -406,11 +406,6 @@ def told_plainly() -> Iterator[None]:
         frame = found.translated_stack[-1]
         name = Path(frame.filename).name
         raise type(error)(f"{found.cause_message} ({name}, line {frame.lineno}, in {frame.function_name})") from error
-
-
-def plain(variable: Any) -> Any:
-    """The variable of TensorFlow under one of Keras 3."""
-    return variable if isinstance(variable, tf.Variable) else variable.value
 
 
 def dense(gradients: Sequence[Any]) -> list[Any]:

@@ -17,3 +17,8 @@ if keras.backend.backend() != "tensorflow":
         f"Keras runs on {keras.backend.backend()} here (KERAS_BACKEND, or ~/.keras/keras.json): TFTrainer needs it on "
         "tensorflow. Set KERAS_BACKEND=tensorflow before Python starts, or leave it unset."
     )
+
+
+def plain(variable: Any) -> Any:
+    """The variable of TensorFlow under one of Keras 3."""
+    return variable if isinstance(variable, tf.Variable) else variable.value

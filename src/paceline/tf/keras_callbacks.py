@@ -22,7 +22,20 @@ from paceline.tf.sources import make_source
 logger = logging.getLogger(__name__)
 
 
-class KerasMetricCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """A callback for `fit` of Keras 3 and of tf_keras, which asks its callbacks which batches they listen to."""
+
+    def _implements_train_batch_hooks(self) -> bool:
+        return True
+
+    def _implements_test_batch_hooks(self) -> bool:
+        return False
+
+    def _implements_predict_batch_hooks(self) -> bool:
+        return False
+
+
+class KerasMetricCallback(FitCallback):
     """At the end of each epoch of `fit`, metrics that need all predictions at once, added to the epoch's logs.
 
     Args:
@@ -101,7 +114,7 @@ class KerasMetricCallback(keras.callbacks.Callback):  # type: ignore[misc]
         return self._generate(features[name], features.get("attention_mask"))
 
 
-class PushToHubCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class PushToHubCallback(FitCallback):
     """Saves the model during `fit` and uploads it to a repository of the hub, without holding up training.
 
     Uploads run one at a time on a thread of their own; a save that falls due meanwhile waits for it. What fails is

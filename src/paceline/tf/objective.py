@@ -154,6 +154,13 @@ class Objective:
         )
 
 
+def build_by_itself(model: Any) -> None:
+    """Make the variables of a TF model of transformers, which knows its inputs, under the names that it loads by."""
+    build = getattr(model, "build_in_name_scope", None)
+    if callable(build) and not model.built:
+        build()
+
+
 def parameters_of(function: Any) -> tuple[str, ...]:
     """The names of a function's parameters; none where it does not tell."""
     try:

@@ -30,8 +30,8 @@ from paceline.core.retention import retention_of, rotate
 from paceline.core.space import Place
 from paceline.core.state import export_states, write_values
 from paceline.core.summary import UpdateSummary
-from paceline.tf.engine import plain
-from paceline.tf.framework import keras, tf
+from paceline.tf.framework import keras, plain, tf
+from paceline.tf.randomness import capture_random, random_variables, restore_random
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +45,6 @@ class CheckpointError(ValueError):
 
 
 # ---- what is in one
-
-
-def random_variables(model: Any) -> list[Any]:
-    """The states of random generators: those of the model's layers, and TensorFlow's global one."""
-    own = [plain(v) for v in getattr(model, "variables", ()) if "seed_generator_state" in str(getattr(v, "path", ""))]
-    return [*own, tf.random.get_global_generator().state]
 
 
 def trackable(model: Any, optimizer: Any = None) -> Any:
@@ -78,24 +72,6 @@ def restore_variables(checkpoint: Path, model: Any, optimizer: Any = None) -> No
     except (AssertionError, ValueError, TypeError, tf.errors.OpError) as error:
         told = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise CheckpointError(f"{checkpoint} does not fit this model and optimizer: {told[0][:300]}") from error
-
-
-def capture_random() -> dict[str, Any]:
-    """The states of Python's and numpy's global generators, JSON-able."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
-    }
-
-
-def restore_random(state: Mapping[str, Any]) -> None:
-    """Put back what `capture_random` took."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
 
 
 # ---- writing

@@ -39,7 +39,7 @@ from paceline.tf.devices import choose_strategy, current_world
 from paceline.tf.engine import TFEngine
 from paceline.tf.evaluation import Predictor, run_evaluation
 from paceline.tf.framework import keras
-from paceline.tf.objective import Objective
+from paceline.tf.objective import Objective, build_by_itself
 from paceline.tf.optimizers import make_optimizer
 from paceline.tf.precision import POLICIES
 from paceline.tf.schedules import schedule_of
@@ -115,6 +115,7 @@ class TFTrainer:
         self.optimizer, self.lr_scheduler = optimizers
         self.has_own_optimizer = False  # made here, and made anew by the next `train`
         self.world = current_world(self.args)
+        build_by_itself(model)
         self.strategy = choose_strategy(strategy, model, self.args)
         self.use_model(self.make_model() if model is None else model)
         self.state, self.control = TrainerState(), TrainerControl()
@@ -140,7 +141,9 @@ class TFTrainer:
             if policy is not None:
                 keras.config.set_dtype_policy(policy)
             try:
-                return self.model_init()
+                model = self.model_init()
+                build_by_itself(model)
+                return model
             finally:
                 keras.config.set_dtype_policy(before)
 

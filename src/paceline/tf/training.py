@@ -26,8 +26,9 @@ from paceline.tf import saving
 from paceline.tf.arguments import check_tensorflow
 from paceline.tf.engine import TFEngine, has_loss_scale
 from paceline.tf.feed import TFFeed
-from paceline.tf.framework import keras, tf
+from paceline.tf.framework import keras
 from paceline.tf.precision import in_precision
+from paceline.tf.randomness import hold_generators, seed_everything
 from paceline.tf.sources import source_of_batches
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ def train(trainer: TFTrainer, resume: str | bool | None) -> TrainOutput:
         raise ValueError(f"eval_strategy='{args.eval_strategy}' needs an eval_dataset: pass one to TFTrainer.")
     seed_everything(args)
     trainer.remake_model()
+    with trainer.strategy.scope():
+        hold_generators(trainer.model, args.seed)
     checkpoint = choose_checkpoint(args, resume)
     source = source_of_batches(trainer.get_train_tfdataset())
     feed = TFFeed(
@@ -109,16 +112,6 @@ def train(trainer: TFTrainer, resume: str | bool | None) -> TrainOutput:
     if signals.is_keyboard:
         raise KeyboardInterrupt(f"stopped at step {trainer.state.global_step}; the run can be resumed from there")
     return output
-
-
-def seed_everything(args: Any) -> None:
-    """The seeds and the determinism that the arguments ask for."""
-    keras.utils.set_random_seed(args.seed)
-    tf.random.set_global_generator(tf.random.Generator.from_seed(args.seed))
-    if args.full_determinism:
-        tf.config.experimental.enable_op_determinism()
-    if args.tf32 is not None:
-        tf.config.experimental.enable_tensor_float_32_execution(args.tf32)
 
 
 def choose_checkpoint(args: Any, resume: str | bool | None) -> Path | None:

@@ -1,0 +1,293 @@
+"""The mesh of processes: how many share the data, the parameters, a sequence, the matrices or the layers of a model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.args.errors import UnsupportedOption, did_you_mean, wrong_value
+from paceline.args.sharding import is_asked, read_sharding
+
+# outermost first: processes that differ in the last axis only are neighbours, on one machine where possible
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# names of accelerate's ParallelismConfig -> ours
+ACCELERATE_SIZES = {f"{axis}_size": axis for axis in AXES if axis != "pp"}
+ACCELERATE_OTHERS = ("sp_size", "cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
+NAMES = ("ddp", "fsdp", "xla")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How the processes of a run are laid out, as a grid with named axes.
+
+    Attributes:
+        pp: stages of a pipeline, each with a part of the layers.
+        dp_replicate: groups that each hold the whole model, and read different data.
+        dp_shard: processes that hold a shard of every parameter each, and read different data.
+        cp: processes that hold a part of every sequence of the same data.
+        tp: processes that hold a part of the matrices, and compute on the same data.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def size(self) -> int:
+        """Processes in all."""
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def data_size(self) -> int:
+        """Parts that the data is read in."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def averaged_size(self) -> int:
+        """Processes that a gradient is averaged over: those with other data, or with other parts of a sequence."""
+        return self.data_size * self.cp
+
+    @property
+    def is_data_only(self) -> bool:
+        """Whether every process reads other data."""
+        return self.data_size == self.size
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes with more than one process, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) > 1}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a process stands on each axis."""
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return place
+
+    def data_coordinates(self, rank: int) -> tuple[int, int]:
+        """(part, parts): which part of the data a process reads, and into how many it is cut."""
+        place = self.coordinates(rank)
+        return place["dp_replicate"] * self.dp_shard + place["dp_shard"], self.data_size
+
+    def weighs(self, rank: int) -> bool:
+        """Whether what a process counts in its part of a sequence is counted: once for those with the same part."""
+        place = self.coordinates(rank)
+        return place["tp"] == 0 and place["pp"] == self.pp - 1  # the last stage has the outputs
+
+    def speaks(self, rank: int) -> bool:
+        """Whether a process stands for all that read the same data: samples and rows are taken from these."""
+        return self.weighs(rank) and self.coordinates(rank)["cp"] == 0
+
+    def noise_rank(self, rank: int) -> int:
+        """Which random numbers a process draws: those that compute on the same tokens draw the same."""
+        return self.data_coordinates(rank)[0] * self.cp + self.coordinates(rank)["cp"]
+
+    def describe(self) -> str:
+        """The axes with more than one process, in words."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.axes.items()) or "one process"
+
+
+def read_parallel(name: str, value: Any) -> str | dict[str, int] | None:
+    """The value of `parallel`: a name, or sizes by axis.
+
+    Args:
+        name: of the option, for errors.
+        value: a name, a mapping, JSON, or text such as "dp_shard=2,tp=2".
+
+    Raises:
+        ValueError: neither.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise wrong_value(name, value, f"it is not valid JSON ({error})") from None
+    if isinstance(value, str) and "=" in value:
+        pairs = [pair.partition("=") for pair in value.replace(" ", ",").split(",") if pair]
+        value = {key: number for key, _, number in pairs}
+    if isinstance(value, Mapping):
+        return {str(key): read_size(name, str(key), number) for key, number in value.items()}
+    text = str(getattr(value, "value", value)).strip().lower()
+    if text not in NAMES:
+        remedy = f"choose one of {', '.join(NAMES)}, or give sizes of {', '.join(AXES)}, as in 'dp_shard=2,tp=2'"
+        raise wrong_value(name, value, remedy, did_you_mean(text, list(NAMES)))
+    return text
+
+
+def read_size(name: str, axis: str, value: Any) -> int:
+    """The size of one axis: at least 1, or -1 for all processes that the other axes leave.
+
+    Raises:
+        ValueError: no such axis, or no such size.
+    """
+    if axis not in AXES:
+        remedy = f"{axis!r} is no axis of the mesh; the axes are {', '.join(AXES)}"
+        raise wrong_value(name, {axis: value}, remedy, did_you_mean(axis, list(AXES)))
+    try:
+        size = int(value)
+    except (TypeError, ValueError):
+        size = 0
+    if isinstance(value, bool) or size != float(value if size else 0) or (size < 1 and size != -1):
+        remedy = "a size is a whole number of at least 1, or -1 for all processes that the other axes leave"
+        raise wrong_value(name, {axis: value}, remedy)
+    return size
+
+
+def read_parallelism(name: str, config: Any) -> dict[str, Any] | None:
+    """The value of `parallelism_config`: accelerate's object, a mapping or JSON, as a plain dict of what it asks for.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(config, str) and config.lstrip().startswith("{"):
+        try:
+            config = json.loads(config)
+        except json.JSONDecodeError as error:
+            raise wrong_value(name, config, f"it is not valid JSON ({error})") from None
+    if config is None or isinstance(config, Mapping):
+        return None if config is None else {str(key): plain_setting(value) for key, value in config.items()}
+    if isinstance(config, type) or not hasattr(config, "tp_size"):
+        raise wrong_value(name, config, "give accelerate's ParallelismConfig, or a dict with sizes such as tp_size")
+    values = {key: getattr(config, key, None) for key in (*ACCELERATE_SIZES, *ACCELERATE_OTHERS)}
+    return {key: plain_setting(value) for key, value in values.items() if value is not None}
+
+
+def plain_setting(value: Any) -> Any:
+    """A handler of accelerate's as the dict of its settings; a plain value as it is."""
+    return dict(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, type) else value
+
+
+def asked_sizes(options: Any) -> tuple[str, dict[str, int]] | None:
+    """The option that gives sizes of the mesh, as it is told in errors, and the sizes; None: there is none.
+
+    Raises:
+        ValueError: two options that give them, or an unknown setting.
+        UnsupportedOption: a setting that cannot be had.
+    """
+    named, config = options.parallel, options.parallelism_config
+    if not config:
+        return (f"parallel={named!r}", dict(named)) if isinstance(named, Mapping) and named else None
+    shown = f"parallelism_config={config!r}"
+    unknown = sorted(set(config) - set(ACCELERATE_SIZES) - set(ACCELERATE_OTHERS))
+    if unknown:
+        known = ", ".join((*ACCELERATE_SIZES, *ACCELERATE_OTHERS))
+        raise ValueError(f"{shown}: there is no setting {unknown[0]!r}; there are {known}.")
+    if int(config.get("sp_size") or 1) > 1:
+        raise UnsupportedOption(
+            f"parallelism_config={{'sp_size': {config['sp_size']!r}}} is not supported: give cp_size, which cuts "
+            "sequences too, and leave it out."
+        )
+    handler = config.get("cp_handler") or {}
+    strategy = handler.get("cp_comm_strategy") if isinstance(handler, Mapping) else None
+    if strategy not in (None, "allgather"):
+        raise UnsupportedOption(
+            f"parallelism_config={{'cp_comm_strategy': {strategy!r}}} is not supported: keys and values are gathered; "
+            "give 'allgather', or leave it out."
+        )
+    asked = {}
+    for key, axis in ACCELERATE_SIZES.items():
+        size = read_size("parallelism_config", axis, config.get(key) or 1)
+        if size != 1:
+            asked[axis] = size
+    if asked and named is not None:
+        raise ValueError(f"parallel={named!r} and {shown} both say how the processes share the work: keep one.")
+    return (shown, asked) if asked else None
+
+
+def fill_mesh(shown: str, sizes: Mapping[str, int], world_size: int) -> Mesh:
+    """The mesh of so many processes.
+
+    Raises:
+        ValueError: the sizes do not multiply to their number.
+    """
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise ValueError(f"{shown}: {' and '.join(free)} are both -1, and one only can be all that is left.")
+    given = math.prod(size for size in sizes.values() if size != -1)
+    if free:
+        if world_size % given:
+            raise ValueError(
+                f"{shown}: {world_size} processes cannot be divided by {given}: start a multiple of {given}, or change "
+                "the sizes."
+            )
+        sizes = {**sizes, free[0]: world_size // given}
+    mesh = Mesh(**dict(sizes))
+    if mesh.size != world_size:
+        raise ValueError(
+            f"{shown} is a mesh of {mesh.size} processes, and there {'is' if world_size == 1 else 'are'} {world_size}: "
+            f"start {mesh.size} (--nproc-per-node), or change the sizes; dp_shard=-1 takes all that the others leave."
+        )
+    return mesh
+
+
+def mesh_to_dict(mesh: Mesh) -> dict[str, int]:
+    """The sizes in plain types."""
+    return asdict(mesh)
+
+
+def resolve_mesh(options: Any, world_size: int, local_size: int | None = None) -> Mesh:
+    """How the processes of a run are laid out.
+
+    Args:
+        options: the arguments.
+        world_size: processes in all.
+        local_size: processes on each machine, for `hybrid_shard`; None: all.
+
+    Raises:
+        ValueError: there cannot be such a mesh of these processes.
+        UnsupportedOption: a setting of accelerate's that cannot be had.
+    """
+    asked = asked_sizes(options)
+    if asked is not None:
+        return fill_mesh(*asked, world_size)
+    if options.parallel != "fsdp" and (options.parallel is not None or not is_asked(options.fsdp)):
+        return Mesh(dp_replicate=world_size)
+    replicas = read_sharding(options.fsdp or True, options.fsdp_config).replicas
+    replicas = max(replicas or world_size // (local_size or world_size), 1)
+    if world_size > 1 and (world_size % replicas or replicas == world_size):
+        raise ValueError(
+            f"fsdp_config['replicate']={replicas} is not possible with {world_size} processes: each replica "
+            "needs the same number of them, and more than one (parallel='ddp' is one process for each)."
+        )
+    return Mesh(dp_replicate=replicas, dp_shard=world_size // replicas)
+
+
+def engine_of(mesh: Mesh, options: Any) -> str:
+    """The strategy that a mesh of several processes needs, by its name."""
+    if mesh.pp > 1:
+        return "pipeline"
+    if not mesh.is_data_only:
+        return "mesh"
+    return "fsdp" if mesh.dp_shard > 1 or options.parallel == "fsdp" else "ddp"
+
+
+def check_mesh(options: Any) -> bool:
+    """Check that sizes of the mesh fit what `fsdp` asks for. Returns whether there are any.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    asked = asked_sizes(options)
+    if asked is None:
+        return False
+    shown, sizes = asked
+    shards = any(sizes.get(axis, 1) != 1 for axis in ("dp_shard", "cp"))
+    for name in ("fsdp", "fsdp_config"):
+        value = getattr(options, name)
+        if (is_asked(value) if name == "fsdp" else value) and not shards:
+            raise ValueError(f"{name}={value!r} shards parameters, and {shown} does not: give dp_shard a size too.")
+    sharding = read_sharding(options.fsdp or True, options.fsdp_config)
+    replicas = sizes.get("dp_replicate", 1)
+    if sharding.replicas not in (1, replicas) and not (sharding.replicas == 0 and replicas != 1):
+        raise ValueError(
+            f"fsdp={options.fsdp!r} with fsdp_config={options.fsdp_config!r} asks for replicas that {shown} has not: "
+            "give their number as dp_replicate, and leave the other out."
+        )
+    return True
