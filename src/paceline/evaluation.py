@@ -26,7 +26,7 @@ from paceline.distributed.precision import widened
 from paceline.distributed.strategy import is_out_of_memory
 from paceline.model.loss import IGNORE_INDEX, Counts, LossRule, Meaning
 from paceline.model.objective import compute_loss_with_outputs
-from paceline.model.outputs import detach, find_loss, is_named, read_predictions
+from paceline.model.outputs import detach, find_loss, is_named, is_same_value, read_predictions
 from paceline.model.prediction_size import announce, expected_bytes
 from paceline.model.prepare import edited_for_evaluation
 from paceline.model.signature import innermost
@@ -181,6 +181,8 @@ class EvaluationLoop:
             with evaluating(self.model, self.options.dtype), casting(self.model, self.options.dtype, self.rule):
                 for batch, is_last in self._batches(loader):
                     rows, size = self._take(batch, total, kept, loader, loss_only, ignore_keys)
+                    if self.strategy.defers:
+                        self.strategy.run_deferred()
                     if is_streamed:
                         self._stream(rows, size, is_last)
                     kept.add(rows if self._keeps or loss_only else {}, size, loader)
@@ -492,7 +494,7 @@ def predict_batch(
     holds_loss = is_named(outputs) or place.holds(outputs, loss, batch_size_of(inputs), has_labels)
     if loss is not None:
         candidate = None if holds_loss else find_loss(outputs)
-        is_prediction = candidate is not None and candidate.data_ptr() == loss.data_ptr()
+        is_prediction = candidate is not None and is_same_value(candidate, loss)
         loss = loss.detach().mean() if not is_prediction else None
     if loss_only:
         return loss, None, None

@@ -44,6 +44,7 @@ from paceline.data.columns import (
 )
 from paceline.data.loading import loader_length, named_dataset, sample_count
 from paceline.distributed.random import preserved_rng, set_seed
+from paceline.distributed.strategy import put_on_device
 from paceline.distributed.world import World, current_world
 from paceline.evaluation import in_evaluation_mode, predict_batch, run_evaluation, timed_metrics, warn_of_gaps
 from paceline.hub import publishing
@@ -181,7 +182,7 @@ class Trainer(TrainerNames, ForSubclasses):
         """Move the model to the device, unless the user said not to or did it in parts."""
         quantized = getattr(self.model, "quantization_method", None) is not None
         if self.place_model_on_device and not quantized:
-            self.model.to(self.world.device)
+            put_on_device(self.model, self.world.device)
         self.model_wrapped = self.model
 
     @property

@@ -16,7 +16,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # names of accelerate's ParallelismConfig -> ours
 ACCELERATE_SIZES = {f"{axis}_size": axis for axis in AXES if axis != "pp"}
 ACCELERATE_OTHERS = ("sp_size", "cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
-NAMES = ("ddp", "fsdp")
+NAMES = ("ddp", "fsdp", "xla")
 
 
 @dataclass(frozen=True)

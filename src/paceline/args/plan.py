@@ -13,7 +13,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh, engine_of, resolve_mesh
 from paceline.args.rules import check, derived_values
 from paceline.args.sections import Options
-from paceline.args.sharding import is_asked
+from paceline.args.sharding import is_asked, is_xla_asked
 
 __all__ = ["Plan", "UnsupportedOption", "check", "resolve", "resolve_warmup"]
 
@@ -22,6 +22,7 @@ SHARED_BY = {
     "ddp": "each with the whole model, gradients averaged (ddp)",
     "fsdp": "each with a shard of every parameter, gradient and optimizer state (fsdp)",
     "deepspeed": "each with the parts that ZeRO gives it (deepspeed)",
+    "xla": "on XLA devices, whose compiler shares the work (xla)",
     "mesh": "in a mesh",
     "pipeline": "each with some of the layers, micro-batches one after another",
 }
@@ -250,6 +251,8 @@ def resolve_parallel(args: Options, world_size: int, local_size: int | None = No
     Raises:
         UnsupportedOption: one of them was asked for; the message says what to set.
     """
+    if is_xla_asked(args.parallel, args.fsdp, args.fsdp_config):
+        return "xla"
     parallel = "deepspeed" if args.deepspeed else engine_of(resolve_mesh(args, world_size, local_size), args)
     if world_size == 1 and isinstance(args.parallel, dict) and args.parallel.get("pp") == -1:
         raise ValueError(
@@ -284,7 +287,7 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
             "parallel",
             "eval_use_gather_object",
         )
-        if world_size == 1 and getattr(args, name) not in (None, False)
+        if world_size == 1 and getattr(args, name) not in (None, False, "xla")
     ]
     notes = [f"{', '.join(several)}: for several processes; this run has one."] if several else []
     if args.liger_kernel_config and not args.use_liger_kernel:

@@ -161,6 +161,8 @@ class Strategy(Protocol):
     in_step: bool  # whether forward and backward wait for the other processes, so that all must run as many
     is_sharded: bool  # whether parameters and optimizer state are parts of tensors
     runs_windows: bool  # whether it runs forward and backward of all micro-batches of an update itself
+    is_opaque: bool  # whether tensors have no address, by which one could tell which are the same
+    defers: bool  # whether operations are put off until `run_deferred`
     holds_back: bool  # whether `micro_step` does anything, so that a step of one process need not enter it
     place: Callable[[Any], Any]  # the batch, its tensors on the device
 
@@ -181,6 +183,10 @@ class Strategy(Protocol):
     def clear_gradients(self) -> None: ...
 
     def step(self, is_bad: Any = None) -> bool: ...
+
+    def run_deferred(self) -> None: ...
+
+    def upload(self, number: float) -> Any: ...
 
     def data_coordinates(self) -> tuple[int, int]: ...
 
