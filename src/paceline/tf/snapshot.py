@@ -16,7 +16,7 @@ from paceline.core.state import TrainerState
 from paceline.tf.feed import TFFeed
 from paceline.tf.framework import plain
 from paceline.tf.randomness import capture_random, random_variables, restore_random
-from paceline.tf.saving import optimizer_variables
+from paceline.tf.saving import optimizer_variables, schedule_state
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Snapshot:
     position: dict[str, Any]
     random: dict[str, Any]
     callbacks: dict[str, Any]
+    schedule: dict[str, Any] | None
 
 
 def changing_variables(trainer: Any) -> list[Any]:
@@ -44,6 +45,7 @@ def take_snapshot(trainer: Any, feed: TFFeed) -> Snapshot:
         position=feed.state_dict(),
         random=capture_random(),
         callbacks=copy.deepcopy(callback_states(trainer.callback_handler)),
+        schedule=schedule_state(trainer.lr_scheduler),
     )
 
 
@@ -56,6 +58,8 @@ def rewind(
     for field in fields(snapshot.state):
         setattr(trainer.state, field.name, copy.deepcopy(getattr(snapshot.state, field.name)))
     restore_callback_states(trainer.callback_handler, copy.deepcopy(snapshot.callbacks))
+    if snapshot.schedule is not None:
+        trainer.lr_scheduler.load_state_dict(snapshot.schedule)
     restore_random(snapshot.random)
     feed.load_state_dict(snapshot.position)
     if folder is not None:

@@ -17,7 +17,7 @@ from paceline.core import folders
 from paceline.core.contracts import Hooks
 from paceline.core.journal import keep_journal
 from paceline.core.loop import Loop
-from paceline.core.metrics import speed_metrics
+from paceline.core.metrics import best_metric_value, speed_metrics
 from paceline.core.outbox import Outbox
 from paceline.core.outputs import TrainOutput
 from paceline.core.record import RECORD_NAME, write_run_record
@@ -28,6 +28,7 @@ from paceline.tf.arguments import check_tensorflow
 from paceline.tf.counting import token_counter
 from paceline.tf.engine import TFEngine, has_loss_scale
 from paceline.tf.feed import TFFeed
+from paceline.tf.following import PlateauSchedule
 from paceline.tf.framework import keras
 from paceline.tf.precision import in_precision
 from paceline.tf.randomness import hold_generators, seed_everything
@@ -199,7 +200,11 @@ def bind_hooks(trainer: TFTrainer, run: Run) -> Hooks:
         run.loop.log_evaluate_save()
 
     def evaluate(skip_scheduler: bool) -> dict[str, float]:
-        return trainer.evaluate()
+        metrics = trainer.evaluate()
+        if not skip_scheduler and isinstance(trainer.lr_scheduler, PlateauSchedule):
+            name = run.plan.metric_for_best_model or "loss"
+            trainer.lr_scheduler.step(best_metric_value(metrics, name), trainer.optimizer)
+        return metrics
 
     folder = Path(str(trainer.args.output_dir)) if trainer.args.should_save else None
     return Hooks(
