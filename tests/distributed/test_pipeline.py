@@ -145,6 +145,8 @@ def test_what_a_pipeline_cannot_do_is_refused(tmp_path: Path) -> None:
         strategy_of(tmp_path, parallel="pipeline", bf16_full_eval=True)
     with pytest.raises(UnsupportedOption, match=r"checkpoint_format='sharded'.* with a pipeline"):
         strategy_of(tmp_path, parallel="pipeline", checkpoint_format="sharded")
+    with pytest.raises(UnsupportedOption, match="optim='auto' with a pipeline"):
+        strategy_of(tmp_path, parallel="pipeline", optim="auto")
     with pytest.raises(UnsupportedOption, match="set compile_regions=True too"):
         strategy_of(tmp_path, parallel="pipeline", torch_compile=True)
     args = TrainingArguments(output_dir=str(tmp_path), parallel="pipeline")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from paceline.distributed.stages import Stage
@@ -70,3 +71,25 @@ class LastStage(nn.Module):
     def _finish(self, received: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> Any:
         assert self.stage is not None
         return self.stage(received, inputs)
+
+
+class Looking:
+    """Evaluation mode, no gradients, and random numbers that go on as before; used as a context manager."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model = model
+        devices = [] if device.type in ("cpu", "mps") else [device]
+        self._random = torch.random.fork_rng(devices, device_type=device.type) if devices else torch.random.fork_rng([])
+        self._no_grad = torch.no_grad()
+
+    def __enter__(self) -> None:
+        self._training = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        self._random.__enter__()
+        self._no_grad.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._no_grad.__exit__(*error)
+        self._random.__exit__(*error)
+        for module, mode in self._training.items():
+            module.training = mode

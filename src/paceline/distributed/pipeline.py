@@ -23,7 +23,7 @@ from paceline.args.mesh import resolve_mesh
 from paceline.args.pipelining import read_pipelining
 from paceline.args.sharding import wants_shards
 from paceline.distributed.device_mesh import build_device_mesh
-from paceline.distributed.last_stage import LastStage
+from paceline.distributed.last_stage import LastStage, Looking
 from paceline.distributed.stages import Stage, make_stages, owners_of
 from paceline.distributed.strategy import Prepared, SingleDevice
 
@@ -158,6 +158,11 @@ class Pipelined(SingleDevice):
             raise UnsupportedOption(
                 "checkpoint_format='sharded' (or fsdp_config['state_dict_type']) with a pipeline is not supported: "
                 "leave it out."
+            )
+        if str(args.optim) == "auto":
+            raise UnsupportedOption(
+                "optim='auto' with a pipeline is not supported: processes with other layers might choose otherwise. "
+                "Name an optimizer."
             )
         if args.torch_compile and not args.compile_regions:
             raise UnsupportedOption(
@@ -536,28 +541,6 @@ class Pipelined(SingleDevice):
         """Drop the state that belongs to other processes' stages."""
         for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
             del optimizer.state[parameter]
-
-
-class Looking:
-    """Evaluation mode, no gradients, and random numbers that go on as before; used as a context manager."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model = model
-        devices = [] if device.type in ("cpu", "mps") else [device]
-        self._random = torch.random.fork_rng(devices, device_type=device.type) if devices else torch.random.fork_rng([])
-        self._no_grad = torch.no_grad()
-
-    def __enter__(self) -> None:
-        self._training = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        self._random.__enter__()
-        self._no_grad.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._no_grad.__exit__(*error)
-        self._random.__exit__(*error)
-        for module, mode in self._training.items():
-            module.training = mode
 
 
 def signature_of(batch: Mapping[str, Any]) -> Signature:

@@ -23,8 +23,9 @@ class Choice(NamedTuple):
 
 def why_not_fused(model: nn.Module) -> str | None:
     """What keeps the fused AdamW from the trainable parameters of `model`; None if nothing does."""
+    are_all_meta = all(parameter.is_meta for parameter in model.parameters())
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or (parameter.is_meta and not are_all_meta):  # its values are on another process
             continue
         if not parameter.is_floating_point():
             return f"{name} is {_short(parameter.dtype)}"

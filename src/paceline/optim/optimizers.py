@@ -153,7 +153,8 @@ def _tell_unread(name: str, entry: OptimizerEntry, args: Any) -> None:
 
 
 def _check_device(name: str, entry: OptimizerEntry, model: nn.Module | None) -> None:
-    device = next((parameter.device.type for parameter in model.parameters()), None) if model is not None else None
+    parameters = model.parameters() if model is not None else ()
+    device = next((parameter.device.type for parameter in parameters if not parameter.is_meta), None)
     if entry.devices and device is not None and device not in entry.devices:
         raise ValueError(
             f"optim={name!r} runs on {' or '.join(sorted(entry.devices))} only, and the model is on {device!r}: "
