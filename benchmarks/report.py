@@ -205,8 +205,8 @@ def export(result: Result) -> str:
     ]
     about = (
         f"A model of {settings['model_mb']:,.0f} MB, stored by torch.distributed.checkpoint, to safetensors; its "
-        f"largest tensor has {settings['largest_mb']:,.0f} MB. Peak of the process's own memory (RssAnon) above what it had "
-        "before. The export also hashes and syncs what it writes.\n\n"
+        f"largest tensor has {settings['largest_mb']:,.0f} MB. Peak of the process's own memory (RssAnon) above what "
+        "it had before. The export also hashes and syncs what it writes.\n\n"
     )
     return about + table(["contender", "peak, MB", "of whole", "seconds"], rows)
 

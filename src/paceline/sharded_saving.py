@@ -22,14 +22,22 @@ from torch.distributed.tensor import DTensor
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.sharding import wants_shards
+from paceline.checkpoint import files
 from paceline.checkpoint.adapters import has_adapters
 from paceline.checkpoint.background import HostCopy, writes_itself_safely
 from paceline.checkpoint.files import DEFAULT_SHARD_BYTES
-from paceline.checkpoint.named import make_notes, model_state, optimizer_state, write_notes
-from paceline.checkpoint.shards import MODEL_FOLDER, OPTIMIZER_FOLDER, Part, Plans
+from paceline.checkpoint.named import (
+    load_model_in_place,
+    make_notes,
+    model_state,
+    optimizer_state,
+    read_whole_model,
+    write_notes,
+)
+from paceline.checkpoint.shards import MODEL_FOLDER, OPTIMIZER_FOLDER, Part, Plans, is_sharded
 from paceline.checkpoint.streaming import Source, reading_order, write_stream
 from paceline.checkpoint.tensors import save_tensors
-from paceline.checkpoint.weights import DTYPES, EXTRA_STATE_NAME
+from paceline.checkpoint.weights import DTYPES, EXTRA_STATE_NAME, read_weights
 from paceline.core import folders
 from paceline.core.manifest import KnownFile, hash_and_sync, known_file
 from paceline.core.space import Place
@@ -356,6 +364,24 @@ def save_description(model: nn.Module, folder: Path) -> None:
             config.architectures = before
     if callable(getattr(generation, "save_pretrained", None)):
         generation.save_pretrained(os.fspath(folder))
+
+
+# ---- weights, whatever form they have
+
+
+def load_weights(trainer: Trainer, model: nn.Module, folder: str) -> list[str]:
+    """The body of `_load_from_checkpoint`; returns a sentence for each thing worth knowing."""
+    if is_sharded(Path(folder, MODEL_FOLDER)) and load_model_in_place(files.without_compile(model), Path(folder)):
+        return []
+    has_shards = trainer.strategy.is_sharded and any(hasattr(p, "full_tensor") for p in model.parameters())
+    weights = read_weights(Path(folder)) if has_shards else None
+    if weights is None and not files.has_weights(folder):
+        weights = read_whole_model(Path(folder))
+    if weights is None or not has_shards:
+        return files.load_model(model, folder, weights)
+    missing, unexpected = trainer.strategy.load_full(model, weights)
+    return [f"{folder}: {', '.join(names)} {what}" for names, what in
+            ((missing, "are missing"), (unexpected, "are not known")) if names]  # fmt: skip
 
 
 # ---- the whole model, tensor by tensor
