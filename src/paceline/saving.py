@@ -210,7 +210,7 @@ def gather_positions(trainer: Trainer) -> list[Any] | None:
 def gather_shards(trainer: Trainer) -> dict[str, Any] | None:
     """Model and optimizer state whole, where processes hold shards of them; all of these take part."""
     strategy = trainer.strategy
-    if not strategy.is_sharded:
+    if not (strategy.is_sharded or strategy.is_opaque):
         return None
     with evaluation_weights(trainer.optimizer, trainer.is_in_train):
         model = strategy.full_weights(strategy.unwrap(trainer.model))
@@ -229,7 +229,8 @@ def whole_weights(trainer: Trainer) -> dict[str, Tensor] | None:
     if saves is not None and saves.whole is not None:
         return dict(saves.whole["model"])
     strategy = trainer.strategy
-    return strategy.full_weights(strategy.unwrap(trainer.model)) if strategy.is_sharded else None
+    needs_copy = strategy.is_sharded or strategy.is_opaque
+    return strategy.full_weights(strategy.unwrap(trainer.model)) if needs_copy else None
 
 
 def write_checkpoint(trainer: Trainer, saves: Saves, folder: Path, is_best: bool, best_before: str | None) -> None:

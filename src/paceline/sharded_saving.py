@@ -38,6 +38,7 @@ from paceline.checkpoint.shards import MODEL_FOLDER, OPTIMIZER_FOLDER, Part, Pla
 from paceline.checkpoint.streaming import Source, reading_order, write_stream
 from paceline.checkpoint.tensors import save_tensors
 from paceline.checkpoint.weights import DTYPES, EXTRA_STATE_NAME, read_weights
+from paceline.checkpoint.zero_files import has_zero_files, read_zero_files
 from paceline.core import folders
 from paceline.core.manifest import KnownFile, hash_and_sync, known_file
 from paceline.core.space import Place
@@ -211,10 +212,15 @@ def check_format(trainer: Trainer) -> None:
     """Refuse what cannot be saved in shards, before the first update.
 
     Raises:
-        UnsupportedOption: adapters, or a folder for each machine.
+        UnsupportedOption: adapters, a device that hides what it holds, or a folder for each machine.
     """
     if not wants_shards(trainer.args) or str(trainer.args.save_strategy) == "no":
         return
+    if trainer.strategy.is_opaque:
+        raise UnsupportedOption(
+            "checkpoint_format='sharded' (or fsdp_config['state_dict_type']) is not possible on this device, where "
+            "processes cannot tell what they hold: leave it out."
+        )
     if has_adapters(trainer.strategy.unwrap(trainer.model)):
         raise UnsupportedOption(
             "checkpoint_format='sharded' (or fsdp_config['state_dict_type']) is not possible for a model with "
@@ -373,11 +379,13 @@ def load_weights(trainer: Trainer, model: nn.Module, folder: str) -> list[str]:
     """The body of `_load_from_checkpoint`; returns a sentence for each thing worth knowing."""
     if is_sharded(Path(folder, MODEL_FOLDER)) and load_model_in_place(files.without_compile(model), Path(folder)):
         return []
-    has_shards = trainer.strategy.is_sharded and any(hasattr(p, "full_tensor") for p in model.parameters())
-    weights = read_weights(Path(folder)) if has_shards else None
+    has_part = trainer.strategy.holds_part_of(model)
+    weights = read_zero_files(Path(folder)).weights() if has_zero_files(Path(folder)) else None
+    if weights is None and has_part:
+        weights = read_weights(Path(folder))
     if weights is None and not files.has_weights(folder):
         weights = read_whole_model(Path(folder))
-    if weights is None or not has_shards:
+    if weights is None or not has_part:
         return files.load_model(model, folder, weights)
     missing, unexpected = trainer.strategy.load_full(model, weights)
     return [f"{folder}: {', '.join(names)} {what}" for names, what in
