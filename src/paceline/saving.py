@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.checkpoint import files
 from paceline.checkpoint.adapters import has_adapters
@@ -31,10 +31,6 @@ from paceline.checkpoint.background import (
     writes_itself_safely,
 )
 from paceline.checkpoint.frozen import FrozenPart
-from paceline.checkpoint.named import load_model_in_place, read_whole_model
-from paceline.checkpoint.shards import MODEL_FOLDER, is_sharded
-from paceline.checkpoint.weights import read_weights
-from paceline.checkpoint.zero_files import has_zero_files, read_zero_files
 from paceline.core import folders
 from paceline.core.manifest import KnownFile
 from paceline.core.resuming import PROGRESS_FILE, STATE_FILE
@@ -235,23 +231,6 @@ def whole_weights(trainer: Trainer) -> dict[str, Tensor] | None:
     strategy = trainer.strategy
     needs_copy = strategy.is_sharded or strategy.is_opaque
     return strategy.full_weights(strategy.unwrap(trainer.model)) if needs_copy else None
-
-
-def load_weights(trainer: Trainer, model: nn.Module, folder: str) -> list[str]:
-    """The body of `_load_from_checkpoint`; returns a sentence for each thing worth knowing."""
-    if is_sharded(Path(folder, MODEL_FOLDER)) and load_model_in_place(files.without_compile(model), Path(folder)):
-        return []
-    has_part = trainer.strategy.holds_part_of(model)
-    weights = read_zero_files(Path(folder)).weights() if has_zero_files(Path(folder)) else None
-    if weights is None and has_part:
-        weights = read_weights(Path(folder))
-    if weights is None and not files.has_weights(folder):
-        weights = read_whole_model(Path(folder))
-    if weights is None or not has_part:
-        return files.load_model(model, folder, weights)
-    missing, unexpected = trainer.strategy.load_full(model, weights)
-    return [f"{folder}: {', '.join(names)} {what}" for names, what in
-            ((missing, "are missing"), (unexpected, "are not known")) if names]  # fmt: skip
 
 
 def write_checkpoint(trainer: Trainer, saves: Saves, folder: Path, is_best: bool, best_before: str | None) -> None:

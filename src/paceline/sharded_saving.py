@@ -22,14 +22,23 @@ from torch.distributed.tensor import DTensor
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.sharding import wants_shards
+from paceline.checkpoint import files
 from paceline.checkpoint.adapters import has_adapters
 from paceline.checkpoint.background import HostCopy, writes_itself_safely
 from paceline.checkpoint.files import DEFAULT_SHARD_BYTES
-from paceline.checkpoint.named import make_notes, model_state, optimizer_state, write_notes
-from paceline.checkpoint.shards import MODEL_FOLDER, OPTIMIZER_FOLDER, Part, Plans
+from paceline.checkpoint.named import (
+    load_model_in_place,
+    make_notes,
+    model_state,
+    optimizer_state,
+    read_whole_model,
+    write_notes,
+)
+from paceline.checkpoint.shards import MODEL_FOLDER, OPTIMIZER_FOLDER, Part, Plans, is_sharded
 from paceline.checkpoint.streaming import Source, reading_order, write_stream
 from paceline.checkpoint.tensors import save_tensors
-from paceline.checkpoint.weights import DTYPES, EXTRA_STATE_NAME
+from paceline.checkpoint.weights import DTYPES, EXTRA_STATE_NAME, read_weights
+from paceline.checkpoint.zero_files import has_zero_files, read_zero_files
 from paceline.core import folders
 from paceline.core.manifest import KnownFile, hash_and_sync, known_file
 from paceline.core.space import Place
@@ -203,10 +212,15 @@ def check_format(trainer: Trainer) -> None:
     """Refuse what cannot be saved in shards, before the first update.
 
     Raises:
-        UnsupportedOption: adapters, or a folder for each machine.
+        UnsupportedOption: adapters, a device that hides what it holds, or a folder for each machine.
     """
     if not wants_shards(trainer.args) or str(trainer.args.save_strategy) == "no":
         return
+    if trainer.strategy.is_opaque:
+        raise UnsupportedOption(
+            "checkpoint_format='sharded' (or fsdp_config['state_dict_type']) is not possible on this device, where "
+            "processes cannot tell what they hold: leave it out."
+        )
     if has_adapters(trainer.strategy.unwrap(trainer.model)):
         raise UnsupportedOption(
             "checkpoint_format='sharded' (or fsdp_config['state_dict_type']) is not possible for a model with "
@@ -356,6 +370,26 @@ def save_description(model: nn.Module, folder: Path) -> None:
             config.architectures = before
     if callable(getattr(generation, "save_pretrained", None)):
         generation.save_pretrained(os.fspath(folder))
+
+
+# ---- weights, whatever form they have
+
+
+def load_weights(trainer: Trainer, model: nn.Module, folder: str) -> list[str]:
+    """The body of `_load_from_checkpoint`; returns a sentence for each thing worth knowing."""
+    if is_sharded(Path(folder, MODEL_FOLDER)) and load_model_in_place(files.without_compile(model), Path(folder)):
+        return []
+    has_part = trainer.strategy.holds_part_of(model)
+    weights = read_zero_files(Path(folder)).weights() if has_zero_files(Path(folder)) else None
+    if weights is None and has_part:
+        weights = read_weights(Path(folder))
+    if weights is None and not files.has_weights(folder):
+        weights = read_whole_model(Path(folder))
+    if weights is None or not has_part:
+        return files.load_model(model, folder, weights)
+    missing, unexpected = trainer.strategy.load_full(model, weights)
+    return [f"{folder}: {', '.join(names)} {what}" for names, what in
+            ((missing, "are missing"), (unexpected, "are not known")) if names]  # fmt: skip
 
 
 # ---- the whole model, tensor by tensor

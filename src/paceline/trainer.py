@@ -56,7 +56,7 @@ from paceline.model.prepare import PreparedModel
 from paceline.model.signature import innermost
 from paceline.optim import optimizers as optimizer_registry
 from paceline.optim.schedulers import follows_metrics, get_scheduler
-from paceline.sharded_saving import stream_model
+from paceline.sharded_saving import load_weights, stream_model
 from paceline.subclassing import ForSubclasses, meet_subclass
 
 logger = logging.getLogger(__name__)
@@ -524,7 +524,7 @@ class Trainer(TrainerNames, ForSubclasses):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint."""
-        for note in saving.load_weights(self, self.model if model is None else model, resume_from_checkpoint):
+        for note in load_weights(self, self.model if model is None else model, resume_from_checkpoint):
             logger.warning(note)
 
     def _load_best_model(self) -> None:

@@ -162,12 +162,18 @@ def wants_shards(args: Any) -> bool:
 
     Raises:
         ValueError: the two contradict each other.
+        UnsupportedOption: beside DeepSpeed.
     """
     settings = {str(key).removeprefix("fsdp_"): value for key, value in read_config(args.fsdp_config).items()}
     kind = settings.get("state_dict_type") or None
     wanted = args.checkpoint_format
     if wanted is None:
         return kind == SHARDED
+    if wanted == "sharded" and getattr(args, "deepspeed", None) is not None:
+        raise UnsupportedOption(
+            "checkpoint_format='sharded' with deepspeed is not supported: its engine writes shards of its own; leave "
+            "checkpoint_format out."
+        )
     if kind is not None and (kind == SHARDED) != (wanted == "sharded"):
         raise ValueError(
             f"checkpoint_format={wanted!r} contradicts fsdp_config['state_dict_type']={kind!r}: keep one of them."
