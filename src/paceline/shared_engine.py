@@ -70,8 +70,7 @@ class Exchange:
         mesh: Mesh | None = None,
     ) -> None:
         self.mesh = mesh or Mesh(dp_replicate=world.world_size)
-        self._weighs = int(self.mesh.weighs(world.process_index))  # or another does, with the same part of the data
-        self._speaks = int(self.mesh.speaks(world.process_index))
+        self._speaks = int(self.mesh.speaks(world.process_index))  # or another does, with the same data
         self.world, self.rule, self.accumulation, self.signals = world, rule, accumulation, signals
         self.averages, self.measure, self.watchdog = averages, measure, watchdog
         self.total = 0.0
@@ -88,16 +87,16 @@ class Exchange:
         tokens, operations = self.measure(batches) if self.measure is not None and batches else (0, 0)
         noted = self.signals.noted
         values = [
-            own_weight * self._weighs,
-            int(num_items) * self._weighs if num_items is not None else 0,
+            own_weight * self._speaks,
+            int(num_items) * self._speaks if num_items is not None else 0,
             int(num_items is not None),
             num_samples * self._speaks,
             int(any(self.rule.telling(item) for item in counts)),
             int(noted is not None),
             int(noted == signal.SIGINT),
             int(own_weight == 0 and self._filler is None),
-            tokens * self._weighs,
-            int(operations) * self._weighs,
+            tokens * self._speaks,
+            int(operations) * self._speaks,
             int(bool(counts) and self.rule.has_target(counts)),
             *(int(len(batches) > slot) for slot in range(self.accumulation)),
         ]
@@ -146,11 +145,11 @@ class Exchange:
 
     def weigh_again(self, own_weight: int) -> None:
         """The weights after the processes agreed on another meaning of the loss."""
-        self.weight = sum_ints(self.world, [own_weight * self._weighs])[0]
+        self.weight = sum_ints(self.world, [own_weight * self._speaks])[0]
         self._weigh(self.weight, own_weight)
 
     def _weigh(self, weight: int, own_weight: int) -> None:
-        self.total = weight / self.mesh.averaged_size if self.averages else own_weight
+        self.total = weight / self.mesh.data_size if self.averages else own_weight
 
     def filler(self) -> Any:
         """A batch to go through the model with where there is none that weighs anything."""
@@ -211,7 +210,7 @@ class SharedEngine(TorchEngine):
         super().__init__(**options)
         self.exchange = exchange
         # what was divided by the count of all processes is averaged over them: so it is multiplied by their number
-        self.rule.scaled_factor = exchange.mesh.averaged_size if exchange.averages else 1
+        self.rule.scaled_factor = exchange.mesh.data_size if exchange.averages else 1
         self._is_silent = False
         self._looks_now = False
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -56,13 +57,13 @@ class FullyShardedData(SingleDevice):
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
         """Shard the model in place, then make its optimizer over the shards."""
-        if not isinstance(model, FSDPModule):
-            self._shard(model)
+        if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            self._shard(model, build_device_mesh(self.mesh, self.device.type))
         return super().prepare(model, make_optimizer)
 
-    def _shard(self, model: nn.Module) -> None:
+    def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         options: dict[str, Any] = {
-            "mesh": sharding_mesh(self.mesh, build_device_mesh(self.mesh, self.device.type)),
+            "mesh": sharding_mesh(mesh),
             "reshard_after_forward": self.sharding.reshard,
         }
         if self.sharding.offload:
@@ -91,6 +92,10 @@ class FullyShardedData(SingleDevice):
         """As on one device; the norm is that of all shards."""
         norm = super().clip(max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def holds_part_of(self, model: nn.Module) -> bool:
+        """Whether a model is in shards."""
+        return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The whole model's state, on the host; all processes take part. Tied tensors stay one."""

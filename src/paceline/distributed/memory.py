@@ -1,7 +1,8 @@
 """What a process holds of a model in training: its parameters, their gradients, and the optimizer's state, in bytes.
 
 Counted from the tensors as the strategy left them, so that shards, replicas and frozen parts count as what they are.
-Tensors without data (meta, FakeTensor) count as they would with it. Activations are not counted.
+FakeTensors count as the tensors that they stand for; parameters on the device "meta" are another stage's, held by
+another process. Activations are not counted.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Memory:
 
 def count_memory(model: nn.Module, optimizer: Any) -> Memory:
     """What this process will hold, of a model that the strategy has prepared."""
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
     return Memory(
         parameters=total([*parameters, *model.buffers()]),
         gradients=total(parameter for parameter in parameters if parameter.requires_grad),
@@ -64,7 +65,8 @@ def count_state(optimizer: Any) -> int | None:
     rehearsed.state, rehearsed.param_groups = defaultdict(dict), []
     rehearsed._optimizer_step_pre_hooks, rehearsed._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     for group in optimizer.param_groups:
-        shadows = [shadow(parameter) for parameter in group["params"] if parameter.requires_grad]
+        own = [parameter for parameter in group["params"] if parameter.requires_grad and not parameter.is_meta]
+        shadows = list(map(shadow, own))
         rehearsed.param_groups.append({**group, "params": shadows, "fused": False, "foreach": False})
     try:
         rehearsed.step()
@@ -83,7 +85,8 @@ def shadow(parameter: Tensor) -> nn.Parameter:
 
 def local(tensor: Any) -> Tensor:
     """What this process holds of a tensor."""
-    held: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    held: Tensor = getattr(tensor, "ds_tensor", tensor)  # DeepSpeed's part of a parameter that it has cut up
+    held = held.to_local() if hasattr(held, "to_local") else held
     return held.detach()
 
 
