@@ -35,6 +35,7 @@ from paceline.core.signals import StopSignals
 from paceline.counting import measurer
 from paceline.data.loading import Feed, KeptLoaders, is_split, loader_length, sample_count
 from paceline.distributed.collectives import gather_objects
+from paceline.distributed.memory import count_memory
 from paceline.distributed.precision import make_precision
 from paceline.distributed.random import enable_full_determinism, restore_rng, set_seed
 from paceline.distributed.strategy import SingleDevice, choose_strategy
@@ -315,6 +316,9 @@ def announce(trainer: Trainer, run: Run) -> None:
     """Say what will be done, and write it beside the outputs."""
     plan, args = run.plan, trainer.args
     logger.info("Training:\n%s", plan.describe())
+    if trainer.world.is_shared:
+        memory = count_memory(trainer.model, trainer.optimizer)
+        logger.info("memory     process %d: %s", trainer.world.process_index, memory.describe())
     if args.should_save:
         folder = Path(trainer._get_output_dir(run.trial))
         extra = {

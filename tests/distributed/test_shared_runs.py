@@ -139,3 +139,23 @@ def test_the_numbers_stay_on_other_numbers_of_processes(tmp_path: Path, monkeypa
         before, after = (read_rows(path / "journal.bin") for path in (tmp_path / "whole", own / "from"))
         assert [row[:4] for row in after] == [row[:4] for row in before[4:]]
         torch.testing.assert_close(weights(own, "from"), weights(tmp_path, "whole"), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (4, 3)])
+def test_updates_are_the_same_whoever_makes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
+) -> None:
+    """Left twice in mid-epoch, without dropout: the samples of each update, and the weights, are those of one run."""
+    monkeypatch.setenv("DROPOUT", "0")
+    processes.run("shared_runs.py", sizes[0], str(tmp_path), "whole")
+    rows = read_rows(tmp_path / "whole" / "journal.bin")
+    checkpoint = tmp_path / "whole" / "checkpoint-4"
+    for number, size in enumerate(sizes[1:]):
+        own = tmp_path / str(number)
+        own.mkdir()
+        processes.run("shared_runs.py", size, str(own), f"from={checkpoint}")
+        after = read_rows(own / "from" / "journal.bin")
+        assert [row[:4] for row in after] == [row[:4] for row in rows[4 * (number + 1) :]]
+        torch.testing.assert_close(weights(own, "from"), weights(tmp_path, "whole"), rtol=1e-4, atol=1e-6)
+        checkpoint = own / "from" / "checkpoint-8"

@@ -1,0 +1,107 @@
+"""What a process holds of a model in training: its parameters, their gradients, and the optimizer's state, in bytes.
+
+Counted from the tensors as the strategy left them, so that shards, replicas and frozen parts count as what they are.
+FakeTensors count as the tensors that they stand for; parameters on the device "meta" are another stage's, held by
+another process. Activations are not counted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one process.
+
+    Attributes:
+        parameters: of the model, with its buffers.
+        gradients: of the parameters that are trained, once there are any.
+        optimizer: its state after the first update; None where that cannot be known before.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int | None
+
+    def describe(self) -> str:
+        """The numbers in a line of text."""
+        state = "of a size known after the first update" if self.optimizer is None else as_text(self.optimizer)
+        return (
+            f"{as_text(self.parameters)} of parameters, {as_text(self.gradients)} of gradients, "
+            f"optimizer state {state}; activations come on top"
+        )
+
+
+def count_memory(model: nn.Module, optimizer: Any) -> Memory:
+    """What this process will hold, of a model that the strategy has prepared."""
+    parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    return Memory(
+        parameters=total([*parameters, *model.buffers()]),
+        gradients=total(parameter for parameter in parameters if parameter.requires_grad),
+        optimizer=count_state(optimizer),
+    )
+
+
+def count_state(optimizer: Any) -> int | None:
+    """Bytes of an optimizer's state; before its first update, found by making one on tensors without data.
+
+    None for optimizers that are not torch's own: what a step of theirs leaves behind is theirs to know.
+    """
+    state = getattr(optimizer, "state", None)
+    if state:
+        return total(value for entry in state.values() for value in tensors_of(entry))
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return None
+    rehearsed = copy.copy(optimizer)
+    vars(rehearsed).pop("step", None)  # a schedule's, bound to the optimizer itself
+    rehearsed.state, rehearsed.param_groups = defaultdict(dict), []
+    rehearsed._optimizer_step_pre_hooks, rehearsed._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    for group in optimizer.param_groups:
+        own = [parameter for parameter in group["params"] if parameter.requires_grad and not parameter.is_meta]
+        shadows = list(map(shadow, own))
+        rehearsed.param_groups.append({**group, "params": shadows, "fused": False, "foreach": False})
+    try:
+        rehearsed.step()
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # it reads values
+        return None
+    return total(value for entry in rehearsed.state.values() for value in tensors_of(entry))
+
+
+def shadow(parameter: Tensor) -> nn.Parameter:
+    """A parameter of the same local size, with a gradient, both without data."""
+    like = torch.empty_like(local(parameter), device="meta")
+    made = nn.Parameter(like)
+    made.grad = torch.empty_like(like)
+    return made
+
+
+def local(tensor: Any) -> Tensor:
+    """What this process holds of a tensor."""
+    held: Tensor = getattr(tensor, "ds_tensor", tensor)  # DeepSpeed's part of a parameter that it has cut up
+    held = held.to_local() if hasattr(held, "to_local") else held
+    return held.detach()
+
+
+def tensors_of(entry: Any) -> list[Tensor]:
+    """The tensors of one parameter's state."""
+    values = entry.values() if isinstance(entry, dict) else (entry,)
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def total(tensors: Iterable[Tensor]) -> int:
+    """Bytes that this process holds of tensors, each counted once."""
+    held = {id(tensor): local(tensor) for tensor in tensors}
+    return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+
+
+def as_text(size: int) -> str:
+    """A size with its unit."""
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"
