@@ -45,7 +45,7 @@ test: lint
 
 # pytest's status 5: no test of that kind
 test-slow:
-	@$(SETUP) --extras dev,libraries,optimizers,trackers,stores
+	@$(SETUP) --extras dev,libraries,optimizers,trackers,stores,deepspeed
 	@$(VENV)/python -m pytest -m "slow and not xla" || test $$? -eq 5
 
 # Where torch_xla cannot be had (status 75), the tests are skipped in .venv, by a reason that is expected (status 5: none

@@ -147,6 +147,8 @@ class AcceleratorView:
             name = f"MULTI_{kinds.get(self.device.type, self.device.type.upper())}"
             if self._trainer.strategy.is_sharded:
                 name = "FSDP"
+        if self._trainer.is_deepspeed_enabled:
+            name = "DEEPSPEED"
         if not is_installed("accelerate"):
             return name
         return require("accelerate.utils", "libraries").DistributedType[name]

@@ -222,13 +222,14 @@ class TorchEngine:
         """Forward and backward of every micro-batch that weighs something; their contributions to the loss."""
         self._losses = losses = []
         last = len(batches) - 1
+        closing = max((index for index, item in enumerate(counts) if item.weight > 0), default=last)
         self._window, self._weighed = counts, []
         for index, batch in enumerate(batches):
             self._current = current = MicroStep(counts[index], total, index == last)
             if self.keep_batches or self.keep_outputs:
                 batch = copy.copy(batch)
             if counts[index].weight > 0:
-                with self.strategy.micro_step(index == last) if self.strategy.holds_back else NOTHING:
+                with self.strategy.micro_step(index == closing) if self.strategy.holds_back else NOTHING:
                     loss = self.training_step(self.model, batch, num_items)
                 losses.append(loss)
                 total = current.total  # a look may have changed what everything weighs

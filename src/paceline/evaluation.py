@@ -6,7 +6,7 @@ import importlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from paceline.core.metrics import jsonable, prefix_metrics, speed_metrics
 from paceline.core.outputs import EvalLoopOutput, check_metrics
 from paceline.core.signals import Interrupted
 from paceline.core.spill import Spill
-from paceline.core.streaming import StreamingMetric, is_streaming
+from paceline.core.streaming import StreamingMetric, is_streaming, with_last
 from paceline.data.loading import batch_size_of, close_loader, loader_length, order_by_length
 from paceline.distributed.precision import widened
 from paceline.distributed.strategy import is_out_of_memory
@@ -296,19 +296,6 @@ def advice_on_memory(size: int) -> Iterator[None]:
         raise MemoryError(ADVICE_ON_MEMORY.format(size)) from error
 
 
-def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each batch, and whether it is the last: one is held back, so that a stream of unknown length tells too."""
-    iterator = iter(batches)
-    try:
-        held = next(iterator)
-    except StopIteration:
-        return
-    for batch in iterator:
-        yield held, False
-        held = batch
-    yield held, True
-
-
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode; afterwards every module is in the mode it was in."""
@@ -411,7 +398,8 @@ def make_evaluation(trainer: Trainer) -> EvaluationLoop:
     kind: Callable[..., EvaluationLoop] = EvaluationLoop
     if trainer.world.is_shared:
         shared = importlib.import_module("paceline.shared_evaluation")  # of no use to one process
-        kind = partial(shared.SharedEvaluation, world=trainer.world, run=trainer.run)
+        name = "StagedEvaluation" if trainer.strategy.runs_windows else "SharedEvaluation"
+        kind = partial(getattr(shared, name), world=trainer.world, run=trainer.run)
     return kind(
         model=trainer.strategy.evaluation_model(trainer.model_wrapped),
         strategy=trainer.strategy,

@@ -105,8 +105,6 @@ def test_allowed(options: dict[str, Any]) -> None:
 
 
 LATER: list[tuple[str, Any]] = [
-    ("deepspeed", "ds.json"),
-    ("deepspeed", {"zero_optimization": {"stage": 2}}),
     ("parallelism_config", {"sp_size": 2}),
     ("parallelism_config", {"cp_size": 2, "cp_handler": {"cp_comm_strategy": "alltoall"}}),
     ("trackio_space_id", "owner/space"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.args.accelerator_config import AcceleratorConfig, check_accelerator
 from paceline.args.choices import IntervalStrategy, SaveStrategy, SchedulerType
+from paceline.args.deepspeed_config import fill_config
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import check_mesh
 from paceline.args.places import is_url, staging_folder
@@ -202,7 +203,6 @@ NOT_YET = "use parallel='ddp' or 'fsdp', and leave it out"
 NO_TRACKIO = "the Trackio reporter is not here yet; leave it out and use report_to='tensorboard', 'jsonl' or 'csv'"
 # name: (whether the value asks for nothing, what to do instead)
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "deepspeed": (is_off, NOT_YET),
     "trackio_space_id": (is_default(None, "trackio"), NO_TRACKIO),
     "trackio_bucket_id": (is_off, NO_TRACKIO),
     "trackio_static_space_id": (is_off, NO_TRACKIO),
@@ -223,9 +223,24 @@ def check_supported(options: Options) -> None:
     check_accelerator(options.accelerator_config, options.gradient_accumulation_steps)
 
 
+def check_engine(options: Options) -> None:
+    """An engine of another library shares the work by itself."""
+    for name in ("parallel", "parallelism_config", "fsdp"):
+        value = getattr(options, name)
+        if value is not None and not is_off(value):
+            raise ValueError(f"deepspeed and {name}={value!r} are two ways to share the work: keep one.")
+    if options.checkpoint_format == "sharded":
+        raise UnsupportedOption(
+            "checkpoint_format='sharded' with deepspeed is not supported: its parts are put together; leave it out."
+        )
+    fill_config(options)
+
+
 def check_parallel(options: Options) -> None:
     """One way to share the work."""
-    if check_mesh(options):
+    if options.deepspeed:
+        check_engine(options)
+    elif check_mesh(options):
         pass
     elif is_asked(options.fsdp):
         read_sharding(options.fsdp, options.fsdp_config)

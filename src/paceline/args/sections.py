@@ -496,9 +496,20 @@ class PacelineSection:
         None,
         "How several processes share the work: 'ddp', each with the whole model; 'fsdp', each with a shard of it; or "
         "sizes of a mesh, as a dict or as 'dp_shard=2,tp=2': dp_replicate, dp_shard, cp (parts of each sequence), tp "
-        "(parts of the matrices); -1 for all processes that the others leave. Unset: 'ddp', or 'fsdp' where fsdp is "
-        "set. Processes are started by `paceline launch`, torchrun, accelerate launch or srun. "
+        "(parts of the matrices), pp (stages of a pipeline); -1 for all processes that the others leave. Unset: 'ddp', "
+        "or 'fsdp' where fsdp is set. Processes are started by `paceline launch`, torchrun, accelerate launch or srun. "
         "'xla': one process, on XLA devices (torch_xla).",
+    )
+    pipeline_config: dict[str, Any] | str | None = option(
+        None,
+        "How a pipeline runs: schedule ('1f1b', 'gpipe' or 'interleaved_1f1b'), stages_per_process, micro_batches (of "
+        "an update, at least). A dict or JSON. Unset: 1f1b, one stage on each process, at least as many micro-batches "
+        "as stages.",
+    )
+    tp_plan: dict[str, Any] | str | None = option(
+        None,
+        "Which modules are cut over the axis tp of the mesh, and how: names, '*' for one part of a name, to styles "
+        "('colwise', 'rowwise', ...). A dict, JSON, or the path of a JSON file. Unset: the model's own plan.",
     )
     ddp_comm_hook: str | None = option(
         None, "Exchange gradients in 16 bits: 'fp16' or 'bf16'. Unset: in the type they have.", ("fp16", "bf16")

@@ -30,20 +30,31 @@ GRADIENT_OF = attrgetter("grad")
 IS_THERE = partial(is_not, None)
 NOTHING = nullcontext()
 
-# what `parallel` may name -> where its strategy is; loaded by runs that use it
+# how the work is shared -> where its strategy is, loaded by runs that need it
 STRATEGIES = {
     "ddp": "paceline.distributed.ddp:DistributedData",
     "fsdp": "paceline.distributed.fsdp:FullyShardedData",
+    "pipeline": "paceline.distributed.pipeline:Pipelined",
+    "mesh": "paceline.distributed.mesh:MeshParallel",
+    "deepspeed": "paceline.distributed.deepspeed:DeepSpeed",
     "xla": "paceline.distributed.xla:XlaDevices",
 }
 
 
 @dataclass
 class Prepared:
-    """What a strategy made of a model: the module to call, and the optimizer over its parameters."""
+    """What a strategy made of a model: the module to call, and the optimizer over its parameters.
+
+    Attributes:
+        model: the module to call.
+        optimizer: over its parameters; None: none was asked for.
+        make_schedule: (updates of the run, of these warmup) -> the schedule that the strategy's own settings ask for,
+            or None where they ask for none.
+    """
 
     model: nn.Module
     optimizer: Optimizer | None
+    make_schedule: Callable[[int, int], Any] | None = None
 
 
 class SingleDevice:
@@ -52,6 +63,8 @@ class SingleDevice:
     holds_back = False
     in_step = False
     is_sharded = False
+    runs_windows = False
+    reduces_late = False
     is_opaque = False
     defers = False
 
@@ -93,6 +106,9 @@ class SingleDevice:
     def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
         """The context of one forward and backward: nothing to hold back, there is nobody to reduce with."""
         return NOTHING
+
+    def reduce_gradients(self) -> None:
+        """Nothing to average: there is nobody else."""
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """What to call in evaluation, of what `prepare` made."""
@@ -178,6 +194,10 @@ class SingleDevice:
         """What a checkpoint must hold beside model and optimizer."""
         return {"precision": self.precision}
 
+    def holds_part_of(self, model: nn.Module) -> bool:
+        """Whether some of a model's values are on other processes."""
+        return False
+
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The whole model's state, on the device it lives on."""
         return model.state_dict()
@@ -215,15 +235,13 @@ def choose_strategy(world: World, precision: Precision, args: Any) -> SingleDevi
         precision: held by it.
         args: read by the other strategies.
     """
-    kind = "xla" if world.device.type == "xla" else None
-    if kind is None and world.is_shared:
-        kind = resolve_parallel(args, world.world_size, world.local_size) or "ddp"
+    kind = "xla" if world.device.type == "xla" else resolve_parallel(args, world.world_size, world.local_size)
     check_device_options(args, kind, world.device)
     if kind is None:
         return SingleDevice(world, precision)
     if kind not in STRATEGIES:
         sizes = resolve_mesh(args, world.world_size, world.local_size).describe()
-        raise UnsupportedOption(f"parallel: a mesh of {sizes} is not supported: use dp_replicate and dp_shard only.")
+        raise UnsupportedOption(f"parallel: a mesh of {sizes} is not supported: use the other axes only.")
     module, name = STRATEGIES[kind].split(":")
     strategy: SingleDevice = getattr(importlib.import_module(module), name)(world, precision, args)
     return strategy
