@@ -31,12 +31,13 @@ def accelerator_bytes() -> int | None:
     torch = sys.modules.get("torch")
     if torch is None:
         return None
-    if torch.cuda.is_initialized():
-        return int(torch.cuda.memory_allocated())
-    mps = getattr(torch, "mps", None)
-    if mps is not None and torch.backends.mps.is_available():
-        return int(mps.current_allocated_memory())
-    return None
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module = getattr(torch, device.type, None) if device is not None else None
+    is_started = getattr(module, "is_initialized", None)
+    if is_started is not None and not is_started():
+        return None  # asking for its memory is not to be what starts it
+    read = getattr(module, "memory_allocated", None) or getattr(module, "current_allocated_memory", None)
+    return int(read()) if read is not None else None
 
 
 def describe_memory() -> str:

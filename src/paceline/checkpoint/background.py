@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.adapters import has_adapters
 from paceline.checkpoint.tensors import plain_values, save_tensors
 from paceline.checkpoint.weights import Sorted, num_bytes
+from paceline.data.prefetch import has_pinned_memory
 
 Key = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
@@ -54,7 +55,7 @@ class HostBuffers:
         identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and identity in self._copied:
             return self._copied[identity][1]
-        is_pinned = tensor.device.type == "cuda"
+        is_pinned = tensor.device.type != "cpu" and has_pinned_memory()
         made = torch.empty_like(tensor, device="meta")  # dense, the order of dimensions kept
         key = (tensor.dtype, tensor.shape, made.stride())
         free = self._free.get(key)
@@ -72,7 +73,8 @@ class HostBuffers:
 
     def finish(self) -> None:
         """Wait for copies from an accelerator; drop what the copies before needed and this one does not."""
-        if any(source.device.type != "cpu" for source, _ in self._copied.values()):
+        is_waiting = any(source.device.type != "cpu" for source, _ in self._copied.values())
+        if is_waiting and torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self._copied.clear()
         self._free.clear()

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -17,6 +16,7 @@ from paceline.data.batches import batch_size_of, split_batch
 from paceline.data.feed import Feed
 from paceline.data.indexed import IndexedLoader
 from paceline.data.lengths import loader_length, sample_count
+from paceline.data.prefetch import has_pinned_memory
 from paceline.data.sampling import OrderedSampler, has_length, sequential_sampler
 from paceline.data.shared_streams import part_of
 from paceline.data.shares import Shares
@@ -236,7 +236,4 @@ def worker_options(args: Any) -> dict[str, Any]:
 
 def can_pin(args: Any) -> bool:
     """Whether pinned memory speeds anything up: there is an accelerator with memory of its own, and it is used."""
-    if args.use_cpu or not torch.accelerator.is_available():
-        return False
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and accelerator.type != "mps"
+    return not args.use_cpu and has_pinned_memory()

@@ -89,6 +89,12 @@ class DevicePrefetcher:
         return moved
 
 
+def has_pinned_memory() -> bool:
+    """Whether there is an accelerator with memory of its own, which copies from page-locked memory faster."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator is not None and accelerator.type != "mps"
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor of a nested batch."""
     if isinstance(value, torch.Tensor):

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from paceline.core.spelling import nearest
+from paceline.data.prefetch import has_pinned_memory
 from paceline.model.blocks import repeated_blocks
 
 Undo = Callable[[], None]
@@ -179,7 +180,7 @@ class CheckpointedForward:
             _refuse_lost_gradients(self.block, kwargs)
         if kwargs:  # not to checkpoint itself, which has names of its own
             forward = partial(forward, **kwargs)
-        with save_on_cpu(pin_memory=torch.cuda.is_available()) if self.offload else nullcontext():
+        with save_on_cpu(pin_memory=has_pinned_memory()) if self.offload else nullcontext():
             return checkpoint(forward, *args, **self.options)
 
 

@@ -73,14 +73,16 @@ def _rounding_note(trainable: list[nn.Parameter]) -> str:
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes that new tensors on `device` could take; None where it cannot be asked."""
-    if device.type == "cuda":
-        unused_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + unused_by_torch
-    if device.type == "mps":
-        return int(torch.mps.recommended_max_memory()) - int(torch.mps.current_allocated_memory())
     if device.type == "cpu":
         return _available_host_memory()
-    return None
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory()) - int(torch.mps.current_allocated_memory())
+    module = getattr(torch, device.type, None)  # every backend that torch.accelerator finds registers one
+    ask = [getattr(module, name, None) for name in ("mem_get_info", "memory_reserved", "memory_allocated")]
+    if not all(map(callable, ask)):
+        return None
+    free, reserved, allocated = (function(device) for function in ask if function is not None)
+    return int(free[0]) + int(reserved) - int(allocated)  # torch holds some that it does not use
 
 
 def _available_host_memory() -> int | None:
