@@ -183,6 +183,8 @@ class TorchEngine:
         if self.steps_scheduler and (applied or self._counts_skipped):
             self.scheduler.step()
         self.strategy.clear_gradients()
+        if self.strategy.defers:  # with the gradients gone: what is still there has to be kept
+            self.strategy.run_deferred()
         self._num_updates += 1
         if self.empty_cache_every is not None and self._num_updates % self.empty_cache_every == 0:
             empty_device_cache(self.strategy.device)
@@ -220,13 +222,14 @@ class TorchEngine:
         """Forward and backward of every micro-batch that weighs something; their contributions to the loss."""
         self._losses = losses = []
         last = len(batches) - 1
+        closing = max((index for index, item in enumerate(counts) if item.weight > 0), default=last)
         self._window, self._weighed = counts, []
         for index, batch in enumerate(batches):
             self._current = current = MicroStep(counts[index], total, index == last)
             if self.keep_batches or self.keep_outputs:
                 batch = copy.copy(batch)
             if counts[index].weight > 0:
-                with self.strategy.micro_step(index == last) if self.strategy.holds_back else NOTHING:
+                with self.strategy.micro_step(index == closing) if self.strategy.holds_back else NOTHING:
                     loss = self.training_step(self.model, batch, num_items)
                 losses.append(loss)
                 total = current.total  # a look may have changed what everything weighs
@@ -280,7 +283,7 @@ class TorchEngine:
         if matters:
             factor = self.rule.factor(counts, total, num_items) if total else 0
             if factor != 1:
-                loss = loss * factor
+                loss = loss * (self.strategy.upload(factor) if self.strategy.defers else factor)
         if current is not None and not self.rule.is_settled:
             self._weighed.append((counts, factor))
         self.strategy.backward(loss)

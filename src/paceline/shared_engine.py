@@ -192,6 +192,10 @@ def agreeing(trainer: Any, exchange: Exchange | None) -> Iterator[None]:
         handler.remove_callback(last)
 
 
+class SharedOutOfMemory(MemoryError):
+    """One of the processes, or several, ran out of memory in this update, and all of them know it."""
+
+
 class SharedEngine(TorchEngine):
     """The engine of one of several processes that share each update.
 
@@ -229,10 +233,48 @@ class SharedEngine(TorchEngine):
         if exchange.is_idle:
             for item in counts:
                 item.weight = 0
-        self._losses = losses = []
+        self._losses = []
         self._window, self._weighed = counts, []
         self._looks_now = exchange.is_telling
-        passes = self._passes(counts)
+        if self.strategy.reduces_late:
+            self._go_through_and_agree(batches, counts, num_items, emit)
+        else:
+            self._go_through(batches, counts, num_items, emit)
+        self._current, self._is_silent = None, False
+        return self._losses
+
+    def _go_through_and_agree(
+        self, batches: Sequence[Any], counts: Sequence[Counts], num_items: Any, emit: Emit | None
+    ) -> None:
+        """All passes, and the exchange of gradients only once every process has come through.
+
+        Raises:
+            SharedOutOfMemory: one of them ran out of memory. It is raised on all.
+        """
+        reason = None
+        try:
+            self._go_through(batches, counts, num_items, emit)
+        except Exception as error:
+            if not super().is_out_of_memory(error):
+                raise
+            reason = str(error)  # not the error: its traceback holds the tensors of the pass that failed
+        if reason is not None and self._looks_now:
+            self._agree_on_rule()  # the others are waiting there
+        with self.exchange.watchdog.waiting("waiting for the others after the backward passes"):
+            number = sum_ints(self.exchange.world, [int(reason is not None)])[0]
+        if number:
+            raise SharedOutOfMemory(reason or f"{number} of the other processes ran out of memory")
+        self.strategy.reduce_gradients()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether smaller micro-batches could cure this error: only one that all processes know of."""
+        return isinstance(error, SharedOutOfMemory)
+
+    def _go_through(
+        self, batches: Sequence[Any], counts: Sequence[Counts], num_items: Any, emit: Emit | None
+    ) -> None:
+        """Forward and backward of every micro-batch that weighs something, and the passes in silence."""
+        exchange, losses, passes = self.exchange, self._losses, self._passes(counts)
         for place, index in enumerate(passes):
             is_last = place == len(passes) - 1
             self._is_silent = index is None
@@ -247,8 +289,6 @@ class SharedEngine(TorchEngine):
             self._seen = None
             if emit is not None and not is_last:
                 emit("on_substep_end")
-        self._current, self._is_silent = None, False
-        return losses
 
     def _passes(self, counts: Sequence[Counts]) -> list[int | None]:
         """The micro-batches that weigh something, and None for each pass in which this process only takes part.
@@ -265,17 +305,21 @@ class SharedEngine(TorchEngine):
 
     def _look(self, loss: Tensor, current: MicroStep | None, counts: Counts, num_items: Any, given: Any) -> float:
         """Look at this process's loss, and agree with the others on what they saw."""
-        self._looks_now = False
         assert current is not None
         if type(given) is WatchedCount and given.is_used:
             self.rule.scaled_factor = 1  # of an own compute_loss, as in transformers: used as it is, if it is unknown
         if not self._is_silent:
             super()._look(loss, None, counts, num_items, given)
+        self._agree_on_rule()
+        current.total = 0.0 if self._is_silent else self.exchange.total
+        return current.total
+
+    def _agree_on_rule(self) -> None:
+        """What all processes saw together, and what the window weighs by that."""
+        self._looks_now = False
         self.rule.merge(gather_objects(self.exchange.world, self.rule.state_dict()))
         own = 0 if self.exchange.is_idle else self.rule.recount(self._window)
         self.exchange.weigh_again(own)
-        current.total = 0.0 if self._is_silent else self.exchange.total
-        return current.total
 
     def _is_bad(self, losses: Sequence[Tensor], norm: Tensor) -> Tensor:
         """Whether the update is not finite on any process."""

@@ -166,6 +166,23 @@ class SharedEvaluation(EvaluationLoop):
         return metrics
 
 
+class StagedEvaluation(SharedEvaluation):
+    """Of processes that run parts of the model on the same batches: the one with the last part predicts for all."""
+
+    strategy: Any  # one that runs windows
+
+    def _predict(self, batch: Any, total: LossSum, loss_only: bool, ignore_keys: list[str] | None) -> Rows:
+        batch = self.strategy.place(batch)
+        if not self.strategy.is_last:
+            self.strategy.forward(batch, None)
+            return {}
+        self.strategy.last.expect(batch)
+        self.strategy.last.receive(None)
+        rows = super()._predict(batch, total, loss_only, ignore_keys)
+        self.strategy.last.check_called("prediction_step")
+        return rows
+
+
 def to_tensor(array: Any, device: torch.device) -> Any:
     """An array as a tensor; one of Python objects, or text, as it is."""
     return torch.as_tensor(array, device=device) if array.dtype.kind in "biufc" else array

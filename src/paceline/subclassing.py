@@ -73,7 +73,7 @@ UNCALLED: dict[str, str] = {
     "create_accelerator_and_postprocess": "trainer.accelerator is a view that is made when it is read",
     "ipex_optimize_model": "set torch_compile",
     "prediction_loop": "override evaluation_loop",
-    "propagate_args_to_deepspeed": "DeepSpeed is not supported in this version, use parallel='fsdp'",
+    "propagate_args_to_deepspeed": "its config is filled from the arguments when a run starts",
     "set_initial_training_values": "set max_steps or num_train_epochs",
     "torch_jit_model_eval": "set torch_compile",
 }
@@ -83,18 +83,12 @@ class ForSubclasses:
     """Attributes and methods of the Trainer that only code written against transformers' asks for.
 
     Attributes:
-        is_deepspeed_enabled, is_fsdp_xla_enabled, is_fsdp_xla_v2_enabled: whether that backend runs.
-        deepspeed: its engine, or None.
         hub_model_id: the repository that is pushed to, once there is one.
         push_in_progress: a push that is under way, or None.
         hp_name, hp_search_backend: of a hyper-parameter search.
     """
 
     _total_loss_scalar = 0.0  # an own `_maybe_log_save_evaluate` adds to it; nothing here reads it
-    is_deepspeed_enabled = False
-    is_fsdp_xla_enabled = False
-    is_fsdp_xla_v2_enabled = False
-    deepspeed: Any = None
     hub_model_id: str | None = None
     push_in_progress: Any = None
     hp_name: Any = None
@@ -109,8 +103,29 @@ class ForSubclasses:
 
     @property
     def is_fsdp_enabled(self) -> bool:
-        """Whether processes hold shards of the model."""
-        return bool(cast("Trainer", self).strategy.is_sharded)
+        """Whether processes hold shards of the model, by `fully_shard`."""
+        return bool(cast("Trainer", self).strategy.is_sharded) and not self.is_deepspeed_enabled
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """Whether DeepSpeed's engine makes the updates."""
+        return bool(self.args.deepspeed)
+
+    @property
+    def deepspeed(self) -> Any:
+        """DeepSpeed's engine, once a run has made it; else None."""
+        return getattr(cast("Trainer", self).strategy, "engine", None)
+
+    @property
+    def is_fsdp_xla_enabled(self) -> bool:
+        """Whether XLA devices hold shards of the model."""
+        strategy = cast("Trainer", self).strategy
+        return bool(strategy.is_sharded and strategy.is_opaque)
+
+    @property
+    def is_fsdp_xla_v2_enabled(self) -> bool:
+        """The same: there is no other way here."""
+        return self.is_fsdp_xla_enabled
 
     @property
     def accelerator(self) -> AcceleratorView:

@@ -23,6 +23,7 @@ from paceline.checkpoint import files
 from paceline.checkpoint.named import FULL_OPTIMIZER_NAME, load_optimizer_shards, take_named
 from paceline.checkpoint.plausible import blame
 from paceline.checkpoint.shards import OPTIMIZER_FOLDER, is_sharded
+from paceline.checkpoint.zero_files import has_zero_files, read_zero_files
 from paceline.core import folders
 from paceline.core.loop import Loop
 from paceline.core.metrics import best_metric_value, speed_metrics
@@ -59,6 +60,7 @@ from paceline.sharded_saving import check_format
 from paceline.shared_engine import Exchange, SharedEngine, agreeing
 from paceline.shared_resuming import find_for_all
 from paceline.uploads import finished_uploads
+from paceline.window_engine import WindowEngine
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -258,6 +260,11 @@ def prepare(trainer: Trainer, plan: Plan) -> None:
 
     check_format(trainer)
     prepared = strategy.prepare(trainer.model, make_optimizer)
+    if prepared.optimizer is not None:
+        trainer.optimizer = prepared.optimizer
+    if prepared.make_schedule is not None:
+        own = prepared.make_schedule(plan.max_steps, trainer.args.get_warmup_steps(plan.max_steps))
+        trainer.lr_scheduler = own if own is not None else trainer.lr_scheduler
     trainer.model_wrapped = trainer._wrap_model(prepared.model)
     handler = trainer.callback_handler
     handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
@@ -271,6 +278,8 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
     """
     groups = getattr(optimizer, "param_groups", None)
     own = set(map(id, model.parameters()))
+    if any(id(parameter) in own for parameter in getattr(optimizer, "model_parameters", ())):
+        return  # which holds them in parts
     if groups is not None and not any(id(parameter) in own for group in groups for parameter in group["params"]):
         raise ValueError(
             "The optimizer holds none of the model's parameters, so training would change nothing: make it from the "
@@ -283,7 +292,9 @@ def make_engine(trainer: Trainer, plan: Plan, exchange: Exchange | None = None) 
     args = trainer.args
     # without clipping the norm is still needed to see a gradient that is not finite
     max_norm = plan.max_grad_norm or (math.inf if plan.nonfinite_policy != "warn" else 0.0)
-    kind: Callable[..., TorchEngine] = TorchEngine if exchange is None else partial(SharedEngine, exchange=exchange)
+    kind: Callable[..., TorchEngine] = TorchEngine
+    if exchange is not None:
+        kind = partial(WindowEngine if trainer.strategy.runs_windows else SharedEngine, exchange=exchange)
     return kind(
         strategy=trainer.strategy,
         model=trainer.model_wrapped,
@@ -418,18 +429,21 @@ def load_optimizer_and_scheduler(trainer: Trainer, checkpoint: str | None) -> No
 
 
 def load_named_optimizer(trainer: Trainer, checkpoint: Path) -> bool:
-    """Load the optimizer from shards, or from the file that accelerate writes for all of them; False: neither is there.
+    """Load the optimizer from shards, from ZeRO's parts, or from accelerate's one file; False: none of them is there.
 
-    The two go by the names of parameters.
+    All of these go by the names of parameters.
     """
     model, optimizer = trainer.strategy.unwrap(trainer.model), trainer.optimizer
     if is_sharded(checkpoint / OPTIMIZER_FOLDER):
         load_optimizer_shards(model, optimizer, checkpoint)
         return True
     path = checkpoint / FULL_OPTIMIZER_NAME
-    if not path.is_file():
+    if has_zero_files(checkpoint):
+        take_named(model, optimizer, read_zero_files(checkpoint).optimizer(), checkpoint)
+    elif path.is_file():
+        take_named(model, optimizer, files.load_tensors(path), path)
+    else:
         return False
-    take_named(model, optimizer, files.load_tensors(path), path)
     trainer.strategy.shard_state(optimizer)
     return True
 

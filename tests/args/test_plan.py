@@ -141,7 +141,7 @@ def test_arguments_are_read_as_they_are_now_and_never_changed() -> None:
     assert args.to_dict() == before
     args.num_train_epochs = 1
     assert resolve(args, micro_batches_per_epoch=10).max_steps == 10
-    args.deepspeed = "ds.json"
+    args.deepspeed = {"amp": {"enabled": True}}
     with pytest.raises(UnsupportedOption):
         resolve(args, micro_batches_per_epoch=10)
 

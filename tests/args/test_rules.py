@@ -105,14 +105,11 @@ def test_allowed(options: dict[str, Any]) -> None:
 
 
 LATER: list[tuple[str, Any]] = [
-    ("deepspeed", "ds.json"),
-    ("deepspeed", {"zero_optimization": {"stage": 2}}),
     ("parallelism_config", {"sp_size": 2}),
     ("parallelism_config", {"cp_size": 2, "cp_handler": {"cp_comm_strategy": "alltoall"}}),
     ("trackio_space_id", "owner/space"),
     ("trackio_bucket_id", "bucket"),
     ("trackio_static_space_id", "owner/space"),
-    ("debug", "tpu_metrics_debug"),
     ("accelerator_config", {"use_seedable_sampler": False}),
     ("accelerator_config", {"gradient_accumulation_kwargs": {"adjust_scheduler": True}}),
     ("accelerator_config", {"gradient_accumulation_kwargs": {"sync_with_dataloader": False}}),

@@ -28,16 +28,17 @@ def results_of(folder: Path, size: int, *words: str) -> dict[str, list[Any]]:
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
     folder = tmp_path_factory.mktemp("mesh")
-    return folder, results_of(folder, 2, "tp=2", "tp=2@start", f"tp=2@{folder}/tp=2@start/checkpoint-4")
+    return folder, results_of(folder, 2, "tp=2", "cp=2", "tp=2@start", f"tp=2@{folder}/tp=2@start/checkpoint-4")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", mesh_job.MODELS)
-def test_a_model_cut_in_two_has_the_numbers_of_one_process(
+def test_matrices_or_sequences_cut_in_two_have_the_numbers_of_one_process(
     tmp_path: Path, of_two: tuple[Path, dict[str, list[Any]]], name: str
 ) -> None:
     one = mesh_job.run(tmp_path, name, Mesh())
-    check_same([found[name] for found in of_two[1]["tp=2"]], one)
+    for said in ("tp=2", "cp=2"):
+        check_same([found[name] for found in of_two[1][said]], one)
 
 
 @pytest.mark.slow
@@ -55,16 +56,19 @@ def test_sharded_and_cut_and_resumed_on_other_meshes(
 ) -> None:
     """Four processes, then the checkpoint of two of them, and back on one."""
     checkpoint = of_two[0] / "tp=2@start" / "checkpoint-4"
-    found = results_of(tmp_path, 4, "dp_shard=2,tp=2", f"dp_shard=2,tp=2@{checkpoint}")
-    for name in mesh_job.MODELS:
-        check_same([each[name] for each in found["dp_shard=2,tp=2"]], mesh_job.run(tmp_path / "one", name, Mesh()))
+    several = ("dp_shard=2,tp=2", "dp_replicate=2,cp=2", "cp=2,tp=2")
+    found = results_of(tmp_path, 4, *several, f"dp_shard=2,tp=2@{checkpoint}")
+    for name in mesh_job.FEW:
+        one = mesh_job.run(tmp_path / "one", name, Mesh())
+        for said in several:
+            check_same([each[name] for each in found[said]], one)
     expected = of_two[1]["tp=2@start"][0]
     for resumed in found["dp_shard=2,tp=2@from"]:
         torch.testing.assert_close(resumed["weights"], expected["weights"], rtol=1e-4, atol=1e-6)
     written = tmp_path / "dp_shard=2,tp=2@from" / "checkpoint-6"
     assert not verify(written)
-    one = mesh_job.go_on(tmp_path / "alone", Mesh(), None, written)
-    torch.testing.assert_close(one["weights"], expected["weights"], rtol=1e-4, atol=1e-6)
+    alone = mesh_job.go_on(tmp_path / "alone", Mesh(), None, written)
+    torch.testing.assert_close(alone["weights"], expected["weights"], rtol=1e-4, atol=1e-6)
     saved = load_file(of_two[0] / "tp=2@start" / "model" / "model.safetensors")
     model = mesh_job.MODELS["tied llama"]()
     assert not set(saved) - set(model.state_dict())

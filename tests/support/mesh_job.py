@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from shared_job import Result, found, split, train
 from small_models import make_trainer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from paceline.args.mesh import Mesh, fill_mesh, read_parallel
 
@@ -40,6 +41,35 @@ def qwen(**options: Any) -> torch.nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS, **options))
 
 
+class Reader(nn.Module):
+    """A causal language model of plain modules: targets come shifted, positions come from outside."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"qkv": "replicate", "head": "colwise_gather_output"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        size = SIZES["vocab_size"]
+        self.words, self.places = nn.Embedding(size, 16), nn.Embedding(32, 16)
+        self.qkv, self.head = nn.Linear(16, 48, bias=False), nn.Linear(16, size)
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        x = self.words(input_ids) + self.places(position_ids)
+        query, key, value = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        logits = self.head(x + seen.transpose(1, 2).flatten(-2))
+        if labels is None and shift_labels is None:
+            return {"logits": logits}
+        if shift_labels is None:
+            shift_labels = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten()), "logits": logits}
+
+
 def texts(number: int, width: int = 9, seed: int = 1) -> list[dict[str, Tensor]]:
     """Token ids with padding on the right, which is no target, and some other tokens that are none."""
     generator = torch.Generator().manual_seed(seed)
@@ -57,7 +87,16 @@ MODELS: dict[str, Any] = {
     "llama": llama,
     "tied llama": lambda: llama(tie_word_embeddings=True),
     "qwen": qwen,
+    "own module": Reader,
+    "own loss": Reader,
 }
+FEW = ["tied llama", "own module"]
+
+
+def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Made outside of the model, of all its outputs."""
+    left, right = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return functional.cross_entropy(left, right, reduction="sum") / num_items_in_batch
 
 
 def options_of(folder: Path, name: str, parts: int) -> dict[str, Any]:
@@ -68,6 +107,7 @@ def options_of(folder: Path, name: str, parts: int) -> dict[str, Any]:
         "per_device_eval_batch_size": 6 // parts,
         "max_grad_norm": 0.5,
         "include_num_input_tokens_seen": "all",
+        "compute_loss_func": own_loss if name == "own loss" else None,
     }
 
 
@@ -104,7 +144,8 @@ def main() -> None:
             result = go_on(folder / name, mesh, sizes, None if checkpoint == "start" else Path(checkpoint))
             torch.save(result, folder / f"{name}-{rank}.pt")
             continue
-        torch.save({name: run(folder / said, name, mesh, sizes) for name in MODELS}, folder / f"{said}-{rank}.pt")
+        names = list(MODELS) if size == 2 else FEW
+        torch.save({name: run(folder / said, name, mesh, sizes) for name in names}, folder / f"{said}-{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": f"{SOURCES}{os.pathsep}{SUPPORT}",
         "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # ninja, which DeepSpeed calls
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONWARNINGS": "ignore::FutureWarning",  # DeepSpeed's, by the thousand: more than a pipe holds unread
         "WORLD_SIZE": str(size),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

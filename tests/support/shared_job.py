@@ -17,11 +17,15 @@ import numpy as np
 import pytest
 import torch
 from small_models import Classifier, Tagger, classification, make_trainer, tagging
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from paceline import EvalPrediction, Trainer, TrainerCallback
+from paceline.core.optional import is_installed, require
+
+has_zero = is_installed("deepspeed") and any(word.startswith("zero") for word in sys.argv)
+zero: Any = require("deepspeed.utils", "deepspeed") if has_zero else None
 
 Result = dict[str, Any]
 SCENARIOS: dict[str, Callable[[Path, int], Result]] = {}
@@ -31,10 +35,14 @@ ENGINES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp": {"fsdp": True},
     "hsdp": {"fsdp": "hybrid_shard", "fsdp_config": {"replicate": 2}},
+    "gpipe": {"parallel": {"pp": 2}, "pipeline_config": {"schedule": "gpipe"}},
+    "1f1b": {"parallel": {"pp": 2}},
+    "1f1b+ddp": {"parallel": {"dp_replicate": 2, "pp": 2}},
     "tp": {"parallel": {"tp": 2}},
     "tp+fsdp": {"parallel": {"dp_shard": 2, "tp": 2}},
     "tp+ddp": {"parallel": {"dp_replicate": 2, "tp": 2}},
     "tp+hsdp": {"parallel": {"dp_replicate": 2, "dp_shard": 2, "tp": 2}},
+    **{f"zero{stage}": {"deepspeed": {"zero_optimization": {"stage": stage}}} for stage in (0, 1, 2, 3)},
 }
 in_force: dict[str, Any] = {}  # of these, on several processes
 
@@ -45,9 +53,20 @@ def scenario(run: Callable[[Path, int], Result]) -> Callable[[Path, int], Result
 
 
 def whole(tensor: Any) -> Tensor:
-    """A tensor of all shards."""
+    """A tensor of all shards; of a parameter that ZeRO holds, the one that is stepped."""
+    if hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping"):
+        return zero.safe_get_full_fp32_param(tensor)
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full
+
+
+def gradient_of(parameter: Any) -> Tensor | None:
+    """The gradient of all shards, averaged over the processes."""
+    if hasattr(parameter, "ds_id"):
+        return zero.safe_get_full_grad(parameter)
+    if hasattr(parameter, "_hp_mapping"):
+        return parameter.get_full_hp_grad()
+    return None if parameter.grad is None else whole(parameter.grad)
 
 
 class RecordGradient(TrainerCallback):
@@ -58,14 +77,26 @@ class RecordGradient(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if self.gradient is None:
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            self.gradient = torch.cat([whole(gradient).flatten() for gradient in gradients])
+            gradients = {name: gradient_of(p) for name, p in model.named_parameters()}
+            gradients = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+            if any(parameter.is_meta for parameter in model.parameters()):  # those of other stages are elsewhere
+                gathered: list[Any] = [None] * distributed.get_world_size()
+                distributed.all_gather_object(gathered, gradients)
+                gradients = {name: gradient for each in gathered for name, gradient in each.items()}
+            names = [name for name, _ in model.named_parameters() if name in gradients]
+            self.gradient = torch.cat([gradients[name].flatten() for name in names])
+            if args.deepspeed and args.deepspeed["zero_optimization"]["stage"] > 0:  # which clips with the step
+                self.gradient *= min(1.0, args.max_grad_norm / (float(self.gradient.norm()) + 1e-6))
 
 
 def found(trainer: Trainer, **more: Any) -> Result:
     """What two runs are compared by."""
     rows = trainer.state.log_history
-    parameters = [whole(parameter.detach()).flatten() for parameter in trainer.model.parameters()]
+    if any(parameter.is_meta for parameter in trainer.model.parameters()):
+        state = trainer.strategy.full_weights(trainer.model)
+        parameters = [state[name].flatten() for name, _ in trainer.model.named_parameters()]
+    else:
+        parameters = [whole(parameter).detach().flatten() for parameter in trainer.model.parameters()]
     record = next((c for c in trainer.callback_handler.callbacks if isinstance(c, RecordGradient)), None)
     return {
         "weights": torch.cat(parameters),
@@ -144,7 +175,10 @@ class CountsTokens(Tagger):
     """Divides by num_items_in_batch, as models of transformers do."""
 
     def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Any:
-        logits = super().forward(input_ids, labels)["logits"]
+        return self.finish(self.begin(input_ids), labels, num_items_in_batch)
+
+    def finish(self, hidden: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Any:
+        logits = self.head(hidden)
         left, right = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         if num_items_in_batch is None:
             return {"loss": functional.cross_entropy(left, right), "logits": logits}
@@ -255,7 +289,8 @@ def main() -> None:
     for engine in engines:
         in_force.clear()
         in_force.update(ENGINES[engine])
-        parts = size // 2 if engine.startswith("tp") else size  # that read different data
+        shares = any(axis in in_force.get("parallel", ()) for axis in ("tp", "pp"))
+        parts = size // 2 if shares else size  # that read different data
         found = {name: run(folder / engine / name, parts) for name, run in SCENARIOS.items()}
         torch.save(found, folder / f"{engine}-{rank}.pt")
 

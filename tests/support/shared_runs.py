@@ -3,7 +3,7 @@
     python shared_runs.py FOLDER MODE...     MODE: whole, terminated, killed, from=CHECKPOINT
 
 Writes `MODE-RANK.json` (how it ended) and `MODE-RANK.pt` (the weights). Modes that begin with `sharded` shard it;
-of `parts`, each process writes its own.
+of `parts`, each process writes its own; those that begin with `zero` and a number do so by that stage of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -64,27 +64,36 @@ def run(folder: Path, mode: str) -> None:
         callbacks = [Disturb(signal.SIGTERM, 1, 6)]
     elif mode == "stopped":
         callbacks = [Stop()]
-    elif mode == "killed" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    elif name.endswith("killed") and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
         callbacks = [Disturb(signal.SIGKILL, 1, 6)]
+    elif mode.endswith("terminated"):
+        callbacks = [Disturb(signal.SIGTERM, 1, 6)]
     options: dict[str, Any] = {}
     if name.startswith("sharded"):
-        best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, "eval_dataset": tagging(17)}
-        options = {"fsdp": True, **(best if "best" in name else {})}
+        options = {"fsdp": True}
         if name.startswith("sharded_parts"):
             options["fsdp_config"] = {"state_dict_type": "SHARDED_STATE_DICT"}
+    if name.startswith("zero"):
+        section: dict[str, Any] = {"stage": int(name[4])}
+        if "offload" in name:
+            section["offload_optimizer"] = {"device": "cpu"}
+            section |= {"offload_param": {"device": "cpu"}} if section["stage"] == 3 else {}
+        options = {"deepspeed": {"zero_optimization": section, "bf16": {"enabled": "auto"}}, "bf16": "bf16" in name}
     if name.startswith("hybrid_parts"):
         options = {"fsdp": "hybrid_shard", "fsdp_config": {"replicate": 2}, "checkpoint_format": "sharded"}
     if name.startswith("ddp_parts"):
         options = {"checkpoint_format": "sharded"}
+    if "best" in name:
+        options |= {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4}
+        options |= {"eval_dataset": tagging(17)}
     trainer = trainer_in(folder / name, float(os.environ.get("DROPOUT", "0.3")), callbacks, **options)
     output = trainer.train(resume_from_checkpoint=checkpoint or None)
     rank = trainer.args.process_index
     ended = {"global_step": output.global_step, "log": trainer.state.log_history[:-1]}
     (folder / f"{name}-{rank}.json").write_text(json.dumps(ended))
     trainer.save_model(str(folder / f"{name}-model"))
-    parameters = [parameter.detach() for parameter in trainer.model.parameters()]
-    whole = [parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter for parameter in parameters]
-    weights = torch.cat([parameter.flatten() for parameter in whole])
+    whole = trainer.accelerator.get_state_dict(trainer.model)
+    weights = torch.cat([whole[name].detach().cpu().flatten() for name, _ in trainer.model.named_parameters()])
     torch.save(weights, folder / f"{name}-{rank}.pt")
 
 

@@ -342,7 +342,7 @@ def test_what_no_run_calls_is_named_when_it_is_asked_for(tmp_path: Path) -> None
     trainer: Any = make_trainer(tmp_path, Classifier(), classification(8))
     with pytest.raises(AttributeError, match=r"Trainer.torch_jit_model_eval is not there: .* set torch_compile"):
         trainer.torch_jit_model_eval(trainer.model, None)
-    with pytest.raises(AttributeError, match=r"DeepSpeed is not supported in this version, use parallel='fsdp'"):
+    with pytest.raises(AttributeError, match=r"its config is filled from the arguments when a run starts"):
         trainer.propagate_args_to_deepspeed()
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = trainer.nothing

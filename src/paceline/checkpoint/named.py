@@ -72,7 +72,9 @@ def load_model_in_place(model: nn.Module, folder: Path) -> bool:
         names[kept].append(name)
     source = {name: next((each for each in own if each in stored), None) for name, own in names.items()}
     known = {*state.tensors, *state.tied, *notes_of(folder).get("tied", {})}
-    if state.extra or shards.plain or None in source.values() or stored - known or not _loads_plainly(model):
+    has_gaps = any(value.is_meta for value in state.tensors.values())  # whose values are on other processes
+    is_other = state.extra or shards.plain or None in source.values() or stored - known
+    if has_gaps or is_other or not _loads_plainly(model):
         return False
     shards.load({f"model.{source[name]}": value for name, value in state.tensors.items()})
     return True
@@ -114,9 +116,11 @@ def read_whole_model(folder: Path) -> Named | None:
 def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """The names of the parameters of each group; one that the model does not have goes by its place."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    # an optimizer that holds the model's parameters in parts says which they are
+    groups = getattr(optimizer, "groups", None) or [group["params"] for group in optimizer.param_groups]
     return [
-        [names.get(id(parameter), f"group {number}, {place}") for place, parameter in enumerate(group["params"])]
-        for number, group in enumerate(optimizer.param_groups)
+        [names.get(id(parameter), f"group {number}, {place}") for place, parameter in enumerate(group)]
+        for number, group in enumerate(groups)
     ]
 
 

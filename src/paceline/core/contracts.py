@@ -157,8 +157,12 @@ class Strategy(Protocol):
     device: Any
     precision: Any
     mesh: Any  # how the processes are laid out: `paceline.args.mesh.Mesh`
+    reduces_late: bool  # whether gradients are averaged by `reduce_gradients`, once all backward passes are done
     in_step: bool  # whether forward and backward wait for the other processes, so that all must run as many
     is_sharded: bool  # whether parameters and optimizer state are parts of tensors
+    runs_windows: bool  # whether it runs forward and backward of all micro-batches of an update itself
+    is_opaque: bool  # whether tensors have no address, by which one could tell which are the same
+    defers: bool  # whether operations are put off until `run_deferred`
     holds_back: bool  # whether `micro_step` does anything, so that a step of one process need not enter it
     place: Callable[[Any], Any]  # the batch, its tensors on the device
 
@@ -167,6 +171,8 @@ class Strategy(Protocol):
     def forward_context(self) -> AbstractContextManager[Any]: ...
 
     def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]: ...
+
+    def reduce_gradients(self) -> None: ...
 
     def evaluation_model(self, model: Any) -> Any: ...
 
@@ -178,9 +184,15 @@ class Strategy(Protocol):
 
     def step(self, is_bad: Any = None) -> bool: ...
 
+    def run_deferred(self) -> None: ...
+
+    def upload(self, number: float) -> Any: ...
+
     def data_coordinates(self) -> tuple[int, int]: ...
 
     def stateful(self) -> dict[str, Any]: ...
+
+    def holds_part_of(self, model: Any) -> bool: ...
 
     def full_weights(self, model: Any) -> dict[str, Any]: ...
 

@@ -22,6 +22,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import resolve_mesh
 from paceline.args.sharding import Sharding, read_sharding
 from paceline.distributed.device_mesh import build_device_mesh, sharding_mesh
+from paceline.distributed.precision import ApexPrecision
 from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class FullyShardedData(SingleDevice):
         args: `fsdp` and `fsdp_config` are read.
 
     Raises:
-        UnsupportedOption: fp16, whose scaler would have to look at the gradients of all processes.
+        UnsupportedOption: half_precision_backend='apex', whose master weights are whole tensors.
     """
 
     holds_back = True
@@ -44,8 +45,11 @@ class FullyShardedData(SingleDevice):
 
     def __init__(self, world: Any, precision: Any, args: Any) -> None:
         super().__init__(world, precision, resolve_mesh(args, world.world_size, world.local_size))
-        if precision.scales or precision.has_masters:
-            raise UnsupportedOption("fp16=True with a sharded model is not supported: set bf16=True.")
+        if isinstance(precision, ApexPrecision):
+            raise UnsupportedOption(
+                "half_precision_backend='apex' with a sharded model is not supported: leave it out (fp16=True runs by "
+                "torch's autocast), or set bf16=True."
+            )
         if args.bf16_full_eval or args.fp16_full_eval:
             raise UnsupportedOption("bf16_full_eval and fp16_full_eval cast whole models: not supported with shards.")
         self.sharding = read_sharding(args.fsdp or True, args.fsdp_config)
@@ -59,7 +63,7 @@ class FullyShardedData(SingleDevice):
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         options: dict[str, Any] = {
-            "mesh": sharding_mesh(self.mesh, mesh),
+            "mesh": sharding_mesh(mesh),
             "reshard_after_forward": self.sharding.reshard,
         }
         if self.sharding.offload:
@@ -88,6 +92,10 @@ class FullyShardedData(SingleDevice):
         """As on one device; the norm is that of all shards."""
         norm = super().clip(max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def holds_part_of(self, model: nn.Module) -> bool:
+        """Whether a model is in shards."""
+        return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The whole model's state, on the host; all processes take part. Tied tensors stay one."""

@@ -30,20 +30,31 @@ GRADIENT_OF = attrgetter("grad")
 IS_THERE = partial(is_not, None)
 NOTHING = nullcontext()
 
-# what `parallel` may name -> where its strategy is; loaded by runs of several processes only
+# how the work is shared -> where its strategy is, loaded by runs that need it
 STRATEGIES = {
     "ddp": "paceline.distributed.ddp:DistributedData",
     "fsdp": "paceline.distributed.fsdp:FullyShardedData",
+    "pipeline": "paceline.distributed.pipeline:Pipelined",
     "mesh": "paceline.distributed.mesh:MeshParallel",
+    "deepspeed": "paceline.distributed.deepspeed:DeepSpeed",
+    "xla": "paceline.distributed.xla:XlaDevices",
 }
 
 
 @dataclass
 class Prepared:
-    """What a strategy made of a model: the module to call, and the optimizer over its parameters."""
+    """What a strategy made of a model: the module to call, and the optimizer over its parameters.
+
+    Attributes:
+        model: the module to call.
+        optimizer: over its parameters; None: none was asked for.
+        make_schedule: (updates of the run, of these warmup) -> the schedule that the strategy's own settings ask for,
+            or None where they ask for none.
+    """
 
     model: nn.Module
     optimizer: Optimizer | None
+    make_schedule: Callable[[int, int], Any] | None = None
 
 
 class SingleDevice:
@@ -52,6 +63,10 @@ class SingleDevice:
     holds_back = False
     in_step = False
     is_sharded = False
+    runs_windows = False
+    reduces_late = False
+    is_opaque = False
+    defers = False
 
     def __init__(self, world: World, precision: Precision, mesh: Mesh | None = None) -> None:
         self.world = world
@@ -91,6 +106,9 @@ class SingleDevice:
     def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
         """The context of one forward and backward: nothing to hold back, there is nobody to reduce with."""
         return NOTHING
+
+    def reduce_gradients(self) -> None:
+        """Nothing to average: there is nobody else."""
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """What to call in evaluation, of what `prepare` made."""
@@ -161,6 +179,13 @@ class SingleDevice:
             return True
         return self.precision.step(self.optimizer, is_bad)
 
+    def run_deferred(self) -> None:
+        """Nothing is put off."""
+
+    def upload(self, number: float) -> Any:
+        """A number that changes from step to step, as what is put off takes it."""
+        return number
+
     def data_coordinates(self) -> tuple[int, int]:
         """(part, parts): which part of the data this process reads, and into how many it is cut."""
         return self.mesh.data_coordinates(self.world.process_index)
@@ -168,6 +193,10 @@ class SingleDevice:
     def stateful(self) -> dict[str, Any]:
         """What a checkpoint must hold beside model and optimizer."""
         return {"precision": self.precision}
+
+    def holds_part_of(self, model: nn.Module) -> bool:
+        """Whether some of a model's values are on other processes."""
+        return False
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The whole model's state, on the device it lives on."""
@@ -199,27 +228,62 @@ def are_alike(tensors: list[Tensor]) -> bool:
 
 
 def choose_strategy(world: World, precision: Precision, args: Any) -> SingleDevice:
-    """The strategy that `parallel` names; without it, every process holds the whole model.
+    """The strategy that `parallel` names, or that the device needs; else, every process holds the whole model.
 
     Args:
-        world: one process needs none of the others.
+        world: one process needs none of the others, but on devices that have a strategy of their own.
         precision: held by it.
-        args: read by the strategies of several processes.
+        args: read by the other strategies.
     """
-    if not world.is_shared:
+    kind = "xla" if world.device.type == "xla" else resolve_parallel(args, world.world_size, world.local_size)
+    check_device_options(args, kind, world.device)
+    if kind is None:
         return SingleDevice(world, precision)
-    named = resolve_parallel(args, world.world_size, world.local_size) or "ddp"
-    if named not in STRATEGIES:
+    if kind not in STRATEGIES:
         sizes = resolve_mesh(args, world.world_size, world.local_size).describe()
         raise UnsupportedOption(f"parallel: a mesh of {sizes} is not supported: use the other axes only.")
-    module, name = STRATEGIES[named].split(":")
+    module, name = STRATEGIES[kind].split(":")
     strategy: SingleDevice = getattr(importlib.import_module(module), name)(world, precision, args)
     return strategy
 
 
+def check_device_options(args: Any, kind: str | None, device: torch.device) -> None:
+    """Refuse options of XLA devices where there are none.
+
+    Raises:
+        UnsupportedOption: one of them was given.
+    """
+    if kind == "xla":
+        return
+    asked = [f"tpu_num_cores={args.tpu_num_cores}"] if args.tpu_num_cores is not None else []
+    asked += ["debug='tpu_metrics_debug'"] if "tpu_metrics_debug" in args.debug else []
+    if asked:
+        raise UnsupportedOption(
+            f"{asked[0]} is for XLA devices, and this run is on {device}: leave it out, or set parallel='xla'."
+        )
+
+
+def put_on_device(model: nn.Module, device: torch.device) -> None:
+    """Move a model, and keep its tied parameters one.
+
+    Between some kinds of device a parameter cannot be moved in place: `model.to` then makes another, and one for each
+    name that it had.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    model.to(device)
+    for first, *others in names.values():
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            kept = model.get_parameter(first)
+            if model.get_parameter(name) is not kept:
+                setattr(model.get_submodule(owner), leaf, kept)
+
+
 def empty_device_cache(device: torch.device) -> None:
-    """Give cached device memory back to the driver; nothing to do on the CPU."""
-    if device.type != "cpu":
+    """Give cached device memory back to the driver; nothing to do on the CPU, or where torch does not know of any."""
+    if device.type != "cpu" and torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
 

@@ -1,0 +1,359 @@
+"""DeepSpeed's configuration, checked against the arguments and filled from them. No torch, no DeepSpeed.
+
+The keys are those of https://www.deepspeed.ai/docs/config-json/. What says the same as an argument must be equal to it,
+or "auto"; what DeepSpeed would do in place of paceline is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.args.errors import UnsupportedOption, did_you_mean
+
+# the engine's own settings, handed on as they are
+HANDED_ON = frozenset({
+    "zero_optimization", "bf16", "fp16", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps", "optimizer", "scheduler", "data_types", "communication_data_type",
+    "prescale_gradients", "gradient_predivide_factor", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "flops_profiler",
+    "comms_logger", "timers", "aio", "disable_python_gc", "activation_checkpointing",
+})  # fmt: skip
+# what another part does here, or what no strategy of this version does
+REFUSED = {
+    "amp": "set bf16=True",
+    "torch_autocast": "set bf16=True",
+    "pipeline": "use ZeRO (zero_optimization)",
+    "tensor_parallel": "use ZeRO (zero_optimization)",
+    "expert_parallel": "use ZeRO (zero_optimization)",
+    "sequence_parallel_size": "use ZeRO (zero_optimization)",
+    "autotuning": "set the batch size and the ZeRO stage yourself",
+    "elasticity": "a run keeps its samples per update on another number of processes without it",
+    "checkpoint": "paceline writes the checkpoints, for any number of processes",
+    "data_efficiency": "set train_sampling_strategy",
+    "curriculum_learning": "set train_sampling_strategy",
+    "progressive_layer_drop": "use the model's own dropout",
+    "sparse_attention": "choose it in the model",
+    "sparse_gradients": "use dense gradients",
+    "compression_training": "compress the model beside the training",
+    "quantize_training": "quantize the model before the training",
+    "weight_quantization": "quantize the model before the training",
+    "hybrid_engine": "generate by the model itself",
+    "compile": "set torch_compile=True",
+    "tensorboard": "set report_to='tensorboard'",
+    "wandb": "set report_to='wandb'",
+    "comet": "use a callback",
+    "csv_monitor": "set report_to='csv'",
+    "dataloader_drop_last": "set dataloader_drop_last=True among the arguments",
+    "managed_gradient_accumulation": "set gradient_accumulation_steps",
+    "gradient_allreduce_op": "losses are weighed for a mean over the processes",
+}
+REFUSED_OF_ZERO = {
+    "zenflow": "use offload_optimizer",
+    "elastic_checkpoint": "checkpoints load on any number of processes without it",
+    "zero_quantized_gradients": "use communication_data_type",
+    "zero_quantized_weights": "use bf16=True",
+    "zero_quantized_nontrainable_weights": "use bf16=True",
+    "legacy_stage1": "use stage 1",
+    "zero_hpz_partition_size": "use stage 2, or fsdp='hybrid_shard'",
+    "mics_shard_size": "use fsdp='hybrid_shard'",
+}
+# settings of the optimizer section -> the argument that says the same
+OPTIMIZER_NAMES = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What `deepspeed` asks for, filled.
+
+    Attributes:
+        config: for `deepspeed.initialize`; without the sections for optimizer and schedule, which are made here.
+        stage: of ZeRO: 0 shards nothing; 1 optimizer state; 2 gradients too; 3 parameters too.
+        wants_adam: the config has an optimizer section: Adam with decoupled weight decay.
+        schedule: name and settings of DeepSpeed's schedule, "auto" where it depends on the length of the run; None:
+            the arguments' own.
+    """
+
+    config: dict[str, Any]
+    stage: int
+    wants_adam: bool = False
+    schedule: tuple[str, dict[str, Any]] | None = None
+
+
+def is_asked(value: Any) -> bool:
+    """Whether a value of `deepspeed` asks for anything."""
+    return bool(value)
+
+
+def read_config(value: Any) -> dict[str, Any]:
+    """`deepspeed` as a dict of its own.
+
+    Args:
+        value: a dict, JSON, the path of a JSON file, or JSON in base64, as launchers pass it.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(value, Mapping):
+        return copy.deepcopy(dict(value))
+    expected = "give a dict, JSON, or the path of a JSON file"
+    text = str(value)
+    if not text.lstrip().startswith("{"):
+        if Path(text).expanduser().is_file():
+            text = Path(text).expanduser().read_text(encoding="utf-8")
+        else:
+            try:
+                text = base64.urlsafe_b64decode(text).decode("utf-8")
+            except (binascii.Error, ValueError):
+                raise ValueError(f"deepspeed={value!r} is not possible: there is no such file; {expected}.") from None
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"deepspeed={value!r} is not possible: it is not valid JSON ({error}); {expected}.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"deepspeed={value!r} is not possible: {expected}.")
+    return config
+
+
+def fill_config(args: Any, world_size: int | None = None, hidden_size: int | None = None) -> EngineConfig:
+    """Check `args.deepspeed` and fill it from the other arguments.
+
+    Args:
+        args: the arguments.
+        world_size: None: not known yet, so train_batch_size is not looked at.
+        hidden_size: of the model, for the sizes of ZeRO's buckets; None: DeepSpeed's own defaults.
+
+    Raises:
+        ValueError: the config contradicts an argument; the message names both values.
+        UnsupportedOption: a setting that cannot be honoured; the message says what to do instead.
+    """
+    config = read_config(args.deepspeed)
+    check_keys(config)
+    match_batches(config, args, world_size)
+    match(config, "gradient_clipping", float(args.max_grad_norm), "max_grad_norm")
+    fill_precision(config, args)
+    stage = fill_zero(config, hidden_size)
+    if stage == 0 and config["bf16"]["enabled"]:
+        raise UnsupportedOption(
+            "deepspeed['zero_optimization']['stage']=0 with bf16=True is not supported: use stage 1, or leave "
+            "deepspeed out."
+        )
+    wants_adam = check_optimizer(config.pop("optimizer", None), args)
+    schedule = fill_schedule(config.pop("scheduler", None), args)
+    config["zero_allow_untested_optimizer"] = True  # paceline says which optimizers it knows to work
+    if config.setdefault("zero_force_ds_cpu_optimizer", False) not in (False, "auto"):
+        raise UnsupportedOption(
+            "deepspeed['zero_force_ds_cpu_optimizer']=True is not supported: the optimizer is torch's, which steps "
+            "state in host memory too; leave it out."
+        )
+    config["zero_force_ds_cpu_optimizer"] = False
+    for name in find_auto(config, "deepspeed"):
+        raise ValueError(f"{name}='auto' is not possible: no argument says the same; give a value, or leave it out.")
+    return EngineConfig(config, stage, wants_adam, schedule)
+
+
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Refuse settings that are not known, and those that another part has."""
+    for name, value in config.items():
+        if name in REFUSED:
+            if is_set(value):
+                raise UnsupportedOption(f"deepspeed[{name!r}]={value!r} is not supported: {REFUSED[name]}, instead.")
+        elif name not in HANDED_ON:
+            hint = did_you_mean(name, HANDED_ON)
+            raise ValueError(f"deepspeed has no setting {name!r}{hint or ': leave it out.'}")
+
+
+def is_set(value: Any) -> bool:
+    """Whether a setting asks for something: not off, and no section that says so itself."""
+    return bool(value) and value != "auto" and not (isinstance(value, Mapping) and value.get("enabled") is False)
+
+
+def match(config: dict[str, Any], path: str, expected: Any, argument: str) -> None:
+    """Put `expected` where the config has "auto" or nothing.
+
+    Raises:
+        ValueError: it has another value.
+    """
+    *sections, name = path.split(".")
+    for section in sections:
+        config = config.setdefault(section, {})
+    found = config.get(name, "auto")
+    if isinstance(found, list) and isinstance(expected, list):
+        is_same = [float(item) for item in found] == [float(item) for item in expected]
+    else:
+        is_same = found in ("auto", None) or found == expected
+    if not is_same:
+        where = "".join(f"[{part!r}]" for part in path.split("."))
+        raise ValueError(
+            f"deepspeed{where}={found!r} contradicts {argument}={expected!r}: make them equal, or write 'auto' there."
+        )
+    config[name] = expected
+
+
+def match_batches(config: dict[str, Any], args: Any, world_size: int | None) -> None:
+    """The three sizes of batches. DeepSpeed reads them for its counters only: every window is closed from here."""
+    size, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    match(config, "train_micro_batch_size_per_gpu", size, "per_device_train_batch_size")
+    match(config, "gradient_accumulation_steps", steps, "gradient_accumulation_steps")
+    if world_size is None:
+        config.pop("train_batch_size", None)
+        return
+    several = f"per_device_train_batch_size x gradient_accumulation_steps x {world_size} processes"
+    match(config, "train_batch_size", size * steps * world_size, several)
+    if (config.get("zero_optimization") or {}).get("offload_optimizer"):
+        # with 1 it adds nothing up on the host; a resumed run may take more micro-batches than the arguments say
+        config["gradient_accumulation_steps"] = max(steps, 2)
+        config["train_batch_size"] = size * max(steps, 2) * world_size
+
+
+def fill_precision(config: dict[str, Any], args: Any) -> None:
+    """`bf16.enabled` and `fp16.enabled`."""
+    for name in ("bf16", "fp16"):
+        if not isinstance(config.setdefault(name, {}), dict):
+            raise ValueError(f"deepspeed[{name!r}]={config[name]!r} is not possible: write {{'enabled': 'auto'}}.")
+        match(config, f"{name}.enabled", bool(getattr(args, name)), name)
+    if args.fp16:
+        raise UnsupportedOption("fp16=True with deepspeed is not supported: set bf16=True.")
+    config["fp16"] = {"enabled": False}
+
+
+def fill_zero(config: dict[str, Any], hidden_size: int | None) -> int:
+    """The section of ZeRO; returns the stage.
+
+    Raises:
+        ValueError: no such stage.
+        UnsupportedOption: a setting of it.
+    """
+    zero = config.setdefault("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ValueError(f"deepspeed['zero_optimization']={zero!r} is not possible: write {{'stage': 2}}, say.")
+    stage = zero.setdefault("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ValueError(f"deepspeed['zero_optimization']['stage']={stage!r} is not possible: use 0, 1, 2 or 3.")
+    for name, remedy in REFUSED_OF_ZERO.items():
+        value = zero.get(name)
+        if is_set(value) and (value is True or value not in (1, -1)):  # a group of one is none
+            raise UnsupportedOption(
+                f"deepspeed['zero_optimization'][{name!r}]={value!r} is not supported: {remedy}, instead."
+            )
+    for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        device = check_offload(zero, name)
+        if device is not None and stage < least:
+            raise ValueError(
+                f"deepspeed['zero_optimization'][{name!r}] with stage={stage} is not possible: use stage {least}"
+                f"{' or more' if least < 3 else ''}, or leave it out."
+            )
+    sizes = {} if hidden_size is None else {
+        "reduce_bucket_size": hidden_size * hidden_size,
+        "stage3_prefetch_bucket_size": hidden_size * hidden_size * 9 // 10,
+        "stage3_param_persistence_threshold": hidden_size * 10,
+    }  # fmt: skip
+    for name in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
+        if zero.get(name) == "auto":
+            del zero[name]
+            zero.update({name: sizes[name]} if name in sizes else {})
+    return int(stage)
+
+
+def check_offload(zero: dict[str, Any], name: str) -> str | None:
+    """Where a part is kept; None: on the device."""
+    section = zero.get(name)
+    device = section.get("device", "none") if isinstance(section, Mapping) else section
+    if device in (None, False, "none"):
+        zero.pop(name, None)
+        return None
+    if not isinstance(section, dict) or device != "cpu":
+        raise UnsupportedOption(
+            f"deepspeed['zero_optimization'][{name!r}]={section!r} is not supported: use {{'device': 'cpu'}}."
+        )
+    return "cpu"
+
+
+def check_optimizer(section: Any, args: Any) -> bool:
+    """Whether the config asks for an optimizer: it must be the one of the arguments.
+
+    Raises:
+        ValueError: it contradicts them.
+        UnsupportedOption: another than Adam with decoupled weight decay.
+    """
+    if not section:
+        return False
+    kind, settings = section.get("type"), dict(section.get("params") or {})
+    if str(kind).lower() not in ("adam", "adamw"):
+        raise UnsupportedOption(
+            f"deepspeed['optimizer']['type']={kind!r} is not supported: leave the section out, and set optim."
+        )
+    if not str(args.optim).startswith("adamw_torch"):
+        raise ValueError(
+            f"deepspeed['optimizer']['type']={kind!r} contradicts optim='{args.optim}': leave the section out, or set "
+            "optim='adamw_torch'."
+        )
+    for name, argument in OPTIMIZER_NAMES.items():
+        if name in settings:
+            match(section, f"params.{name}", getattr(args, argument), argument)
+    if "betas" in settings:
+        match(section, "params.betas", [args.adam_beta1, args.adam_beta2], "adam_beta1, adam_beta2")
+    possible = {"torch_adam": (True, False), "adam_w_mode": (True,), "bias_correction": (True,), "amsgrad": (False,)}
+    for name in settings.keys() - {"betas", *OPTIMIZER_NAMES}:
+        if settings[name] not in possible.get(name, ()):
+            raise UnsupportedOption(
+                f"deepspeed['optimizer']['params'][{name!r}]={settings[name]!r} is not supported: leave the section "
+                "out, and set optim and optim_args."
+            )
+    return True
+
+
+def fill_schedule(section: Any, args: Any) -> tuple[str, dict[str, Any]] | None:
+    """DeepSpeed's schedule that the config asks for.
+
+    Raises:
+        ValueError: it contradicts the arguments.
+        UnsupportedOption: one that is not known.
+    """
+    if not section:
+        return None
+    kind, settings = section.get("type"), dict(section.get("params") or {})
+    if kind not in SCHEDULES:
+        raise UnsupportedOption(
+            f"deepspeed['scheduler']['type']={kind!r} is not supported: use {', '.join(SCHEDULES)}, or leave the "
+            "section out and set lr_scheduler_type."
+        )
+    if settings.get("warmup_min_lr") == "auto":
+        settings["warmup_min_lr"] = 0.0
+    if "warmup_max_lr" in settings:
+        match(section, "params.warmup_max_lr", args.learning_rate, "learning_rate")
+        settings["warmup_max_lr"] = args.learning_rate
+    if kind != "WarmupLR":
+        settings.setdefault("total_num_steps", "auto")
+    return kind, settings
+
+
+def finish_schedule(settings: Mapping[str, Any], num_updates: int, num_warmup: int) -> dict[str, Any]:
+    """The settings of a schedule, once the length of the run is known.
+
+    Raises:
+        ValueError: the config says another length; the message names both.
+    """
+    config: dict[str, Any] = {"scheduler": {"params": dict(settings)}}
+    if "total_num_steps" in settings:
+        match(config, "scheduler.params.total_num_steps", num_updates, "the updates of the run")
+    if "warmup_num_steps" in settings:
+        match(config, "scheduler.params.warmup_num_steps", max(num_warmup, 1), "warmup_steps")
+    params: dict[str, Any] = config["scheduler"]["params"]
+    return params
+
+
+def find_auto(value: Any, where: str) -> Iterator[str]:
+    """The places of "auto" in a nest of dicts."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from find_auto(item, f"{where}[{name!r}]")
+    elif value == "auto":
+        yield where
