@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ STEPS = 60
 def run(words: list[str]) -> None:
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'launch'}",
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
@@ -44,9 +43,6 @@ def test_ray_gives_the_numbers_of_torchrun(tmp_path: Path) -> None:
     run([*launched, "--output_dir", str(tmp_path / "torchrun"), *options])
     ray_job = [str(ROOT / "tests" / "support" / "ray_job.py"), "--output-dir", str(tmp_path / "ray")]
     run([*ray_job, "--max-steps", str(STEPS)])
-    check(tmp_path)
-    shutil.rmtree(tmp_path / "ray" / "checkpoint-60")
-    run([*ray_job, "--max-steps", str(STEPS)])  # goes on from 50
     check(tmp_path)
 
 

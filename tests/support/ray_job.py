@@ -19,7 +19,6 @@ def main() -> None:
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
         object_store_memory=200 << 20,
-        runtime_env={"env_vars": {"PYTHONPATH": f"{LAUNCH.parent / 'src'}:{LAUNCH}", "OMP_NUM_THREADS": "1"}},
     )
     ray_train.main()
     ray.shutdown()
