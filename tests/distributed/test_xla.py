@@ -110,14 +110,14 @@ def test_weights_and_moments_are_cut_where_that_is_asked(on_devices: Found) -> N
 
 
 CHECKS = """
-import os, sys
+import os, sys, tempfile
 import torch
 from paceline import Trainer, TrainingArguments
 from paceline.distributed.world import current_world
 from small_models import Tagger, tagging
 
 def arguments(**options):
-    return TrainingArguments("unused", report_to="none", save_strategy="no", disable_tqdm=True, **options)
+    return TrainingArguments(tempfile.mkdtemp(), report_to="none", save_strategy="no", disable_tqdm=True, **options)
 
 def refuses(words, **options):
     try:
