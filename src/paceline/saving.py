@@ -34,7 +34,7 @@ from paceline.checkpoint.frozen import FrozenPart
 from paceline.checkpoint.named import load_model_in_place, read_whole_model
 from paceline.checkpoint.shards import MODEL_FOLDER, is_sharded
 from paceline.checkpoint.weights import read_weights
-from paceline.checkpoint.zero_files import has_zero_files, read_zero_files
+from paceline.checkpoint.zero_files import read_zero_weights
 from paceline.core import folders
 from paceline.core.manifest import KnownFile
 from paceline.core.resuming import PROGRESS_FILE, STATE_FILE
@@ -241,9 +241,7 @@ def load_weights(trainer: Trainer, model: nn.Module, folder: str) -> list[str]:
     if is_sharded(Path(folder, MODEL_FOLDER)) and load_model_in_place(files.without_compile(model), Path(folder)):
         return []
     has_shards = trainer.strategy.is_sharded and trainer.strategy.has_shards(model)
-    weights = read_zero_files(Path(folder)).weights() if has_zero_files(Path(folder)) else None
-    if weights is None and has_shards:
-        weights = read_weights(Path(folder))
+    weights = read_zero_weights(Path(folder)) or (read_weights(Path(folder)) if has_shards else None)
     if weights is None and not files.has_weights(folder):
         weights = read_whole_model(Path(folder))
     if weights is None or not has_shards:
