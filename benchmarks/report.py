@@ -21,6 +21,8 @@ TO_RUN = {
     "gpt2_124m": "python benchmarks/gpt2_124m.py",
     "eval_memory": "python benchmarks/eval_memory.py",
     "checkpoint_save": "python benchmarks/checkpoint_save.py",
+    "sharded_save": "python benchmarks/sharded_save.py",
+    "export": "python benchmarks/export.py",
     "resume_time": "python benchmarks/resume_time.py",
     "collation": "python benchmarks/collation.py",
     "shared_overhead": "python benchmarks/shared_overhead.py",
@@ -175,6 +177,40 @@ def checkpoint_save(result: Result) -> str:
     return about + table([*head, "verified, GB/s"], rows)
 
 
+def sharded_save(result: Result) -> str:
+    rows = [
+        [
+            name,
+            spread(row["held_seconds"]),
+            spread(row["held_of_dcp_save"]),
+            spread(row["held_seconds_first"]),
+            spread(row["step_seconds"]),
+        ]
+        for name, row in result["rows"].items()
+    ]
+    million = next(iter(result["rows"].values()))["parameters"]["median"] / 1e6
+    about = (
+        f"A module of {million:.0f} M parameters with AdamW, sharded over {result['settings']['processes']} processes "
+        "of one machine without an accelerator: how long training waits for a save, from the second one on. paceline "
+        "hashes and syncs what it writes; whole ones are put together first.\n\n"
+    )
+    return about + table(["contender", "waits, s", "of dcp.save", "first save, s", "step, s"], rows)
+
+
+def export(result: Result) -> str:
+    settings = result["settings"]
+    rows = [
+        [name, spread(row["peak_mb"], "{:,.0f}"), spread(row["peak_of_whole"]), spread(row["seconds"], "{:.1f}")]
+        for name, row in result["rows"].items()
+    ]
+    about = (
+        f"A model of {settings['model_mb']:,.0f} MB, stored by torch.distributed.checkpoint, to safetensors; its "
+        f"largest tensor has {settings['largest_mb']:,.0f} MB. Peak of the process's own memory (RssAnon) above what "
+        "it had before. The export also hashes and syncs what it writes.\n\n"
+    )
+    return about + table(["contender", "peak, MB", "of whole", "seconds"], rows)
+
+
 def collation(result: Result) -> str:
     settings = result["settings"]
     contenders = list(next(iter(result["rows"].values()))["ms"])
@@ -242,6 +278,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "import_time": ("What importing costs", import_time),
     "gpt2_124m": ("GPT-2, 124 M parameters, one GPU", gpt2_124m),
     "checkpoint_save": ("How long a save holds training up", checkpoint_save),
+    "sharded_save": ("How long a save of a sharded model holds training up", sharded_save),
+    "export": ("What making one model of shards takes", export),
     "eval_memory": ("What evaluating a language model takes in memory", eval_memory),
     "resume_time": ("What a resume takes until its first update", resume_time),
     "collation": ("What a batch costs until it is a tensor", collation),

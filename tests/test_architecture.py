@@ -30,7 +30,7 @@ LAYERS = [
     {"callbacks", "data", "model", "optim", "distributed", "tf"},
     {"checkpoint"},
     {"engine", "evaluation", "predictions", "snapshot", "progress"}
-    | {"shared_engine", "shared_evaluation", "shared_resuming"},
+    | {"shared_engine", "shared_evaluation", "shared_resuming", "window_engine"},
     {"accelerate_view", "assembly", "counting", "hooks", "hub", "loaders"}
     | {"replaying", "saving", "sharded_saving", "subclassing", "training", "uploads"},
     {"trainer"},

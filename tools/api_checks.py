@@ -563,9 +563,12 @@ def file(name: str, run: Run) -> Finding:
 
 @functools.cache
 def tensorflow_definitions() -> dict[str, ast.AST]:
-    """Classes and functions of paceline.tf by name, and what stands in the classes by `Class.name`."""
+    """Classes and functions of paceline.tf by name, and what stands in the classes by `Class.name`.
+
+    The names that all Trainers share are read with them.
+    """
     found: dict[str, ast.AST] = {}
-    for path in sorted((PACKAGE / "tf").rglob("*.py")):
+    for path in [*sorted((PACKAGE / "tf").rglob("*.py")), PACKAGE / "core" / "trainer_names.py"]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 found[node.name] = node

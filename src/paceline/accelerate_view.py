@@ -24,6 +24,7 @@ from paceline.data.loading import split_loader
 from paceline.data.sampling import random_sampler
 from paceline.data.shares import Shares
 from paceline.distributed.collectives import gather_nest, gather_objects, holds_tensor, sum_tensor
+from paceline.distributed.strategy import put_on_device
 from paceline.distributed.world import first_before_others, process_state, wait_for_all
 
 if TYPE_CHECKING:
@@ -301,7 +302,7 @@ class AcceleratorView:
         """A model beside the one that is trained (a reference, a teacher), on the device."""
         has_own_devices = bool(getattr(model, "hf_device_map", None)) or getattr(model, "quantization_method", None)
         if device_placement is not False and not has_own_devices:
-            model.to(self.device)
+            put_on_device(model, self.device)
         return model
 
     def prepare_data_loader(self, data_loader: Any, **options: Any) -> Any:

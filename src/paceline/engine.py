@@ -183,6 +183,8 @@ class TorchEngine:
         if self.steps_scheduler and (applied or self._counts_skipped):
             self.scheduler.step()
         self.strategy.clear_gradients()
+        if self.strategy.defers:  # with the gradients gone: what is still there has to be kept
+            self.strategy.run_deferred()
         self._num_updates += 1
         if self.empty_cache_every is not None and self._num_updates % self.empty_cache_every == 0:
             empty_device_cache(self.strategy.device)
@@ -281,7 +283,7 @@ class TorchEngine:
         if matters:
             factor = self.rule.factor(counts, total, num_items) if total else 0
             if factor != 1:
-                loss = loss * factor
+                loss = loss * (self.strategy.upload(factor) if self.strategy.defers else factor)
         if current is not None and not self.rule.is_settled:
             self._weighed.append((counts, factor))
         self.strategy.backward(loss)

@@ -6,7 +6,7 @@ import importlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
@@ -20,13 +20,13 @@ from paceline.core.metrics import jsonable, prefix_metrics, speed_metrics
 from paceline.core.outputs import EvalLoopOutput, check_metrics
 from paceline.core.signals import Interrupted
 from paceline.core.spill import Spill
-from paceline.core.streaming import StreamingMetric, is_streaming
+from paceline.core.streaming import StreamingMetric, is_streaming, with_last
 from paceline.data.loading import batch_size_of, close_loader, loader_length, order_by_length
 from paceline.distributed.precision import widened
 from paceline.distributed.strategy import is_out_of_memory
 from paceline.model.loss import IGNORE_INDEX, Counts, LossRule, Meaning
 from paceline.model.objective import compute_loss_with_outputs
-from paceline.model.outputs import detach, find_loss, is_named, read_predictions
+from paceline.model.outputs import detach, find_loss, is_named, is_same_value, read_predictions
 from paceline.model.prediction_size import announce, expected_bytes
 from paceline.model.prepare import edited_for_evaluation
 from paceline.model.signature import innermost
@@ -181,6 +181,8 @@ class EvaluationLoop:
             with evaluating(self.model, self.options.dtype), casting(self.model, self.options.dtype, self.rule):
                 for batch, is_last in self._batches(loader):
                     rows, size = self._take(batch, total, kept, loader, loss_only, ignore_keys)
+                    if self.strategy.defers:
+                        self.strategy.run_deferred()
                     if is_streamed:
                         self._stream(rows, size, is_last)
                     kept.add(rows if self._keeps or loss_only else {}, size, loader)
@@ -294,19 +296,6 @@ def advice_on_memory(size: int) -> Iterator[None]:
         raise MemoryError(ADVICE_ON_MEMORY.format(size)) from error
 
 
-def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each batch, and whether it is the last: one is held back, so that a stream of unknown length tells too."""
-    iterator = iter(batches)
-    try:
-        held = next(iterator)
-    except StopIteration:
-        return
-    for batch in iterator:
-        yield held, False
-        held = batch
-    yield held, True
-
-
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode; afterwards every module is in the mode it was in."""
@@ -409,7 +398,8 @@ def make_evaluation(trainer: Trainer) -> EvaluationLoop:
     kind: Callable[..., EvaluationLoop] = EvaluationLoop
     if trainer.world.is_shared:
         shared = importlib.import_module("paceline.shared_evaluation")  # of no use to one process
-        kind = partial(shared.SharedEvaluation, world=trainer.world, run=trainer.run)
+        name = "StagedEvaluation" if trainer.strategy.runs_windows else "SharedEvaluation"
+        kind = partial(getattr(shared, name), world=trainer.world, run=trainer.run)
     return kind(
         model=trainer.strategy.evaluation_model(trainer.model_wrapped),
         strategy=trainer.strategy,
@@ -504,7 +494,7 @@ def predict_batch(
     holds_loss = is_named(outputs) or place.holds(outputs, loss, batch_size_of(inputs), has_labels)
     if loss is not None:
         candidate = None if holds_loss else find_loss(outputs)
-        is_prediction = candidate is not None and candidate.data_ptr() == loss.data_ptr()
+        is_prediction = candidate is not None and is_same_value(candidate, loss)
         loss = loss.detach().mean() if not is_prediction else None
     if loss_only:
         return loss, None, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.core.contracts import Hooks
-from paceline.core.journal import JOURNAL_FILE, NOT_COMPUTED, UpdateRow, append_rows, truncate
+from paceline.core.journal import NOT_COMPUTED, keep_journal
 from paceline.counting import counter
 from paceline.model.objective import adapted
 from paceline.snapshot import rewind, take_snapshot
@@ -60,22 +59,13 @@ def bind_hooks(trainer: Trainer, run: Run) -> Hooks:
         return run.saves.is_published
 
     folder = Path(trainer._get_output_dir(run.trial)) if trainer.args.should_save else None
-    outbox = run.outbox
-    if folder is not None:
-        outbox.put(folder / JOURNAL_FILE, partial(truncate, folder / JOURNAL_FILE, trainer.state.global_step))
-
-    def record(rows: Sequence[UpdateRow]) -> None:
-        outbox.retry()
-        if folder is not None:
-            outbox.put(folder / JOURNAL_FILE, partial(append_rows, folder / JOURNAL_FILE, rows))
-
     return Hooks(
         log=adapted(trainer.log, 2),
         act=act,
         evaluate=evaluate,
         save=save,
-        record=record,
+        record=keep_journal(run.outbox, folder, trainer.state.global_step),
         snapshot=partial(take_snapshot, trainer, run.feed),
-        rewind=partial(rewind, trainer, run.feed, outbox, folder),
+        rewind=partial(rewind, trainer, run.feed, run.outbox, folder),
         count=counter(trainer, run.exchange),
     )

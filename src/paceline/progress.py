@@ -22,7 +22,11 @@ from paceline.core.loop import Loop
 from paceline.core.summary import UpdateSummary
 from paceline.data.feed import Feed, place_in
 from paceline.data.lengths import length_of, sample_count, samples_at_once
+from paceline.data.loading import is_stream
+from paceline.data.portable import from_portable, to_portable
 from paceline.data.shares import Shares
+from paceline.data.stream import StreamLoader, samples_in
+from paceline.data.stream_places import CannotContinue, place_for_others
 from paceline.distributed.launchers import num_restarts, run_identity
 
 if TYPE_CHECKING:
@@ -104,7 +108,9 @@ def kept_update_size(trainer: Trainer, checkpoint: Path) -> int | None:
     asked = args.train_batch_size * args.gradient_accumulation_steps * size
     reason = f"{', '.join(changed)} was set" if changed else None
     shares = Shares.of_update(0, size, args.train_batch_size, kept)
-    if min(shares.slots) < size:
+    if is_stream(trainer.train_dataset) and shares.each is None:
+        reason = f"of a stream, {kept} samples cannot be dealt out to {size} processes alike"
+    elif min(shares.slots) < size:
         reason = f"{kept} samples are too few for {size} processes"
     elif str(args.train_sampling_strategy) == "batch_rebalance":
         reason = "train_sampling_strategy='batch_rebalance' makes its own micro-batches"
@@ -154,7 +160,7 @@ def restore_position(trainer: Trainer, feed: Feed, plan: Plan, checkpoint: Path)
     longer or shorter. With the same ones its length stays what it was, whatever a rollback or a callback left out.
     """
     state, progress = trainer.state, read_progress(checkpoint) or {}
-    position = own_position(trainer, progress)
+    position = own_position(trainer, feed.loader, progress)
     source = PROGRESS_FILE if position is not None else STATE_FILE
     if position is None:
         with blame(checkpoint / source):
@@ -180,25 +186,50 @@ def restore_position(trainer: Trainer, feed: Feed, plan: Plan, checkpoint: Path)
     return dataclasses.replace(plan, max_steps=planned, warmup_steps=trainer.args.get_warmup_steps(planned))
 
 
-def own_position(trainer: Trainer, progress: Mapping[str, Any]) -> dict[str, Any] | None:
+def own_position(trainer: Trainer, loader: Any, progress: Mapping[str, Any]) -> dict[str, Any] | None:
     """This process's place in the data, of those that a checkpoint holds.
 
     Raises:
-        ValueError: each process had a part of its own, and there are other ones now.
+        ValueError: each process had a part of its own, and the other ones of now cannot take these over.
     """
     (rank, size), positions = trainer.strategy.data_coordinates(), progress.get("feeds")
+    common: dict[str, Any] | None = progress.get("feed")
+    was_alone = progress.get("data_size", progress.get("world_size")) == 1
+    if positions is None and size > 1 and was_alone and isinstance(loader, StreamLoader):
+        positions = [common]  # each process reads a part of what one read whole
     if positions is None:
-        return progress.get("feed")
-    common: dict[str, Any] = positions[0]
+        return common
+    first: dict[str, Any] = positions[0]
     if len(positions) == size:
         own: dict[str, Any] = positions[rank]
         return own
-    if trainer.args.ignore_data_skip or not common["consumed"]:
-        return common
+    if trainer.args.ignore_data_skip or not first["consumed"]:
+        return first
+    before, reason = len(positions), "its loader keeps a place that only one process can go to"
+    try:
+        if isinstance(loader, StreamLoader) and "stream" in first:
+            return position_for_others(positions, size, loader)
+    except CannotContinue as error:
+        reason = str(error)
     raise ValueError(
-        f"The checkpoint was written in the middle of a stream that {len(positions)} processes shared, and there are "
-        f"{size} now: resume on {len(positions)}, or set ignore_data_skip=True to begin the epoch anew."
+        f"The checkpoint was written in the middle of a stream that {before} process{'es' if before > 1 else ''} read, "
+        f"and there are {size} now: {reason}. Resume on {before}, or set ignore_data_skip=True to begin the epoch anew."
     )
+
+
+def position_for_others(positions: list[dict[str, Any]], size: int, loader: StreamLoader) -> dict[str, Any]:
+    """The position in a stream that each of `size` processes goes on from, of those that other ones stood at."""
+    common, batch_size = positions[0], loader.batch_size or 1
+    before = [from_portable(position["stream"]) for position in positions]
+    consumed, dealt = common["consumed"], int(common["batch_size"] or 1)
+    stream = place_for_others(before, size, loader.num_workers, consumed, dealt)
+    return {
+        **common,
+        "batches": -(-consumed // (batch_size * size)),
+        "batch_size": batch_size,
+        "own_consumed": samples_in(stream),
+        "stream": to_portable(stream),
+    }
 
 
 def planned_length(trainer: Trainer, feed: Feed, progress: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -31,10 +31,8 @@ from paceline.checkpoint.background import (
     writes_itself_safely,
 )
 from paceline.checkpoint.frozen import FrozenPart
-from paceline.checkpoint.named import load_model_in_place, read_whole_model
+from paceline.checkpoint.named import load_model_in_place, read_any_weights
 from paceline.checkpoint.shards import MODEL_FOLDER, is_sharded
-from paceline.checkpoint.weights import read_weights
-from paceline.checkpoint.zero_files import read_zero_weights
 from paceline.core import folders
 from paceline.core.manifest import KnownFile
 from paceline.core.resuming import PROGRESS_FILE, STATE_FILE
@@ -214,7 +212,7 @@ def gather_positions(trainer: Trainer) -> list[Any] | None:
 def gather_shards(trainer: Trainer) -> dict[str, Any] | None:
     """Model and optimizer state whole, where processes hold shards of them; all of these take part."""
     strategy = trainer.strategy
-    if not strategy.is_sharded:
+    if not (strategy.is_sharded or strategy.is_opaque):
         return None
     with evaluation_weights(trainer.optimizer, trainer.is_in_train):
         model = strategy.full_weights(strategy.unwrap(trainer.model))
@@ -233,18 +231,17 @@ def whole_weights(trainer: Trainer) -> dict[str, Tensor] | None:
     if saves is not None and saves.whole is not None:
         return dict(saves.whole["model"])
     strategy = trainer.strategy
-    return strategy.full_weights(strategy.unwrap(trainer.model)) if strategy.is_sharded else None
+    needs_copy = strategy.is_sharded or strategy.is_opaque
+    return strategy.full_weights(strategy.unwrap(trainer.model)) if needs_copy else None
 
 
 def load_weights(trainer: Trainer, model: nn.Module, folder: str) -> list[str]:
     """The body of `_load_from_checkpoint`; returns a sentence for each thing worth knowing."""
     if is_sharded(Path(folder, MODEL_FOLDER)) and load_model_in_place(files.without_compile(model), Path(folder)):
         return []
-    has_shards = trainer.strategy.is_sharded and trainer.strategy.has_shards(model)
-    weights = read_zero_weights(Path(folder)) or (read_weights(Path(folder)) if has_shards else None)
-    if weights is None and not files.has_weights(folder):
-        weights = read_whole_model(Path(folder))
-    if weights is None or not has_shards:
+    has_part = trainer.strategy.holds_part_of(model)
+    weights = read_any_weights(Path(folder), has_part)
+    if weights is None or not has_part:
         return files.load_model(model, folder, weights)
     missing, unexpected = trainer.strategy.load_full(model, weights)
     return [f"{folder}: {', '.join(names)} {what}" for names, what in
@@ -524,6 +521,11 @@ def save_weights(trainer: Trainer, folder: Path, state_dict: Mapping[str, Tensor
                 job.copy.add_model(model, folder)
         else:
             job.known.update(files.store_weights(model, folder, saves.frozen, job.copy))
+    save_beside(trainer, folder)
+
+
+def save_beside(trainer: Trainer, folder: Path) -> None:
+    """The processing class, and the arguments for people to read."""
     processing_class = trainer.processing_class
     if processing_class is None:  # the one that the batches are made with
         processing_class = getattr(trainer.data_collator, "tokenizer", None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,15 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.sharding import wants_shards
 from paceline.checkpoint.adapters import has_adapters
-from paceline.checkpoint.background import HostCopy
+from paceline.checkpoint.background import HostCopy, writes_itself_safely
+from paceline.checkpoint.files import DEFAULT_SHARD_BYTES
 from paceline.checkpoint.named import make_notes, model_state, optimizer_state, write_notes
 from paceline.checkpoint.shards import MODEL_FOLDER, OPTIMIZER_FOLDER, Part, Plans
+from paceline.checkpoint.streaming import Source, reading_order, write_stream
 from paceline.checkpoint.tensors import save_tensors
-from paceline.checkpoint.weights import EXTRA_STATE_NAME
+from paceline.checkpoint.weights import DTYPES, EXTRA_STATE_NAME
 from paceline.core import folders
 from paceline.core.manifest import KnownFile, hash_and_sync, known_file
 from paceline.core.space import Place
@@ -352,3 +356,74 @@ def save_description(model: nn.Module, folder: Path) -> None:
             config.architectures = before
     if callable(getattr(generation, "save_pretrained", None)):
         generation.save_pretrained(os.fspath(folder))
+
+
+# ---- the whole model, tensor by tensor
+
+
+def stream_model(trainer: Trainer, folder: Path, write_beside: Callable[[Trainer, Path], None]) -> bool:
+    """Write a model of which each process holds a part, one tensor in memory at a time; all processes take part.
+
+    Args:
+        write_beside: writes the processing class and the arguments.
+
+    Returns: False, with nothing done, where the model must be put together: its library writes other names than the
+        model has, it has adapters, or the Trainer has its own `_save`.
+    Raises: on all processes, what went wrong on the one that writes.
+    """
+    if not can_stream(trainer):
+        return False
+    model, error = trainer.strategy.unwrap(trainer.model), None
+    found = model_state(model)
+    forms = {name: (value.shape, value.dtype) for name, value in found.tensors.items() if value.dtype in DTYPES}
+    extra = {**found.extra, **{name: whole(value) for name, value in found.tensors.items() if name not in forms}}
+    left = reading_order(forms, DEFAULT_SHARD_BYTES)
+
+    def read(name: str) -> Tensor:
+        left.remove(name)
+        tensor: Tensor = whole(found.tensors[name])
+        return tensor
+
+    if trainer.args.should_save:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_description(model, folder)
+            source = Source(str(folder), forms, read, found.tied, extra)
+            write_stream(source, folder, max_shard_bytes=DEFAULT_SHARD_BYTES)
+            write_beside(trainer, folder)
+        except Exception as refusal:
+            error = portable(refusal)
+    for name in list(left):  # those that do not write only take part; one whose disk refused does so to the end
+        read(name)
+    error = next((each for each in gather_objects(trainer.world, error) if each is not None), None)
+    if error is not None:
+        raise error
+    return True
+
+
+def whole(tensor: Any) -> Any:
+    """A tensor of all shards, on the host; all processes take part."""
+    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+
+
+def can_stream(trainer: Trainer) -> bool:
+    """Whether the model is in shards, and writing it is writing its tensors under their names."""
+    model = trainer.strategy.unwrap(trainer.model)
+    own = next(kind for kind in type(trainer).__mro__ if kind.__module__ == "paceline.trainer")
+    has_own_save = getattr(trainer._save, "__func__", None) is not own._save  # type: ignore[attr-defined]
+    if not trainer.strategy.is_sharded or has_own_save or has_adapters(model):
+        return False
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return False
+    return not callable(getattr(model, "save_pretrained", None)) or writes_names_as_they_are(model)
+
+
+def writes_names_as_they_are(model: Any) -> bool:
+    """Whether a library's `save_pretrained` stores each tensor under the name that it has in the model."""
+    if not writes_itself_safely(model) or getattr(model, "_keys_to_ignore_on_save", None):
+        return False
+    mapping = getattr(sys.modules.get("transformers.conversion_mapping"), "get_model_conversion_mapping", None)
+    try:
+        return mapping is not None and not mapping(model, add_legacy=False)
+    except (TypeError, ValueError, AttributeError):
+        return False

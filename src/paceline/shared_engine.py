@@ -70,8 +70,7 @@ class Exchange:
         mesh: Mesh | None = None,
     ) -> None:
         self.mesh = mesh or Mesh(dp_replicate=world.world_size)
-        self._weighs = int(self.mesh.weighs(world.process_index))  # or another does, with the same part of the data
-        self._speaks = int(self.mesh.speaks(world.process_index))
+        self._speaks = int(self.mesh.speaks(world.process_index))  # or another does, with the same data
         self.world, self.rule, self.accumulation, self.signals = world, rule, accumulation, signals
         self.averages, self.measure, self.watchdog = averages, measure, watchdog
         self.total = 0.0
@@ -88,16 +87,16 @@ class Exchange:
         tokens, operations = self.measure(batches) if self.measure is not None and batches else (0, 0)
         noted = self.signals.noted
         values = [
-            own_weight * self._weighs,
-            int(num_items) * self._weighs if num_items is not None else 0,
+            own_weight * self._speaks,
+            int(num_items) * self._speaks if num_items is not None else 0,
             int(num_items is not None),
             num_samples * self._speaks,
             int(any(self.rule.telling(item) for item in counts)),
             int(noted is not None),
             int(noted == signal.SIGINT),
             int(own_weight == 0 and self._filler is None),
-            tokens * self._weighs,
-            int(operations) * self._weighs,
+            tokens * self._speaks,
+            int(operations) * self._speaks,
             int(bool(counts) and self.rule.has_target(counts)),
             *(int(len(batches) > slot) for slot in range(self.accumulation)),
         ]
@@ -146,11 +145,11 @@ class Exchange:
 
     def weigh_again(self, own_weight: int) -> None:
         """The weights after the processes agreed on another meaning of the loss."""
-        self.weight = sum_ints(self.world, [own_weight * self._weighs])[0]
+        self.weight = sum_ints(self.world, [own_weight * self._speaks])[0]
         self._weigh(self.weight, own_weight)
 
     def _weigh(self, weight: int, own_weight: int) -> None:
-        self.total = weight / self.mesh.averaged_size if self.averages else own_weight
+        self.total = weight / self.mesh.data_size if self.averages else own_weight
 
     def filler(self) -> Any:
         """A batch to go through the model with where there is none that weighs anything."""
@@ -193,6 +192,10 @@ def agreeing(trainer: Any, exchange: Exchange | None) -> Iterator[None]:
         handler.remove_callback(last)
 
 
+class SharedOutOfMemory(MemoryError):
+    """One of the processes, or several, ran out of memory in this update, and all of them know it."""
+
+
 class SharedEngine(TorchEngine):
     """The engine of one of several processes that share each update.
 
@@ -207,7 +210,7 @@ class SharedEngine(TorchEngine):
         super().__init__(**options)
         self.exchange = exchange
         # what was divided by the count of all processes is averaged over them: so it is multiplied by their number
-        self.rule.scaled_factor = exchange.mesh.averaged_size if exchange.averages else 1
+        self.rule.scaled_factor = exchange.mesh.data_size if exchange.averages else 1
         self._is_silent = False
         self._looks_now = False
 
@@ -230,10 +233,48 @@ class SharedEngine(TorchEngine):
         if exchange.is_idle:
             for item in counts:
                 item.weight = 0
-        self._losses = losses = []
+        self._losses = []
         self._window, self._weighed = counts, []
         self._looks_now = exchange.is_telling
-        passes = self._passes(counts)
+        if self.strategy.reduces_late:
+            self._go_through_and_agree(batches, counts, num_items, emit)
+        else:
+            self._go_through(batches, counts, num_items, emit)
+        self._current, self._is_silent = None, False
+        return self._losses
+
+    def _go_through_and_agree(
+        self, batches: Sequence[Any], counts: Sequence[Counts], num_items: Any, emit: Emit | None
+    ) -> None:
+        """All passes, and the exchange of gradients only once every process has come through.
+
+        Raises:
+            SharedOutOfMemory: one of them ran out of memory. It is raised on all.
+        """
+        reason = None
+        try:
+            self._go_through(batches, counts, num_items, emit)
+        except Exception as error:
+            if not super().is_out_of_memory(error):
+                raise
+            reason = str(error)  # not the error: its traceback holds the tensors of the pass that failed
+        if reason is not None and self._looks_now:
+            self._agree_on_rule()  # the others are waiting there
+        with self.exchange.watchdog.waiting("waiting for the others after the backward passes"):
+            number = sum_ints(self.exchange.world, [int(reason is not None)])[0]
+        if number:
+            raise SharedOutOfMemory(reason or f"{number} of the other processes ran out of memory")
+        self.strategy.reduce_gradients()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether smaller micro-batches could cure this error: only one that all processes know of."""
+        return isinstance(error, SharedOutOfMemory)
+
+    def _go_through(
+        self, batches: Sequence[Any], counts: Sequence[Counts], num_items: Any, emit: Emit | None
+    ) -> None:
+        """Forward and backward of every micro-batch that weighs something, and the passes in silence."""
+        exchange, losses, passes = self.exchange, self._losses, self._passes(counts)
         for place, index in enumerate(passes):
             is_last = place == len(passes) - 1
             self._is_silent = index is None
@@ -248,8 +289,6 @@ class SharedEngine(TorchEngine):
             self._seen = None
             if emit is not None and not is_last:
                 emit("on_substep_end")
-        self._current, self._is_silent = None, False
-        return losses
 
     def _passes(self, counts: Sequence[Counts]) -> list[int | None]:
         """The micro-batches that weigh something, and None for each pass in which this process only takes part.
@@ -266,17 +305,21 @@ class SharedEngine(TorchEngine):
 
     def _look(self, loss: Tensor, current: MicroStep | None, counts: Counts, num_items: Any, given: Any) -> float:
         """Look at this process's loss, and agree with the others on what they saw."""
-        self._looks_now = False
         assert current is not None
         if type(given) is WatchedCount and given.is_used:
             self.rule.scaled_factor = 1  # of an own compute_loss, as in transformers: used as it is, if it is unknown
         if not self._is_silent:
             super()._look(loss, None, counts, num_items, given)
+        self._agree_on_rule()
+        current.total = 0.0 if self._is_silent else self.exchange.total
+        return current.total
+
+    def _agree_on_rule(self) -> None:
+        """What all processes saw together, and what the window weighs by that."""
+        self._looks_now = False
         self.rule.merge(gather_objects(self.exchange.world, self.rule.state_dict()))
         own = 0 if self.exchange.is_idle else self.rule.recount(self._window)
         self.exchange.weigh_again(own)
-        current.total = 0.0 if self._is_silent else self.exchange.total
-        return current.total
 
     def _is_bad(self, losses: Sequence[Tensor], norm: Tensor) -> Tensor:
         """Whether the update is not finite on any process."""

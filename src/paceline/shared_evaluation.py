@@ -31,16 +31,16 @@ Rows = dict[str, Any]
 class SharedLossSum(LossSum):
     """The weighted mean of the losses of all processes."""
 
-    def __init__(self, rule: LossRule, world: World, weighs: bool) -> None:
+    def __init__(self, rule: LossRule, world: World, speaks: bool) -> None:
         super().__init__(rule)
-        self.world, self.weighs = world, weighs
+        self.world, self.speaks = world, speaks
 
     def mean(self) -> float | None:
         """The mean loss of all, under what they identified together; None when no batch had one."""
         self.rule.merge(gather_objects(self.world, self.rule.state_dict()))
         reading = self._sum_under(self.rule.meaning)
         own = [float(reading.total), reading.weight, reading.divisors, float(bool(self._sums))]
-        total, weight, divisors, number = sum_floats(self.world, own if self.weighs else [0.0] * len(own))
+        total, weight, divisors, number = sum_floats(self.world, own if self.speaks else [0.0] * len(own))
         return self._divide(ReadingSum(total, weight, divisors)) if number > 0 else None
 
 
@@ -104,12 +104,11 @@ class SharedEvaluation(EvaluationLoop):
     def __init__(self, *, world: World, run: Any, **options: Any) -> None:
         super().__init__(**options)
         self.world, self.signals = world, run.signals if run is not None else None
-        self._weighs = self.strategy.mesh.weighs(world.process_index)
         self._speaks = self.strategy.mesh.speaks(world.process_index)  # or another does, with the same rows
         self._filler: Any = None
 
     def _make_sum(self) -> LossSum:
-        return SharedLossSum(self.rule, self.world, self._weighs)
+        return SharedLossSum(self.rule, self.world, self._speaks)
 
     def _make_kept(self, spill: Spill) -> Kept:
         return SharedKept(self.options, spill, self.world, self._speaks)
@@ -165,6 +164,23 @@ class SharedEvaluation(EvaluationLoop):
         """The first process's metrics, for all: what is decided by them is decided alike everywhere."""
         metrics: Rows = share_object(self.world, super()._metrics(gathered, loss_only))
         return metrics
+
+
+class StagedEvaluation(SharedEvaluation):
+    """Of processes that run parts of the model on the same batches: the one with the last part predicts for all."""
+
+    strategy: Any  # one that runs windows
+
+    def _predict(self, batch: Any, total: LossSum, loss_only: bool, ignore_keys: list[str] | None) -> Rows:
+        batch = self.strategy.place(batch)
+        if not self.strategy.is_last:
+            self.strategy.forward(batch, None)
+            return {}
+        self.strategy.last.expect(batch)
+        self.strategy.last.receive(None)
+        rows = super()._predict(batch, total, loss_only, ignore_keys)
+        self.strategy.last.check_called("prediction_step")
+        return rows
 
 
 def to_tensor(array: Any, device: torch.device) -> Any:

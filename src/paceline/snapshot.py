@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from paceline.core.events import callback_states, restore_callback_states
-from paceline.core.journal import JOURNAL_FILE, UpdateRow, truncate
+from paceline.core.journal import JOURNAL_FILE, SKIPPED_FILE, UpdateRow, truncate
 from paceline.core.outbox import Outbox, append_whole
 from paceline.core.state import TrainerState
 from paceline.data.feed import Feed
@@ -22,8 +22,6 @@ from paceline.distributed.random import capture_rng, restore_rng
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
-
-SKIPPED_FILE = "skipped_samples.jsonl"
 
 
 @dataclass(frozen=True)

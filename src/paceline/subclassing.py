@@ -83,15 +83,12 @@ class ForSubclasses:
     """Attributes and methods of the Trainer that only code written against transformers' asks for.
 
     Attributes:
-        is_fsdp_xla_enabled, is_fsdp_xla_v2_enabled: whether that backend runs.
         hub_model_id: the repository that is pushed to, once there is one.
         push_in_progress: a push that is under way, or None.
         hp_name, hp_search_backend: of a hyper-parameter search.
     """
 
     _total_loss_scalar = 0.0  # an own `_maybe_log_save_evaluate` adds to it; nothing here reads it
-    is_fsdp_xla_enabled = False
-    is_fsdp_xla_v2_enabled = False
     hub_model_id: str | None = None
     push_in_progress: Any = None
     hp_name: Any = None
@@ -118,6 +115,17 @@ class ForSubclasses:
     def deepspeed(self) -> Any:
         """DeepSpeed's engine, once a run has made it; else None."""
         return getattr(cast("Trainer", self).strategy, "engine", None)
+
+    @property
+    def is_fsdp_xla_enabled(self) -> bool:
+        """Whether XLA devices hold shards of the model."""
+        strategy = cast("Trainer", self).strategy
+        return bool(strategy.is_sharded and strategy.is_opaque)
+
+    @property
+    def is_fsdp_xla_v2_enabled(self) -> bool:
+        """The same: there is no other way here."""
+        return self.is_fsdp_xla_enabled
 
     @property
     def accelerator(self) -> AcceleratorView:

@@ -14,7 +14,6 @@ Who owns what:
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline import assembly, loaders, progress, saving, training, uploads
+from paceline import assembly, loaders, saving, training, uploads
 from paceline.args.adopt import adopt, apply_log_level
 from paceline.args.plan import Plan, resolve
 from paceline.args.training import TrainingArguments
@@ -33,11 +32,10 @@ from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint import files
 from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.core.folders import make_output_folder
-from paceline.core.metrics import format_metrics, speed_metrics
 from paceline.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
-from paceline.core.results import print_metrics, save_metrics
 from paceline.core.state import TrainerControl, TrainerState
 from paceline.core.streaming import StreamingMetric
+from paceline.core.trainer_names import TrainerNames
 from paceline.data.collators import choose_collator
 from paceline.data.columns import (
     RemoveColumnsCollator,
@@ -46,7 +44,8 @@ from paceline.data.columns import (
 )
 from paceline.data.loading import loader_length, named_dataset, sample_count
 from paceline.distributed.random import preserved_rng, set_seed
-from paceline.distributed.world import current_world
+from paceline.distributed.strategy import put_on_device
+from paceline.distributed.world import World, current_world
 from paceline.evaluation import in_evaluation_mode, predict_batch, run_evaluation, timed_metrics, warn_of_gaps
 from paceline.hub import publishing
 from paceline.hub.card import CardOptions, write_card
@@ -57,12 +56,13 @@ from paceline.model.prepare import PreparedModel
 from paceline.model.signature import innermost
 from paceline.optim import optimizers as optimizer_registry
 from paceline.optim.schedulers import follows_metrics, get_scheduler
+from paceline.sharded_saving import stream_model
 from paceline.subclassing import ForSubclasses, meet_subclass
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer(ForSubclasses):
+class Trainer(TrainerNames, ForSubclasses):
     """Trains, evaluates and predicts with any `nn.Module`.
 
     Args:
@@ -92,6 +92,8 @@ class Trainer(ForSubclasses):
     can_return_loss: bool
     loss_rule: LossRule
     label_smoother: LabelSmoother | None
+    args: TrainingArguments
+    world: World
     run: training.Run | None = None
     edits: PreparedModel | None = None  # what training changed in the model, while it lasts
     is_in_train = False
@@ -180,7 +182,7 @@ class Trainer(ForSubclasses):
         """Move the model to the device, unless the user said not to or did it in parts."""
         quantized = getattr(self.model, "quantization_method", None) is not None
         if self.place_model_on_device and not quantized:
-            self.model.to(self.world.device)
+            put_on_device(self.model, self.world.device)
         self.model_wrapped = self.model
 
     @property
@@ -419,25 +421,6 @@ class Trainer(ForSubclasses):
         assert self.run.loop is not None
         self.run.loop.log_evaluate_save()
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Stamp a row of numbers with epoch and tokens, add it to `state.log_history`, tell the callbacks."""
-        if self.state.epoch is not None:
-            logs["epoch"] = self.state.epoch
-        if str(self.args.include_num_input_tokens_seen) != "no":
-            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
-            if start_time is not None:
-                first = self.run.first_tokens if self.run is not None else 0
-                seen = self.state.num_input_tokens_seen - first
-                logs.update(speed_metrics("train", start_time, num_tokens=seen))
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
-        self._share_control()
-
-    def _share_control(self) -> None:
-        """A callback may have returned another control: the loop goes on with it."""
-        if self.run is not None and self.run.loop is not None:
-            self.run.loop.control = self.control
-
     # ---- evaluation and prediction
 
     def evaluate(
@@ -513,9 +496,10 @@ class Trainer(ForSubclasses):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, and the processing class beside it, so that it can be loaded again; pushed if so asked."""
-        weights = saving.whole_weights(self)
-        if self.args.should_save:
-            folder = self._get_output_dir(None) if output_dir is None else output_dir
+        folder = self._get_output_dir(None) if output_dir is None else output_dir
+        is_done = not _internal_call and stream_model(self, Path(folder), saving.save_beside)
+        weights = None if is_done else saving.whole_weights(self)
+        if self.args.should_save and not is_done:
             self._save(folder, weights) if weights is not None else self._save(folder)
         if self.args.push_to_hub and not _internal_call:
             publishing.push_saved_model(self)
@@ -528,9 +512,6 @@ class Trainer(ForSubclasses):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint of this moment."""
         saving.save_checkpoint(self, trial)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self.args.output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         saving.save_optimizer_and_scheduler(self, output_dir)
@@ -562,26 +543,7 @@ class Trainer(ForSubclasses):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         training.load_rng_state(self, checkpoint)
 
-    def save_state(self) -> None:
-        """Write `trainer_state.json` into the output folder."""
-        if self.is_world_process_zero():
-            self.state.save_to_json(os.path.join(self._get_output_dir(None), progress.STATE_FILE))
-
-    # ---- metrics on paper
-
-    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The metrics as a person reads them."""
-        return format_metrics(metrics)
-
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print the metrics of a split, one per line."""
-        if self.is_world_process_zero():
-            print_metrics(split, self.metrics_format(metrics))
-
-    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write `{split}_results.json` into the output folder, and add to `all_results.json` if `combined`."""
-        if self.is_world_process_zero():
-            save_metrics(Path(self._get_output_dir(None)), split, metrics, combined)
+    # ---- operations
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Floating-point operations of a forward and backward on this batch, as the model estimates them; else 0."""
@@ -592,28 +554,7 @@ class Trainer(ForSubclasses):
         self.state.total_flos += self.current_flos
         self.current_flos = 0.0
 
-    # ---- callbacks and processes
-
-    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
-        """Add a callback: an instance, or a class that is called without arguments."""
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> TrainerCallback | None:
-        """Remove a callback and return it; None where there is none of that class."""
-        popped: TrainerCallback | None = self.callback_handler.pop_callback(callback)
-        return popped
-
-    def remove_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
-        """Remove a callback."""
-        self.callback_handler.remove_callback(callback)
-
-    def is_local_process_zero(self) -> bool:
-        """Whether this is the first process on its machine."""
-        return self.world.local_process_index == 0
-
-    def is_world_process_zero(self) -> bool:
-        """Whether this is the first process of all."""
-        return self.world.process_index == 0
+    # ---- processes
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples per update: batch size times accumulation times processes."""

@@ -60,6 +60,7 @@ from paceline.sharded_saving import check_format
 from paceline.shared_engine import Exchange, SharedEngine, agreeing
 from paceline.shared_resuming import find_for_all
 from paceline.uploads import finished_uploads
+from paceline.window_engine import WindowEngine
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -291,7 +292,9 @@ def make_engine(trainer: Trainer, plan: Plan, exchange: Exchange | None = None) 
     args = trainer.args
     # without clipping the norm is still needed to see a gradient that is not finite
     max_norm = plan.max_grad_norm or (math.inf if plan.nonfinite_policy != "warn" else 0.0)
-    kind: Callable[..., TorchEngine] = TorchEngine if exchange is None else partial(SharedEngine, exchange=exchange)
+    kind: Callable[..., TorchEngine] = TorchEngine
+    if exchange is not None:
+        kind = partial(WindowEngine if trainer.strategy.runs_windows else SharedEngine, exchange=exchange)
     return kind(
         strategy=trainer.strategy,
         model=trainer.model_wrapped,

@@ -68,6 +68,7 @@ RENAMED: list[tuple[str, Any, str, Any]] = [
     ("group_by_length", True, "train_sampling_strategy", "group_by_length"),
     ("include_inputs_for_metrics", True, "include_for_metrics", ["inputs"]),
     ("include_tokens_per_second", True, "include_num_input_tokens_seen", "all"),
+    ("tpu_metrics_debug", True, "debug", ["tpu_metrics_debug"]),
     ("torchdynamo", "inductor", "torch_compile", True),
     ("torchdynamo", "aot_eager", "torch_compile_backend", "aot_eager"),
     ("xpu_backend", "gloo", "ddp_backend", "gloo"),
@@ -77,8 +78,11 @@ RENAMED: list[tuple[str, Any, str, Any]] = [
 ]
 
 
+KEPT = ("half_precision_backend", "fp16_opt_level", "tpu_num_cores")
+
+
 def test_every_default_of_v4_asks_for_nothing() -> None:
-    assert set(DEFAULTS_OF_V4) <= {*OLDER_NAMES, "logging_dir", "half_precision_backend", "fp16_opt_level"}
+    assert set(DEFAULTS_OF_V4) <= {*OLDER_NAMES, "logging_dir", *KEPT}
     assert TrainingArguments(**DEFAULTS_OF_V4) == TrainingArguments()
 
 
@@ -96,8 +100,6 @@ def test_renamed(old: str, value: Any, new: str, expected: Any, caplog: pytest.L
 RETIRED: list[tuple[str, Any, str]] = [
     ("save_safetensors", False, "always written as safetensors"),
     ("jit_mode_eval", True, "torch_compile=True"),
-    ("tpu_num_cores", 8, "torch_xla"),
-    ("tpu_metrics_debug", True, "leave it out"),
     ("past_index", 2, "forward keep such a state"),
     ("fsdp_min_num_params", 100, "fsdp_config"),
     ("fsdp_transformer_layer_cls_to_wrap", "Block", "fsdp_config"),
@@ -146,6 +148,7 @@ def test_both_names_at_once() -> None:
     assert both(warmup_ratio=0.1, warmup_steps=20).warmup_steps == 20  # As it always was: the number wins.
     assert both(adafactor=True, optim="adamw_torch").optim == "adafactor"
     assert both(include_inputs_for_metrics=True, include_for_metrics=["loss"]).include_for_metrics == ["loss", "inputs"]
+    assert both(tpu_metrics_debug=True, debug="underflow_overflow").debug == ["underflow_overflow", "tpu_metrics_debug"]
     with pytest.raises(ValueError, match="are one option: give eval_strategy only"):
         both(evaluation_strategy="epoch", eval_strategy="steps")
     with pytest.raises(ValueError, match="are one option: give optim only"):

@@ -110,7 +110,6 @@ LATER: list[tuple[str, Any]] = [
     ("trackio_space_id", "owner/space"),
     ("trackio_bucket_id", "bucket"),
     ("trackio_static_space_id", "owner/space"),
-    ("debug", "tpu_metrics_debug"),
     ("accelerator_config", {"use_seedable_sampler": False}),
     ("accelerator_config", {"gradient_accumulation_kwargs": {"adjust_scheduler": True}}),
     ("accelerator_config", {"gradient_accumulation_kwargs": {"sync_with_dataloader": False}}),

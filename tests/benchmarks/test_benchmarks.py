@@ -160,6 +160,29 @@ def test_collation(tmp_path: Path) -> None:
     assert "| masked words |" in page.read_text("utf-8")
 
 
+@pytest.mark.slow
+def test_sharded_save(tmp_path: Path) -> None:
+    contenders = ["shards, behind", "dcp.save"]
+    result = run_for_result(tmp_path, "sharded_save", "--quick", "--contenders", *contenders)
+    behind, torchs = (result["rows"][name] for name in contenders)
+    assert torchs["held_seconds"]["median"] > 0
+    assert result["targets"][0]["value"] == behind["held_of_dcp_save"]["median"]
+    page = tmp_path / "page.md"
+    run("report.py", "--results", str(tmp_path), "--page", str(page))
+    assert "of dcp.save" in page.read_text("utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_export(tmp_path: Path) -> None:
+    result = run_for_result(tmp_path, "export", "--quick")
+    export, whole = (result["rows"][name] for name in ("paceline export", "whole in memory"))
+    assert 0 < export["peak_mb"]["median"] < whole["peak_mb"]["median"]
+    page = tmp_path / "page.md"
+    run("report.py", "--results", str(tmp_path), "--page", str(page))
+    assert "What making one model of shards takes" in page.read_text("utf-8")
+
+
 def test_checkpoint_save(tmp_path: Path) -> None:
     contenders = ["background", "synchronous"]
     result = run_for_result(tmp_path, "checkpoint_save", "--quick", "--contenders", *contenders)

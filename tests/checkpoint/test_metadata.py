@@ -11,22 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shard_folders import ALONE, write
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from paceline.checkpoint.metadata import METADATA_NAME, read_metadata
 from paceline.checkpoint.shards import Plans, Shards
 from paceline.checkpoint.tensors import CheckpointError
-from paceline.distributed.world import World
-
-ALONE = World(torch.device("cpu"))
-
-
-def write(folder: Path, state: dict[str, Any]) -> Path:
-    """A folder of one process."""
-    part = Plans().make(ALONE, {"part": state})["part"]
-    part.copy(lambda tensor: tensor)
-    part.write_index(folder, [part.write(folder)])
-    return folder
 
 
 class Attack:

@@ -33,6 +33,15 @@ def test_what_is_not_said() -> None:
     assert default_options(["--nnodes=2", "--rdzv-backend=c10d", "--nproc-per-node", "4", "job.py"]) == []
 
 
+def test_what_an_operator_says_in_variables_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", "2")
+    assert default_options(["--nproc-per-node=2", "job.py"]) == []
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "8")
+    assert default_options(["job.py"]) == []
+    monkeypatch.delenv("PET_NNODES")
+    assert default_options(["job.py"]) == ["--standalone"]
+
+
 def test_without_accelerator_the_number_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

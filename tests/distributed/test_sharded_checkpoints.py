@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from small_models import Tagger
 
 from paceline.checkpoint.named import read_whole_model
-from paceline.core.folders import verify
+from paceline.core.folders import list_checkpoints, verify
 from paceline.core.journal import read_rows
 
 pytestmark = pytest.mark.slow
@@ -97,3 +99,30 @@ def test_other_strategies_and_numbers_of_processes(
     torch.testing.assert_close(weights(tmp_path, "one_from"), expected, rtol=1e-4, atol=1e-6)
     before, after = (read_rows(path / "journal.bin") for path in (tmp_path / "sharded_parts", tmp_path / "one_of"))
     assert [row[:4] for row in after] == [row[:4] for row in before[4:]]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+def test_processes_killed_while_they_save_leave_the_old_checkpoint_or_the_new(tmp_path: Path) -> None:
+    """One of two is killed at a call that changes a folder, mid-save mostly; the run that goes on ends as one whole."""
+
+    def run(place: Path, rank: int = -1, call: int = 0) -> list[int]:
+        place.mkdir(exist_ok=True)
+        started = processes.start("sharded_kill_job.py", 2, str(place), str(rank), str(call))
+        codes = []
+        for process in started:
+            process.communicate(timeout=240)
+            codes.append(process.returncode)
+        return codes
+
+    assert run(tmp_path / "whole") == [0, 0]
+    expected = torch.load(tmp_path / "whole" / "result-0.pt")
+    for rank, call in ((0, 23), (1, 9), (0, 61)):
+        place = tmp_path / f"{rank}-{call}"
+        codes = run(place, rank, call)
+        assert codes[rank] == -signal.SIGKILL
+        assert codes[1 - rank] != 0
+        for checkpoint in list_checkpoints(place / "run"):
+            assert verify(checkpoint) == []
+        assert run(place) == [0, 0]
+        assert torch.equal(torch.load(place / "result-1.pt"), expected)
+        assert [path.name for path in (place / "run").glob(".*")] == []

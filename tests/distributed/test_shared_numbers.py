@@ -11,18 +11,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import processes
 import pytest
 import shared_job
 import torch
+from shared_job import check_same
 
 from paceline.args.sharding import read_sharding
 
 Found = dict[str, Any]
-EXACT = ("learning_rate", "global_step", "epoch", "tokens", "scheduler_steps", "count")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "invariance.md"
-COLUMNS = [("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)]
+COLUMNS = [("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("tp", 2), ("tp+fsdp", 4)]
+COLUMNS += [("gpipe", 2), ("1f1b", 2), ("1f1b+ddp", 4)]
 COLUMNS += [("zero1", 2), ("zero2", 2), ("zero3", 2)]
 
 
@@ -36,20 +36,6 @@ def results_of(folder: Path, size: int, *engines: str) -> dict[str, list[dict[st
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Found]]]:
     return results_of(tmp_path_factory.mktemp("two"), 2, "ddp", "fsdp")
-
-
-def check_same(several: list[Found], one: Found) -> None:
-    for rank, found in enumerate(several):
-        for name in EXACT:
-            assert found.get(name) == one.get(name), f"{name} of process {rank}"
-        assert torch.equal(found["weights"], several[0]["weights"]), "the processes have drifted apart"
-        torch.testing.assert_close(found["gradient"], one["gradient"], rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(found["weights"], one["weights"], rtol=1e-4, atol=1e-6)
-        for name in ("loss", "grad_norm", "eval_loss", "test_loss"):
-            assert found[name] == pytest.approx(one[name], rel=1e-5, nan_ok=True), f"{name} of process {rank}"
-        for name in ("predictions", "labels"):
-            if name in one:
-                np.testing.assert_allclose(found[name], one[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", shared_job.SCENARIOS)

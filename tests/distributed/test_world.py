@@ -49,7 +49,7 @@ def test_what_does_not_fit_together_is_said() -> None:
     with pytest.raises(ValueError, match="trains on the CPU"):
         choose_backend("nccl", torch.device("cpu"))
     with pytest.raises(UnsupportedOption, match="auto_find_batch_size"):
-        resolve(TrainingArguments("x", auto_find_batch_size=True), world_size=2, micro_batches_per_epoch=3)
+        resolve(TrainingArguments("x", auto_find_batch_size=True, fsdp=True), world_size=2, micro_batches_per_epoch=3)
     with pytest.raises(ValueError, match="this is one"):
         resolve(TrainingArguments("x", fsdp=True), micro_batches_per_epoch=3)
     with pytest.raises(ValueError, match="two ways to share the work"):

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from small_models import Classifier, Tagger, classification, make_trainer, tagging
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
@@ -29,10 +30,18 @@ zero: Any = require("deepspeed.utils", "deepspeed") if has_zero else None
 Result = dict[str, Any]
 SCENARIOS: dict[str, Callable[[Path, int], Result]] = {}
 GLOBAL_BATCH = 24
+EXACT = ("learning_rate", "global_step", "epoch", "tokens", "scheduler_steps", "count")
 ENGINES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp": {"fsdp": True},
     "hsdp": {"fsdp": "hybrid_shard", "fsdp_config": {"replicate": 2}},
+    "gpipe": {"parallel": {"pp": 2}, "pipeline_config": {"schedule": "gpipe"}},
+    "1f1b": {"parallel": {"pp": 2}},
+    "1f1b+ddp": {"parallel": {"dp_replicate": 2, "pp": 2}},
+    "tp": {"parallel": {"tp": 2}},
+    "tp+fsdp": {"parallel": {"dp_shard": 2, "tp": 2}},
+    "tp+ddp": {"parallel": {"dp_replicate": 2, "tp": 2}},
+    "tp+hsdp": {"parallel": {"dp_replicate": 2, "dp_shard": 2, "tp": 2}},
     **{f"zero{stage}": {"deepspeed": {"zero_optimization": {"stage": stage}}} for stage in (0, 1, 2, 3)},
 }
 in_force: dict[str, Any] = {}  # of these, on several processes
@@ -68,8 +77,14 @@ class RecordGradient(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if self.gradient is None:
-            gradients = [gradient_of(parameter) for parameter in model.parameters()]
-            self.gradient = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+            gradients = {name: gradient_of(p) for name, p in model.named_parameters()}
+            gradients = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+            if any(parameter.is_meta for parameter in model.parameters()):  # those of other stages are elsewhere
+                gathered: list[Any] = [None] * distributed.get_world_size()
+                distributed.all_gather_object(gathered, gradients)
+                gradients = {name: gradient for each in gathered for name, gradient in each.items()}
+            names = [name for name, _ in model.named_parameters() if name in gradients]
+            self.gradient = torch.cat([gradients[name].flatten() for name in names])
             if args.deepspeed and args.deepspeed["zero_optimization"]["stage"] > 0:  # which clips with the step
                 self.gradient *= min(1.0, args.max_grad_norm / (float(self.gradient.norm()) + 1e-6))
 
@@ -77,7 +92,11 @@ class RecordGradient(TrainerCallback):
 def found(trainer: Trainer, **more: Any) -> Result:
     """What two runs are compared by."""
     rows = trainer.state.log_history
-    parameters = [whole(parameter).detach().flatten() for parameter in trainer.model.parameters()]
+    if any(parameter.is_meta for parameter in trainer.model.parameters()):
+        state = trainer.strategy.full_weights(trainer.model)
+        parameters = [state[name].flatten() for name, _ in trainer.model.named_parameters()]
+    else:
+        parameters = [whole(parameter).detach().flatten() for parameter in trainer.model.parameters()]
     record = next((c for c in trainer.callback_handler.callbacks if isinstance(c, RecordGradient)), None)
     return {
         "weights": torch.cat(parameters),
@@ -94,6 +113,21 @@ def found(trainer: Trainer, **more: Any) -> Result:
         "scheduler_steps": trainer.lr_scheduler.last_epoch,
         **more,
     }
+
+
+def check_same(several: list[Result], one: Result) -> None:
+    """What several processes found is what one found."""
+    for rank, found in enumerate(several):
+        for name in EXACT:
+            assert found.get(name) == one.get(name), f"{name} of process {rank}"
+        assert torch.equal(found["weights"], several[0]["weights"]), "the processes have drifted apart"
+        torch.testing.assert_close(found["gradient"], one["gradient"], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(found["weights"], one["weights"], rtol=1e-4, atol=1e-6)
+        for name in ("loss", "grad_norm", "eval_loss", "test_loss"):
+            assert found[name] == pytest.approx(one[name], rel=1e-5, nan_ok=True), f"{name} of process {rank}"
+        for name in ("predictions", "labels"):
+            if name in one:
+                np.testing.assert_allclose(found[name], one[name], rtol=1e-4, atol=1e-5)
 
 
 def split(size: int, accumulation: int = 1, total: int = GLOBAL_BATCH) -> dict[str, Any]:
@@ -141,7 +175,10 @@ class CountsTokens(Tagger):
     """Divides by num_items_in_batch, as models of transformers do."""
 
     def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Any:
-        logits = super().forward(input_ids, labels)["logits"]
+        return self.finish(self.begin(input_ids), labels, num_items_in_batch)
+
+    def finish(self, hidden: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Any:
+        logits = self.head(hidden)
         left, right = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         if num_items_in_batch is None:
             return {"loss": functional.cross_entropy(left, right), "logits": logits}
@@ -252,7 +289,9 @@ def main() -> None:
     for engine in engines:
         in_force.clear()
         in_force.update(ENGINES[engine])
-        found = {name: run(folder / engine / name, size) for name, run in SCENARIOS.items()}
+        shares = any(axis in in_force.get("parallel", ()) for axis in ("tp", "pp"))
+        parts = size // 2 if shares else size  # that read different data
+        found = {name: run(folder / engine / name, parts) for name, run in SCENARIOS.items()}
         torch.save(found, folder / f"{engine}-{rank}.pt")
 
 

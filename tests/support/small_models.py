@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,20 @@ from torch.nn import functional
 from paceline import Trainer, TrainingArguments
 
 
+class Part(nn.Module):
+    """Some modules of a model with the function that runs them: a stage of a pipeline."""
+
+    def __init__(self, forward: Any, **modules: nn.Module) -> None:
+        super().__init__()
+        self.forward = forward
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+
 class Classifier(nn.Module):
     """A plain module: features -> mean cross-entropy and logits, in a tuple. No config anywhere."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"first": "colwise", "second": "rowwise"}
 
     def __init__(self, features: int = 8, classes: int = 4, dropout: float = 0.0, seed: int = 0) -> None:
         super().__init__()
@@ -22,12 +34,23 @@ class Classifier(nn.Module):
         self.drop = nn.Dropout(dropout)
         self.second = nn.Linear(16, classes)
 
+    def begin(self, x: Tensor) -> Tensor:
+        result: Tensor = self.drop(torch.tanh(self.first(x)))
+        return result
+
     def logits(self, x: Tensor) -> Tensor:
-        result: Tensor = self.second(self.drop(torch.tanh(self.first(x))))
+        result: Tensor = self.second(self.begin(x))
         return result
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-        logits = self.logits(x)
+        return self.finish(self.begin(x), labels)
+
+    def pipeline_stages(self, num_stages: int) -> list[nn.Module]:
+        """Two: this model can be cut in the middle."""
+        return [Part(self.begin, first=self.first, drop=self.drop), Part(self.finish, second=self.second)]
+
+    def finish(self, hidden: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.second(hidden)
         return logits if labels is None else (functional.cross_entropy(logits, labels), logits)
 
 
@@ -38,6 +61,8 @@ class Tagger(nn.Module):
         shifted: the output at i is compared with the target at i + 1, as in a language model.
         per_sample: the mean over samples of each one's mean, instead of the mean over targets.
     """
+
+    tp_plan: ClassVar[dict[str, str]] = {"embedding": "embedding_colwise", "head": "rowwise_split_input"}
 
     def __init__(
         self,
@@ -55,7 +80,18 @@ class Tagger(nn.Module):
         self.shifted, self.per_sample = shifted, per_sample
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.head(self.drop(torch.tanh(self.embedding(input_ids))))
+        return self.finish(self.begin(input_ids), labels)
+
+    def pipeline_stages(self, num_stages: int) -> list[nn.Module]:
+        """Two: this model can be cut in the middle."""
+        return [Part(self.begin, embedding=self.embedding, drop=self.drop), Part(self.finish, head=self.head)]
+
+    def begin(self, input_ids: Tensor) -> Tensor:
+        result: Tensor = self.drop(torch.tanh(self.embedding(input_ids)))
+        return result
+
+    def finish(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(hidden)
         left, right = (logits[:, :-1], labels[:, 1:]) if self.shifted else (logits, labels)
         if not self.per_sample:
             return {"loss": functional.cross_entropy(left.flatten(0, 1), right.flatten()), "logits": logits}

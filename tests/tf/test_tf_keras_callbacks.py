@@ -1,16 +1,18 @@
-"""Callbacks for Keras' `fit`: metrics over whole predictions, and a hub that is a folder."""
+"""Callbacks for Keras' `fit`: metrics over whole predictions, and pushes to a hub on loopback."""
 
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
+from hub_server import Hub, point_to, serving
+from huggingface_hub import constants
+from huggingface_hub.utils import _http as http
 from tf_models import make_data, make_model
 
 from paceline import KerasMetricCallback, PushToHubCallback
-from paceline.tf import keras_callbacks
 from paceline.tf.framework import keras, tf
 
 DATA = make_data(10)
@@ -37,35 +39,50 @@ def test_metrics_over_all_samples() -> None:
         KerasMetricCallback(accuracy, DATA)
 
 
-class FolderHub:
-    """What of `HfApi` is used, with a folder for the hub."""
-
-    def __init__(self, folder: Path, fails: int = 0) -> None:
-        self.folder, self.fails, self.messages = folder, fails, list[str]()
-
-    def create_repo(self, repo_id: str, exist_ok: bool) -> Any:
-        return SimpleNamespace(repo_id=f"me/{repo_id}")
-
-    def upload_folder(self, repo_id: str, folder_path: str, commit_message: str, ignore_patterns: list[str]) -> None:
-        if self.fails:
-            self.fails -= 1
-            raise OSError("the hub is away")
-        self.messages.append(f"{repo_id}: {commit_message}")
-        shutil.copytree(folder_path, self.folder, dirs_exist_ok=True)
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub on loopback, which huggingface_hub speaks to in this process."""
+    with serving() as served:
+        point_to(served.url, monkeypatch)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+        monkeypatch.setattr(http.time, "sleep", lambda seconds: None)  # between its retries
+        yield served
+    huggingface_hub.close_session()
 
 
-def test_the_model_is_pushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    hub = FolderHub(tmp_path / "hub", fails=1)
-    monkeypatch.setattr(keras_callbacks, "require", lambda *names: SimpleNamespace(HfApi=lambda token: hub))
-    history = fit(PushToHubCallback(tmp_path / "model", checkpoint=True, license="mit"), epochs=2)
-    assert "could not be uploaded to me/model: the hub is away" in caplog.text
-    assert hub.messages == ["me/model: Training in progress, epoch 2", "me/model: End of training"]
-    pushed = keras.saving.load_model(tmp_path / "hub" / "model.keras")
-    assert np.array_equal(pushed(DATA[0]), history.model(DATA[0]))
-    assert (tmp_path / "hub" / "checkpoint" / "epoch.txt").read_text() == "2\n"
-    assert "license: mit" in (tmp_path / "hub" / "README.md").read_text()
+def test_the_model_is_pushed(tmp_path: Path, hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
+    commits: list[str] = []
+
+    def refuse_the_first(method: str, path: str) -> int | None:
+        if "/commit/" in path:
+            commits.append(path)
+        return 403 if "/commit/" in path and len(commits) == 1 else None
+
+    hub.answer = refuse_the_first
+    callback = PushToHubCallback(tmp_path / "model", checkpoint=True, hub_token="hf_tests", license="mit")
+    history = fit(callback, epochs=2)
+    assert callback.repository == "somebody/model"
+    assert "could not be uploaded to somebody/model: " in caplog.text
+    pushed = hub["somebody/model"]
+    messages = ["Training in progress, epoch 2", "End of training"]
+    assert pushed.messages() in (messages, messages[:1])  # the hub's client leaves out a commit that changes nothing
+    assert {token for _, path, token in hub.requests if path.startswith("/api/")} == {"Bearer hf_tests"}
+    copy = tmp_path / "copy.keras"
+    copy.write_bytes(pushed.files["model.keras"])
+    assert np.array_equal(keras.saving.load_model(copy)(DATA[0]), history.model(DATA[0]))
+    assert pushed.files["checkpoint/epoch.txt"] == b"2\n"
+    assert "checkpoint/variables.index" in pushed.files
+    assert b"license: mit" in pushed.files["README.md"]
+
+
+def test_wrong_intervals(tmp_path: Path) -> None:
     for options in ({"save_strategy": "steps"}, {"save_strategy": "often"}):
         with pytest.raises(ValueError, match="save_strategy="):
             PushToHubCallback(tmp_path / "model", **options)  # type: ignore[arg-type]
+
+
+def test_a_push_that_fails_at_the_end_is_raised(tmp_path: Path, hub: Hub) -> None:
+    hub.answer = lambda method, path: 403 if "/commit/" in path else None
+    with pytest.raises(OSError, match="403"):
+        fit(PushToHubCallback(tmp_path / "model", save_strategy="steps", save_steps=2, hub_token="hf_tests"))

@@ -1,17 +1,22 @@
 """Optimizers by their names, weight decay, schedules, and what the reference gave for loops of one's own."""
 
 import inspect
+import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tf_models import Linear, make_data, make_model, make_trainer, weights
+from tf_models import Linear, make_data, make_model, make_trainer, values, weights
 
 from paceline import AdamWeightDecay, GradientAccumulator, WarmUp, create_optimizer
 from paceline.core.schedules import multiplier
+from paceline.tf.following import PlateauSchedule
 from paceline.tf.framework import keras, tf
 from paceline.tf.optimizers import OPTIMIZERS, undecayed_variables
 from paceline.tf.schedules import StepSchedule
@@ -140,3 +145,53 @@ def test_gradients_add_up_until_the_reset() -> None:
         accumulator([tf.constant([1.0])])
     accumulator.reset()
     assert (int(accumulator.step), accumulator.gradients[0].numpy().tolist()) == (0, [0.0, 0.0])
+
+
+@given(
+    observed=st.lists(st.floats(-5, 5), min_size=1, max_size=40),
+    mode=st.sampled_from(["min", "max"]),
+    threshold_mode=st.sampled_from(["rel", "abs"]),
+    patience=st.integers(0, 3),
+    cooldown=st.integers(0, 2),
+    min_lr=st.sampled_from([0.0, 0.2]),
+)
+def test_the_plateau_is_that_of_torch(observed: list[float], **options: Any) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    theirs = torch.optim.SGD([parameter], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(theirs, factor=0.5, **options)
+    ours = PlateauSchedule(1.0, factor=0.5, **options)
+    optimizer = SimpleNamespace(learning_rate=1.0)
+    for value in observed:
+        scheduler.step(value)
+        ours.step(value, optimizer)
+        again = PlateauSchedule(1.0, factor=0.5, **options)  # as after a resume
+        again.load_state_dict(json.loads(json.dumps(ours.state_dict())))
+        ours = again
+        assert optimizer.learning_rate == theirs.param_groups[0]["lr"] == ours.learning_rate
+
+
+def test_a_rate_that_follows_the_evaluations(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 100.0, "threshold_mode": "abs"},
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_dataset": make_data(6, seed=1),
+        "save_strategy": "steps",
+        "save_steps": 4,
+    }
+    whole = make_trainer(tmp_path / "whole", make_model(), make_data(32), **options)
+    whole.train()
+    rates = [row["learning_rate"] for row in whole.state.log_history if "learning_rate" in row]
+    # the first evaluation is the best so far, and no other is better by so much
+    assert rates == pytest.approx([0.05] * 4 + [0.025] * 2 + [0.0125] * 2)
+    shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "rest" / "checkpoint-4")
+    rest = make_trainer(tmp_path / "rest", make_model(seed=1), make_data(32), **options)
+    rest.train()
+    assert values(rest.state.log_history)[:-1] == values(whole.state.log_history)[:-1]
+    options["lr_scheduler_kwargs"] = {"patient": 1}
+    with pytest.raises(TypeError, match="has no option 'patient'"):
+        make_trainer(tmp_path / "wrong", make_model(), make_data(8), **options).train()
+    options |= {"lr_scheduler_kwargs": {}, "warmup_steps": 3}
+    with pytest.raises(ValueError, match="has no warm-up"):
+        make_trainer(tmp_path / "wrong", make_model(), make_data(8), **options).train()

@@ -67,6 +67,24 @@ def test_replicas_and_accumulation_change_nothing(tmp_path: Path, mirrored: Any)
             assert np.allclose(value, expected, atol=1e-6), name
 
 
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_replicas_leave_out_what_is_not_finite(tmp_path: Path, mirrored: Any, policy: str) -> None:
+    """One sample spoils the update of both replicas, and of no other."""
+    x, y = make_data(24)
+    x[9] = np.inf
+    found = []
+    for strategy, size in ((None, 8), (mirrored, 4)):
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            model = make_model()
+        options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": size}
+        trainer = make_trainer(tmp_path / str(size), model, (x, y), nonfinite_policy=policy, logging_steps=1, **options)
+        trainer.train()
+        assert np.isfinite(weights(trainer.model)).all()
+        found.append((weights(trainer.model), trainer.state.global_step, int(np.asarray(trainer.optimizer.iterations))))
+    assert np.allclose(found[0][0], found[1][0], atol=1e-6)
+    assert found[0][1:] == found[1][1:] == ((3, 2) if policy == "skip" else (2, 2))
+
+
 def test_the_strategy_is_that_of_the_model(tmp_path: Path, mirrored: Any) -> None:
     with mirrored.scope():
         model = Linear()

@@ -49,6 +49,7 @@ def generator() -> Any:
     [
         ("arrays", {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 2}),
         ("tensors", {}),
+        ("shuffled", {"train_sampling_strategy": "sequential"}),
         ("generator", {"max_steps": 11}),
     ],
 )
@@ -57,18 +58,30 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, kind: str, options
     options = {"num_train_epochs": 2, "logging_steps": 4, **options}
 
     def make(folder: Path, **more: Any) -> TFTrainer:
-        data = {"arrays": DATA, "tensors": tf.data.Dataset.from_tensor_slices(DATA), "generator": generator}[kind]
+        tensors = tf.data.Dataset.from_tensor_slices(DATA)
+        shuffled = tensors.shuffle(26, seed=7)  # in another order in each epoch
+        data = {"arrays": DATA, "tensors": tensors, "shuffled": shuffled, "generator": generator}[kind]
         return make_trainer(folder, make_model(dropout=0.3), data, **options, **more)
 
     whole = make(tmp_path / "whole", callbacks=[Counting()])
     whole.train()
-    make(tmp_path / "parts", callbacks=[Counting(stop_at=5)]).train()
+    make(tmp_path / "parts", callbacks=[Counting(stop_at=9 if kind == "shuffled" else 5)]).train()
     counting = Counting()
     rest = make(tmp_path / "parts", callbacks=[counting])
     output = rest.train()
     assert output.global_step == whole.state.global_step == counting.steps
     assert np.array_equal(weights(rest.model), weights(whole.model))
     assert values(rest.state.log_history)[:-1] == values(whole.state.log_history)[:-1]
+
+
+def test_an_order_that_cannot_be_gone_back_to_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tf.random.set_seed(None)
+    data = tf.data.Dataset.from_tensor_slices(DATA).shuffle(26)
+    options: dict[str, Any] = {"train_sampling_strategy": "sequential", "num_train_epochs": 2}
+    make_trainer(tmp_path, make_model(), data, callbacks=[Counting(stop_at=3)], **options).train()
+    assert "without a seed" not in caplog.text
+    make_trainer(tmp_path, make_model(), data, **options).train()
+    assert caplog.text.count("without a seed") == 1
 
 
 def test_damaged_checkpoints_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

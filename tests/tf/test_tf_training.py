@@ -245,6 +245,92 @@ def test_non_finite_updates(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_a_run_rewinds_before_what_is_not_finite(tmp_path: Path) -> None:
+    """As if the bad samples had never been there: the same weights, and the samples on record."""
+    x, y = make_data(24)
+    good = np.r_[:8, 12:24]
+    x[9] = np.inf
+    options: dict[str, Any] = {
+        "train_sampling_strategy": "sequential",
+        "nonfinite_policy": "rollback",
+        "lr_scheduler_type": "constant",
+        "logging_steps": 2,
+    }
+    trainer = make_trainer(tmp_path / "bad", make_model(dropout=0.3), (x, y), **options)
+    trainer.train()
+    other = make_trainer(tmp_path / "good", make_model(dropout=0.3), (x[good], y[good]), **options)
+    other.train()
+    assert np.array_equal(weights(trainer.model), weights(other.model))
+    assert trainer.state.global_step == other.state.global_step == 5
+    skipped = json.loads((tmp_path / "bad" / "skipped_samples.jsonl").read_text())
+    assert skipped["sample_ids"] == [8, 9, 10, 11]
+
+
+def test_metrics_batch_by_batch(tmp_path: Path) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def metrics(prediction: Any, compute_result: bool) -> dict[str, float]:
+        seen.append((len(prediction.label_ids), compute_result))
+        return {"samples": float(sum(size for size, _ in seen))} if compute_result else {}
+
+    options: dict[str, Any] = {"batch_eval_metrics": True, "per_device_eval_batch_size": 4}
+    trainer = make_trainer(tmp_path, make_model(), DATA, compute_metrics=metrics, **options)
+    found = trainer.evaluate(make_data(10))
+    assert seen == [(4, False), (4, False), (2, True)]
+    assert found["eval_samples"] == 10
+    with pytest.raises(ValueError, match="give it a parameter `compute_result`"):
+        make_trainer(tmp_path, make_model(), DATA, compute_metrics=lambda prediction: {}, **options)
+
+
+def test_tokens_are_counted(tmp_path: Path) -> None:
+    tokens = np.arange(24, dtype=np.int64).reshape(6, 4) % 5
+    columns = {"input_ids": tokens, "attention_mask": (tokens > 0).astype(np.int64), "labels": tokens}
+
+    class Bigrams(tf.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = tf.Variable(tf.zeros([5, 5]))
+
+        def __call__(self, input_ids: Any, attention_mask: Any) -> Any:
+            return tf.gather(self.table, input_ids)
+
+    for how, expected in (("all", 24), ("non_padding", int((tokens > 0).sum()))):
+        trainer = make_trainer(tmp_path / how, Bigrams(), columns, include_num_input_tokens_seen=how)
+        trainer.train()
+        assert trainer.state.num_input_tokens_seen == expected
+        assert trainer.state.log_history[-1]["num_input_tokens_seen"] == expected
+        assert trainer.state.log_history[0]["train_tokens_per_second"] > 0
+    with pytest.raises(ValueError, match="the features hold no 'input_ids'"):
+        make_trainer(tmp_path / "none", make_model(), DATA, include_num_input_tokens_seen="all").train()
+
+
+class Crowded(TFTrainer):
+    """Has memory for two samples at a time."""
+
+    def run_model(self, features: Any, labels: Any, training: bool) -> Any:
+        def check(size: Any) -> Any:
+            if training and int(size) > 2:
+                raise MemoryError("no room")  # TensorFlow makes a ResourceExhaustedError of it
+            return size
+
+        size = tf.py_function(check, [tf.shape(features)[0]], tf.int32)
+        with tf.control_dependencies([size]):
+            return super().run_model(tf.identity(features), labels, training)
+
+
+def test_smaller_micro_batches_where_memory_runs_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"per_device_train_batch_size": 8, "optim": "sgd", "max_grad_norm": 0.0}
+    plain = make_trainer(tmp_path / "plain", make_model(), make_data(20), **options)
+    plain.train()
+    options["auto_find_batch_size"] = True
+    crowded = make_trainer(tmp_path / "crowded", make_model(), make_data(20), kind=Crowded, **options)
+    crowded.train()
+    assert caplog.text.count("Out of memory: going on with") == 2
+    assert crowded.state.train_batch_size == 2
+    assert losses(crowded) == pytest.approx(losses(plain), abs=1e-5)
+    assert np.allclose(weights(crowded.model), weights(plain.model), atol=1e-5)
+
+
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     args = TFTrainingArguments(str(tmp_path))
     with pytest.raises(ValueError, match="`model` or `model_init`"):

@@ -23,6 +23,7 @@ from paceline.args.accelerator_config import AcceleratorConfig
 from paceline.args.choices import TOKEN_COUNTS, DebugOption, OptimizerNames
 from paceline.args.errors import did_you_mean, wrong_value
 from paceline.args.mesh import read_parallel, read_parallelism
+from paceline.args.pipelining import keep_pipelining
 from paceline.args.places import check_url, is_url
 from paceline.args.sections import Options
 
@@ -303,6 +304,7 @@ SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "output_store": to_store,
     "parallel": read_parallel,
     "parallelism_config": read_parallelism,
+    "pipeline_config": keep_pipelining,
     "report_to": to_report_list,
     "resume_from_checkpoint": keep_bool,
     "trackio_static_space_id": keep_bool,

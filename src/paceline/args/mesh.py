@@ -16,7 +16,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # names of accelerate's ParallelismConfig -> ours
 ACCELERATE_SIZES = {f"{axis}_size": axis for axis in AXES if axis != "pp"}
 ACCELERATE_OTHERS = ("sp_size", "cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
-NAMES = ("ddp", "fsdp")
+NAMES = ("ddp", "fsdp", "xla")
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,6 @@ class Mesh:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def averaged_size(self) -> int:
-        """Processes that a gradient is averaged over: those with other data, or with other parts of a sequence."""
-        return self.data_size * self.cp
-
-    @property
     def is_data_only(self) -> bool:
         """Whether every process reads other data."""
         return self.data_size == self.size
@@ -74,18 +69,15 @@ class Mesh:
         place = self.coordinates(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"], self.data_size
 
-    def weighs(self, rank: int) -> bool:
-        """Whether what a process counts in its part of a sequence is counted: once for those with the same part."""
-        place = self.coordinates(rank)
-        return place["tp"] == 0 and place["pp"] == self.pp - 1  # the last stage has the outputs
-
     def speaks(self, rank: int) -> bool:
-        """Whether a process stands for all that read the same data: samples and rows are taken from these."""
-        return self.weighs(rank) and self.coordinates(rank)["cp"] == 0
+        """Whether a process stands for all that read the same data: samples, weights and rows are taken from these."""
+        place = self.coordinates(rank)
+        return place["tp"] == place["cp"] == 0 and place["pp"] == self.pp - 1  # the last stage has the outputs
 
     def noise_rank(self, rank: int) -> int:
-        """Which random numbers a process draws: those that compute on the same tokens draw the same."""
-        return self.data_coordinates(rank)[0] * self.cp + self.coordinates(rank)["cp"]
+        """Which random numbers a process draws: those that compute the same on the same tokens draw the same."""
+        place = self.coordinates(rank)
+        return (place["pp"] * self.data_size + self.data_coordinates(rank)[0]) * self.cp + place["cp"]
 
     def describe(self) -> str:
         """The axes with more than one process, in words."""
@@ -115,6 +107,8 @@ def read_parallel(name: str, value: Any) -> str | dict[str, int] | None:
     if isinstance(value, Mapping):
         return {str(key): read_size(name, str(key), number) for key, number in value.items()}
     text = str(getattr(value, "value", value)).strip().lower()
+    if text == "pipeline":
+        return {"pp": -1}
     if text not in NAMES:
         remedy = f"choose one of {', '.join(NAMES)}, or give sizes of {', '.join(AXES)}, as in 'dp_shard=2,tp=2'"
         raise wrong_value(name, value, remedy, did_you_mean(text, list(NAMES)))

@@ -74,6 +74,12 @@ def add_inputs(old: list[str], given: Any) -> list[str]:
     return [*asked, *(item for item in old if item not in asked)]
 
 
+def add_diagnosis(old: str, given: Any) -> str:
+    """A diagnosis beside those that debug asks for already."""
+    asked = [str(word) for word in given] if isinstance(given, list | tuple) else [given or ""]
+    return " ".join([*asked, old])
+
+
 def one_setting(name: str) -> Callable[[Any], Any]:
     """A converter for an option that is now one key of a dict."""
     return lambda value: None if value is None else {name: value}
@@ -137,6 +143,12 @@ OLDER_NAMES: Mapping[str, Renamed | Retired] = {
         False,
         join_settings,
     ),
+    "tpu_metrics_debug": Renamed(
+        "debug",
+        when_true("tpu_metrics_debug", "tpu_metrics_debug"),
+        lambda words: "tpu_metrics_debug" in words,
+        merge=add_diagnosis,
+    ),
     "torchdynamo": Renamed("torch_compile_backend"),
     "warmup_ratio": Renamed(
         "warmup_steps",
@@ -165,10 +177,6 @@ OLDER_NAMES: Mapping[str, Renamed | Retired] = {
         True,
     ),
     "sharded_ddp": Retired("set fsdp", (None, "", [], False), ""),
-    "tpu_metrics_debug": Retired(
-        "leave it out, and print torch_xla.debug.metrics.metrics_report() in a callback", (None, False), False
-    ),
-    "tpu_num_cores": Retired("leave it out; torch_xla is not supported", (None,), None),
     "use_ipex": Retired("set torch_compile=True", (None, False), False),
     "use_legacy_prediction_loop": Retired("leave it out; there is one prediction loop", (None, False), False),
     "use_mps_device": Retired(

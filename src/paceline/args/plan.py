@@ -13,7 +13,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh, engine_of, resolve_mesh
 from paceline.args.rules import check, derived_values
 from paceline.args.sections import Options
-from paceline.args.sharding import is_asked
+from paceline.args.sharding import is_asked, is_xla_asked
 
 __all__ = ["Plan", "UnsupportedOption", "check", "resolve", "resolve_warmup"]
 
@@ -22,7 +22,9 @@ SHARED_BY = {
     "ddp": "each with the whole model, gradients averaged (ddp)",
     "fsdp": "each with a shard of every parameter, gradient and optimizer state (fsdp)",
     "deepspeed": "each with the parts that ZeRO gives it (deepspeed)",
+    "xla": "on XLA devices, whose compiler shares the work (xla)",
     "mesh": "in a mesh",
+    "pipeline": "each with some of the layers, micro-batches one after another",
 }
 UNCOUNTED = {"no": "never", "epoch": "at each end of an epoch", "best": "when an evaluation is the best yet"}
 
@@ -249,22 +251,26 @@ def resolve_parallel(args: Options, world_size: int, local_size: int | None = No
     Raises:
         UnsupportedOption: one of them was asked for; the message says what to set.
     """
-    if world_size > 1 and args.auto_find_batch_size:
-        raise UnsupportedOption(
-            f"auto_find_batch_size=True with {world_size} processes is not supported: one of them running out of "
-            "memory would leave the others waiting. Set per_device_train_batch_size and gradient_accumulation_steps."
+    if is_xla_asked(args.parallel, args.fsdp, args.fsdp_config):
+        return "xla"
+    parallel = "deepspeed" if args.deepspeed else engine_of(resolve_mesh(args, world_size, local_size), args)
+    if world_size == 1 and isinstance(args.parallel, dict) and args.parallel.get("pp") == -1:
+        raise ValueError(
+            "A pipeline has stages on several processes, and this is one: start the script with `paceline launch`, or "
+            "leave parallel out."
         )
-    if args.deepspeed:
-        return "deepspeed"
-    parallel = engine_of(resolve_mesh(args, world_size, local_size), args)
-    if parallel == "pipeline":
-        raise UnsupportedOption("parallel={'pp': ...} is not supported: leave pp out.")
+    if world_size > 1 and args.auto_find_batch_size and parallel != "ddp":
+        raise UnsupportedOption(
+            f"auto_find_batch_size=True with parallel={parallel!r} is not supported: a process that runs out of memory "
+            "in the middle of a pass leaves the others waiting for its part of the model. Set "
+            "per_device_train_batch_size and gradient_accumulation_steps, or parallel='ddp'."
+        )
     if world_size == 1 and (parallel == "fsdp" or (args.parallel is None and is_asked(args.fsdp))):
         raise ValueError(
             "fsdp shards a model over several processes, and this is one: start the script with `paceline launch`, or "
             "leave fsdp and parallel out."
         )
-    return parallel if world_size > 1 else None
+    return parallel if world_size > 1 or parallel == "deepspeed" else None
 
 
 def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
@@ -281,7 +287,7 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
             "parallel",
             "eval_use_gather_object",
         )
-        if world_size == 1 and getattr(args, name) not in (None, False)
+        if world_size == 1 and getattr(args, name) not in (None, False, "xla")
     ]
     notes = [f"{', '.join(several)}: for several processes; this run has one."] if several else []
     if args.liger_kernel_config and not args.use_liger_kernel:

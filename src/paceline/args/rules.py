@@ -7,13 +7,13 @@ from decimal import Decimal
 from typing import Any
 
 from paceline.args.accelerator_config import AcceleratorConfig, check_accelerator
-from paceline.args.choices import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
+from paceline.args.choices import IntervalStrategy, SaveStrategy, SchedulerType
 from paceline.args.deepspeed_config import fill_config
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import check_mesh
 from paceline.args.places import is_url, staging_folder
 from paceline.args.sections import Options
-from paceline.args.sharding import is_asked, read_sharding, wants_shards
+from paceline.args.sharding import is_asked, is_xla_asked, read_sharding, wants_shards
 
 # name: (smallest value, largest value or None, whether the largest itself is allowed)
 LIMITS: dict[str, tuple[float, float | None, bool]] = {
@@ -31,6 +31,7 @@ LIMITS: dict[str, tuple[float, float | None, bool]] = {
     "label_smoothing_factor": (0, 1, False),
     "neftune_noise_alpha": (0, None, True),
     "torch_empty_cache_steps": (1, None, True),
+    "tpu_num_cores": (1, None, True),
     "logging_steps": (0, None, True),
     "eval_steps": (0, None, True),
     "save_steps": (0, None, True),
@@ -205,11 +206,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "trackio_space_id": (is_default(None, "trackio"), NO_TRACKIO),
     "trackio_bucket_id": (is_off, NO_TRACKIO),
     "trackio_static_space_id": (is_off, NO_TRACKIO),
-    "debug": (
-        lambda value: DebugOption.TPU_METRICS_DEBUG not in value,
-        "of the diagnoses there is underflow_overflow; leave it out, and print "
-        "torch_xla.debug.metrics.metrics_report() in a callback",
-    ),
 }
 
 
@@ -261,6 +257,27 @@ def check_parallel(options: Options) -> None:
         )
 
 
+def check_xla(options: Options) -> None:
+    """What XLA devices cannot be asked for."""
+    if not is_xla_asked(options.parallel, options.fsdp, options.fsdp_config):
+        return
+    if options.use_cpu:
+        raise ValueError(
+            "use_cpu=True and XLA devices exclude each other: leave use_cpu out, and set the environment variable "
+            "PJRT_DEVICE=CPU to try a script on XLA's own CPU device."
+        )
+    if is_asked(options.fsdp) and not is_xla_asked(None, options.fsdp, options.fsdp_config):
+        raise ValueError(
+            f"parallel='xla' with fsdp={options.fsdp!r} shards by XLA's compiler: say so with "
+            "fsdp_config={'xla': True, 'xla_fsdp_v2': True}, or leave fsdp out."
+        )
+    if options.tpu_num_cores == 1 and is_asked(options.fsdp):
+        raise ValueError(
+            f"tpu_num_cores=1 and fsdp={options.fsdp!r} contradict each other: a model is sharded over all XLA "
+            "devices; leave one of them out."
+        )
+
+
 CHECKS = (
     check_limits,
     check_precision,
@@ -271,6 +288,7 @@ CHECKS = (
     check_switches,
     check_generation,
     check_parallel,
+    check_xla,
     check_supported,
 )
 

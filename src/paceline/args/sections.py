@@ -407,7 +407,9 @@ class DebugSection:
     """Diagnoses."""
 
     debug: str | list[DebugOption] = option(
-        "", "Diagnoses to run, separated by spaces: underflow_overflow (infinities and NaN in any module)."
+        "",
+        "Diagnoses to run, separated by spaces: underflow_overflow (infinities and NaN in any module), "
+        "tpu_metrics_debug (what torch_xla counted, printed at the end of each epoch).",
     )
     skip_memory_metrics: bool = option(
         True, "Leave the memory use of each stage (init, train, eval, test) out of the metrics."
@@ -494,11 +496,28 @@ class PacelineSection:
         None,
         "How several processes share the work: 'ddp', each with the whole model; 'fsdp', each with a shard of it; or "
         "sizes of a mesh, as a dict or as 'dp_shard=2,tp=2': dp_replicate, dp_shard, cp (parts of each sequence), tp "
-        "(parts of the matrices); -1 for all processes that the others leave. Unset: 'ddp', or 'fsdp' where fsdp is "
-        "set. Processes are started by `paceline launch`, torchrun, accelerate launch or srun.",
+        "(parts of the matrices), pp (stages of a pipeline); -1 for all processes that the others leave. Unset: 'ddp', "
+        "or 'fsdp' where fsdp is set. Processes are started by `paceline launch`, torchrun, accelerate launch or srun. "
+        "'xla': one process, on XLA devices (torch_xla).",
+    )
+    pipeline_config: dict[str, Any] | str | None = option(
+        None,
+        "How a pipeline runs: schedule ('1f1b', 'gpipe' or 'interleaved_1f1b'), stages_per_process, micro_batches (of "
+        "an update, at least). A dict or JSON. Unset: 1f1b, one stage on each process, at least as many micro-batches "
+        "as stages.",
+    )
+    tp_plan: dict[str, Any] | str | None = option(
+        None,
+        "Which modules are cut over the axis tp of the mesh, and how: names, '*' for one part of a name, to styles "
+        "('colwise', 'rowwise', ...). A dict, JSON, or the path of a JSON file. Unset: the model's own plan.",
     )
     ddp_comm_hook: str | None = option(
         None, "Exchange gradients in 16 bits: 'fp16' or 'bf16'. Unset: in the type they have.", ("fp16", "bf16")
+    )
+    tpu_num_cores: int | None = option(
+        None,
+        "XLA devices to use, one or all: all take a part of each batch, with the whole model on each. Unset: one, or "
+        "all where fsdp_config shards the model over them.",
     )
     logging_dir: str | None = option(
         None, "Folder of the TensorBoard files. Unset: TENSORBOARD_LOGGING_DIR, else output_dir/runs/<date>_<host>."

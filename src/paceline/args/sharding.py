@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ GONE = {
     "use_orig_params": "fully_shard always does",
     "sync_module_states": "the weights of the first process are always those of all",
     "cpu_ram_efficient_loading": "load the model on every process",
-    "xla_fsdp_v2": "it is not in this version",
-    "xla": "it is not in this version",
-    "xla_fsdp_settings": "it is not in this version",
-    "xla_fsdp_grad_ckpt": "it is not in this version",
+    "xla_fsdp_settings": "XLA's first FSDP read them, and here is its second (xla_fsdp_v2)",
     "mixed_precision_policy": "set bf16=True",
 }
+
+# how XLA's partitioner is asked for, as in transformers; the second and third mean nothing without the first
+XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
+# what the partitioner decides by itself
+NOT_XLA = ("reshard_after_forward", "offload_params", "cpu_offload", "replicate")
 
 
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
@@ -42,6 +44,8 @@ class Sharding:
         layer_classes: names of the classes of layers that are sharded one by one.
         least_parameters: modules of at least so many parameters are; 0: not chosen by size.
         is_whole: nothing is chosen: the model is one unit.
+        is_xla: over the XLA devices of one process, by XLA's own partitioner.
+        checkpoints_units: with XLA: activations of the units are made again in the backward pass.
     """
 
     reshard: bool = True
@@ -50,6 +54,18 @@ class Sharding:
     layer_classes: tuple[str, ...] = ()
     least_parameters: int = 0
     is_whole: bool = False
+    is_xla: bool = False
+    checkpoints_units: bool = False
+
+
+def is_xla_asked(parallel: Any, fsdp: Any, config: Any) -> bool:
+    """Whether these values of `parallel`, `fsdp` and `fsdp_config` ask for XLA devices."""
+    return parallel == "xla" or (bool(config) and bool(strip(read_config(config)).get("xla")))
+
+
+def strip(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `fsdp_config` by their names without the prefix `fsdp_`."""
+    return {str(key).removeprefix("fsdp_"): value for key, value in settings.items()}
 
 
 def is_asked(fsdp: Any) -> bool:
@@ -72,17 +88,18 @@ def read_sharding(fsdp: Any, config: Any) -> Sharding:
     unknown = [word for word in words if word not in (*WORDS, "true")]
     if unknown:
         raise ValueError(f"fsdp={fsdp!r}: {unknown[0]!r} is unknown; use True, or words of {', '.join(WORDS)}.")
-    settings = {str(key).removeprefix("fsdp_"): value for key, value in read_config(config).items()}
+    settings = strip(read_config(config))
     for name, value in settings.items():
         if name in GONE and value not in (None, False, "", {}):
             raise UnsupportedOption(f"fsdp_config[{name!r}]={value!r} is not supported: {GONE[name]}; leave it out.")
     known = {
         "version", "reshard_after_forward", "offload_params", "cpu_offload", "replicate", "auto_wrap_policy",
-        "transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type", *GONE,
+        "transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type", *XLA, *GONE,
     }  # fmt: skip
     for name in settings.keys() - known:
         raise ValueError(f"fsdp_config has no setting {name!r}: use {', '.join(sorted(known - GONE.keys()))}.")
     check_values(settings)
+    check_xla(settings, words)
     policy = str(settings.get("auto_wrap_policy") or "").upper()
     hybrid = any(word.startswith("hybrid") for word in words)
     reshard = settings.get("reshard_after_forward", not {"shard_grad_op", "hybrid_shard_zero2"}.intersection(words))
@@ -94,6 +111,8 @@ def read_sharding(fsdp: Any, config: Any) -> Sharding:
         layer_classes=tuple(classes.split(",")) if isinstance(classes, str) else tuple(classes),
         least_parameters=int(settings.get("min_num_params") or 0),
         is_whole=policy == "NO_WRAP",
+        is_xla=bool(settings.get("xla")),
+        checkpoints_units=bool(settings.get("xla_fsdp_grad_ckpt")),
     )
 
 
@@ -111,6 +130,30 @@ def check_values(settings: Mapping[str, Any]) -> None:
         raise ValueError(
             "fsdp_config: transformer_layer_cls_to_wrap and min_num_params are two ways to choose what is sharded as a "
             "unit: keep one."
+        )
+
+
+def check_xla(settings: Mapping[str, Any], words: Sequence[str]) -> None:
+    """Refuse settings of XLA that do not fit together, or that its partitioner cannot be told."""
+    if not settings.get("xla"):
+        for name in XLA[1:]:
+            if settings.get(name):
+                raise ValueError(
+                    f"fsdp_config[{name!r}]={settings[name]!r} is read with XLA only: set fsdp_config['xla']=True "
+                    "too, or leave it out."
+                )
+        return
+    if not settings.get("xla_fsdp_v2"):
+        raise UnsupportedOption(
+            "fsdp_config['xla']=True without 'xla_fsdp_v2' is XLA's first FSDP, which is not supported: set "
+            "fsdp_config={'xla': True, 'xla_fsdp_v2': True}."
+        )
+    told = [f"fsdp_config[{name!r}]={settings[name]!r}" for name in NOT_XLA if settings.get(name) not in (None, "")]
+    told += [f"fsdp={word!r}" for word in words if word not in ("full_shard", "auto_wrap", "true")]
+    if told:
+        raise UnsupportedOption(
+            f"{told[0]} is not supported on XLA, whose compiler decides when shards are gathered and where they lie: "
+            "leave it out (fsdp='full_shard')."
         )
 
 

@@ -197,7 +197,9 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """Whether several processes share the work."""
+        """Whether several processes share the work, or one drives XLA devices."""
+        if self.device.type == "xla":
+            return ParallelMode.TPU
         return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
 
     @property

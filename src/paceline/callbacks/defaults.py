@@ -10,6 +10,7 @@ from paceline.callbacks.notebook import NotebookProgressCallback
 from paceline.callbacks.printer import PrinterCallback
 from paceline.callbacks.progress import ProgressCallback, is_notebook
 from paceline.callbacks.reporters import find_reporters
+from paceline.callbacks.xla_metrics import XlaMetricsCallback
 from paceline.core.events import EVENTS
 
 DISPLAYS = (ProgressCallback, PrinterCallback, NotebookProgressCallback)
@@ -20,7 +21,7 @@ def with_defaults(callbacks: Sequence[Any], args: Any) -> list[Any]:
 
     Args:
         callbacks: objects or classes.
-        args: `report_to` and `disable_tqdm` are read.
+        args: `report_to`, `disable_tqdm` and `debug` are read.
 
     Raises:
         TypeError: what was given is no list, or holds something that hears no event.
@@ -37,4 +38,6 @@ def with_defaults(callbacks: Sequence[Any], args: Any) -> list[Any]:
     if not any(isinstance(c, DISPLAYS) or (isinstance(c, type) and issubclass(c, DISPLAYS)) for c in callbacks):
         bar = NotebookProgressCallback if is_notebook() else ProgressCallback
         everyone.append(PrinterCallback if args.disable_tqdm else bar)
+    if "tpu_metrics_debug" in args.debug:
+        everyone.append(XlaMetricsCallback)
     return everyone

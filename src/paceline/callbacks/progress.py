@@ -31,6 +31,26 @@ class Bar(Protocol):
     def close(self) -> Any: ...
 
 
+def make_bar(
+    total: int | None,
+    title: str,
+    unit: str,
+    initial: int = 0,
+    leave: bool = True,
+    seconds_between_lines: float = 30.0,
+) -> Bar:
+    """A bar on a terminal; elsewhere a line every so many seconds."""
+    if not is_interactive(sys.stderr):
+        return LineBar(total, title, unit, initial, leave, seconds_between_lines)
+    # tqdm.std is light; tqdm.auto also draws in notebooks, and brings asyncio with it
+    tqdm = require("tqdm.auto" if is_notebook() else "tqdm.std", "progress").tqdm
+    style: dict[str, Any] = {"dynamic_ncols": True}
+    if total is not None and not is_notebook():
+        style["bar_format"] = BAR_FORMAT
+    bar: Bar = tqdm(total=total, desc=title, unit=unit, initial=initial, leave=leave, **style)
+    return bar
+
+
 class ProgressCallback(TrainerCallback):
     """Shows step, loss, learning rate, tokens (or samples) per second, time left and memory, and each row of logs.
 
@@ -137,15 +157,7 @@ class ProgressCallback(TrainerCallback):
         bar.set_postfix_str(", ".join(part for part in parts if part), refresh=False)
 
     def _make_bar(self, total: int | None, title: str, unit: str, initial: int = 0, leave: bool = True) -> Bar:
-        if not is_interactive(sys.stderr):
-            return LineBar(total, title, unit, initial, leave, self.seconds_between_lines)
-        # tqdm.std is light; tqdm.auto also draws in notebooks, and brings asyncio with it
-        tqdm = require("tqdm.auto" if is_notebook() else "tqdm.std", "progress").tqdm
-        style: dict[str, Any] = {"dynamic_ncols": True}
-        if total is not None and not is_notebook():
-            style["bar_format"] = BAR_FORMAT
-        bar: Bar = tqdm(total=total, desc=title, unit=unit, initial=initial, leave=leave, **style)
-        return bar
+        return make_bar(total, title, unit, initial, leave, self.seconds_between_lines)
 
     def _close_prediction_bar(self) -> None:
         if self.prediction_bar is not None:

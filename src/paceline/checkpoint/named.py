@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_shards
 from torch.optim import Optimizer
 
-from paceline.checkpoint.files import take_state
+from paceline.checkpoint.files import has_weights, take_state
 from paceline.checkpoint.shards import MODEL_FOLDER, OPTIMIZER_FOLDER, Shards, is_sharded, nested, settled
 from paceline.checkpoint.tensors import CheckpointError, load_json, load_tensors, save_json
-from paceline.checkpoint.weights import EXTRA_STATE_NAME
+from paceline.checkpoint.weights import EXTRA_STATE_NAME, read_weights
+from paceline.checkpoint.zero_files import read_zero_weights
 
 NOTES_NAME = "sharded.json"  # what the folders of tensors cannot say
 FULL_MODEL_NAME = "pytorch_model_fsdp.bin"  # of accelerate: the whole model, and the optimizer by name
@@ -72,7 +73,9 @@ def load_model_in_place(model: nn.Module, folder: Path) -> bool:
         names[kept].append(name)
     source = {name: next((each for each in own if each in stored), None) for name, own in names.items()}
     known = {*state.tensors, *state.tied, *notes_of(folder).get("tied", {})}
-    if state.extra or shards.plain or None in source.values() or stored - known or not _loads_plainly(model):
+    has_gaps = any(value.is_meta for value in state.tensors.values())  # whose values are on other processes
+    is_other = state.extra or shards.plain or None in source.values() or stored - known
+    if has_gaps or is_other or not _loads_plainly(model):
         return False
     shards.load({f"model.{source[name]}": value for name, value in state.tensors.items()})
     return True
@@ -106,6 +109,16 @@ def read_whole_model(folder: Path) -> Named | None:
             raise CheckpointError(f"{folder / FULL_MODEL_NAME} holds no state dict")
         return found
     return None
+
+
+def read_any_weights(folder: Path, has_part: bool) -> Named | None:
+    """The whole state of a checkpoint, in whatever form; None where `files.load_model` reads it itself.
+
+    Args:
+        has_part: this process holds a part of the model, so that the state is needed in any case.
+    """
+    weights = read_zero_weights(folder) or (read_weights(folder) if has_part else None)
+    return read_whole_model(folder) if weights is None and not has_weights(folder) else weights
 
 
 # ---- the optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,8 +78,11 @@ def save_tensors(state: Any, path: str | os.PathLike[str]) -> None:
             raise
 
 
-def load_tensors(path: str | os.PathLike[str]) -> Any:
+def load_tensors(path: str | os.PathLike[str], *, is_mapped: bool = False) -> Any:
     """Read a file of `torch.save` onto the CPU, without running anything in it (`weights_only`, plus numpy arrays).
+
+    Args:
+        is_mapped: leave the values in the file until they are used, where its form allows it.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -86,7 +90,8 @@ def load_tensors(path: str | os.PathLike[str]) -> Any:
     """
     try:
         with torch.serialization.safe_globals(_numpy_globals()):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            can_map = is_mapped and zipfile.is_zipfile(path)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=can_map or None)
     except OSError as error:
         if error.filename is not None:
             raise

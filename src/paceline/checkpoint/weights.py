@@ -28,21 +28,22 @@ PICKLED_WEIGHTS_NAME = "pytorch_model.bin"
 PICKLED_WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"
 EXTRA_STATE_NAME = "model_extra_state.pt"
 
-_TIED_KEY = "tied"  # in a file's metadata: JSON, name left out -> name that holds the same tensor
+TIED_KEY = "tied"  # in a file's metadata: JSON, name left out -> name that holds the same tensor
 _OWN_NAMES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|model_extra_state\.pt")
-_DTYPES = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
+# what safetensors can hold -> its name there
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 
 
@@ -90,7 +91,7 @@ def write_sorted(
     shards = _cut({key: tensor for key, tensor in tensors.items() if key not in apart}, max_shard_bytes)
     if apart:
         shards.append(list(apart))
-    tied_text = {_TIED_KEY: json.dumps(weights.tied, sort_keys=True)} if weights.tied else {}
+    tied_text = {TIED_KEY: json.dumps(weights.tied, sort_keys=True)} if weights.tied else {}
     names = []
     for number, shard in enumerate(shards, start=1):
         name = WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -106,10 +107,16 @@ def write_sorted(
     if weights.extra:
         save_tensors(weights.extra, folder / EXTRA_STATE_NAME)
         names.append(EXTRA_STATE_NAME)
-    for name in os.listdir(folder):
-        if _OWN_NAMES.fullmatch(name) and name not in names:
-            os.unlink(folder / name)
+    remove_stale(folder, names)
     return names
+
+
+def remove_stale(folder: Path, names: Iterable[str]) -> None:
+    """Remove weights that an earlier call left in `folder`, but for the files just written."""
+    kept = set(names)
+    for name in os.listdir(folder):
+        if _OWN_NAMES.fullmatch(name) and name not in kept:
+            os.unlink(folder / name)
 
 
 def apart_name(weights: Sorted, apart: Mapping[str, int], *, max_shard_bytes: int) -> str:
@@ -157,7 +164,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise CheckpointError(f"{path} is missing") from None
     except Exception as error:  # SafetensorError, and what torch raises for a dtype or shape that it does not know
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    return state, _tied_names(metadata)
+    return state, tied_names(metadata)
 
 
 def alias_groups(state_dict: Mapping[str, Any]) -> dict[str, str]:
@@ -189,7 +196,7 @@ def sort_out(state_dict: Mapping[str, Any]) -> Sorted:
         if name in tied:
             continue
         _require_values(name, value)
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.dtype not in _DTYPES:
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.dtype not in DTYPES:
             extra[name] = value
             continue
         tensor = value.detach().contiguous()
@@ -256,13 +263,13 @@ def _read_shards(index_path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     if absent:
         raise CheckpointError(f"{index_path} lists tensors that no shard holds: {_few(absent)}")
     metadata = index.get("metadata")
-    return state, _tied_names(metadata if isinstance(metadata, dict) else {})
+    return state, tied_names(metadata if isinstance(metadata, dict) else {})
 
 
-def _tied_names(metadata: Mapping[str, Any]) -> dict[str, str]:
+def tied_names(metadata: Mapping[str, Any]) -> dict[str, str]:
     """The map of tied names; empty where another writer left none (the module's own ties then answer)."""
     try:
-        tied = json.loads(metadata.get(_TIED_KEY, "{}"))
+        tied = json.loads(metadata.get(TIED_KEY, "{}"))
     except (ValueError, TypeError, RecursionError):
         return {}
     if not isinstance(tied, dict):

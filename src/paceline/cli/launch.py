@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from paceline.cli.errors import UsageError
 from paceline.cli.texts import LAUNCH
 
 # options of torchrun that say where the other machines are
-_RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--node_rank", "--standalone")
-_NUMBER = ("--nproc-per-node", "--nproc_per_node")
+_RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--node_rank", "--standalone", "PET_NNODES", "PET_RDZV")
+_NUMBER = ("--nproc-per-node", "--nproc_per_node", "PET_NPROC")
+_VARIABLES = ("PET_NNODES", "PET_RDZV_ENDPOINT", "PET_NPROC_PER_NODE")
 
 
 def run(words: list[str]) -> int:
@@ -43,9 +45,12 @@ def run(words: list[str]) -> int:
 
 
 def default_options(words: list[str]) -> list[str]:
-    """What is not said: a process for each accelerator of this machine, and no other machine."""
+    """What is not said: a process for each accelerator of this machine, and no other machine.
+
+    Operators of clusters say it in torchrun's own variables, such as PET_NNODES.
+    """
     script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
-    own = words[:script]
+    own = [*words[:script], *(name for name in _VARIABLES if name in os.environ)]
     options = [] if any(word.startswith(_RENDEZVOUS) for word in own) else ["--standalone"]
     if not any(word.startswith(_NUMBER) for word in own):
         number = torch.accelerator.device_count()

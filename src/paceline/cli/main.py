@@ -15,7 +15,7 @@ from paceline.cli.display import AboveBars
 from paceline.cli.errors import UsageError, is_message, suggest
 from paceline.cli.replay_options import read_replay_options
 
-COMMANDS = ("demo", "train", "launch", "verify", "replay")
+COMMANDS = ("demo", "train", "launch", "verify", "export", "replay")
 HELP_WORDS = ("-h", "--help", "help")
 
 
@@ -67,7 +67,14 @@ def dispatch(words: list[str]) -> int:
         print(texts.help_on(command, rest))
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[AboveBars()])
-    runners = {"demo": run_demo, "train": run_train, "launch": run_launch, "verify": run_verify, "replay": run_replay}
+    runners = {
+        "demo": run_demo,
+        "train": run_train,
+        "launch": run_launch,
+        "verify": run_verify,
+        "export": run_export,
+        "replay": run_replay,
+    }
     return runners[command](rest)
 
 
@@ -87,6 +94,11 @@ def run_launch(words: list[str]) -> int:
 def run_verify(words: list[str]) -> int:
     """`paceline verify RUN`."""
     return int(importlib.import_module("paceline.cli.verify").run(words))
+
+
+def run_export(words: list[str]) -> int:
+    """`paceline export CHECKPOINT OUTPUT`."""
+    return int(importlib.import_module("paceline.cli.export").run(words))
 
 
 def run_replay(words: list[str]) -> int:

@@ -15,6 +15,7 @@ paceline: trains any PyTorch module
   paceline train CONFIG.yaml    train what a file describes
   paceline launch SCRIPT        run a script of yours on several processes, one for each GPU
   paceline verify RUN           check every checkpoint of a run
+  paceline export CHECKPOINT OUTPUT  make a folder for from_pretrained of a checkpoint in shards
   paceline replay RUN --step N  make one update of a run again, and show its samples
   paceline COMMAND --help       more on a command
   paceline --version            the version
@@ -96,7 +97,19 @@ behind a spike. The run itself is not touched.
 
 For a run of your own script: paceline.replay(trainer, step)."""
 
-TEXTS = {"demo": DEMO, "train": TRAIN, "launch": LAUNCH, "verify": VERIFY, "replay": REPLAY}
+EXPORT = """\
+paceline export CHECKPOINT OUTPUT [--max-shard-size 5GB] [--files-from FOLDER]
+
+Writes the model of a checkpoint as safetensors, with its configuration and tokenizer, into a new folder that
+from_pretrained loads. The weights pass one tensor at a time, so that the model need not fit into memory. The folder
+appears when it is whole.
+
+  CHECKPOINT             in shards or whole, of paceline, or of accelerate under FSDP (pytorch_model_fsdp_0/,
+                         pytorch_model_fsdp.bin); of a run's folder the newest that is whole
+  --max-shard-size SIZE  of one file (default 50GB)
+  --files-from FOLDER    take configuration and tokenizer from there too: some checkpoints of others have none"""
+
+TEXTS = {"demo": DEMO, "train": TRAIN, "launch": LAUNCH, "verify": VERIFY, "export": EXPORT, "replay": REPLAY}
 
 
 def help_on(command: str, words: Sequence[str]) -> str:

@@ -240,12 +240,12 @@ def discard_unfinished(temporary: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def recover(output_dir: str | os.PathLike[str], report: Callable[[str], None]) -> None:
+def recover(output_dir: str | os.PathLike[str], report: Callable[[str], None], *, only: str | None = None) -> None:
     """Undo what a crash left in `output_dir`. Call it before a run starts, on one process, with no save under way.
 
     A folder that was put aside for a new one that never came is put back; unfinished and half-deleted ones are removed,
     unfinished files too, but for those of another process that is alive. `report` gets one sentence for each; nothing
-    is raised for what cannot be changed.
+    is raised for what cannot be changed. `only` limits it to what is left of one folder of that name.
     """
     output_dir = Path(output_dir)
     try:
@@ -255,7 +255,7 @@ def recover(output_dir: str | os.PathLike[str], report: Callable[[str], None]) -
     for name in names:
         match = _HIDDEN.fullmatch(name)
         path = output_dir / name
-        if match is None:
+        if match is None or only not in (None, match["name"]):
             continue
         try:
             _recover_one(path, output_dir / match["name"], match["kind"], int(match["pid"]), report)

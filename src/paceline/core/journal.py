@@ -7,15 +7,17 @@ its epoch: that order is a pure function of the seed, so the samples' ids need n
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.core.outbox import append_whole
+from paceline.core.outbox import Outbox, append_whole
 
 JOURNAL_FILE = "journal.bin"
+SKIPPED_FILE = "skipped_samples.jsonl"  # the samples that a rewind left out
 NOT_COMPUTED = -1.0  # in place of a norm: no norm is negative
 
 
@@ -93,3 +95,20 @@ def truncate(path: Path, step: int) -> None:
 def find_row(path: Path, step: int) -> UpdateRow | None:
     """The update that led to `step`, as it was made last; None where it is not in the journal."""
     return next((row for row in reversed(read_rows(path)) if row.step == step), None)
+
+
+def keep_journal(outbox: Outbox, folder: Path | None, step: int) -> Callable[[Sequence[UpdateRow]], None]:
+    """Cut the journal of `folder` off after a step. Returns what appends rows to it; without a folder, nothing is done.
+
+    What the disk refuses waits in the outbox, and is tried again with the next rows.
+    """
+    if folder is None:
+        return lambda rows: outbox.retry()
+    path = folder / JOURNAL_FILE
+    outbox.put(path, partial(truncate, path, step))
+
+    def record(rows: Sequence[UpdateRow]) -> None:
+        outbox.retry()
+        outbox.put(path, partial(append_rows, path, rows))
+
+    return record

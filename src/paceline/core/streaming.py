@@ -10,7 +10,7 @@ interval (`paceline.core.intervals`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -61,6 +61,19 @@ def is_streaming(metric: Any) -> bool:
             "before each evaluation; add it, or pass a function."
         )
     return True
+
+
+def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each batch, and whether it is the last: one is held back, so that a stream of unknown length tells too."""
+    iterator = iter(batches)
+    try:
+        held = next(iterator)
+    except StopIteration:
+        return
+    for batch in iterator:
+        yield held, False
+        held = batch
+    yield held, True
 
 
 class SumMetric(ABC):

@@ -62,6 +62,7 @@ def make_loader(
         )
     drop_last = bool(args.dataloader_drop_last) and train  # every sample is evaluated, and predicted for
     if is_stream(dataset):
+        batch_size = (shares.each if shares is not None else None) or batch_size
         if shares is not None and shares.size > 1:
             dataset = part_of(dataset, shares.rank, shares.size, batch_size)
         return StreamLoader(

@@ -10,7 +10,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from paceline.data.indexed import set_epoch
 from paceline.data.parts import Share, Watch, acting_as
-from paceline.data.stream import restores_exactly
+from paceline.data.stream import reread, restores_exactly
 
 END = object()
 
@@ -32,6 +32,17 @@ class StreamPart(IterableDataset[Any]):
         self.dataset, self.rank, self.size, self.batch_size = dataset, rank, size, batch_size
         self._share: Share | None = None
         self._place: Mapping[str, Any] | None = None
+        self._next: Mapping[str, Any] | None = None
+        self._begun: Mapping[str, Any] | None = None
+
+    @property
+    def is_shared_out(self) -> bool | None:
+        """Whether the stream gave this reader a part of its own; None before the first sample."""
+        return self._share.is_shared if self._share is not None else None
+
+    def begin_behind(self, place: Mapping[str, Any] | None) -> None:
+        """Share out, in the next pass, what lies behind the first `num_read` samples; its state there, if known."""
+        self._next = place
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the stream the epoch."""
@@ -43,13 +54,21 @@ class StreamPart(IterableDataset[Any]):
         reader, num_readers = worker * self.size + self.rank, num_workers * self.size
         told: Any = torch_worker.WorkerInfo(id=reader, num_workers=num_readers, seed=0, dataset=self.dataset)
         watch = Watch(told)
-        if not is_divisible(self.dataset, num_readers):
-            told = None
-        place, self._place = self._place, None
-        if place is not None:
-            self.dataset.load_state_dict(place["dataset"])
+        (begun, self._next), (place, self._place) = (self._next, None), (self._place, None)
+        self._begun = begun
+        if begun is not None or not is_divisible(self.dataset, num_readers):
+            told = None  # what was begun as a whole goes on as a whole
+        at = place if place is not None else begun
+        state = at["dataset"] if at is not None else None
+        if state is not None:
+            self.dataset.load_state_dict(state)
         with acting_as(told):
-            share = Share(iter(self.dataset), watch, reader, num_readers, self.batch_size)
+            source = iter(self.dataset)
+            if begun is not None and state is None:
+                reread(source, begun["num_read"], "samples", is_quiet=reader > 0)
+        share = Share(source, watch, reader, num_readers, self.batch_size)
+        if begun is not None:
+            share.is_shared = False
         if place is not None:
             share.num_read, share.is_shared = place["num_read"], place["is_shared"]
         self._share = share
@@ -69,10 +88,10 @@ class StatefulStreamPart(StreamPart):
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, and how far this part of it was read."""
-        share = self._share
-        if share is None:
-            return {"dataset": self.dataset.state_dict(), "num_read": 0, "is_shared": None}
-        return {"dataset": self.dataset.state_dict(), "num_read": share.num_read, "is_shared": share.is_shared}
+        share, begun = self._share, self._begun["num_read"] if self._begun is not None else 0
+        read = {"num_read": 0, "is_shared": None} if share is None else vars(share)
+        kept = {name: read[name] for name in ("num_read", "is_shared")}
+        return {"kind": "part", "dataset": self.dataset.state_dict(), "begun": begun, **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go there with the next pass."""

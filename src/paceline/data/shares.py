@@ -40,6 +40,13 @@ class Shares:
         return cls(rank, size, tuple(end - start for start, end in itertools.pairwise(bounds)))
 
     @property
+    def each(self) -> int | None:
+        """Samples of each process in every slot; None where these differ."""
+        sizes = set(self.slots)
+        size = self.slots[0] if len(sizes) == 1 else 1
+        return size // self.size if size % self.size == 0 else None
+
+    @property
     def window(self) -> int:
         """Samples until the slots begin anew."""
         return sum(self.slots)

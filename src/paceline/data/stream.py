@@ -60,10 +60,12 @@ class Stream(IterableDataset[Any]):
         self.asks = restores_exactly(dataset)
         self.resume: dict[str, Any] | None = None  # the position to start from, in the pass `resume["pass"]`
         self._begin: list[Any] = []  # a worker's: the dataset's own state before its first pass
+        self._begun: Mapping[str, Any] | None = None  # of this pass: what was read of it by other processes
 
     def __iter__(self) -> Iterator[Delivery]:
         epoch, number = self.clock.tolist()
         resume = self.resume if self.resume is not None and self.resume["pass"] == number else None
+        self._begun = resume.get("begun") if resume is not None else None
         info = get_worker_info()
         if info is not None and self.asks:
             self._begin_alike()
@@ -93,16 +95,18 @@ class Stream(IterableDataset[Any]):
 
     def _read_parts(self, resume: Mapping[str, Any], epoch: int, info: Any) -> Iterator[Delivery]:
         """Finish the parts of other workers; see `paceline.data.parts`."""
-        reader, num_readers = (info.id, info.num_workers) if info is not None else (0, 1)
+        worker, num_workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        whole, rank, size = share_of(self.dataset) if resume.get("of_all") else (self.dataset, 0, 1)
+        reader, num_readers = worker * size + rank, num_workers * size
         if info is not None:
-            seed_generators(self.seed, epoch, reader)
+            seed_generators(self.seed, epoch, worker)
             set_epoch(self.dataset, epoch)
 
         def start(dataset: Any, place: Mapping[str, Any] | None) -> Iterator[Any]:
             return self._open(dataset, place, is_quiet=reader > 0)
 
-        parts = open_parts(self.dataset, resume, reader, num_readers, start)
-        had_its_turn = info is not None and resume["last"] >= 0 and reader <= resume["last"] % num_readers
+        parts = open_parts(whole, resume, reader, num_readers, start)
+        had_its_turn = info is not None and resume["last"] >= 0 and worker <= resume["last"] % num_readers // size
         return self._walk_parts(parts, epoch, had_its_turn, is_seeded=info is not None)
 
     def _walk_parts(self, parts: list[Part], epoch: int, had_its_turn: bool, is_seeded: bool) -> Iterator[Delivery]:
@@ -126,6 +130,7 @@ class Stream(IterableDataset[Any]):
             "is_shared": share.is_shared,
             "is_ended": len(samples) < self.batch_size,
             "dataset": dataset.state_dict() if self.asks else None,
+            **shared_out(dataset),
         }
         return Delivery(share.worker, len(samples), place, batch)
 
@@ -134,6 +139,8 @@ class Stream(IterableDataset[Any]):
         if place is not None and place["is_ended"]:
             return iter(())  # a dataset at its end may already say that it stands at the start
         is_restored = place is not None and place.get("dataset") is not None
+        if self._begun is not None:
+            dataset.begin_behind(self._begun)
         if place is not None and is_restored:
             dataset.load_state_dict(place["dataset"])
         source: Iterator[Any] = iter(dataset)
@@ -149,6 +156,7 @@ class Stream(IterableDataset[Any]):
             num_read += len(samples)
             is_ended = len(samples) < self.batch_size
             place = {"num_read": num_read, "is_shared": True, "is_ended": is_ended, "dataset": None}
+            place.update(shared_out(self.dataset))
             yield Delivery(0, len(samples), place, self.collate(samples))
 
     def _read_share(self, share: Share, epoch: int, had_its_turn: bool) -> Iterator[Delivery]:
@@ -284,6 +292,7 @@ class StreamReader:
             list(resume["workers"]) if resume else [None] * max(self.num_workers, 1)
         )
         self.last: int = resume["last"] if resume else -1
+        self.kept = {name: resume[name] for name in ("of_all", "begun") if resume and name in resume}
         self.sizes: deque[int] = deque()  # of the batches taken from here and not yet counted
 
     def __iter__(self) -> Iterator[Any]:
@@ -303,7 +312,7 @@ class StreamReader:
         if not loader.num_workers and not num_workers and loader.restores and places[0] and places[0]["num_read"]:
             places = [{**places[0], "dataset": loader.dataset.state_dict()}]  # type: ignore[attr-defined]
         last = self.last if max(num_workers, loader.num_workers) > 1 else -1  # one reader alone is always next
-        return {"num_workers": num_workers, "last": last, "workers": places}
+        return {"num_workers": num_workers, "last": last, "workers": places, **self.kept}
 
 
 def is_cut_otherwise(position: Mapping[str, Any], num_workers: int, restores: bool) -> bool:
@@ -312,9 +321,23 @@ def is_cut_otherwise(position: Mapping[str, Any], num_workers: int, restores: bo
     A stream that is put back to its place reads alike with none and with one. One that is read again may not: those of
     `datasets` shuffle otherwise in a worker.
     """
+    if position.get("of_all"):
+        return True
     if not restores:
         return int(position["num_workers"]) != num_workers
     return max(int(position["num_workers"]), 1) != max(num_workers, 1)
+
+
+def share_of(dataset: Any) -> tuple[Any, int, int]:
+    """A stream itself, the rank of this process among those that share it, and how many they are."""
+    if hasattr(dataset, "begin_behind"):
+        return dataset.dataset, dataset.rank, dataset.size
+    return dataset, 0, 1
+
+
+def shared_out(dataset: Any) -> dict[str, Any]:
+    """What a place says of a stream that several processes share; see `paceline.data.stream_places`."""
+    return {"is_shared_out": dataset.is_shared_out} if hasattr(dataset, "begin_behind") else {}
 
 
 def samples_in(position: Mapping[str, Any]) -> int:

@@ -15,9 +15,13 @@ from torch.optim import Optimizer
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import resolve_mesh
+from paceline.distributed.collectives import sum_ints
 from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
 
 logger = logging.getLogger(__name__)
+
+SENT_AS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's own buckets
 
 
 class DistributedData(SingleDevice):
@@ -41,7 +45,13 @@ class DistributedData(SingleDevice):
                 "supported: torch's static graph fails where gradients are not exchanged in every backward pass. Leave "
                 "ddp_static_graph out."
             )
+        if args.ddp_static_graph and args.auto_find_batch_size:
+            raise UnsupportedOption(
+                "ddp_static_graph=True with auto_find_batch_size=True is not supported: gradients are then exchanged "
+                "after the backward passes, and torch's static graph wants it within. Leave one of them out."
+            )
         self.args = args
+        self.reduces_late = bool(args.auto_find_batch_size)
         self._wrapped: DistributedDataParallel | None = None
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
@@ -66,14 +76,36 @@ class DistributedData(SingleDevice):
             last: this is that one.
             silent: it weighs nothing, and takes part in the exchange only: its gradients are zero, whatever it gives.
         """
-        if last and not silent:
+        is_held = not last or self.reduces_late
+        if not is_held and not silent:
             return NOTHING
         stack = ExitStack()
-        if not last and self._wrapped is not None:
+        if is_held and self._wrapped is not None:
             stack.enter_context(self._wrapped.no_sync())
         if silent:
             stack.enter_context(silenced(self.parameters))
         return stack
+
+    def reduce_gradients(self) -> None:
+        """Average the gradients over the processes after the backward passes, where these did not."""
+        if self._wrapped is None:
+            return
+        trained = [parameter for parameter in self._wrapped.module.parameters() if parameter.requires_grad]
+        used = sum_ints(self.world, [int(parameter.grad is not None) for parameter in trained])
+        for parameter, number in zip(trained, used, strict=True):
+            if number and parameter.grad is None:  # used by others only
+                parameter.grad = torch.zeros_like(parameter)
+        name = self.args.ddp_comm_hook
+        for bucket in in_buckets([parameter.grad for parameter in trained if parameter.grad is not None]):
+            whole = torch.cat([gradient.flatten() for gradient in bucket])
+            sent = whole.to(SENT_AS[name]) if name is not None else whole
+            distributed.all_reduce(sent.div_(self.world.world_size))
+            parts = torch.split(sent, [gradient.numel() for gradient in bucket])
+            for gradient, part in zip(bucket, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+        if self._wrapped.broadcast_buffers:
+            for buffer in self._wrapped.module.buffers():
+                distributed.broadcast(buffer, src=0)
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """The module itself, called without exchange; its buffers are those of the first process everywhere."""
@@ -88,6 +120,19 @@ class DistributedData(SingleDevice):
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module as the user gave it."""
         return super().unwrap(model.module if isinstance(model, DistributedDataParallel) else model)
+
+
+def in_buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients of one type and device, some megabytes at a time."""
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        is_alike = not bucket or (gradient.dtype, gradient.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and (not is_alike or sum(each.nbytes for each in bucket) + gradient.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
 
 
 def ddp_options(args: Any) -> dict[str, Any]:
@@ -113,7 +158,7 @@ def ddp_options(args: Any) -> dict[str, Any]:
 def register_comm_hook(wrapped: DistributedDataParallel, name: str | None) -> None:
     """Send gradients in 16 bits, where `ddp_comm_hook` asks for it. They are added up in 16 bits too."""
     if name is not None:
-        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
+        dtype = SENT_AS[name]
         hook: Any = lambda state, bucket: send_as(state, bucket, dtype)  # noqa: E731  (torch checks annotations)
         wrapped.register_comm_hook(distributed.group.WORLD, hook)  # type: ignore[no-untyped-call]
 

@@ -182,7 +182,7 @@ class DeepSpeed(SingleDevice):
         """The module as the user gave it."""
         return super().unwrap(model.module if model is self.engine and self.engine is not None else model)
 
-    def has_shards(self, model: nn.Module) -> bool:
+    def holds_part_of(self, model: nn.Module) -> bool:
         """Whether the engine holds this model's weights."""
         return self._partitions is not None and self.unwrap(model) is self.engine.module
 

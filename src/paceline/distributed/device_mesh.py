@@ -1,4 +1,4 @@
-"""torch's device mesh of a run, and the parts of it that parameters are sharded over."""
+"""torch's device meshes of a run: the one that parameters lie on, and the groups that share sequences."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ from paceline.args.mesh import Mesh
 
 
 def build_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
-    """The processes as torch's mesh, with the axes that have more than one, outermost first.
+    """The processes as parameters lie on them, with the axes that have more than one, outermost first.
 
-    `dp_shard` is always there: parameters are sharded over it, and over `cp`, perhaps in one part.
+    Shards are cut over `dp_shard` and `cp` alike: here they are one axis, `dp_shard`, which is always there.
     """
-    axes = {axis: size for axis, size in vars(mesh).items() if size > 1 or axis == "dp_shard"}
-    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    sizes = {**vars(mesh), "dp_shard": mesh.dp_shard * mesh.cp, "cp": 1}
+    axes = {axis: size for axis, size in sizes.items() if size > 1 or axis == "dp_shard"}
+    whole = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    if axes["dp_shard"] > 1 and mesh.tp > 1:
+        whole["dp_shard", "tp"]._flatten("dp_shard_tp")  # norms are then added up in one exchange
+    return whole
 
 
-def sharding_mesh(mesh: Mesh, whole: DeviceMesh) -> DeviceMesh:
-    """What parameters are sharded over (`dp_shard` and `cp` as one axis), with the replicas as an axis before it."""
-    shards = "dp_shard"
-    if mesh.cp > 1:
-        shards = "dp_shard_cp"
-        whole["dp_shard", "cp"]._flatten(shards)
-    return whole["dp_replicate", shards] if mesh.dp_replicate > 1 else whole[shards]
+def sharding_mesh(whole: DeviceMesh) -> DeviceMesh:
+    """What parameters are sharded over, with the replicas as an axis before it."""
+    names = whole.mesh_dim_names or ()
+    return whole["dp_replicate", "dp_shard"] if "dp_replicate" in names else whole["dp_shard"]
+
+
+def sequence_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """The processes that share the sequences of this one."""
+    sizes = (mesh.size // mesh.cp // mesh.tp, mesh.cp, mesh.tp)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("data", "cp", "tp"))["cp"]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -21,6 +22,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import resolve_mesh
 from paceline.args.sharding import Sharding, read_sharding
 from paceline.distributed.device_mesh import build_device_mesh, sharding_mesh
+from paceline.distributed.precision import ApexPrecision
 from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
 
 logger = logging.getLogger(__name__)
@@ -34,7 +36,7 @@ class FullyShardedData(SingleDevice):
         args: `fsdp` and `fsdp_config` are read.
 
     Raises:
-        UnsupportedOption: fp16, whose scaler would have to look at the gradients of all processes.
+        UnsupportedOption: half_precision_backend='apex', whose master weights are whole tensors.
     """
 
     holds_back = True
@@ -43,8 +45,11 @@ class FullyShardedData(SingleDevice):
 
     def __init__(self, world: Any, precision: Any, args: Any) -> None:
         super().__init__(world, precision, resolve_mesh(args, world.world_size, world.local_size))
-        if precision.scales or precision.has_masters:
-            raise UnsupportedOption("fp16=True with a sharded model is not supported: set bf16=True.")
+        if isinstance(precision, ApexPrecision):
+            raise UnsupportedOption(
+                "half_precision_backend='apex' with a sharded model is not supported: leave it out (fp16=True runs by "
+                "torch's autocast), or set bf16=True."
+            )
         if args.bf16_full_eval or args.fp16_full_eval:
             raise UnsupportedOption("bf16_full_eval and fp16_full_eval cast whole models: not supported with shards.")
         self.sharding = read_sharding(args.fsdp or True, args.fsdp_config)
@@ -52,13 +57,13 @@ class FullyShardedData(SingleDevice):
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
         """Shard the model in place, then make its optimizer over the shards."""
-        if not isinstance(model, FSDPModule):
-            self._shard(model)
+        if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            self._shard(model, build_device_mesh(self.mesh, self.device.type))
         return super().prepare(model, make_optimizer)
 
-    def _shard(self, model: nn.Module) -> None:
+    def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         options: dict[str, Any] = {
-            "mesh": sharding_mesh(self.mesh, build_device_mesh(self.mesh, self.device.type)),
+            "mesh": sharding_mesh(mesh),
             "reshard_after_forward": self.sharding.reshard,
         }
         if self.sharding.offload:
@@ -87,6 +92,10 @@ class FullyShardedData(SingleDevice):
         """As on one device; the norm is that of all shards."""
         norm = super().clip(max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def holds_part_of(self, model: nn.Module) -> bool:
+        """Whether a model is in shards."""
+        return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The whole model's state, on the host; all processes take part. Tied tensors stay one."""

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.distributed.xla_runtime import random_state, seed_devices
+
 
 def set_seed(seed: int, deterministic: bool = False) -> None:
     """Seed Python's, numpy's and torch's generators, those of every accelerator included.
@@ -22,6 +24,7 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+    seed_devices(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -52,7 +55,8 @@ def capture_rng() -> dict[str, Any]:
 
     Returns:
         `python` (version, tuple of integers, gauss), `numpy` (name, uint32 keys as an int64 tensor, position, ...),
-        `cpu` (uint8 tensor) and, with an accelerator, `<type>` (a list of uint8 tensors, one per device).
+        `cpu` (uint8 tensor) and, with an accelerator, `<type>` (a list of uint8 tensors, one per device; an integer
+        for XLA devices).
     """
     legacy: Any = np.random.get_state(legacy=True)
     name, numpy_keys, position, has_gauss, cached = legacy
@@ -68,6 +72,9 @@ def capture_rng() -> dict[str, Any]:
             state[accelerator.type] = module.get_rng_state_all()
         else:
             state[accelerator.type] = [module.get_rng_state()]
+    recorded = random_state()
+    if recorded is not None:
+        state["xla"] = recorded
     return state
 
 
@@ -84,6 +91,8 @@ def restore_rng(state: dict[str, Any]) -> None:
         np.random.set_state((name, np.asarray(numpy_keys, dtype=np.uint32), position, has_gauss, cached))
     if "cpu" in state:
         torch.set_rng_state(state["cpu"].cpu())
+    if isinstance(state.get("xla"), int):
+        seed_devices(state["xla"])
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or accelerator.type not in state:
         return

@@ -34,7 +34,10 @@ NOTHING = nullcontext()
 STRATEGIES = {
     "ddp": "paceline.distributed.ddp:DistributedData",
     "fsdp": "paceline.distributed.fsdp:FullyShardedData",
+    "pipeline": "paceline.distributed.pipeline:Pipelined",
+    "mesh": "paceline.distributed.mesh:MeshParallel",
     "deepspeed": "paceline.distributed.deepspeed:DeepSpeed",
+    "xla": "paceline.distributed.xla:XlaDevices",
 }
 
 
@@ -60,6 +63,10 @@ class SingleDevice:
     holds_back = False
     in_step = False
     is_sharded = False
+    runs_windows = False
+    reduces_late = False
+    is_opaque = False
+    defers = False
 
     def __init__(self, world: World, precision: Precision, mesh: Mesh | None = None) -> None:
         self.world = world
@@ -99,6 +106,9 @@ class SingleDevice:
     def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
         """The context of one forward and backward: nothing to hold back, there is nobody to reduce with."""
         return NOTHING
+
+    def reduce_gradients(self) -> None:
+        """Nothing to average: there is nobody else."""
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """What to call in evaluation, of what `prepare` made."""
@@ -169,6 +179,13 @@ class SingleDevice:
             return True
         return self.precision.step(self.optimizer, is_bad)
 
+    def run_deferred(self) -> None:
+        """Nothing is put off."""
+
+    def upload(self, number: float) -> Any:
+        """A number that changes from step to step, as what is put off takes it."""
+        return number
+
     def data_coordinates(self) -> tuple[int, int]:
         """(part, parts): which part of the data this process reads, and into how many it is cut."""
         return self.mesh.data_coordinates(self.world.process_index)
@@ -177,9 +194,9 @@ class SingleDevice:
         """What a checkpoint must hold beside model and optimizer."""
         return {"precision": self.precision}
 
-    def has_shards(self, model: nn.Module) -> bool:
-        """Whether this very model's weights are in parts, so that they are loaded by `load_full`."""
-        return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    def holds_part_of(self, model: nn.Module) -> bool:
+        """Whether some of a model's values are on other processes."""
+        return False
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The whole model's state, on the device it lives on."""
@@ -211,27 +228,62 @@ def are_alike(tensors: list[Tensor]) -> bool:
 
 
 def choose_strategy(world: World, precision: Precision, args: Any) -> SingleDevice:
-    """The strategy that `parallel` names; without it, every process holds the whole model.
+    """The strategy that `parallel` names, or that the device needs; else, every process holds the whole model.
 
     Args:
-        world: one process needs none of the others.
+        world: one process needs none of the others, but on devices that have a strategy of their own.
         precision: held by it.
-        args: read by the strategies of several processes.
+        args: read by the other strategies.
     """
-    parallel = resolve_parallel(args, world.world_size, world.local_size)
-    if parallel is None:
+    kind = "xla" if world.device.type == "xla" else resolve_parallel(args, world.world_size, world.local_size)
+    check_device_options(args, kind, world.device)
+    if kind is None:
         return SingleDevice(world, precision)
-    if parallel not in STRATEGIES:
+    if kind not in STRATEGIES:
         sizes = resolve_mesh(args, world.world_size, world.local_size).describe()
-        raise UnsupportedOption(f"parallel: a mesh of {sizes} is not supported: use dp_replicate and dp_shard only.")
-    module, name = STRATEGIES[parallel].split(":")
+        raise UnsupportedOption(f"parallel: a mesh of {sizes} is not supported: use the other axes only.")
+    module, name = STRATEGIES[kind].split(":")
     strategy: SingleDevice = getattr(importlib.import_module(module), name)(world, precision, args)
     return strategy
 
 
+def check_device_options(args: Any, kind: str | None, device: torch.device) -> None:
+    """Refuse options of XLA devices where there are none.
+
+    Raises:
+        UnsupportedOption: one of them was given.
+    """
+    if kind == "xla":
+        return
+    asked = [f"tpu_num_cores={args.tpu_num_cores}"] if args.tpu_num_cores is not None else []
+    asked += ["debug='tpu_metrics_debug'"] if "tpu_metrics_debug" in args.debug else []
+    if asked:
+        raise UnsupportedOption(
+            f"{asked[0]} is for XLA devices, and this run is on {device}: leave it out, or set parallel='xla'."
+        )
+
+
+def put_on_device(model: nn.Module, device: torch.device) -> None:
+    """Move a model, and keep its tied parameters one.
+
+    Between some kinds of device a parameter cannot be moved in place: `model.to` then makes another, and one for each
+    name that it had.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    model.to(device)
+    for first, *others in names.values():
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            kept = model.get_parameter(first)
+            if model.get_parameter(name) is not kept:
+                setattr(model.get_submodule(owner), leaf, kept)
+
+
 def empty_device_cache(device: torch.device) -> None:
-    """Give cached device memory back to the driver; nothing to do on the CPU."""
-    if device.type != "cpu":
+    """Give cached device memory back to the driver; nothing to do on the CPU, or where torch does not know of any."""
+    if device.type != "cpu" and torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
 

@@ -16,6 +16,7 @@ from torch import distributed
 
 from paceline.core.optional import is_installed, require
 from paceline.distributed.launchers import Launch, num_restarts, read_launch
+from paceline.distributed.xla_runtime import start_device, wants_xla
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ def current_world(args: Any) -> World:
         ValueError: the environment or the options contradict themselves.
     """
     launch = read_launch(os.environ)
+    if wants_xla(args):
+        return World(start_device(args, launch.world_size if launch is not None else 1))
     if not has_group():
         if launch is None:
             return World(device=choose_device(bool(args.use_cpu)))

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.checkpoint import files
+from paceline.checkpoint.named import FULL_OPTIMIZER_NAME, NOTES_NAME
+from paceline.checkpoint.shards import MODEL_FOLDER, OPTIMIZER_FOLDER, is_sharded
+from paceline.checkpoint.streaming import open_weights, write_stream
 from paceline.core.folders import MANIFEST_NAME, PREFIX_CHECKPOINT_DIR, is_other_process
 from paceline.progress import CALLBACKS_FILE, PROGRESS_FILE
 
@@ -35,6 +38,10 @@ _RESUME_FILES = (
     CALLBACKS_FILE,
     PROGRESS_FILE,
     MANIFEST_NAME,
+    f"{OPTIMIZER_FOLDER}/*",
+    f"{MODEL_FOLDER}/*",  # which is pushed as safetensors
+    NOTES_NAME,
+    FULL_OPTIMIZER_NAME,
 )
 _WEIGHTS = re.compile(r"(?:pytorch_model|model|adapter_model)[-.\w]*\.(?:safetensors|bin)(?:\.index\.json)?")
 
@@ -97,6 +104,12 @@ class Staged:
         chosen = {
             name: path for name, path in held.items() if not any(fnmatch.fnmatch(name, rest) for rest in _RESUME_FILES)
         }
+        if is_sharded(source / MODEL_FOLDER):
+            (self.folder / "weights").mkdir(exist_ok=True)
+            written = write_stream(
+                open_weights(source), self.folder / "weights", max_shard_bytes=files.DEFAULT_SHARD_BYTES
+            )
+            chosen.update({name: self.folder / "weights" / name for name in written})
         for name, path in files_of_output(self.output_dir).items():
             if name != CARD_NAME and (name in chosen or _WEIGHTS.fullmatch(name)):
                 continue  # of an earlier save

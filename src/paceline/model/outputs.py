@@ -142,8 +142,13 @@ class LossPlace:
         if num_samples > 1:
             self._known[kind] = candidate is not None
         elif candidate is not None and kind not in self._known:
-            return loss is not None and loss.data_ptr() == candidate.data_ptr()
+            return loss is not None and is_same_value(loss, candidate)
         return self._known.get(kind, candidate is not None)
+
+
+def is_same_value(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are one, or views of one; of tensors without an address, whether they are one object."""
+    return one is other or (one.data_ptr() != 0 and one.data_ptr() == other.data_ptr())
 
 
 def is_named(outputs: Any) -> bool:

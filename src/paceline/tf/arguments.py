@@ -23,9 +23,7 @@ NO_COMPILE = "TensorFlow compiles with XLA: set xla=True; leave it out"
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "accelerator_config": (lambda value: not getattr(value, "changed", dict)(), ONE_PROGRAM),
     "activation_checkpointing": (is_off, "wrap layers in tf.recompute_grad; leave it out"),
-    "auto_find_batch_size": (is_off, "set per_device_train_batch_size, with gradient_accumulation_steps; leave it out"),
     "average_tokens_across_devices": (bool, "all replicas share one count here; leave it out"),
-    "batch_eval_metrics": (is_off, "pass a StreamingMetric as compute_metrics; leave it out"),
     "bf16_full_eval": (is_off, "bf16=True computes in bfloat16, in evaluation too; leave it out"),
     "checkpoint_format": (lambda value: value in (None, "full"), ONE_PROGRAM),
     "compile_regions": (is_off, NO_COMPILE),
@@ -41,7 +39,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "hub_always_push": (is_off, NO_HUB),
     "hub_private_repo": (is_off, NO_HUB),
     "hub_revision": (is_off, NO_HUB),
-    "include_num_input_tokens_seen": (is_default("no"), "tokens are not counted on this side; leave it out"),
     "neftune_noise_alpha": (is_off, "add the noise in the model; leave it out"),
     "optim_target_modules": (is_off, "low-rank optimizers are of the torch side; leave it out"),
     "output_store": (is_off, "upload the output folder when the run has ended; leave it out"),
@@ -154,14 +151,10 @@ def check_tensorflow(args: TFTrainingArguments) -> None:
             f"poly_power={args.poly_power} belongs to a polynomial decay, not to lr_scheduler_type="
             f"'{args.lr_scheduler_type}': leave one of them out."
         )
-    if args.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY):
+    if args.lr_scheduler_type == SchedulerType.GREEDY:
         raise UnsupportedOption(
-            f"lr_scheduler_type='{args.lr_scheduler_type}' is not supported with TensorFlow: choose a schedule that is "
-            "a function of the step, such as 'cosine'."
-        )
-    if args.nonfinite_policy == "rollback":
-        raise UnsupportedOption(
-            "nonfinite_policy='rollback' is not supported with TensorFlow: use 'warn', 'skip' or 'raise'."
+            f"lr_scheduler_type='{args.lr_scheduler_type}' is not supported with TensorFlow: choose "
+            "'reduce_lr_on_plateau', or a schedule that is a function of the step, such as 'cosine'."
         )
     for name in ("tpu_zone", "gcp_project"):
         if getattr(args, name) is not None and args.tpu_name is None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.args.errors import UnsupportedOption
 from paceline.core.contracts import Emit, StepOutput
 from paceline.core.journal import NOT_COMPUTED
 from paceline.tf.batches import Array, map_leaves, rows, share_out, size_of
@@ -41,7 +40,10 @@ class TFEngine:
         apply_gradients: the Trainer's, bound: `(features, labels, count)`, on one replica.
         distributed_training_steps: the Trainer's, bound: `((features, labels)) ->` what every replica returned.
         max_grad_norm: 0 leaves the gradients as they are; infinity only computes their norm.
-        skips_non_finite: an update whose loss or norm is not finite is not applied.
+        skips_non_finite: an update whose loss or norm is not finite is not applied. On several replicas the host
+            looks at each before it is applied, and waits for the devices.
+        is_retried: an update that runs out of memory is made again in smaller parts, so nothing of it may be applied
+            before all its gradients are there.
         xla: compile forward and backward with XLA.
     """
 
@@ -56,6 +58,7 @@ class TFEngine:
         distributed_training_steps: Callable[..., Any],
         max_grad_norm: float,
         skips_non_finite: bool = False,
+        is_retried: bool = False,
         xla: bool = False,
     ) -> None:
         self.strategy, self.objective, self.optimizer = strategy, objective, optimizer
@@ -68,10 +71,9 @@ class TFEngine:
         self.num_replicas = int(strategy.num_replicas_in_sync)
         self.trainables = list(self.model.trainable_variables)
         self.variables = [plain(variable) for variable in self.trainables]
-        if skips_non_finite and self.num_replicas > 1:
-            raise UnsupportedOption(
-                f"nonfinite_policy='skip' is not supported on {self.num_replicas} replicas: use 'warn' or 'raise'."
-            )
+        # a replica cannot decide for itself whether it takes part in the update
+        self.asks_first = skips_non_finite and self.num_replicas > 1 and not has_loss_scale(optimizer)
+        self.is_in_parts = is_retried or self.asks_first
         if not self.variables:
             raise ValueError("The model has no trainable variables: call it on a batch once, or build it, before.")
         self.unread: list[tuple[Any, Any, Any, Any]] = []  # loss, norm, rate and whether it was applied, of each update
@@ -93,6 +95,7 @@ class TFEngine:
         self._accumulate = tf.function(self._run_accumulate, reduce_retracing=True)
         self._clip = tf.function(self._run_clip)
         self._apply = tf.function(self._run_apply)
+        self._forget = tf.function(lambda: self.strategy.run(self._forget_one))
         self._compiled = tf.function(self._differentiate, jit_compile=True) if self.xla else None
 
     # ---- the contract of the loop
@@ -104,7 +107,7 @@ class TFEngine:
         if totals[TOKENS] == 0:
             return self._skip()
         with told_plainly():
-            if len(batches) == 1 and emit is None:
+            if len(batches) == 1 and emit is None and not self.is_in_parts:
                 put = self._place_alone if self.num_replicas == 1 else self._place
                 placed = put(batches[0], totals)
                 loss, norm, rate, applied, outputs = self._fused(*placed, self.keep_outputs)
@@ -124,7 +127,11 @@ class TFEngine:
         loss, norm = self._clip()
         if emit is not None:
             emit("on_pre_optimizer_step")
-        rate, applied = self._apply(loss, norm)
+        if self.asks_first and not math.isfinite(float(loss) + float(norm)):
+            rate, applied = self.learning_rate(), False
+            self.discard()
+        else:
+            rate, applied = self._apply(loss, norm)
         if emit is not None:
             emit("on_optimizer_step")
         return loss, norm, rate, applied, kept
@@ -149,8 +156,8 @@ class TFEngine:
 
     def discard(self) -> None:
         """Drop the gradients of a failed update."""
-        for total in [*self._sums, *([self._loss] if self._loss is not None else [])]:
-            total.assign(tf.zeros_like(total))
+        if self._sums:
+            self._forget()
 
     def split(self, batches: Sequence[Any], micro_batch_size: int) -> list[Any]:
         """The same samples in micro-batches of at most `micro_batch_size` per replica."""
@@ -290,10 +297,12 @@ class TFEngine:
     def _apply_one(self, loss: Any, norm: Any) -> tuple[Any, Any]:
         # copies: the sums are set to zero before these values are used up
         gradients: list[Any] = [tf.identity(total.value()) for total in self._sums]
-        for total in self._sums:
-            total.assign(tf.zeros_like(total))
-        self._loss.assign(0.0)
+        self._forget_one()
         return self._apply_now(gradients, loss, norm)
+
+    def _forget_one(self) -> None:
+        for total in (*self._sums, self._loss):
+            total.assign(tf.zeros_like(total))
 
     def _sum_replicas(self, loss: Any, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The sums over all replicas; each has the same afterwards."""
@@ -329,7 +338,8 @@ class TFEngine:
         if not pairs:
             raise ValueError("No gradient reaches the model's variables: its loss does not depend on them.")
         is_finite = tf.math.is_finite(loss + norm)
-        if not self.skips_non_finite or has_loss_scale(self.optimizer):  # which leaves them out itself
+        is_decided = self.asks_first or has_loss_scale(self.optimizer)  # which leaves them out itself
+        if not self.skips_non_finite or is_decided:
             self.optimizer.apply_gradients(pairs)
             return rate, is_finite if has_loss_scale(self.optimizer) else tf.constant(True)
 

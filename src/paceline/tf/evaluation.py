@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterable
@@ -14,7 +15,7 @@ from paceline.core.outputs import EvalLoopOutput, EvalPrediction, check_metrics
 from paceline.core.rows import RowCollector
 from paceline.core.signals import Interrupted
 from paceline.core.spill import Spill
-from paceline.core.streaming import is_streaming
+from paceline.core.streaming import is_streaming, with_last
 from paceline.tf.batches import Array, map_leaves, separate, size_of, to_array
 from paceline.tf.engine import place, told_plainly
 from paceline.tf.framework import tf
@@ -102,6 +103,22 @@ class Predictor:
         return outputs
 
 
+def check_metric(metric: Any, is_called_each: bool) -> None:
+    """Refuse a function that `batch_eval_metrics` cannot call batch by batch.
+
+    Raises:
+        ValueError: it does not take `compute_result`.
+    """
+    if not is_called_each or not callable(metric):
+        return
+    names = inspect.signature(metric).parameters
+    if "compute_result" not in names and all(item.kind is not item.VAR_KEYWORD for item in names.values()):
+        raise ValueError(
+            "batch_eval_metrics=True calls `compute_metrics(prediction, compute_result=...)` for each batch: give "
+            "it a parameter `compute_result`, or set batch_eval_metrics=False."
+        )
+
+
 def to_host(leaf: Any) -> Array:
     """A tensor as an array; bfloat16, which numpy lacks, as float32."""
     return to_array(tf.cast(leaf, tf.float32) if leaf.dtype == tf.bfloat16 else leaf)  # type: ignore[no-any-return]
@@ -126,11 +143,14 @@ class Gathering:
         self.metric = trainer.compute_metrics if not loss_only and is_streaming(trainer.compute_metrics) else None
         if self.metric is not None:
             self.metric.reset()
+        is_function = trainer.compute_metrics is not None and self.metric is None
+        self.calls_each = is_function and trainer.args.batch_eval_metrics
+        self.called: dict[str, Any] = {}  # what metrics that are called for each batch returned last
         self.loss, self.weight, self.num_samples = 0.0, 0.0, 0
         names = ("predictions", "label_ids", "inputs", "losses")
         self.kept = {name: RowCollector(trainer.args.eval_do_concat_batches, spill=spill) for name in names}
 
-    def add(self, batch: Any) -> None:
+    def add(self, batch: Any, is_last: bool) -> None:
         """Run the model over a batch."""
         trainer = self.trainer
         features, labels = separate(batch, trainer.label_names)
@@ -146,6 +166,9 @@ class Gathering:
         if self.metric is not None and labels is not None:
             self.metric.update(EvalPrediction(**found))
             return
+        if self.calls_each and labels is not None:
+            self.called = self.trainer.compute_metrics(EvalPrediction(**found), compute_result=is_last) or self.called
+            return
         for name, value in found.items():
             self.kept[name].add(value, size)
 
@@ -154,6 +177,8 @@ class Gathering:
         metrics: dict[str, Any] = {}
         if self.metric is not None:
             metrics = dict(self.metric.compute())
+        elif self.calls_each and not self.loss_only:
+            metrics = dict(check_metrics(self.called))
         elif self.trainer.compute_metrics is not None and not self.loss_only:
             metrics = call_metrics(self.trainer.compute_metrics, gathered, is_evaluation)
         if self.weight:
@@ -173,10 +198,10 @@ def run_evaluation(
     limit = None if args.eval_spill_gb == float("inf") else int(args.eval_spill_gb * 2**30)
     with Spill(limit, args.output_dir) as spill:
         seen = Gathering(trainer, loss_only, spill)
-        for batch in batches:
+        for batch, is_last in with_last(batches):
             if trainer.run is not None and trainer.run.signals.requested is not None:
                 raise Interrupted
-            seen.add(batch)
+            seen.add(batch, is_last)
             trainer.control = trainer.callback_handler.fire("on_prediction_step", args, trainer.state, trainer.control)
         gathered = {name: collector.result() for name, collector in seen.kept.items()}
     metrics = prefix_metrics(jsonable(seen.metrics(gathered, is_evaluation)), prefix)

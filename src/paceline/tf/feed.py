@@ -34,6 +34,7 @@ class TFFeed:
         self.consumed = 0  # samples of the epoch
         self.batches = 0  # of the epoch
         self._restored = False
+        self._has_warned = False  # that the place gone back to is not exactly the one left
         self._iterator: Iterator[Any] | None = None
 
     @property
@@ -45,6 +46,9 @@ class TFFeed:
         """Open the data at the start of an epoch, or at the position that was loaded."""
         if not self._restored:
             self.epoch, self.consumed, self.batches = epoch, 0, 0
+        elif not self._has_warned:
+            self.source.warn_of_order()
+            self._has_warned = True
         self._restored = False
         self._iterator = self.source.read(self.epoch, self.consumed, self.batches)
 

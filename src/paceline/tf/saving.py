@@ -30,6 +30,7 @@ from paceline.core.retention import retention_of, rotate
 from paceline.core.space import Place
 from paceline.core.state import export_states, write_values
 from paceline.core.summary import UpdateSummary
+from paceline.tf.following import PlateauSchedule
 from paceline.tf.framework import keras, plain, tf
 from paceline.tf.randomness import capture_random, random_variables, restore_random
 
@@ -172,6 +173,7 @@ def describe_progress(trainer: Any) -> str:
         "unlogged": dataclasses.asdict(loop.unlogged) if loop is not None else {},
         "length": {"planned": loop.plan.max_steps, "max_steps": trainer.state.max_steps} if loop is not None else {},
         "random": capture_random(),
+        "schedule": schedule_state(trainer.lr_scheduler),
         "arguments": trainer.args.to_sanitized_dict(),
     }
     try:
@@ -180,6 +182,11 @@ def describe_progress(trainer: Any) -> str:
         raise TypeError(
             f"The state of a callback cannot be saved ({error}): let state_dict() return numbers, text, lists, dicts."
         ) from error
+
+
+def schedule_state(schedule: Any) -> dict[str, Any] | None:
+    """What a schedule that follows the evaluations has seen; None of one that is a function of the step."""
+    return schedule.state_dict() if isinstance(schedule, PlateauSchedule) else None
 
 
 def save_model(model: Any, folder: Path) -> Path:
@@ -258,6 +265,8 @@ def restore(trainer: Any, checkpoint: Path, progress: Mapping[str, Any]) -> None
     report_changes(trainer, checkpoint, progress)
     if "random" in progress:
         restore_random(progress["random"])
+    if is_whole and progress.get("schedule") and isinstance(trainer.lr_scheduler, PlateauSchedule):
+        trainer.lr_scheduler.load_state_dict(progress["schedule"])
     logger.info("Resuming from %s: step %d of %d.", checkpoint, trainer.state.global_step, trainer.state.max_steps)
 
 

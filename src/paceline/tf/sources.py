@@ -48,6 +48,14 @@ class Source:
     def __iter__(self) -> Iterator[Any]:
         return self.read(0)
 
+    def warn_of_order(self) -> None:
+        """Say so where a place in the data cannot be gone back to exactly."""
+
+    def sample_ids(self, epoch: int, first: int, count: int) -> list[int]:
+        """The numbers of `count` samples in the data, from the `first` one of an epoch on; where samples have no
+        numbers, their places in the epoch."""
+        return list(range(first, first + count))
+
     def place(self, consumed: int, batches: int) -> int:
         """How many batches of the present size `consumed` samples make; `batches` where there is no telling."""
         return -(-consumed // self.batch_size) if self.batch_size else batches
@@ -73,13 +81,21 @@ class Indexed(Source):
         self.settings = {"kind": "sequential"} if seed is None else {"kind": "random", "seed": seed}
 
     def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
-        size, step = self.num_samples or 0, self.batch_size or 1
-        order = epoch_order(size, self.settings["seed"], epoch) if "seed" in self.settings else np.arange(size)
-        for start in range(consumed, size, step):
+        step, order = self.batch_size or 1, self.order(epoch)
+        for start in range(consumed, len(order), step):
             numbers = order[start : start + step]
             if self.drop_last and len(numbers) < step:
                 return
             yield self.take(numbers)
+
+    def order(self, epoch: int) -> Array:
+        """The numbers of all samples in the order of an epoch."""
+        size = self.num_samples or 0
+        return epoch_order(size, self.settings["seed"], epoch) if "seed" in self.settings else np.arange(size)
+
+    def sample_ids(self, epoch: int, first: int, count: int) -> list[int]:
+        """The numbers of samples in the data."""
+        return [int(number) for number in self.order(epoch)[first : first + count]]
 
 
 class OwnBatches(Source):
@@ -121,10 +137,24 @@ class TensorData(Source):
     ) -> None:
         self.make, self.num_samples, self.num_batches = make, num_samples, num_batches
         self.batch_size, self.settings = batch_size, settings
+        self.num_reads = 0  # of which each moved a shuffle of the user's on to its next order
 
     def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
         dataset = self.make(epoch)
+        if any(shuffle._reshuffle_each_iteration for shuffle in shuffles_of(dataset)):
+            while self.num_reads < epoch:
+                iter(dataset)
+                self.num_reads += 1
+        self.num_reads = epoch + 1
         return iter(dataset.skip(batches) if batches else dataset)
+
+    def warn_of_order(self) -> None:
+        """Say so where the user's own shuffle has no seed."""
+        if any(int(shuffle._seed) == int(shuffle._seed2) == 0 for shuffle in shuffles_of(self.make(0))):
+            logger.warning(
+                "The training data is shuffled by tf.data without a seed, in an order that nothing can repeat: the run "
+                "goes on from its place, but other samples are there than would have been. Pass shuffle(..., seed=...)."
+            )
 
 
 class Stream(Source):
@@ -288,6 +318,14 @@ def source_of_batches(dataset: Any) -> Source:
         batch_size=None,
         settings={"kind": "batches"},
     )
+
+
+def shuffles_of(dataset: Any) -> Iterator[Any]:
+    """The shuffles that a tf.data.Dataset is made with, but for those inside functions."""
+    if type(dataset).__name__ == "_ShuffleDataset":
+        yield dataset
+    for source in dataset._inputs():
+        yield from shuffles_of(source)
 
 
 def known_size(dataset: Any) -> int | None:

@@ -12,32 +12,32 @@ Who owns what:
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline.args.adopt import apply_log_level
+from paceline.args.choices import SchedulerType
 from paceline.args.rules import check
 from paceline.callbacks.defaults import with_defaults
 from paceline.callbacks.reporters import find_reporters
 from paceline.callbacks.reporters.tensorboard import TensorBoardCallback
 from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.core.folders import make_output_folder
-from paceline.core.metrics import format_metrics, speed_metrics
+from paceline.core.metrics import speed_metrics
 from paceline.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
-from paceline.core.results import print_metrics, save_metrics
-from paceline.core.resuming import STATE_FILE
 from paceline.core.state import TrainerControl, TrainerState
 from paceline.core.streaming import StreamingMetric
+from paceline.core.trainer_names import TrainerNames
 from paceline.tf import saving, training
 from paceline.tf.arguments import TFTrainingArguments
 from paceline.tf.batches import make_padding
 from paceline.tf.columns import columns_of
-from paceline.tf.devices import choose_strategy, current_world
+from paceline.tf.devices import World, choose_strategy, current_world
 from paceline.tf.engine import TFEngine
-from paceline.tf.evaluation import Predictor, run_evaluation
+from paceline.tf.evaluation import Predictor, check_metric, run_evaluation
+from paceline.tf.following import PlateauSchedule, plateau_of
 from paceline.tf.framework import keras
 from paceline.tf.objective import Objective, build_by_itself
 from paceline.tf.optimizers import make_optimizer
@@ -48,7 +48,7 @@ from paceline.tf.sources import Source, as_dataset, make_source, source_of_batch
 logger = logging.getLogger(__name__)
 
 
-class TFTrainer:
+class TFTrainer(TrainerNames):
     """Trains, evaluates and predicts with models of TensorFlow: Keras 3, tf_keras, transformers' TF models, tf.Module.
 
     Data is `(features, labels)` arrays, a dict of arrays, a list of samples, a tf.data.Dataset of samples, a
@@ -77,6 +77,8 @@ class TFTrainer:
         ValueError, TypeError: an argument contradicts another; the message says what to change.
     """
 
+    args: TFTrainingArguments
+    world: World
     run: training.Run | None = None
     engine: TFEngine | None = None
     is_in_train = False
@@ -106,6 +108,7 @@ class TFTrainer:
         apply_log_level(self.args)
         if (model is None) == (model_init is None):
             raise ValueError("TFTrainer needs `model` or `model_init`, one of the two.")
+        check_metric(compute_metrics, self.args.batch_eval_metrics)
         if model is not None and not callable(model):
             raise TypeError(f"`model` is {type(model).__name__}; a Keras model or a callable tf.Module is needed.")
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -232,8 +235,10 @@ class TFTrainer:
         if self.optimizer is not None:
             return
         if self.lr_scheduler is None:
-            self.lr_scheduler = schedule_of(self.args, num_training_steps)
-        self.optimizer = make_optimizer(self.args, self.model, self.lr_scheduler)
+            follows = self.args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
+            self.lr_scheduler = plateau_of(self.args) if follows else schedule_of(self.args, num_training_steps)
+        rate = self.lr_scheduler.learning_rate if isinstance(self.lr_scheduler, PlateauSchedule) else self.lr_scheduler
+        self.optimizer = make_optimizer(self.args, self.model, rate)
         self.has_own_optimizer = True
 
     # ---- training
@@ -279,19 +284,6 @@ class TFTrainer:
         """One update on all replicas; traced."""
         assert self.engine is not None
         return self.engine.run_replicas(self.apply_gradients, *batch)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Stamp a row of numbers with the epoch, add it to `state.log_history`, tell the callbacks."""
-        if self.state.epoch is not None:
-            logs["epoch"] = self.state.epoch
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
-        self._share_control()
-
-    def _share_control(self) -> None:
-        """A callback may have returned another control: the loop goes on with it."""
-        if self.run is not None and self.run.loop is not None:
-            self.run.loop.control = self.control
 
     # ---- evaluation and prediction
 
@@ -387,47 +379,7 @@ class TFTrainer:
         """Write a checkpoint of this moment; whether it is there."""
         return saving.save_checkpoint(self)
 
-    def save_state(self) -> None:
-        """Write `trainer_state.json` into the output folder."""
-        if self.is_world_process_zero():
-            self.state.save_to_json(os.path.join(str(self.args.output_dir), STATE_FILE))
-
-    # ---- metrics on paper, callbacks, processes
-
-    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The metrics as a person reads them."""
-        return format_metrics(metrics)
-
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print the metrics of a split, one per line."""
-        if self.is_world_process_zero():
-            print_metrics(split, self.metrics_format(metrics))
-
-    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write `{split}_results.json` into the output folder, and add to `all_results.json` if `combined`."""
-        if self.is_world_process_zero():
-            save_metrics(Path(str(self.args.output_dir)), split, metrics, combined)
-
-    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
-        """Add a callback: an instance, or a class that is called without arguments."""
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> TrainerCallback | None:
-        """Remove a callback and return it; None where there is none of that class."""
-        popped: TrainerCallback | None = self.callback_handler.pop_callback(callback)
-        return popped
-
-    def remove_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
-        """Remove a callback."""
-        self.callback_handler.remove_callback(callback)
-
-    def is_local_process_zero(self) -> bool:
-        """Whether this is the first process on its machine."""
-        return self.world.local_process_index == 0
-
-    def is_world_process_zero(self) -> bool:
-        """Whether this is the process that writes files."""
-        return self.world.process_index == 0
+    # ---- reporters
 
     def setup_wandb(self) -> None:
         """Add the W&B reporter now; `report_to="wandb"` does it from the start."""

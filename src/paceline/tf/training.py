@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.args.errors import UnsupportedOption
 from paceline.args.plan import Plan, resolve
 from paceline.core import folders
 from paceline.core.contracts import Hooks
-from paceline.core.journal import JOURNAL_FILE, UpdateRow, append_rows, truncate
+from paceline.core.journal import keep_journal
 from paceline.core.loop import Loop
-from paceline.core.metrics import speed_metrics
+from paceline.core.metrics import best_metric_value, speed_metrics
 from paceline.core.outbox import Outbox
 from paceline.core.outputs import TrainOutput
 from paceline.core.record import RECORD_NAME, write_run_record
@@ -24,11 +25,14 @@ from paceline.core.resuming import begin_state, find_checkpoint
 from paceline.core.signals import StopSignals
 from paceline.tf import saving
 from paceline.tf.arguments import check_tensorflow
+from paceline.tf.counting import token_counter
 from paceline.tf.engine import TFEngine, has_loss_scale
 from paceline.tf.feed import TFFeed
+from paceline.tf.following import PlateauSchedule
 from paceline.tf.framework import keras
 from paceline.tf.precision import in_precision
 from paceline.tf.randomness import hold_generators, seed_everything
+from paceline.tf.snapshot import rewind, take_snapshot
 from paceline.tf.sources import source_of_batches
 
 if TYPE_CHECKING:
@@ -55,7 +59,7 @@ class Run:
         feed: hands out the data.
         engine: makes the updates.
         signals: whether the run was asked to stop.
-        first_step: `global_step` at the start, more than 0 after a resume.
+        first_step, first_tokens: of the state at the start, more than 0 after a resume.
         loop: decides when.
         outbox: writes its journal and its record.
     """
@@ -65,6 +69,7 @@ class Run:
     engine: TFEngine
     signals: StopSignals
     first_step: int = 0
+    first_tokens: int = 0
     loop: Loop | None = None
     outbox: Outbox = field(default_factory=Outbox)
 
@@ -75,6 +80,11 @@ def train(trainer: TFTrainer, resume: str | bool | None) -> TrainOutput:
     check_tensorflow(args)
     if str(args.eval_strategy) != "no" and trainer.eval_dataset is None:
         raise ValueError(f"eval_strategy='{args.eval_strategy}' needs an eval_dataset: pass one to TFTrainer.")
+    if args.auto_find_batch_size and trainer.world.world_size > 1:
+        raise UnsupportedOption(
+            f"auto_find_batch_size=True is not supported with {trainer.world.world_size} workers, of which one alone "
+            "may run out of memory: set per_device_train_batch_size, with gradient_accumulation_steps."
+        )
     seed_everything(args)
     trainer.remake_model()
     with trainer.strategy.scope():
@@ -102,7 +112,7 @@ def train(trainer: TFTrainer, resume: str | bool | None) -> TrainOutput:
         run = Run(plan, feed, make_engine(trainer, plan), signals)
         if checkpoint is not None:
             saving.restore(trainer, checkpoint, progress)
-        run.first_step = trainer.state.global_step
+        run.first_step, run.first_tokens = trainer.state.global_step, trainer.state.num_input_tokens_seen
         run.loop = make_loop(trainer, run)
         run.loop.unlogged = saving.restore_summary(progress)
         announce(trainer, run)
@@ -160,6 +170,7 @@ def make_engine(trainer: TFTrainer, plan: Plan) -> TFEngine:
         # without clipping the norm is still needed to see a gradient that is not finite
         max_grad_norm=plan.max_grad_norm or (math.inf if plan.nonfinite_policy != "warn" else 0.0),
         skips_non_finite=plan.nonfinite_policy == "skip",
+        is_retried=plan.auto_find_batch_size,
         xla=trainer.args.xla,
     )
     return trainer.engine
@@ -189,29 +200,22 @@ def bind_hooks(trainer: TFTrainer, run: Run) -> Hooks:
         run.loop.log_evaluate_save()
 
     def evaluate(skip_scheduler: bool) -> dict[str, float]:
-        return trainer.evaluate()
+        metrics = trainer.evaluate()
+        if not skip_scheduler and isinstance(trainer.lr_scheduler, PlateauSchedule):
+            name = run.plan.metric_for_best_model or "loss"
+            trainer.lr_scheduler.step(best_metric_value(metrics, name), trainer.optimizer)
+        return metrics
 
     folder = Path(str(trainer.args.output_dir)) if trainer.args.should_save else None
-    outbox = run.outbox
-    if folder is not None:
-        outbox.put(folder / JOURNAL_FILE, partial(truncate, folder / JOURNAL_FILE, trainer.state.global_step))
-
-    def record(rows: Sequence[UpdateRow]) -> None:
-        outbox.retry()
-        if folder is not None:
-            outbox.put(folder / JOURNAL_FILE, partial(append_rows, folder / JOURNAL_FILE, rows))
-
-    def cannot_rewind(*_: Any) -> None:
-        raise NotImplementedError("check_tensorflow refuses nonfinite_policy='rollback'")
-
     return Hooks(
         log=trainer.log,
         act=act,
         evaluate=evaluate,
         save=trainer._save_checkpoint,
-        record=record,
-        snapshot=cannot_rewind,
-        rewind=cannot_rewind,
+        record=keep_journal(run.outbox, folder, trainer.state.global_step),
+        snapshot=partial(take_snapshot, trainer, run.feed),
+        rewind=partial(rewind, trainer, run.feed, run.outbox, folder),
+        count=token_counter(trainer),
     )
 
 

@@ -1,0 +1,343 @@
+"""Context parallel: each process holds a part of every sequence, and attends to the keys and values of all parts.
+
+The batch is whole everywhere until the model is called; then each process takes its part of it, and what comes out is
+put together: the loss is that of the whole sequences, exactly, with gradients for the parts. Keys and values are
+gathered by a collective that torch differentiates, so memory for activations falls with the number of parts, while
+that for the keys and values of one layer does not.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from paceline.args.errors import UnsupportedOption
+from paceline.core.optional import require
+
+IGNORED = -100
+GATHER = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+NAME = "paceline_context"  # of the attention that models of transformers are given
+INPUTS = ("input_ids", "inputs_embeds")
+
+
+@dataclass
+class Pass:
+    """What a forward pass in parts must know.
+
+    Attributes:
+        length: tokens of the whole sequences, without what was added to make them divisible.
+        own: tokens here.
+        offset: where these begin.
+        targets: the targets here, where the model makes the loss; None: it does not.
+        is_scaled: the model divides by the number of targets of the whole update.
+        has_gradient: it is a pass of training.
+        num_attended: how often attention was asked for.
+    """
+
+    length: int
+    own: int
+    offset: int
+    targets: Tensor | None = None
+    is_scaled: bool = False
+    has_gradient: bool = False
+    num_attended: int = 0
+    mode: Any = field(default=None, repr=False)
+
+
+class ContextParallel:
+    """Calls a model in parts of its sequences.
+
+    Args:
+        model: as the user gave it, or sharded; hooks are set on it.
+        mesh: of one axis.
+        checkpoints: whether activations are made again in the backward pass.
+
+    Raises:
+        UnsupportedOption: a model that could not be right in parts.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, checkpoints: bool) -> None:
+        self.size, self.rank, self.group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+        self.model, self.now = model, Pass(0, 0, 0)
+        self.names = parameter_names(model)
+        check_model(model, self.names, self.size)
+        self.is_of_transformers = hasattr(model, "set_attn_implementation")
+        if self.is_of_transformers:
+            self._replace_attention()
+        elif checkpoints:
+            raise UnsupportedOption(
+                "activation_checkpointing=True with parallel={'cp': ...} is not supported for a model that is not of "
+                "transformers: leave it out."
+            )
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after)
+        model.register_forward_hook(self._leave, always_call=True)
+        self._num_hooks = len(model._forward_hooks)  # more of them: somebody looks at the outputs
+
+    def _replace_attention(self) -> None:
+        registry: Any = require("transformers", "transformers").AttentionInterface
+        masks: Any = require("transformers.masking_utils", "transformers")
+        registry.register(NAME, self._attend_for_transformers)
+        masks.AttentionMaskInterface.register(NAME, masks.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        self.model.set_attn_implementation(NAME)  # type: ignore[operator]
+
+    # ---- around a forward pass
+
+    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """This process's part of the inputs."""
+        inputs = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        main = next((inputs[name] for name in INPUTS if isinstance(inputs.get(name), Tensor)), None)
+        if main is None or main.dim() < 2:
+            raise UnsupportedOption(
+                f"parallel={{'cp': {self.size}}}: the batches hold no {' or '.join(INPUTS)} whose second dimension "
+                "could be cut; leave cp out."
+            )
+        number, length = main.shape[:2]
+        own = -(-length // self.size)
+        self.now = now = Pass(length, own, own * self.rank, has_gradient=torch.is_grad_enabled())
+        labels, positions = inputs.get("labels"), inputs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(length, device=main.device)[None].expand(number, length)
+        self._check(inputs, labels, positions, (number, length))
+        if isinstance(labels, Tensor):
+            inputs.setdefault("shift_labels", nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:])
+            now.is_scaled = inputs.get("num_items_in_batch") is not None
+        mask = self._mask(inputs.get("attention_mask"), positions, main)
+        inputs = {name: self._part(name, value, length) for name, value in inputs.items()}
+        inputs["position_ids"] = self._cut(positions, 1, 0)
+        if "attention_mask" in self.names:
+            inputs["attention_mask"] = mask
+        if "use_cache" in self.names:
+            inputs["use_cache"] = False
+        now.targets = inputs.get("shift_labels")
+        if not self.is_of_transformers:
+            now.mode = GatheredAttention(self)
+            now.mode.__enter__()
+        return (), inputs
+
+    def _check(self, inputs: Mapping[str, Any], labels: Any, positions: Tensor, shape: tuple[int, int]) -> None:
+        """Refuse inputs that have no entry for each token, and a pass that goes on with a text."""
+        said = f"parallel={{'cp': {self.size}}}"
+        if isinstance(labels, Tensor) and labels.shape != shape:
+            raise UnsupportedOption(
+                f"{said}: labels of shape {tuple(labels.shape)} for inputs of {shape} are not supported: give a target "
+                "for each token, or leave cp out."
+            )
+        if positions.dim() != 2 or positions.shape[1] != shape[1]:
+            raise UnsupportedOption(
+                f"{said}: position_ids of shape {tuple(positions.shape)} for inputs of {shape} are not supported; "
+                "leave cp out."
+            )
+        if inputs.get("past_key_values") is not None:
+            raise UnsupportedOption(f"{said}: generating is not supported; set predict_with_generate=False.")
+
+    def _part(self, name: str, value: Any, length: int) -> Any:
+        """An input's part, where it has an entry for each token."""
+        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != length:
+            return value
+        return self._cut(value, 1, IGNORED if name in ("labels", "shift_labels") else 0)
+
+    def _cut(self, tensor: Tensor, dimension: int, filler: int) -> Tensor:
+        """This process's part of a tensor, with a filler behind its end."""
+        missing = self.now.own * self.size - tensor.shape[dimension]
+        if missing:
+            shape = [missing if place == dimension else size for place, size in enumerate(tensor.shape)]
+            tensor = torch.cat([tensor, tensor.new_full(shape, filler)], dimension)
+        return tensor.narrow(dimension, self.now.offset, self.now.own).contiguous()
+
+    def _mask(self, given: Any, positions: Tensor, main: Tensor) -> Tensor:
+        """What the tokens here attend to, of all: (batch, 1, own, all), True where they do."""
+        total = self.now.own * self.size
+        keys = torch.arange(total, device=main.device)
+        queries = keys.narrow(0, self.now.offset, self.now.own)
+        allowed = (keys[None, :] <= queries[:, None])[None, None]
+        if isinstance(given, Tensor):
+            if given.dim() != 2:
+                raise UnsupportedOption(
+                    f"parallel={{'cp': {self.size}}} with an attention_mask of {given.dim()} dimensions is not "
+                    "supported: give one number for each token."
+                )
+            present = nn.functional.pad(given.bool(), (0, total - given.shape[1]), value=False)
+            allowed = allowed & present[:, None, None, :]
+        elif positions.shape[1] > 1:  # several texts in one row, told apart by positions that begin anew
+            texts = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
+            texts = nn.functional.pad(texts, (0, total - texts.shape[1]), value=-1)
+            here = texts.narrow(1, self.now.offset, self.now.own)
+            allowed = allowed & (here[:, None, :, None] == texts[:, None, None, :])
+        # a token that has nothing to attend to is padding on the left: it attends to itself, what it gives is not used
+        allowed = allowed | ((keys[None, :] == queries[:, None]) & ~allowed.any(-1, keepdim=True))
+        return allowed.expand(main.shape[0], -1, -1, -1)
+
+    def _after(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        """The loss of the whole sequences; the outputs too, where somebody looks at them."""
+        now = self.now
+        if now.num_attended == 0:
+            raise UnsupportedOption(
+                f"parallel={{'cp': {self.size}}}: {type(self.model).__name__} did not call "
+                "torch.nn.functional.scaled_dot_product_attention, so its tokens would see their own part of a "
+                "sequence only; leave cp out."
+            )
+        makes_loss = now.targets is not None
+        if isinstance(outputs, MutableMapping):
+            for name, value in list(outputs.items()):
+                outputs[name] = self._whole_loss(value) if makes_loss and name == "loss" else self._together(value)
+            return outputs
+        if makes_loss and isinstance(outputs, tuple):
+            return (self._whole_loss(outputs[0]), *self._together(outputs[1:]))
+        return self._whole_loss(outputs) if makes_loss else self._together(outputs)
+
+    def _together(self, nest: Any) -> Any:
+        """Outputs of all parts where there is one for each token: to evaluate, to look at, or to make a loss of."""
+        now, makes_loss = self.now, self.now.targets is not None
+        if now.has_gradient and makes_loss and len(self.model._forward_hooks) == self._num_hooks:
+            return nest
+
+        def whole(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != now.own:
+                return value
+            differentiates = now.has_gradient and not makes_loss
+            if differentiates:
+                return GatherOutputs.apply(value, self)[:, : now.length]  # type: ignore[no-untyped-call]
+            return self.gather(value.detach(), 1)[:, : now.length]
+
+        return tree_map(whole, nest)
+
+    def _leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        if self.now.mode is not None:
+            self.now.mode.__exit__(None, None, None)
+            self.now.mode = None
+
+    def _whole_loss(self, loss: Tensor) -> Tensor:
+        """The loss of all parts, with the gradient of this part's share of it.
+
+        Times the number of parts, since gradients are averaged over the processes that have them.
+        """
+        now = self.now
+        assert now.targets is not None
+        number = (now.targets != IGNORED).sum()
+        share = torch.where(number > 0, loss, 0.0)
+        if not now.is_scaled:
+            total = number.clone()
+            distributed.all_reduce(total, group=self.group)
+            share = share * (number / total.clamp(min=1))
+        whole = share.detach().clone()
+        distributed.all_reduce(whole, group=self.group)
+        return whole + self.size * (share - share.detach())
+
+    # ---- attention
+
+    def gather(self, tensor: Tensor, dimension: int) -> Tensor:
+        """The parts of all processes, in order; differentiable."""
+        whole = GATHER(tensor.contiguous(), dimension, self.group)
+        waited: Tensor = functional.wait_tensor(whole)  # type: ignore[no-untyped-call]
+        return waited
+
+    def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
+        """Attention of the queries here to the keys and values of all; those are (..., tokens, features)."""
+        self.now.num_attended += 1
+        return attention(query, self.gather(key, key.dim() - 2), self.gather(value, value.dim() - 2), mask)
+
+    def _attend_for_transformers(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> Any:
+        """In the place of transformers' own; its mask has come through the model."""
+        refused = [n for n in ("sliding_window", "softcap", "s_aux", "position_bias") if options.get(n) is not None]
+        if refused or attention_mask is None or attention_mask.shape[-1] != key.shape[2] * self.size:
+            what = refused[0] if refused else "masks of its own"
+            raise UnsupportedOption(
+                f"parallel={{'cp': {self.size}}}: {type(module).__name__} attends with {what}, which is not supported; "
+                "leave cp out."
+            )
+        sdpa: Any = require("transformers.integrations.sdpa_attention", "transformers").sdpa_attention_forward
+
+        def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
+            return sdpa(module, query, key, value, mask, **{**options, "is_causal": False})
+
+        return self.attend(attention, query, key, value, attention_mask)
+
+
+class GatheredAttention(TorchFunctionMode):
+    """While entered, torch's attention is to the keys and values of all parts."""
+
+    def __init__(self, context: ContextParallel) -> None:
+        self.context = context
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is not nn.functional.scaled_dot_product_attention:
+            return function(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        query, key, value = (given.pop(name) for name in names[:3])
+        mask, is_causal = given.pop("attn_mask", None), given.pop("is_causal", False)
+        context, now = self.context, self.context.now
+        if is_causal:
+            keys = torch.arange(now.own * context.size, device=query.device)
+            mask = keys[None, :] <= keys.narrow(0, now.offset, now.own)[:, None]
+        elif mask is None or mask.shape[-1] != now.own * context.size:
+            raise UnsupportedOption(
+                f"parallel={{'cp': {context.size}}}: attention that is not causal needs the attention_mask that the "
+                "model is called with, (batch, 1, own tokens, all tokens): pass it on, set is_causal=True, or leave cp "
+                "out."
+            )
+
+        def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
+            return function(query, key, value, attn_mask=mask, **given)
+
+        return context.attend(attention, query, key, value, mask)
+
+
+class GatherOutputs(torch.autograd.Function):
+    """The outputs of all parts, for a loss that every process makes of the whole; the gradient is this part's."""
+
+    @staticmethod
+    def forward(saved: Any, value: Tensor, context: ContextParallel) -> Tensor:  # type: ignore[override]
+        saved.context, saved.now = context, context.now
+        return context.gather(value.detach(), 1)
+
+    @staticmethod
+    def backward(saved: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        part = gradient.narrow(1, saved.now.offset, saved.now.own)
+        return part * saved.context.size, None  # gradients are averaged over the processes that have them
+
+
+def parameter_names(model: nn.Module) -> tuple[str, ...]:
+    """The names of what the model's forward takes; "**" where it takes any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return tuple("**" if each.kind is each.VAR_KEYWORD else each.name for each in parameters if each.name != "self")
+
+
+def check_model(model: nn.Module, names: tuple[str, ...], size: int) -> None:
+    """Refuse a model whose tokens would not know where they are, or whose loss would miss targets.
+
+    Raises:
+        UnsupportedOption: with what it lacks.
+    """
+    said = f"parallel={{'cp': {size}}}: {type(model).__name__}"
+    if "position_ids" not in names:
+        raise UnsupportedOption(f"{said} takes no position_ids, so that positions would begin anew in every part.")
+    is_causal_loss = getattr(model, "loss_type", None) == "ForCausalLM" and "**" in names
+    if "labels" in names and not ("shift_labels" in names or is_causal_loss):
+        raise UnsupportedOption(
+            f"{said} takes labels and no shift_labels: the last token of a part has its target in the next. Let its "
+            "forward take shift_labels (the target of each token, -100 for none), and make its loss of these."
+        )
+    kinds = set(getattr(getattr(model, "config", None), "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        others = ", ".join(sorted(kinds - {"full_attention"}))
+        raise UnsupportedOption(f"{said} has layers of the kind {others}, which are not supported; leave cp out.")

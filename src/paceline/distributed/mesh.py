@@ -1,0 +1,50 @@
+"""A mesh of processes: tensor parallel, context parallel, and parameters sharded over what is left (2-D and 3-D)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.args.errors import UnsupportedOption
+from paceline.distributed.context_parallel import ContextParallel
+from paceline.distributed.device_mesh import sequence_mesh
+from paceline.distributed.fsdp import FullyShardedData
+from paceline.distributed.tensor_parallel import parallelize, plan_of
+
+logger = logging.getLogger(__name__)
+
+
+class MeshParallel(FullyShardedData):
+    """A model cut over the axis `tp` of a mesh, and sharded over `dp_shard` and `cp`, in replicas over `dp_replicate`.
+
+    Processes that differ in `tp` or `cp` only read the same data; those that differ in `tp` have the same activations
+    between the modules that are cut, those that differ in `cp` have a part of every sequence.
+
+    Args:
+        world, precision: as for one device.
+        args: `parallel`, `parallelism_config`, `fsdp`, `fsdp_config` and `tp_plan` are read.
+
+    Raises:
+        UnsupportedOption: an option that cannot be had with a mesh.
+    """
+
+    def __init__(self, world: Any, precision: Any, args: Any) -> None:
+        super().__init__(world, precision, args)
+        if args.torch_compile:
+            raise UnsupportedOption(
+                f"torch_compile=True with a mesh of {self.mesh.describe()} is not supported: leave it out."
+            )
+        self.plan, self.checkpoints = args.tp_plan, bool(args.activation_checkpointing)
+
+    def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        if self.mesh.tp > 1:
+            number = parallelize(model, mesh["tp"], plan_of(model, self.plan))
+            logger.info("Cut %d modules into %d parts each (tensor parallel).", number, self.mesh.tp)
+        if self.mesh.size > self.mesh.tp:
+            super()._shard(model, mesh)
+        if self.mesh.cp > 1:
+            ContextParallel(model, sequence_mesh(self.mesh, self.device.type), self.checkpoints)
+            logger.info("Each process has a part of every sequence, of %d (context parallel).", self.mesh.cp)

@@ -1,0 +1,108 @@
+"""A learning rate that follows the evaluations: lowered where a metric gets no better, as torch's plateau schedule."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.core.spelling import nearest
+
+logger = logging.getLogger(__name__)
+
+COUNTERS = ("best", "num_bad", "cooldown_left")
+
+
+class PlateauSchedule:
+    """Multiplies the rate by `factor` after more than `patience` evaluations in a row that were not better.
+
+    Args:
+        learning_rate: at the start.
+        mode: "min" if a smaller metric is better, "max" if a larger one is.
+        factor: below 1.
+        patience: evaluations that are waited for.
+        threshold: how much better than the best so far counts as better; `threshold_mode` says whether this is a share
+            of the best ("rel") or a difference ("abs").
+        cooldown: evaluations passed over after a change.
+        min_lr: the rate does not fall below it.
+        eps: a change of the rate that is not larger than this is left out.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        mode: str = "min",
+        factor: float = 0.1,
+        patience: int = 10,
+        threshold: float = 1e-4,
+        threshold_mode: str = "rel",
+        cooldown: int = 0,
+        min_lr: float = 0.0,
+        eps: float = 1e-8,
+    ) -> None:
+        if not 0.0 < factor < 1.0:
+            raise ValueError(f"lr_scheduler_kwargs: factor={factor} must lie between 0 and 1.")
+        if mode not in ("min", "max"):
+            raise ValueError(f"lr_scheduler_kwargs: mode={mode!r} is neither 'min' nor 'max'.")
+        if threshold_mode not in ("rel", "abs"):
+            raise ValueError(f"lr_scheduler_kwargs: threshold_mode={threshold_mode!r} is neither 'rel' nor 'abs'.")
+        self.learning_rate, self.mode, self.factor, self.patience = float(learning_rate), mode, factor, patience
+        self.threshold, self.threshold_mode = threshold, threshold_mode
+        self.cooldown, self.min_lr, self.eps = cooldown, min_lr, eps
+        self.best = math.inf if mode == "min" else -math.inf
+        self.num_bad = self.cooldown_left = 0
+
+    def is_better(self, value: float) -> bool:
+        """Whether a metric beats the best so far by more than the threshold."""
+        margin = self.threshold if self.mode == "max" else -self.threshold
+        aim = self.best + margin if self.threshold_mode == "abs" else self.best * (1.0 + margin)
+        return value > aim if self.mode == "max" else value < aim
+
+    def step(self, value: float, optimizer: Any) -> None:
+        """Take in one evaluation, and change the optimizer's rate if it is time."""
+        if self.is_better(value):
+            self.best, self.num_bad = value, 0
+        else:
+            self.num_bad += 1
+        if self.cooldown_left > 0:
+            self.cooldown_left, self.num_bad = self.cooldown_left - 1, 0
+        if self.num_bad <= self.patience:
+            return
+        self.cooldown_left, self.num_bad = self.cooldown, 0
+        lower = max(self.learning_rate * self.factor, self.min_lr)
+        if self.learning_rate - lower > self.eps:
+            self.learning_rate = lower
+            optimizer.learning_rate = lower
+            logger.info("The metric gets no better (best: %s): the learning rate is now %.4e.", self.best, lower)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rate and the counters, as plain values."""
+        return {name: getattr(self, name) for name in ("learning_rate", *COUNTERS)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a saved state; the optimizer has its rate in a variable of its own."""
+        for name in ("learning_rate", *COUNTERS):
+            setattr(self, name, state[name])
+
+
+def plateau_of(args: Any) -> PlateauSchedule:
+    """The schedule that the arguments describe.
+
+    Raises:
+        TypeError: an option that it does not have.
+        ValueError: a value out of range, or a warm-up, which it has not.
+    """
+    if args.get_warmup_steps(1000):
+        raise ValueError(
+            "lr_scheduler_type='reduce_lr_on_plateau' has no warm-up: leave warmup_steps and warmup_ratio out."
+        )
+    options = dict(args.lr_scheduler_kwargs or {})
+    known = set(inspect.signature(PlateauSchedule).parameters) - {"learning_rate"}
+    for name in options.keys() - known:
+        raise TypeError(f"lr_scheduler_kwargs: reduce_lr_on_plateau has no option {name!r}; {nearest(name, known)}")
+    return PlateauSchedule(args.learning_rate, **options)

@@ -1,0 +1,134 @@
+"""The trainings of `shared_job.py`, and some of their own, on XLA devices: each process is in one of XLA's two modes.
+
+    PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python xla_job.py FILE LAYOUT...
+
+Writes what it found into FILE: a dict by layout and scenario.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import shared_job
+import torch
+from shared_job import found, split, train
+from small_models import Tagger, tagging
+from torch.utils._pytree import tree_map
+
+from paceline import TrainerCallback
+from paceline.core.optional import require
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {"parallel": "xla"},
+    "data": {"parallel": "xla", "tpu_num_cores": 2},
+    "fsdp": {
+        "fsdp": "full_shard",
+        "fsdp_config": {"xla": True, "xla_fsdp_v2": True, "transformer_layer_cls_to_wrap": ["Linear"]},
+    },
+    "checkpointed": {
+        "fsdp": "full_shard",
+        "fsdp_config": {
+            "xla": True,
+            "xla_fsdp_v2": True,
+            "xla_fsdp_grad_ckpt": True,
+            "transformer_layer_cls_to_wrap": ["Linear"],
+        },
+    },
+}
+
+
+# of shared_job's; the others differ in how data is read, which is no matter of devices
+SCENARIOS = ("plain", "accumulated", "scaled_by_the_model", "mean_over_samples", "without_targets", "predictions")
+ONLY_SINGLE = ("mean_over_samples", "without_targets")  # compiling takes most of the time
+
+
+class CountCompilations(TrainerCallback):
+    """Notes after each update how many graphs were compiled, and how many operations ran on the host."""
+
+    def __init__(self) -> None:
+        self.compiled: list[int] = []
+        self.on_host: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.use_cpu:
+            return
+        metrics = require("torch_xla.debug.metrics", "xla")
+        self.compiled.append(int(metrics.counter_value("UncachedCompile") or 0))
+        names = [name for name in metrics.counter_names() if name.startswith("aten::")]
+        self.on_host.append(sum(int(metrics.counter_value(name)) for name in names))
+
+
+def steady(folder: Path) -> dict[str, Any]:
+    """Thirty updates of one shape, targets ragged, nothing logged before their end."""
+    counter = CountCompilations()
+    trainer = train(
+        folder,
+        Tagger(shifted=True),
+        tagging(48),
+        **split(1, 2),
+        num_train_epochs=15,
+        logging_steps=100,
+        max_grad_norm=0.5,
+        callbacks=[counter],
+    )
+    return found(trainer, compiled=counter.compiled, on_host=counter.on_host)
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    """A run with dropout, and the second half of it gone on with from its checkpoint in fresh objects."""
+    options = {**split(1), "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    whole = found(train(folder / "whole", Tagger(shifted=True, dropout=0.3), tagging(53), **options))
+    train(folder / "half", Tagger(shifted=True, dropout=0.3), tagging(53), callbacks=[StopAt(3)], **options)
+    torch.manual_seed(99)
+    options = {"learning_rate": 0.01, **shared_job.in_force, **options}
+    trainer = shared_job.make_trainer(folder / "half", Tagger(shifted=True, dropout=0.3), tagging(53), **options)
+    trainer.train(resume_from_checkpoint=True)
+    return {"whole": whole, "resumed": found(trainer)}
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_training_stop = True
+
+
+def placed(folder: Path) -> dict[str, Any]:
+    """How the parameters and the optimizer's state of a trained model are cut."""
+    trainer = train(folder, Tagger(), tagging(24), **split(1), num_train_epochs=1)
+    spec_of = require("torch_xla", "xla")._XLAC._get_xla_sharding_spec
+    moments = [state["exp_avg"] for state in trainer.optimizer.state.values()]
+    return {"weights": [spec_of(p) for p in trainer.model.parameters()], "moments": [spec_of(m) for m in moments]}
+
+
+def halves(folder: Path) -> dict[str, Any]:
+    """bf16 autocast."""
+    return found(train(folder, Tagger(shifted=True), tagging(53), **split(1, 2), bf16=True))
+
+
+OWN = {"steady": steady, "resumed": resumed, "placed": placed, "halves": halves}
+
+
+def main() -> None:
+    file, layouts = Path(sys.argv[1]), sys.argv[2:]
+    results: dict[str, dict[str, Any]] = {}
+    for layout in layouts:
+        shared_job.in_force.clear()
+        shared_job.in_force.update(use_cpu=False, **LAYOUTS[layout])
+        folder = file.parent / layout
+        names = [name for name in SCENARIOS if layout == "single" or name not in ONLY_SINGLE]
+        if layout == "checkpointed":
+            names = ["plain"]
+        results[layout] = {name: shared_job.SCENARIOS[name](folder / name, 1) for name in names}
+        if layout != "checkpointed":
+            results[layout] |= {name: run(folder / name) for name, run in OWN.items()}
+    torch.save(tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, results), file)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
