@@ -31,14 +31,13 @@ from paceline.checkpoint.named import (
     make_notes,
     model_state,
     optimizer_state,
-    read_whole_model,
+    read_any_weights,
     write_notes,
 )
 from paceline.checkpoint.shards import MODEL_FOLDER, OPTIMIZER_FOLDER, Part, Plans, is_sharded
 from paceline.checkpoint.streaming import Source, reading_order, write_stream
 from paceline.checkpoint.tensors import save_tensors
-from paceline.checkpoint.weights import DTYPES, EXTRA_STATE_NAME, read_weights
-from paceline.checkpoint.zero_files import has_zero_files, read_zero_files
+from paceline.checkpoint.weights import DTYPES, EXTRA_STATE_NAME
 from paceline.core import folders
 from paceline.core.manifest import KnownFile, hash_and_sync, known_file
 from paceline.core.space import Place
@@ -380,11 +379,7 @@ def load_weights(trainer: Trainer, model: nn.Module, folder: str) -> list[str]:
     if is_sharded(Path(folder, MODEL_FOLDER)) and load_model_in_place(files.without_compile(model), Path(folder)):
         return []
     has_part = trainer.strategy.holds_part_of(model)
-    weights = read_zero_files(Path(folder)).weights() if has_zero_files(Path(folder)) else None
-    if weights is None and has_part:
-        weights = read_weights(Path(folder))
-    if weights is None and not files.has_weights(folder):
-        weights = read_whole_model(Path(folder))
+    weights = read_any_weights(Path(folder), has_part)
     if weights is None or not has_part:
         return files.load_model(model, folder, weights)
     missing, unexpected = trainer.strategy.load_full(model, weights)

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_shards
 from torch.optim import Optimizer
 
-from paceline.checkpoint.files import take_state
+from paceline.checkpoint.files import has_weights, take_state
 from paceline.checkpoint.shards import MODEL_FOLDER, OPTIMIZER_FOLDER, Shards, is_sharded, nested, settled
 from paceline.checkpoint.tensors import CheckpointError, load_json, load_tensors, save_json
-from paceline.checkpoint.weights import EXTRA_STATE_NAME
+from paceline.checkpoint.weights import EXTRA_STATE_NAME, read_weights
+from paceline.checkpoint.zero_files import read_zero_weights
 
 NOTES_NAME = "sharded.json"  # what the folders of tensors cannot say
 FULL_MODEL_NAME = "pytorch_model_fsdp.bin"  # of accelerate: the whole model, and the optimizer by name
@@ -108,6 +109,16 @@ def read_whole_model(folder: Path) -> Named | None:
             raise CheckpointError(f"{folder / FULL_MODEL_NAME} holds no state dict")
         return found
     return None
+
+
+def read_any_weights(folder: Path, has_part: bool) -> Named | None:
+    """The whole state of a checkpoint, in whatever form; None where `files.load_model` reads it itself.
+
+    Args:
+        has_part: this process holds a part of the model, so that the state is needed in any case.
+    """
+    weights = read_zero_weights(folder) or (read_weights(folder) if has_part else None)
+    return read_whole_model(folder) if weights is None and not has_weights(folder) else weights
 
 
 # ---- the optimizer

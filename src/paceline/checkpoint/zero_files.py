@@ -138,6 +138,11 @@ def has_zero_files(checkpoint: Path) -> bool:
     return (checkpoint / LATEST).is_file()
 
 
+def read_zero_weights(checkpoint: Path) -> Named | None:
+    """The model's state of a checkpoint that DeepSpeed wrote; None where it did not. Raises as `read_zero_files`."""
+    return read_zero_files(checkpoint).weights() if has_zero_files(checkpoint) else None
+
+
 def read_zero_files(checkpoint: Path) -> ZeroFiles:
     """The files of a checkpoint that DeepSpeed wrote.
 

@@ -7,6 +7,7 @@ what each weighs, the schedule and the checkpoints are decided here.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -67,7 +68,7 @@ class DeepSpeed(SingleDevice):
             )
         mesh = Mesh(dp_replicate=world.world_size)  # every process reads other data
         super().__init__(world, CastWeights(world.device) if args.bf16 else precision, mesh)
-        self.args, self.stage = args, settings.stage
+        self.args, self.settings, self.stage = args, settings, settings.stage
         self.is_sharded = self.stage > 0
         self.in_step = self.stage > 1
         self.engine: Any = None
@@ -112,6 +113,11 @@ class DeepSpeed(SingleDevice):
 
     def _initialize(self, model: nn.Module, optimizer: Optimizer) -> Any:
         """The engine over this model. Weights that were float32 stay so in the copies that are stepped."""
+        if "LOCAL_RANK" not in os.environ:
+            raise ValueError(
+                "DeepSpeed reads LOCAL_RANK, which is not set: start the script with `paceline launch` "
+                "(--nproc-per-node 1 for one process) or torchrun, or leave deepspeed out."
+            )
         if not has_group():  # one process
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
