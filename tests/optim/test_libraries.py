@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,8 +125,14 @@ STAND_INS = {
 }
 
 
+def forget_packages() -> None:
+    """Take the packages, or their stand-ins, out of what was imported."""
+    for module in [key for key in sys.modules if key.split(".")[0] in PACKAGES]:
+        del sys.modules[module]
+
+
 @pytest.fixture
-def _stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for path, name, options in STAND_INS.values():
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -136,8 +143,11 @@ def _stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         more = "".join(f", {option}=None" for option in options)
         file.write_text(MODULE.format(name=name, more=more, seen=", ".join(f"{each}={each}" for each in options)))
     monkeypatch.syspath_prepend(str(tmp_path))
-    for module in [key for key in sys.modules if key.split(".")[0] in PACKAGES]:
-        monkeypatch.delitem(sys.modules, module)
+    before = {key: module for key, module in sys.modules.items() if key.split(".")[0] in PACKAGES}
+    forget_packages()
+    yield
+    forget_packages()
+    sys.modules.update(before)
 
 
 @pytest.mark.usefixtures("_stand_ins")
@@ -156,8 +166,6 @@ def test_a_stand_in_trains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     assert not torch.equal(before, model.mlp.weight)
-    for module in [key for key in sys.modules if key.split(".")[0] in PACKAGES]:
-        monkeypatch.delitem(sys.modules, module)
 
 
 @pytest.mark.usefixtures("_stand_ins")
