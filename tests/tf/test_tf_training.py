@@ -1,6 +1,7 @@
 """TFTrainer on one device: kinds of models and data, events, records, evaluation, prediction."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,21 @@ def test_smaller_micro_batches_where_memory_runs_out(tmp_path: Path, caplog: pyt
     assert np.allclose(weights(crowded.model), weights(plain.model), atol=1e-5)
 
 
+def test_labels_in_a_column_and_in_small_types(tmp_path: Path) -> None:
+    """As image data sets and Keras' losses have them; 156 is -100 of a type that has no sign."""
+    x, y = DATA[0], DATA[1]
+    found = []
+    for labels in (y, y[:, None], y.astype(np.uint8), y.astype(np.int8)):
+        trainer = make_trainer(tmp_path, make_model(), (x, labels), eval_dataset=(x, labels))
+        trainer.train()
+        found.append([*losses(trainer), trainer.evaluate()["eval_loss"]])
+    assert found == [found[0]] * 4
+    model = Linear(outputs=200)
+    trainer = make_trainer(tmp_path, model, (x[:4], np.full(4, 156, np.uint8)))
+    trainer.train()
+    assert losses(trainer) == pytest.approx([math.log(200)])
+
+
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     args = TFTrainingArguments(str(tmp_path))
     with pytest.raises(ValueError, match="`model` or `model_init`"):
@@ -344,8 +360,14 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         make_trainer(tmp_path, make_model(), DATA[0]).train()
     with pytest.raises(ValueError, match="differ in their number of rows"):
         make_trainer(tmp_path, make_model(), (DATA[0], DATA[1][:3])).train()
-    with pytest.raises(ValueError, match=r"Dimensions must be equal.*line \d+"):
+    with pytest.raises(ValueError, match=r"No default loss for outputs of shape .*line \d+"):
         make_trainer(tmp_path, make_model(), (DATA[0], DATA[0])).train()
+    with pytest.raises(ValueError, match="No default loss"):  # one column and seven would be stretched to each other
+        make_trainer(tmp_path, Linear(outputs=1), (DATA[0], DATA[0][:, :7])).train()
+    with pytest.raises(ValueError, match="A label is 7, and the model tells 3 classes apart: labels lie from 0 to 2"):
+        make_trainer(tmp_path, make_model(), (DATA[0], DATA[1] + 7 * (DATA[1] == 0))).train()
+    with pytest.raises(TypeError, match=r"`model` is function.*paceline\.Trainer"):
+        TFTrainer(accuracy, args)
     with pytest.raises(ValueError, match="Set max_steps"):
         make_trainer(tmp_path, make_model(), samples).train()
     with pytest.raises(ValueError, match="optim='lomo' is not supported"):

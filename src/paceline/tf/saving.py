@@ -16,6 +16,7 @@ import dataclasses
 import json
 import logging
 import random
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,16 +104,26 @@ def save_checkpoint(trainer: Any) -> bool:
             "%s could not be written: %s. Training goes on; the checkpoints before it are whole. The next save is "
             "tried when it is due.",
             folder,
-            str(error)[:300],
+            told_of(error),
         )
         return False
     return True
 
 
+def told_of(error: BaseException) -> str:
+    """What an error says, without the nodes and temporary files that TensorFlow names before and after."""
+    text = str(error)
+    if isinstance(error, tf.errors.OpError):
+        text = re.sub(r"\{\{.*?\}\}|\[Op:\w+\]", "", text).rpartition(";")[2].strip() or text
+    return text[:300]
+
+
 def is_refusal(error: Any) -> bool:
     """Whether TensorFlow says that the disk refused."""
     kinds = (tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError, tf.errors.UnavailableError)
-    return isinstance(error, (*kinds, tf.errors.NotFoundError, tf.errors.FailedPreconditionError))
+    kinds += (tf.errors.NotFoundError, tf.errors.FailedPreconditionError)
+    kinds += (tf.errors.OutOfRangeError, tf.errors.UnknownError)  # a file too large, a disk that fails
+    return isinstance(error, kinds)
 
 
 def num_bytes(trainer: Any) -> int:

@@ -109,8 +109,11 @@ class TFTrainer(TrainerNames):
         if (model is None) == (model_init is None):
             raise ValueError("TFTrainer needs `model` or `model_init`, one of the two.")
         check_metric(compute_metrics, self.args.batch_eval_metrics)
-        if model is not None and not callable(model):
-            raise TypeError(f"`model` is {type(model).__name__}; a Keras model or a callable tf.Module is needed.")
+        if model is not None and not (callable(model) and hasattr(type(model), "trainable_variables")):
+            raise TypeError(
+                f"`model` is {type(model).__name__}; a Keras model or a callable tf.Module is needed (for a module of "
+                "torch: paceline.Trainer, with TrainingArguments)."
+            )
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.data_collator, self.processing_class = data_collator, processing_class
