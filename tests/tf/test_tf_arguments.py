@@ -26,7 +26,6 @@ def test_defaults_are_those_of_the_reference() -> None:
         ("neftune_noise_alpha", 5.0, "in the model"),
         ("train_sampling_strategy", "group_by_length", "'random' or 'sequential'"),
         ("bf16_full_eval", True, "bf16=True"),
-        ("lr_scheduler_type", "greedy", "reduce_lr_on_plateau"),
         ("average_tokens_across_devices", False, "leave it out"),
     ],
 )

@@ -151,11 +151,6 @@ def check_tensorflow(args: TFTrainingArguments) -> None:
             f"poly_power={args.poly_power} belongs to a polynomial decay, not to lr_scheduler_type="
             f"'{args.lr_scheduler_type}': leave one of them out."
         )
-    if args.lr_scheduler_type == SchedulerType.GREEDY:
-        raise UnsupportedOption(
-            f"lr_scheduler_type='{args.lr_scheduler_type}' is not supported with TensorFlow: choose "
-            "'reduce_lr_on_plateau', or a schedule that is a function of the step, such as 'cosine'."
-        )
     for name in ("tpu_zone", "gcp_project"):
         if getattr(args, name) is not None and args.tpu_name is None:
             raise ValueError(f"{name}={getattr(args, name)!r} says where a named TPU is: set tpu_name too.")

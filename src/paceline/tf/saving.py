@@ -31,7 +31,7 @@ from paceline.core.retention import retention_of, rotate
 from paceline.core.space import Place
 from paceline.core.state import export_states, write_values
 from paceline.core.summary import UpdateSummary
-from paceline.tf.following import PlateauSchedule
+from paceline.tf.following import FollowingSchedule
 from paceline.tf.framework import keras, plain, tf
 from paceline.tf.randomness import capture_random, random_variables, restore_random
 
@@ -120,9 +120,16 @@ def told_of(error: BaseException) -> str:
 
 def is_refusal(error: Any) -> bool:
     """Whether TensorFlow says that the disk refused."""
-    kinds = (tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError, tf.errors.UnavailableError)
-    kinds += (tf.errors.NotFoundError, tf.errors.FailedPreconditionError)
-    kinds += (tf.errors.OutOfRangeError, tf.errors.UnknownError)  # a file too large, a disk that fails
+    errors = tf.errors
+    kinds = (
+        errors.ResourceExhaustedError,
+        errors.PermissionDeniedError,
+        errors.UnavailableError,
+        errors.NotFoundError,
+        errors.FailedPreconditionError,
+        errors.OutOfRangeError,  # a file too large
+        errors.UnknownError,  # a disk that fails
+    )
     return isinstance(error, kinds)
 
 
@@ -197,7 +204,7 @@ def describe_progress(trainer: Any) -> str:
 
 def schedule_state(schedule: Any) -> dict[str, Any] | None:
     """What a schedule that follows the evaluations has seen; None of one that is a function of the step."""
-    return schedule.state_dict() if isinstance(schedule, PlateauSchedule) else None
+    return schedule.state_dict() if isinstance(schedule, FollowingSchedule) else None
 
 
 def save_model(model: Any, folder: Path) -> Path:
@@ -276,7 +283,7 @@ def restore(trainer: Any, checkpoint: Path, progress: Mapping[str, Any]) -> None
     report_changes(trainer, checkpoint, progress)
     if "random" in progress:
         restore_random(progress["random"])
-    if is_whole and progress.get("schedule") and isinstance(trainer.lr_scheduler, PlateauSchedule):
+    if is_whole and progress.get("schedule") and isinstance(trainer.lr_scheduler, FollowingSchedule):
         trainer.lr_scheduler.load_state_dict(progress["schedule"])
     logger.info("Resuming from %s: step %d of %d.", checkpoint, trainer.state.global_step, trainer.state.max_steps)
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.args.adopt import apply_log_level
-from paceline.args.choices import SchedulerType
 from paceline.args.rules import check
 from paceline.callbacks.defaults import with_defaults
 from paceline.callbacks.reporters import find_reporters
@@ -37,7 +36,7 @@ from paceline.tf.columns import columns_of
 from paceline.tf.devices import World, choose_strategy, current_world
 from paceline.tf.engine import TFEngine
 from paceline.tf.evaluation import Predictor, check_metric, run_evaluation
-from paceline.tf.following import PlateauSchedule, plateau_of
+from paceline.tf.following import FOLLOWING, FollowingSchedule, following_of
 from paceline.tf.framework import keras
 from paceline.tf.objective import Objective, build_by_itself
 from paceline.tf.optimizers import make_optimizer
@@ -238,9 +237,10 @@ class TFTrainer(TrainerNames):
         if self.optimizer is not None:
             return
         if self.lr_scheduler is None:
-            follows = self.args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
-            self.lr_scheduler = plateau_of(self.args) if follows else schedule_of(self.args, num_training_steps)
-        rate = self.lr_scheduler.learning_rate if isinstance(self.lr_scheduler, PlateauSchedule) else self.lr_scheduler
+            follows = str(self.args.lr_scheduler_type) in FOLLOWING
+            self.lr_scheduler = following_of(self.args) if follows else schedule_of(self.args, num_training_steps)
+        follows = isinstance(self.lr_scheduler, FollowingSchedule)
+        rate = self.lr_scheduler.learning_rate if follows else self.lr_scheduler
         self.optimizer = make_optimizer(self.args, self.model, rate)
         self.has_own_optimizer = True
 
