@@ -48,8 +48,8 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "torch_compile": (is_off, NO_COMPILE),
     "torch_empty_cache_steps": (is_off, "TensorFlow keeps its own memory; leave it out"),
     "train_sampling_strategy": (
-        is_default("random", "sequential"),
-        "use 'random' or 'sequential', or bucket with tf.data",
+        is_default("random", "sequential", "group_by_length"),
+        "use 'random', 'sequential' or 'group_by_length'",
     ),
     "use_liger_kernel": (is_off, NO_COMPILE),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.args.choices import SchedulerType
@@ -151,7 +151,7 @@ class GreedySchedule(GreedyRule, FollowingSchedule):
         self.take_up(state)
 
 
-FOLLOWING: dict[str, tuple[type[FollowingSchedule], type]] = {  # the schedule, and the class that has its options
+FOLLOWING: dict[str, tuple[Callable[..., FollowingSchedule], type]] = {  # the schedule, and what has its options
     str(SchedulerType.REDUCE_ON_PLATEAU): (PlateauSchedule, PlateauSchedule),
     str(SchedulerType.GREEDY): (GreedySchedule, GreedyRule),
 }

@@ -159,6 +159,19 @@ def is_target(labels: Any) -> Any:
     return tf.cast(labels, tf.int64) != IGNORE_INDEX
 
 
+def check_model(model: Any) -> None:
+    """Refuse what is no model of TensorFlow; None passes.
+
+    Raises:
+        TypeError: it cannot be called, or has no variables to train.
+    """
+    if model is not None and not (callable(model) and hasattr(type(model), "trainable_variables")):
+        raise TypeError(
+            f"`model` is {type(model).__name__}; a Keras model or a callable tf.Module is needed (for a module of "
+            "torch: paceline.Trainer, with TrainingArguments)."
+        )
+
+
 def build_by_itself(model: Any) -> None:
     """Make the variables of a TF model of transformers, which knows its inputs, under the names that it loads by."""
     build = getattr(model, "build_in_name_scope", None)

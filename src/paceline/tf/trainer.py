@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ from paceline.tf.engine import TFEngine
 from paceline.tf.evaluation import Predictor, check_metric, run_evaluation
 from paceline.tf.following import FOLLOWING, FollowingSchedule, following_of
 from paceline.tf.framework import keras
-from paceline.tf.objective import Objective, build_by_itself
+from paceline.tf.objective import Objective, build_by_itself, check_model
 from paceline.tf.optimizers import make_optimizer
 from paceline.tf.precision import POLICIES
 from paceline.tf.schedules import schedule_of
-from paceline.tf.sources import Source, as_dataset, make_source, source_of_batches
+from paceline.tf.sources import Source, as_dataset, lengths_of, make_source, source_of_batches
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +109,7 @@ class TFTrainer(TrainerNames):
         if (model is None) == (model_init is None):
             raise ValueError("TFTrainer needs `model` or `model_init`, one of the two.")
         check_metric(compute_metrics, self.args.batch_eval_metrics)
-        if model is not None and not (callable(model) and hasattr(type(model), "trainable_variables")):
-            raise TypeError(
-                f"`model` is {type(model).__name__}; a Keras model or a callable tf.Module is needed (for a module of "
-                "torch: paceline.Trainer, with TrainingArguments)."
-            )
+        check_model(model)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.data_collator, self.processing_class = data_collator, processing_class
@@ -200,8 +197,9 @@ class TFTrainer(TrainerNames):
             self._source(
                 self.train_dataset,
                 args.per_device_train_batch_size,
-                seed=seed if args.train_sampling_strategy == "random" else None,
+                seed=None if args.train_sampling_strategy == "sequential" else seed,
                 drop_last=args.dataloader_drop_last,
+                by_length=args.train_sampling_strategy == "group_by_length",
             )
         )
 
@@ -219,7 +217,11 @@ class TFTrainer(TrainerNames):
         """A test set as a tf.data.Dataset of batches."""
         return as_dataset(self._source(test_dataset, self.args.per_device_eval_batch_size))
 
-    def _source(self, data: Any, per_device: int, *, seed: int | None = None, drop_last: bool = False) -> Source:
+    def _source(
+        self, data: Any, per_device: int, *, seed: int | None = None, drop_last: bool = False, by_length: bool = False
+    ) -> Source:
+        names = getattr(self.processing_class, "model_input_names", None) or [None]
+        measure = partial(lengths_of, column=self.args.length_column_name, input_name=names[0])
         return make_source(
             data,
             batch_size=per_device * self.n_replicas,
@@ -228,6 +230,7 @@ class TFTrainer(TrainerNames):
             collator=self.data_collator,
             pad=make_padding(self.processing_class, self.label_names),
             columns=columns_of(self.model, self.label_names) if self.args.remove_unused_columns else None,
+            lengths=measure if by_length else None,
         )
 
     # ---- optimizer and schedule
