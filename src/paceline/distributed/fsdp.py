@@ -22,7 +22,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import resolve_mesh
 from paceline.args.sharding import Sharding, read_sharding
 from paceline.distributed.device_mesh import build_device_mesh, sharding_mesh
-from paceline.distributed.first_weights import FirstWeights
+from paceline.distributed.first_weights import FirstWeights, spread
 from paceline.distributed.precision import ApexPrecision
 from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
 
@@ -74,6 +74,8 @@ class FullyShardedData(SingleDevice):
 
     def _shard_once(self, model: nn.Module) -> None:
         if not self.holds_part_of(model):
+            if not self.sharding.from_first:
+                spread(model, self.device)
             self._shard(model, build_device_mesh(self.mesh, self.device.type))
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:

@@ -23,6 +23,7 @@ from paceline.args.mesh import resolve_mesh
 from paceline.args.pipelining import read_pipelining
 from paceline.args.sharding import wants_shards
 from paceline.distributed.device_mesh import build_device_mesh
+from paceline.distributed.first_weights import spread
 from paceline.distributed.last_stage import LastStage, Looking
 from paceline.distributed.stages import Stage, make_stages, owners_of
 from paceline.distributed.strategy import Prepared, SingleDevice
@@ -216,6 +217,8 @@ class Pipelined(SingleDevice):
         if self.mesh.dp_replicate > 1 and self.group is None:
             whole = build_device_mesh(self.mesh, self.device.type)
             self.group, self.data_group = whole["pp"].get_group(), whole["dp_replicate"].get_group()
+        if not self.holds_part_of(model):
+            spread(model, self.device)
         number = self.size * self.settings.stages_per_process
         stages = make_stages(model, number)
         own = {stage.index: stage for stage in stages if self.is_here(stage.index)}
