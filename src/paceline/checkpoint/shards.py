@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from paceline.checkpoint.metadata import METADATA_NAME, read_metadata
 from paceline.checkpoint.tensors import CheckpointError, load_stream, plain_values
-from paceline.distributed.collectives import gather_objects, share_object, sum_ints
+from paceline.distributed.collectives import gather_objects, on_first, sum_ints
 from paceline.distributed.world import World
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"
@@ -149,20 +149,17 @@ class Plans:
     ) -> dict[str, tuple[SavePlan, Metadata | None]]:
         """The first process deals out what several could write. Raises: on all of them, what it raised there."""
         gathered = gather_objects(world, local)
-        found: Any = None
         indexes: dict[str, Metadata] = {}
-        if world.is_first:
-            try:
-                found = {}
-                for folder, planner in planners.items():
-                    plans, indexes[folder] = planner.create_global_plan([each[folder] for each in gathered])
-                    found[folder] = make_writer(Path(folder)).prepare_global_plan(plans)
-            except ValueError as error:
-                found = error
-        found = share_object(world, found)
-        if isinstance(found, ValueError):
-            raise found
-        return {folder: (plans[world.process_index], indexes.get(folder)) for folder, plans in found.items()}
+
+        def deal() -> dict[str, list[SavePlan]]:
+            dealt = {}
+            for folder, planner in planners.items():
+                plans, indexes[folder] = planner.create_global_plan([each[folder] for each in gathered])
+                dealt[folder] = make_writer(Path(folder)).prepare_global_plan(plans)
+            return dealt
+
+        dealt = on_first(world, deal)
+        return {folder: (plans[world.process_index], indexes.get(folder)) for folder, plans in dealt.items()}
 
 
 def local_of(tensor: Tensor) -> Tensor:
