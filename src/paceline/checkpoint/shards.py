@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -275,9 +275,3 @@ def nested(values: Mapping[str, Any], paths: Paths) -> dict[str, Any]:
         entries = parent[key]
         parent[key] = [entries[index] for index in sorted(entries)]
     return root  # type: ignore[return-value]
-
-
-def missing_from(names: Iterable[str], shards: Shards) -> list[str]:
-    """Those that are not stored."""
-    stored = shards.metadata.state_dict_metadata
-    return [name for name in names if name not in stored]

@@ -268,15 +268,13 @@ class Pipelined(SingleDevice):
         each = -(-wanted // len(batches))
         return split(batches, max(1, -(-max(sizes) // each)))
 
-    def run_window(self, batches: list[Mapping[str, Any]], make_loss: MakeLoss) -> int:
+    def run_window(self, batches: list[Mapping[str, Any]], make_loss: MakeLoss) -> None:
         """Forward and backward of the micro-batches of one update.
 
         Args:
             batches: on the device; the same on all processes of a pipeline.
             make_loss: `(number) -> loss`, called on the process with the last stage in an order of the schedule's; one
-                that is beyond the batches is to weigh nothing.
-
-        Returns: how many times a micro-batch that weighs nothing went through, because the schedule wants as many.
+                that is beyond the batches, because the schedule wants more of them, is to weigh nothing.
         """
         if self.optimizer is not None:
             self._follow(self.optimizer, clears=True)
@@ -296,7 +294,6 @@ class Pipelined(SingleDevice):
             self.window = None
         self._sum_tied()
         self._average()
-        return number - len(batches)
 
     def _targets(self, numbers: Tensor) -> dict[str, Tensor]:
         """The schedule wants targets for a loss; ours is made by the last stage itself."""
