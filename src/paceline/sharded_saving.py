@@ -42,6 +42,7 @@ from paceline.core import folders
 from paceline.core.manifest import KnownFile, hash_and_sync, known_file
 from paceline.core.space import Place
 from paceline.distributed.collectives import gather_objects, on_first, portable
+from paceline.distributed.tensor_parts import whole
 from paceline.distributed.world import World
 from paceline.optim.modes import evaluation_weights
 
@@ -413,11 +414,6 @@ def stream_model(trainer: Trainer, folder: Path, write_beside: Callable[[Trainer
     if error is not None:
         raise error
     return True
-
-
-def whole(tensor: Any) -> Any:
-    """A tensor of all shards, on the host; all processes take part."""
-    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
 
 
 def can_stream(trainer: Trainer) -> bool:

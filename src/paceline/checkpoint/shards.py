@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from paceline.checkpoint.metadata import METADATA_NAME, read_metadata
 from paceline.checkpoint.tensors import CheckpointError, load_stream, plain_values
 from paceline.distributed.collectives import gather_objects, on_first, sum_ints
+from paceline.distributed.tensor_parts import local_part
 from paceline.distributed.world import World
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"
@@ -91,7 +92,7 @@ class Part:
         wanted = {item.index.fqn for item in self.plan.items}
         state: Flat = self.planner.state_dict
         self.planner.values = {
-            key: copy_tensor(local_of(value)) if isinstance(value, Tensor) else plain_values(value, key)
+            key: copy_tensor(local_part(value)) if isinstance(value, Tensor) else plain_values(value, key)
             for key, value in state.items()
             if key in wanted
         }
@@ -160,12 +161,6 @@ class Plans:
 
         dealt = on_first(world, deal)
         return {folder: (plans[world.process_index], indexes.get(folder)) for folder, plans in dealt.items()}
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def settled(nest: Any) -> Any:
