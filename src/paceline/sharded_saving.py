@@ -376,6 +376,8 @@ def save_description(model: nn.Module, folder: Path) -> None:
 
 def load_weights(trainer: Trainer, model: nn.Module, folder: str) -> list[str]:
     """The body of `_load_from_checkpoint`; returns a sentence for each thing worth knowing."""
+    if trainer.strategy.awaits_weights(model):
+        return []
     if is_sharded(Path(folder, MODEL_FOLDER)) and load_model_in_place(files.without_compile(model), Path(folder)):
         return []
     has_part = trainer.strategy.holds_part_of(model)

@@ -137,8 +137,8 @@ class Trainer(TrainerNames, ForSubclasses):
         self.place_model_on_device = self.args.place_model_on_device is not False and not self.is_model_parallel
         self.model = self._first_model(model)
         assembly.check_arguments(self, optimizers)
-        self.place_model()
         self.strategy = training.make_strategy(self, self._plan())
+        self.place_model()
         assembly.read_model(self)
         self.data_collator = data_collator or choose_collator(self.processing_class, self.signature.names)
         self.state, self.control = self._first_state(), TrainerControl()
@@ -179,9 +179,9 @@ class Trainer(TrainerNames, ForSubclasses):
         )
 
     def place_model(self) -> None:
-        """Move the model to the device, unless the user said not to or did it in parts."""
+        """Move the model to the device, unless the user said not to, or it is done in parts."""
         quantized = getattr(self.model, "quantization_method", None) is not None
-        if self.place_model_on_device and not quantized:
+        if self.place_model_on_device and self.strategy.takes_whole_models and not quantized:
             put_on_device(self.model, self.world.device)
         self.model_wrapped = self.model
 

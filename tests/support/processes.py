@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 SUPPORT = Path(__file__).resolve().parent
@@ -51,16 +52,24 @@ def start(script: str, size: int, *words: str) -> list[subprocess.Popen[str]]:
 
 
 def finish(processes: list[subprocess.Popen[str]], timeout: float = 240, codes: tuple[int, ...] = (0,)) -> list[str]:
-    """Wait for all of them; what each wrote to standard error. An exit code that is not expected fails."""
-    texts = []
+    """Wait for all of them; what each wrote to standard error. The first exit code that is not expected fails.
+
+    All are read at once: one whose pipe is full waits, and the others wait for it.
+    """
+    texts = [""] * len(processes)
+    pool = ThreadPoolExecutor(len(processes))
     try:
-        for rank, process in enumerate(processes):
-            _, text = process.communicate(timeout=timeout)
-            assert process.returncode in codes, f"process {rank} ended with {process.returncode}:\n{text}"
-            texts.append(text)
+        reads = {pool.submit(process.communicate, timeout=timeout): rank for rank, process in enumerate(processes)}
+        for read in as_completed(reads):
+            rank, (_, text) = reads[read], read.result()
+            code = processes[rank].returncode
+            assert code in codes, f"process {rank} ended with {code}:\n{text}"
+            texts[rank] = text
     finally:
         for process in processes:
             process.kill()
+        pool.shutdown()  # before each is read to its end: two readers would take parts of one text
+        for process in processes:
             process.communicate()
     return texts
 

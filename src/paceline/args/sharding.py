@@ -18,8 +18,6 @@ GONE = {
     "forward_prefetch": "fully_shard prefetches by itself",
     "limit_all_gathers": "fully_shard always does",
     "use_orig_params": "fully_shard always does",
-    "sync_module_states": "the weights of the first process are always those of all",
-    "cpu_ram_efficient_loading": "load the model on every process",
     "xla_fsdp_settings": "XLA's first FSDP read them, and here is its second (xla_fsdp_v2)",
     "mixed_precision_policy": "set bf16=True",
 }
@@ -28,6 +26,7 @@ GONE = {
 XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 # what the partitioner decides by itself
 NOT_XLA = ("reshard_after_forward", "offload_params", "cpu_offload", "replicate")
+FROM_FIRST = ("cpu_ram_efficient_loading", "sync_module_states")  # either sends the first process's values to all
 
 
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
@@ -46,6 +45,7 @@ class Sharding:
         is_whole: nothing is chosen: the model is one unit.
         is_xla: over the XLA devices of one process, by XLA's own partitioner.
         checkpoints_units: with XLA: activations of the units are made again in the backward pass.
+        from_first: the first process's values become those of all, which may have been without any.
     """
 
     reshard: bool = True
@@ -56,6 +56,7 @@ class Sharding:
     is_whole: bool = False
     is_xla: bool = False
     checkpoints_units: bool = False
+    from_first: bool = False
 
 
 def is_xla_asked(parallel: Any, fsdp: Any, config: Any) -> bool:
@@ -94,7 +95,8 @@ def read_sharding(fsdp: Any, config: Any) -> Sharding:
             raise UnsupportedOption(f"fsdp_config[{name!r}]={value!r} is not supported: {GONE[name]}; leave it out.")
     known = {
         "version", "reshard_after_forward", "offload_params", "cpu_offload", "replicate", "auto_wrap_policy",
-        "transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type", *XLA, *GONE,
+        "transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type",
+        *FROM_FIRST, *XLA, *GONE,
     }  # fmt: skip
     for name in settings.keys() - known:
         raise ValueError(f"fsdp_config has no setting {name!r}: use {', '.join(sorted(known - GONE.keys()))}.")
@@ -113,7 +115,20 @@ def read_sharding(fsdp: Any, config: Any) -> Sharding:
         is_whole=policy == "NO_WRAP",
         is_xla=bool(settings.get("xla")),
         checkpoints_units=bool(settings.get("xla_fsdp_grad_ckpt")),
+        from_first=any(is_true(settings, name) for name in FROM_FIRST),
     )
+
+
+def is_true(settings: Mapping[str, Any], name: str) -> bool:
+    """A setting that is on or off, given as a bool or as text.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    text = str(settings.get(name) or False).lower()
+    if text not in ("true", "1", "yes", "false", "0", "no"):
+        raise ValueError(f"fsdp_config[{name!r}]={settings[name]!r} is not possible: use True or False.")
+    return text in ("true", "1", "yes")
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
@@ -130,6 +145,13 @@ def check_values(settings: Mapping[str, Any]) -> None:
         raise ValueError(
             "fsdp_config: transformer_layer_cls_to_wrap and min_num_params are two ways to choose what is sharded as a "
             "unit: keep one."
+        )
+    is_told_not = settings.get("sync_module_states") is not None and not is_true(settings, "sync_module_states")
+    if is_true(settings, "cpu_ram_efficient_loading") and is_told_not:
+        raise ValueError(
+            "fsdp_config['cpu_ram_efficient_loading']=True contradicts fsdp_config['sync_module_states']="
+            f"{settings['sync_module_states']!r}: a model that is loaded by the first process only must be sent to the "
+            "others. Leave sync_module_states out."
         )
 
 
@@ -149,6 +171,7 @@ def check_xla(settings: Mapping[str, Any], words: Sequence[str]) -> None:
             "fsdp_config={'xla': True, 'xla_fsdp_v2': True}."
         )
     told = [f"fsdp_config[{name!r}]={settings[name]!r}" for name in NOT_XLA if settings.get(name) not in (None, "")]
+    told += [f"fsdp_config[{name!r}]={settings[name]!r}" for name in FROM_FIRST if is_true(settings, name)]
     told += [f"fsdp={word!r}" for word in words if word not in ("full_shard", "auto_wrap", "true")]
     if told:
         raise UnsupportedOption(

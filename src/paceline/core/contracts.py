@@ -163,6 +163,7 @@ class Strategy(Protocol):
     runs_windows: bool  # whether it runs forward and backward of all micro-batches of an update itself
     is_opaque: bool  # whether tensors have no address, by which one could tell which are the same
     defers: bool  # whether operations are put off until `run_deferred`
+    takes_whole_models: bool  # whether a model is put on the device as a whole before `prepare`
     holds_back: bool  # whether `micro_step` does anything, so that a step of one process need not enter it
     place: Callable[[Any], Any]  # the batch, its tensors on the device
 
@@ -193,6 +194,8 @@ class Strategy(Protocol):
     def stateful(self) -> dict[str, Any]: ...
 
     def holds_part_of(self, model: Any) -> bool: ...
+
+    def awaits_weights(self, model: Any) -> bool: ...
 
     def full_weights(self, model: Any) -> dict[str, Any]: ...
 

@@ -22,6 +22,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import resolve_mesh
 from paceline.args.sharding import Sharding, read_sharding
 from paceline.distributed.device_mesh import build_device_mesh, sharding_mesh
+from paceline.distributed.first_weights import FirstWeights
 from paceline.distributed.precision import ApexPrecision
 from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
 
@@ -53,13 +54,27 @@ class FullyShardedData(SingleDevice):
         if args.bf16_full_eval or args.fp16_full_eval:
             raise UnsupportedOption("bf16_full_eval and fp16_full_eval cast whole models: not supported with shards.")
         self.sharding = read_sharding(args.fsdp or True, args.fsdp_config)
+        self.takes_whole_models = not self.sharding.from_first
         self._model: nn.Module | None = None
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
         """Shard the model in place, then make its optimizer over the shards."""
-        if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            self._shard(model, build_device_mesh(self.mesh, self.device.type))
+        self._shard_once(model)
         return super().prepare(model, make_optimizer)
+
+    def evaluation_model(self, model: nn.Module) -> nn.Module:
+        """The model itself. One that some processes have no values of is sharded first, as it is for training."""
+        if self.sharding.from_first:
+            self._shard_once(model)
+        return model
+
+    def awaits_weights(self, model: nn.Module) -> bool:
+        """Whether this process's values are still to come from the first one, so that it need not load any."""
+        return self.sharding.from_first and not self.world.is_first and not self.holds_part_of(model)
+
+    def _shard_once(self, model: nn.Module) -> None:
+        if not self.holds_part_of(model):
+            self._shard(model, build_device_mesh(self.mesh, self.device.type))
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         options: dict[str, Any] = {
@@ -69,9 +84,11 @@ class FullyShardedData(SingleDevice):
         if self.sharding.offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
         units = find_units(model, self.sharding)
-        for unit in units:
+        first = FirstWeights(self.world, model, self.device) if self.sharding.from_first else None
+        for unit in (*units, model):
+            if first is not None:  # of which no more than one unit is whole at a time
+                first.fill(unit)
             fully_shard(unit, **options)
-        fully_shard(model, **options)
         num_own = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
         logger.info(
             "Sharded in %d units and what is left, over the mesh %s: %s of %s parameters here.",

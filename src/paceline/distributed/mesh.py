@@ -37,6 +37,11 @@ class MeshParallel(FullyShardedData):
             raise UnsupportedOption(
                 f"torch_compile=True with a mesh of {self.mesh.describe()} is not supported: leave it out."
             )
+        if self.sharding.from_first and self.mesh.tp > 1:
+            raise UnsupportedOption(
+                "fsdp_config['cpu_ram_efficient_loading'] and ['sync_module_states'] with tensor parallel "
+                f"({self.mesh.describe()}) are not supported: load the model on every process, and leave them out."
+            )
         self.plan, self.checkpoints = args.tp_plan, bool(args.activation_checkpointing)
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:

@@ -67,6 +67,7 @@ class SingleDevice:
     reduces_late = False
     is_opaque = False
     defers = False
+    takes_whole_models = True
 
     def __init__(self, world: World, precision: Precision, mesh: Mesh | None = None) -> None:
         self.world = world
@@ -198,6 +199,10 @@ class SingleDevice:
         """Whether some of a model's values are on other processes."""
         return False
 
+    def awaits_weights(self, model: nn.Module) -> bool:
+        """Whether a model's values will come from another process, so that loading them here is of no use."""
+        return False
+
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The whole model's state, on the device it lives on."""
         return model.state_dict()
@@ -268,7 +273,17 @@ def put_on_device(model: nn.Module, device: torch.device) -> None:
 
     Between some kinds of device a parameter cannot be moved in place: `model.to` then makes another, and one for each
     name that it had.
+
+    Raises:
+        ValueError: some of it is on the device "meta", and has no values.
     """
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        raise ValueError(
+            f"The model's {empty!r} is on the device 'meta' and has no values: load the model, or, where it is sharded "
+            "over several processes and the first one has the values, set "
+            "fsdp_config={'cpu_ram_efficient_loading': True}."
+        )
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
