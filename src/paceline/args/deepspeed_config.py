@@ -87,11 +87,6 @@ class EngineConfig:
     schedule: tuple[str, dict[str, Any]] | None = None
 
 
-def is_asked(value: Any) -> bool:
-    """Whether a value of `deepspeed` asks for anything."""
-    return bool(value)
-
-
 def read_config(value: Any) -> dict[str, Any]:
     """`deepspeed` as a dict of its own.
 
