@@ -88,6 +88,22 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ({"optimizer": {"type": "Adam", "params": {"betas": [0.5, 0.9]}}}, {}, r"contradicts adam_beta1, adam_beta2=\["),
     ({"optimizer": {"type": "AdamW"}}, {"optim": "sgd"}, "'AdamW' contradicts optim='sgd'"),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1}}}, {}, "=1 contradicts learning_rate=5e-05"),
+    (
+        {"scheduler": {"type": "WarmupLR"}},
+        {"lr_scheduler_type": "cosine"},
+        "'WarmupLR' and lr_scheduler_type='cosine' are two schedules",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR"}},
+        {"lr_scheduler_kwargs": {"a": 1}},
+        "'WarmupLR' and lr_scheduler_kwargs={'a': 1} are two schedules",
+    ),
+    (
+        {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_min_lr": 0}}},
+        {},
+        "has no setting 'warmup_min_lr'; did you mean 'warmup_min_ratio'",
+    ),
+    (zero(), {"fsdp_config": {"min_num_params": 3}}, "deepspeed and fsdp_config={'min_num_params': 3} are two ways"),
     (zero(), {"parallel": "ddp"}, "deepspeed and parallel='ddp' are two ways"),
     (zero(), {"fsdp": True}, "deepspeed and fsdp=True are two ways"),
     (zero(stage=4), {}, r"\['stage'\]=4 is not possible: use 0, 1, 2 or 3"),
@@ -112,6 +128,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"tensorboard": {"enabled": True}}, {}, "set report_to='tensorboard'"),
     (zero(offload_optimizer={"device": "nvme"}), {}, "use {'device': 'cpu'}"),
     (zero(zero_quantized_weights=True), {}, "use bf16=True"),
+    (zero(cpu_offload=True), {}, "'cpu_offload'.=True is not supported: write offload_optimizer={'device': 'cpu'}"),
+    (zero(cpu_offload_param=True), {}, "write offload_param={'device': 'cpu'}"),
+    (zero(overlap_com=True), {}, r"\['overlap_com'\]=True is not supported here; did you mean 'overlap_comm'"),
+    ({**zero(), "disable_allgather": True}, {}, "'disable_allgather'.=True is not supported here: leave it out"),
     ({**zero(), "zero_force_ds_cpu_optimizer": True}, {}, "leave it out"),
     ({"optimizer": {"type": "OneBitAdam"}}, {}, "'OneBitAdam' is not supported: leave the section out"),
     ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, {}, "'adam_w_mode'.=False is not supported"),
@@ -128,6 +148,29 @@ def test_what_cannot_be_honoured_is_refused_with_a_remedy(config: Any, options: 
 def test_what_is_off_is_no_request() -> None:
     config = {"amp": {"enabled": False}, "tensorboard": {"enabled": False}, "zero_optimization": {"stage": 1}}
     assert fill_config(arguments(config)).stage == 1
+
+
+def test_an_old_offload_that_is_off_is_left_out() -> None:
+    config = fill_config(arguments(zero(cpu_offload=False, overlap_comm=True))).config
+    assert config["zero_optimization"] == {"stage": 2, "overlap_comm": True}
+
+
+@pytest.mark.parametrize(("kind", "settings", "filled"), [
+    ("WarmupLR", {}, {"warmup_num_steps": 6}),
+    ("WarmupLR", {"warmup_max_lr": "auto"}, {"warmup_num_steps": 6, "warmup_max_lr": 0.02}),
+    ("WarmupDecayLR", {"warmup_min_lr": 0}, {
+        "warmup_min_lr": 0, "warmup_max_lr": 0.02, "warmup_num_steps": 6, "total_num_steps": 50,
+    }),
+    ("WarmupCosineLR", {"cos_min_ratio": 0.1}, {"cos_min_ratio": 0.1, "warmup_num_steps": 6, "total_num_steps": 50}),
+])  # fmt: skip
+def test_a_schedule_follows_the_arguments_where_it_says_nothing(
+    kind: str, settings: dict[str, Any], filled: dict[str, Any]
+) -> None:
+    """DeepSpeed's own defaults would be a rate of 1e-3 and 1,000 updates of warmup."""
+    args = arguments({**zero(), "scheduler": {"type": kind, "params": settings}}, learning_rate=0.02, warmup_steps=6)
+    schedule = fill_config(args).schedule
+    assert schedule is not None
+    assert finish_schedule(schedule[1], 50, args.get_warmup_steps(50)) == filled
 
 
 def test_another_length_of_the_schedule_is_a_contradiction() -> None:

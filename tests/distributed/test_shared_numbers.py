@@ -94,6 +94,6 @@ def test_what_is_wrong_with_a_sharding_is_said() -> None:
     with pytest.raises(ValueError, match="keep one"):
         read_sharding(True, {"transformer_layer_cls_to_wrap": ["A"], "min_num_params": 3})
     with pytest.raises(ValueError, match="use_orig_params"):
-        read_sharding(True, {"use_orig_params": True})
+        read_sharding(True, {"use_orig_params": False})
     assert read_sharding("full_shard auto_wrap offload", {"fsdp_min_num_params": 7}).least_parameters == 7
     assert not read_sharding("shard_grad_op", None).reshard

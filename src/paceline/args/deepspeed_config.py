@@ -64,9 +64,34 @@ REFUSED_OF_ZERO = {
     "zero_hpz_partition_size": "use stage 2, or fsdp='hybrid_shard'",
     "mics_shard_size": "use fsdp='hybrid_shard'",
 }
+# what the section of ZeRO may hold beside these, handed on as it is
+OF_ZERO = frozenset({
+    "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
+    "allgather_partitions", "allgather_bucket_size", "overlap_comm", "compute_grad_norm", "load_from_fp32_weights",
+    "offload_param", "offload_optimizer", "sub_group_size", "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters",
+    "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save", "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "ignore_unused_parameters",
+    "round_robin_gradients", "parameter_alignment", "memory_efficient_linear", "pipeline_loading_checkpoint",
+    "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks",
+    "save_muon_momentum_buffer_in_memory", "leaf_module",
+})  # fmt: skip
+# how offloading was asked for before it had sections -> how it is now
+OLD_OFFLOADS = {
+    "cpu_offload": "offload_optimizer={'device': 'cpu'}",
+    "cpu_offload_params": "offload_param={'device': 'cpu'}",
+    "cpu_offload_param": "offload_param={'device': 'cpu'}",
+    "cpu_offload_use_pin_memory": "offload_optimizer={'device': 'cpu', 'pin_memory': True}",
+}
 # settings of the optimizer section -> the argument that says the same
 OPTIMIZER_NAMES = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
-SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+# DeepSpeed's schedules that are used -> their settings
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"),
+    "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps"),
+    "WarmupCosineLR": ("warmup_min_ratio", "cos_min_ratio", "warmup_num_steps", "warmup_type", "total_num_steps"),
+}
 
 
 @dataclass(frozen=True)
@@ -85,11 +110,6 @@ class EngineConfig:
     stage: int
     wants_adam: bool = False
     schedule: tuple[str, dict[str, Any]] | None = None
-
-
-def is_asked(value: Any) -> bool:
-    """Whether a value of `deepspeed` asks for anything."""
-    return bool(value)
 
 
 def read_config(value: Any) -> dict[str, Any]:
@@ -166,8 +186,8 @@ def check_keys(config: Mapping[str, Any]) -> None:
             if is_set(value):
                 raise UnsupportedOption(f"deepspeed[{name!r}]={value!r} is not supported: {REFUSED[name]}, instead.")
         elif name not in HANDED_ON:
-            hint = did_you_mean(name, HANDED_ON)
-            raise ValueError(f"deepspeed has no setting {name!r}{hint or ': leave it out.'}")
+            hint = did_you_mean(name, HANDED_ON) or ": leave it out."
+            raise UnsupportedOption(f"deepspeed[{name!r}]={value!r} is not supported here{hint}")
 
 
 def is_set(value: Any) -> bool:
@@ -237,12 +257,7 @@ def fill_zero(config: dict[str, Any], hidden_size: int | None) -> int:
     stage = zero.setdefault("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ValueError(f"deepspeed['zero_optimization']['stage']={stage!r} is not possible: use 0, 1, 2 or 3.")
-    for name, remedy in REFUSED_OF_ZERO.items():
-        value = zero.get(name)
-        if is_set(value) and (value is True or value not in (1, -1)):  # a group of one is none
-            raise UnsupportedOption(
-                f"deepspeed['zero_optimization'][{name!r}]={value!r} is not supported: {remedy}, instead."
-            )
+    check_keys_of_zero(zero)
     for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
         device = check_offload(zero, name)
         if device is not None and stage < least:
@@ -260,6 +275,22 @@ def fill_zero(config: dict[str, Any], hidden_size: int | None) -> int:
             del zero[name]
             zero.update({name: sizes[name]} if name in sizes else {})
     return int(stage)
+
+
+def check_keys_of_zero(zero: dict[str, Any]) -> None:
+    """Refuse settings of ZeRO that are not known, and those that cannot be honoured; old ones that are off go."""
+    for name, value in list(zero.items()):
+        shown = f"deepspeed['zero_optimization'][{name!r}]={value!r}"
+        if name in OLD_OFFLOADS:
+            if is_set(value):
+                raise UnsupportedOption(f"{shown} is not supported: write {OLD_OFFLOADS[name]} there, instead.")
+            del zero[name]
+        elif name in REFUSED_OF_ZERO:
+            if is_set(value) and (value is True or value not in (1, -1)):  # a group of one is none
+                raise UnsupportedOption(f"{shown} is not supported: {REFUSED_OF_ZERO[name]}, instead.")
+        elif name not in OF_ZERO:
+            hint = did_you_mean(name, OF_ZERO) or ": leave it out."
+            raise UnsupportedOption(f"{shown} is not supported here{hint}")
 
 
 def check_offload(zero: dict[str, Any], name: str) -> str | None:
@@ -325,14 +356,34 @@ def fill_schedule(section: Any, args: Any) -> tuple[str, dict[str, Any]] | None:
             f"deepspeed['scheduler']['type']={kind!r} is not supported: use {', '.join(SCHEDULES)}, or leave the "
             "section out and set lr_scheduler_type."
         )
+    check_schedule(kind, settings, args)
     if settings.get("warmup_min_lr") == "auto":
         settings["warmup_min_lr"] = 0.0
-    if "warmup_max_lr" in settings:
-        match(section, "params.warmup_max_lr", args.learning_rate, "learning_rate")
-        settings["warmup_max_lr"] = args.learning_rate
+    if "warmup_max_lr" in settings or kind == "WarmupDecayLR":  # the others begin from the rate of each group
+        config = {"scheduler": {"params": settings}}
+        match(config, "scheduler.params.warmup_max_lr", args.learning_rate, "learning_rate")
+    settings.setdefault("warmup_num_steps", "auto")
     if kind != "WarmupLR":
         settings.setdefault("total_num_steps", "auto")
     return kind, settings
+
+
+def check_schedule(kind: str, settings: Mapping[str, Any], args: Any) -> None:
+    """Refuse a schedule of the arguments beside DeepSpeed's, and settings that DeepSpeed's has not.
+
+    Raises:
+        ValueError: one of these.
+    """
+    shown = f"deepspeed['scheduler']['type']={kind!r}"
+    for name, default in (("lr_scheduler_type", "linear"), ("lr_scheduler_kwargs", None)):
+        value = getattr(args, name)
+        if value and value != default:
+            value = str(value) if name == "lr_scheduler_type" else value
+            raise ValueError(f"{shown} and {name}={value!r} are two schedules: leave one of them out.")
+    for name in settings:
+        if name not in SCHEDULES[kind]:
+            hint = did_you_mean(name, SCHEDULES[kind]) or ": leave it out."
+            raise ValueError(f"{shown} has no setting {name!r}{hint}")
 
 
 def finish_schedule(settings: Mapping[str, Any], num_updates: int, num_warmup: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.args.errors import UnsupportedOption, did_you_mean, wrong_value
@@ -219,11 +219,6 @@ def fill_mesh(shown: str, sizes: Mapping[str, int], world_size: int) -> Mesh:
             f"start {mesh.size} (--nproc-per-node), or change the sizes; dp_shard=-1 takes all that the others leave."
         )
     return mesh
-
-
-def mesh_to_dict(mesh: Mesh) -> dict[str, int]:
-    """The sizes in plain types."""
-    return asdict(mesh)
 
 
 def resolve_mesh(options: Any, world_size: int, local_size: int | None = None) -> Mesh:

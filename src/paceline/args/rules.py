@@ -225,7 +225,7 @@ def check_supported(options: Options) -> None:
 
 def check_engine(options: Options) -> None:
     """An engine of another library shares the work by itself."""
-    for name in ("parallel", "parallelism_config", "fsdp"):
+    for name in ("parallel", "parallelism_config", "fsdp", "fsdp_config"):
         value = getattr(options, name)
         if value is not None and not is_off(value):
             raise ValueError(f"deepspeed and {name}={value!r} are two ways to share the work: keep one.")

@@ -11,21 +11,38 @@ from typing import Any
 from paceline.args.errors import UnsupportedOption
 
 WORDS = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
-# settings of FSDP 1, or of the launchers' plugin, that torch's fully_shard has no counterpart of
-GONE = {
-    "activation_checkpointing": "set activation_checkpointing=True beside fsdp",
-    "backward_prefetch": "fully_shard prefetches by itself",
-    "forward_prefetch": "fully_shard prefetches by itself",
-    "limit_all_gathers": "fully_shard always does",
-    "use_orig_params": "fully_shard always does",
-    "xla_fsdp_settings": "XLA's first FSDP read them, and here is its second (xla_fsdp_v2)",
-    "mixed_precision_policy": "set bf16=True",
+# settings of FSDP 1, or of accelerate's plugin, that fully_shard cannot be told -> what happens anyway, and the remedy
+GONE: dict[str, tuple[str, str]] = {
+    "activation_checkpointing": ("false", "set activation_checkpointing=True beside fsdp"),
+    "activation_checkpointing_offload": ("false", "set activation_checkpointing=True beside fsdp"),
+    "backward_prefetch": ("backward_pre", "fully_shard prefetches the next unit by itself"),
+    "forward_prefetch": ("false", "fully_shard prefetches by itself"),
+    "limit_all_gathers": ("true", "fully_shard always does"),
+    "use_orig_params": ("true", "fully_shard always does"),
+    "ignored_modules": ("none", "every module is sharded"),
+    "xla_fsdp_settings": ("none", "XLA's first FSDP read them, and here is its second (xla_fsdp_v2)"),
+    "mixed_precision_policy": ("none", "set bf16=True"),
 }
+KNOWN = {
+    "version", "reshard_after_forward", "sharding_strategy", "offload_params", "cpu_offload", "replicate",
+    "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type",
+}  # fmt: skip
+# how units are chosen -> the setting that this way reads, and whether it must be there
+POLICIES: dict[str, tuple[str, bool]] = {
+    "TRANSFORMER_BASED_WRAP": ("transformer_layer_cls_to_wrap", False),
+    "SIZE_BASED_WRAP": ("min_num_params", True),
+    "NO_WRAP": ("", False),
+}
+# FSDP 1's strategies, also by number -> (freed after the forward pass, one replica only)
+STRATEGIES: dict[str, tuple[bool, bool]] = {
+    "FULL_SHARD": (True, True), "1": (True, True), "SHARD_GRAD_OP": (False, True), "2": (False, True),
+    "HYBRID_SHARD": (True, False), "4": (True, False), "HYBRID_SHARD_ZERO2": (False, False), "5": (False, False),
+}  # fmt: skip
 
 # how XLA's partitioner is asked for, as in transformers; the second and third mean nothing without the first
 XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 # what the partitioner decides by itself
-NOT_XLA = ("reshard_after_forward", "offload_params", "cpu_offload", "replicate")
+NOT_XLA = ("reshard_after_forward", "sharding_strategy", "offload_params", "cpu_offload", "replicate")
 FROM_FIRST = ("cpu_ram_efficient_loading", "sync_module_states")  # either sends the first process's values to all
 
 
@@ -61,7 +78,7 @@ class Sharding:
 
 def is_xla_asked(parallel: Any, fsdp: Any, config: Any) -> bool:
     """Whether these values of `parallel`, `fsdp` and `fsdp_config` ask for XLA devices."""
-    return parallel == "xla" or (bool(config) and bool(strip(read_config(config)).get("xla")))
+    return parallel == "xla" or (bool(config) and is_true(strip(read_config(config)), "xla"))
 
 
 def strip(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,33 +107,77 @@ def read_sharding(fsdp: Any, config: Any) -> Sharding:
     if unknown:
         raise ValueError(f"fsdp={fsdp!r}: {unknown[0]!r} is unknown; use True, or words of {', '.join(WORDS)}.")
     settings = strip(read_config(config))
-    for name, value in settings.items():
-        if name in GONE and value not in (None, False, "", {}):
-            raise UnsupportedOption(f"fsdp_config[{name!r}]={value!r} is not supported: {GONE[name]}; leave it out.")
-    known = {
-        "version", "reshard_after_forward", "offload_params", "cpu_offload", "replicate", "auto_wrap_policy",
-        "transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type",
-        *FROM_FIRST, *XLA, *GONE,
-    }  # fmt: skip
-    for name in settings.keys() - known:
-        raise ValueError(f"fsdp_config has no setting {name!r}: use {', '.join(sorted(known - GONE.keys()))}.")
+    check_names(settings)
     check_values(settings)
     check_xla(settings, words)
-    policy = str(settings.get("auto_wrap_policy") or "").upper()
-    hybrid = any(word.startswith("hybrid") for word in words)
-    reshard = settings.get("reshard_after_forward", not {"shard_grad_op", "hybrid_shard_zero2"}.intersection(words))
+    reshard, is_hybrid = read_strategy(settings, words)
     classes = settings.get("transformer_layer_cls_to_wrap") or ()
+    names = classes.split(",") if isinstance(classes, str) else [str(name) for name in classes]
     return Sharding(
-        reshard=str(reshard).lower() not in ("false", "no", "shard_grad_op"),
-        offload=bool("offload" in words or settings.get("offload_params") or settings.get("cpu_offload")),
-        replicas=int(settings.get("replicate", 0 if hybrid else 1)),
-        layer_classes=tuple(classes.split(",")) if isinstance(classes, str) else tuple(classes),
+        reshard=reshard,
+        offload="offload" in words or is_true(settings, "offload_params") or is_true(settings, "cpu_offload"),
+        replicas=int(settings.get("replicate", 0 if is_hybrid else 1)),
+        layer_classes=tuple(name.strip() for name in names if name.strip()),
         least_parameters=int(settings.get("min_num_params") or 0),
-        is_whole=policy == "NO_WRAP",
-        is_xla=bool(settings.get("xla")),
-        checkpoints_units=bool(settings.get("xla_fsdp_grad_ckpt")),
+        is_whole=str(settings.get("auto_wrap_policy")).upper() == "NO_WRAP",
+        is_xla=is_true(settings, "xla"),
+        checkpoints_units=is_true(settings, "xla_fsdp_grad_ckpt"),
         from_first=any(is_true(settings, name) for name in FROM_FIRST),
     )
+
+
+def read_strategy(settings: Mapping[str, Any], words: Sequence[str]) -> tuple[bool, bool]:
+    """(parameters are freed after the forward pass, there is a replica on each machine).
+
+    Raises:
+        ValueError: an unknown strategy, or two that contradict each other.
+        UnsupportedOption: nothing is to be sharded.
+    """
+    said: dict[str, bool] = {}
+    hybrid = [f"fsdp={word!r}" for word in words if word.startswith("hybrid")]
+    for word in words:
+        if word.upper() in STRATEGIES and settings.get("reshard_after_forward") in (None, ""):
+            said[f"fsdp={word!r}"] = STRATEGIES[word.upper()][0]
+    for name in ("sharding_strategy", "reshard_after_forward"):
+        value = settings.get(name)
+        text, shown = str(value).upper(), f"fsdp_config[{name!r}]={value!r}"
+        if value is None or value == "":
+            continue
+        if text in ("NO_SHARD", "3") and name == "sharding_strategy":
+            raise UnsupportedOption(f"{shown} is not supported: set parallel='ddp', and leave fsdp out.")
+        if text in STRATEGIES and (name == "sharding_strategy" or not text.isdigit()):
+            said[shown], is_one = STRATEGIES[text]
+            hybrid += [] if is_one else [shown]
+        elif name == "sharding_strategy":
+            choices = ", ".join(key for key in STRATEGIES if not key.isdigit())
+            raise ValueError(f"{shown} is not possible: choose one of {choices}.")
+        else:
+            said[shown] = is_true(settings, name)
+    if len(set(said.values())) > 1:
+        raise ValueError(f"{' and '.join(said)} contradict each other: keep one.")
+    return all(said.values()), bool(hybrid)
+
+
+def check_names(settings: Mapping[str, Any]) -> None:
+    """Refuse settings that are not known, and values that fully_shard cannot be told.
+
+    Raises:
+        ValueError: an unknown setting.
+        UnsupportedOption: another value than what happens anyway.
+    """
+    for name, value in settings.items():
+        if name not in {*KNOWN, *FROM_FIRST, *XLA, *GONE}:
+            known = ", ".join(sorted({*KNOWN, *FROM_FIRST, *XLA}))
+            raise ValueError(f"fsdp_config has no setting {name!r}: use {known}.")
+        is_happening = name not in GONE or value in (None, "", {}) or read_word(value) == GONE[name][0]
+        if not is_happening and not (value is False and GONE[name][0] == "none"):
+            raise UnsupportedOption(f"fsdp_config[{name!r}]={value!r} is not supported: {GONE[name][1]}; leave it out.")
+
+
+def read_word(value: Any) -> str:
+    """A value as a word in lower case; numbers and answers that mean on or off are "true" or "false"."""
+    text = str(value).lower()
+    return {"1": "true", "yes": "true", "0": "false", "no": "false"}.get(text, text)
 
 
 def is_true(settings: Mapping[str, Any], name: str) -> bool:
@@ -125,10 +186,10 @@ def is_true(settings: Mapping[str, Any], name: str) -> bool:
     Raises:
         ValueError: it is neither.
     """
-    text = str(settings.get(name) or False).lower()
-    if text not in ("true", "1", "yes", "false", "0", "no"):
+    text = read_word(settings.get(name) or False)
+    if text not in ("true", "false"):
         raise ValueError(f"fsdp_config[{name!r}]={settings[name]!r} is not possible: use True or False.")
-    return text in ("true", "1", "yes")
+    return text == "true"
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
@@ -141,6 +202,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
             f"fsdp_config['state_dict_type']={settings['state_dict_type']!r} is not supported: such files fit the "
             f"number of processes that wrote them and no other; use {SHARDED!r}, or leave it out."
         )
+    check_policy(settings)
     if settings.get("transformer_layer_cls_to_wrap") and settings.get("min_num_params"):
         raise ValueError(
             "fsdp_config: transformer_layer_cls_to_wrap and min_num_params are two ways to choose what is sharded as a "
@@ -155,17 +217,39 @@ def check_values(settings: Mapping[str, Any]) -> None:
         )
 
 
+def check_policy(settings: Mapping[str, Any]) -> None:
+    """Refuse a way to choose units that there is not, that lacks its setting, or that comes with that of another.
+
+    Raises:
+        ValueError: one of these.
+    """
+    policy = settings.get("auto_wrap_policy")
+    if policy in (None, ""):
+        return
+    shown = f"fsdp_config['auto_wrap_policy']={policy!r}"
+    if str(policy).upper() not in POLICIES:
+        raise ValueError(f"{shown} is not possible: choose one of {', '.join(POLICIES)}.")
+    own, is_needed = POLICIES[str(policy).upper()]
+    if is_needed and not settings.get(own):
+        raise ValueError(f"{shown} needs fsdp_config[{own!r}]: give it, or another policy.")
+    for name in ("transformer_layer_cls_to_wrap", "min_num_params"):
+        if name != own and settings.get(name):
+            raise ValueError(
+                f"{shown} and fsdp_config[{name!r}]={settings[name]!r} contradict each other: keep one of them."
+            )
+
+
 def check_xla(settings: Mapping[str, Any], words: Sequence[str]) -> None:
     """Refuse settings of XLA that do not fit together, or that its partitioner cannot be told."""
-    if not settings.get("xla"):
+    if not is_true(settings, "xla"):
         for name in XLA[1:]:
-            if settings.get(name):
+            if is_true(settings, name):
                 raise ValueError(
                     f"fsdp_config[{name!r}]={settings[name]!r} is read with XLA only: set fsdp_config['xla']=True "
                     "too, or leave it out."
                 )
         return
-    if not settings.get("xla_fsdp_v2"):
+    if not is_true(settings, "xla_fsdp_v2"):
         raise UnsupportedOption(
             "fsdp_config['xla']=True without 'xla_fsdp_v2' is XLA's first FSDP, which is not supported: set "
             "fsdp_config={'xla': True, 'xla_fsdp_v2': True}."
@@ -185,18 +269,11 @@ def wants_shards(args: Any) -> bool:
 
     Raises:
         ValueError: the two contradict each other.
-        UnsupportedOption: beside DeepSpeed.
     """
-    settings = {str(key).removeprefix("fsdp_"): value for key, value in read_config(args.fsdp_config).items()}
-    kind = settings.get("state_dict_type") or None
+    kind = strip(read_config(args.fsdp_config)).get("state_dict_type") or None
     wanted = args.checkpoint_format
     if wanted is None:
         return kind == SHARDED
-    if wanted == "sharded" and getattr(args, "deepspeed", None) is not None:
-        raise UnsupportedOption(
-            "checkpoint_format='sharded' with deepspeed is not supported: its engine writes shards of its own; leave "
-            "checkpoint_format out."
-        )
     if kind is not None and (kind == SHARDED) != (wanted == "sharded"):
         raise ValueError(
             f"checkpoint_format={wanted!r} contradicts fsdp_config['state_dict_type']={kind!r}: keep one of them."
