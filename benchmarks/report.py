@@ -247,7 +247,9 @@ def shared_overhead(result: Result) -> str:
         f"{settings['tokens']} tokens for each of {settings['processes']} processes (gloo), one thread each; CPU time "
         "of a step, added up over the processes. The loop calls the engine as torch's documentation does, with torch's "
         "defaults: it does not look for unused parameters, count targets, or agree on anything but gradients. Loop "
-        "over loop is the same loop once more in each round: what the machine makes of equal work.\n\n"
+        "over loop is the same loop once more in each round: what the machine makes of equal work."
+        + (" DeepSpeed is its ZeRO 2, in float32." if "deepspeed" in result["rows"] else "")
+        + "\n\n"
     )
     return about + table(["engine", "loop, ms", "paceline, ms", "over the loop", "loop over loop"], rows)
 

@@ -1,20 +1,23 @@
 """What the Trainer costs where several processes train: CPU time of a step over a loop that calls the engine itself.
 
-For each engine there is a loop written by hand around it (`DistributedDataParallel`, `fully_shard`), and the Trainer
-with the option that asks for it: the same model, the same batches, clipping, a linear schedule, fused AdamW with two
-groups, float32, gloo. Each loop takes what torch's documentation shows, and torch's defaults: a DistributedSampler,
-no look for unused parameters, no counting of targets, no agreement between the processes beside their gradients.
+For each engine there is a loop written by hand around it (`DistributedDataParallel`, `fully_shard`,
+`deepspeed.initialize` with ZeRO 2), and the Trainer with the option that asks for it: the same model, the same batches,
+clipping, a linear schedule, fused AdamW with two groups, float32, gloo. Each loop takes what the engine's documentation
+shows, and its defaults: a DistributedSampler, no look for unused parameters, no counting of targets, no agreement
+between the processes beside their gradients. DeepSpeed clips by itself; it is left out where it is not installed, and
+needs ninja and a C++ compiler on a CPU.
 
 One group of processes makes all pairs of an engine. In each round every contender trains a fresh model; CPU time of
 all threads is read where forward passes begin, so that start and end are left out, and added up over the processes.
 The loop runs twice a round: what the second one takes over the first tells how far the machine can be trusted.
 
-    python benchmarks/shared_overhead.py [--quick] [--rounds 15] [--contenders ddp fsdp]
+    python benchmarks/shared_overhead.py [--quick] [--rounds 15] [--contenders ddp fsdp deepspeed]
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -48,8 +51,10 @@ LOOP, AGAIN, OURS = "loop", "loop again", "paceline"
 
 Step = Callable[[dict[str, Any]], Any]  # a batch -> its loss, after one update
 # engine -> the module that it needs
-NEEDS = {"ddp": "torch", "fsdp": "torch"}
-OPTIONS: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {"fsdp": True}}
+NEEDS = {"ddp": "torch", "fsdp": "torch", "deepspeed": "deepspeed"}
+NAMES = {"ddp": "DDP", "fsdp": "FSDP", "deepspeed": "DeepSpeed (ZeRO 2)"}
+ZERO: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+OPTIONS: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {"fsdp": True}, "deepspeed": {"deepspeed": ZERO}}
 
 
 def make_model(marks: list[float]) -> Any:
@@ -156,7 +161,33 @@ def with_fsdp(model: Any) -> tuple[Step, Any]:
     return plain_step(model, optimizer), optimizer
 
 
-LOOPS: dict[str, Callable[[Any], tuple[Step, Any]]] = {"ddp": with_ddp, "fsdp": with_fsdp}
+def with_deepspeed(model: Any) -> tuple[Step, Any]:
+    """What DeepSpeed's documentation shows, with the same optimizer as the others: torch's."""
+    import deepspeed
+
+    config = {
+        **ZERO,
+        "train_micro_batch_size_per_gpu": BATCH_SIZE,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": MAX_NORM,
+        "zero_allow_untested_optimizer": True,  # fused=True makes it one that DeepSpeed does not know
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    optimizer = make_optimizer(model)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(batch: dict[str, Any]) -> Any:
+        loss = engine(**batch)["loss"]
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step, optimizer
+
+
+LOOPS: dict[str, Callable[[Any], tuple[Step, Any]]] = {
+    "ddp": with_ddp, "fsdp": with_fsdp, "deepspeed": with_deepspeed,
+}  # fmt: skip
 
 
 def train_by_hand(engine: str, dataset: Any, num_steps: int, marks: list[float]) -> None:
@@ -229,6 +260,7 @@ def measure_here(engine: str, rounds: int, steps: tuple[int, int]) -> dict[str, 
             assert len(marks) == last + 1
             if number >= 0:
                 found[name].append({"cpu_ms": 1e3 * (marks[last] - marks[first]) / (last - first)})
+    gc.collect()  # engines that nothing refers to any more: they hold the group, whose threads must not outlive it
     distributed.destroy_process_group()
     return found
 
@@ -242,7 +274,8 @@ def free_port() -> int:
 def measure_group(engine: str, rounds: int, quick: bool) -> dict[str, Any]:
     """Start the processes of one engine and add up what they took."""
     port = str(free_port())
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(SIZE)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(SIZE), "DS_ACCELERATOR": "cpu"}
+    shared["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"  # ninja, for DeepSpeed
     words = ["--child", engine, "--member", "--rounds", str(rounds), *(["--quick"] if quick else [])]
     with tempfile.TemporaryDirectory() as folder:
         members = []
@@ -295,7 +328,7 @@ def main() -> None:
             "loop_over_loop": over_loop[AGAIN],
         }
         all_measured[engine] = measured
-        name = f"CPU time of a step of {SIZE} processes, paceline over the loop around {engine.upper()}"
+        name = f"CPU time of a step of {SIZE} processes, paceline over the loop around {NAMES[engine]}"
         targets.append(target(name, over_loop[OURS]["median"], LIMIT, "x"))
         least = rows[engine]["loop_cpu_ms"]["median"] / SIZE
         if least < LEAST_STEP_MS and not arguments.quick:

@@ -403,7 +403,8 @@ before it computes. The last column is the computing, at 400 TFLOP/s.
 |---|{lines}|---|
 {times}
 
-A replica on every process: {ddp} on 1,024. bfloat16 halves all bytes of weights and activations.
+A replica on every process: {ddp} on 1,024. With `bf16=True` activations have half the bytes;
+weights and gradients are kept, and sent, in float32.
 
 ## Memory of a process, in GB
 

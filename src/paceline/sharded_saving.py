@@ -41,7 +41,8 @@ from paceline.checkpoint.weights import DTYPES, EXTRA_STATE_NAME
 from paceline.core import folders
 from paceline.core.manifest import KnownFile, hash_and_sync, known_file
 from paceline.core.space import Place
-from paceline.distributed.collectives import gather_objects, share_object
+from paceline.distributed.collectives import gather_objects, on_first, portable
+from paceline.distributed.tensor_parts import whole
 from paceline.distributed.world import World
 from paceline.optim.modes import evaluation_weights
 
@@ -194,13 +195,6 @@ class ShardedJob:
             folders.discard_unfinished(self.temporary)
 
 
-def portable(error: Exception) -> Exception:
-    """An error that can be sent: a disk's as it is, all else as text."""
-    if isinstance(error, OSError):
-        return OSError(error.errno, error.strerror or str(error), error.filename)
-    return RuntimeError(f"{type(error).__name__}: {error}")
-
-
 # ---- one checkpoint
 
 Fill = Callable[["Trainer", ShardedJob], None]
@@ -312,16 +306,12 @@ def begin(trainer: Trainer, saves: Saves, folder: Path, parts: dict[str, Part]) 
     """
     world, num_bytes = trainer.world, sum(part.num_bytes() for part in parts.values())
     place, total = saves.place_of(folder.parent), sum(gather_objects(trainer.world, num_bytes))
-    made: Any = None
-    if world.is_first:
-        try:
-            place.check(total)
-            made = folders.begin(folder)
-        except OSError as error:
-            made = portable(error)
-    made = share_object(world, made)
-    if isinstance(made, OSError):
-        raise made
+
+    def make() -> Path:
+        place.check(total)
+        return folders.begin(folder)
+
+    made = on_first(world, make)
     blind = [rank for rank, sees in enumerate(gather_objects(world, os.path.isdir(made))) if not sees]
     if blind:
         if world.is_first:
@@ -338,22 +328,18 @@ def begin(trainer: Trainer, saves: Saves, folder: Path, parts: dict[str, Part]) 
 def write_small_files(trainer: Trainer, job: ShardedJob, collected: Collected, fill: Fill) -> None:
     """What the first process writes beside the shards.
 
-    Raises: on all processes, OSError: the disk refused.
+    Raises: on all processes, what went wrong on the first; OSError: the disk refused.
     """
-    error: OSError | None = None
-    if trainer.world.is_first:
-        try:
-            fill(trainer, job)
-            job.later(partial(write_notes, collected.notes, job.temporary))
-            if collected.extra and job.copy is not None:
-                job.copy.add_tensors(collected.extra, job.temporary / EXTRA_STATE_NAME)
-            elif collected.extra:
-                save_tensors(collected.extra, job.temporary / EXTRA_STATE_NAME)
-        except OSError as refusal:
-            error = refusal
-    error = share_object(trainer.world, error if error is None else portable(error))
-    if error is not None:
-        raise error
+
+    def write() -> None:
+        fill(trainer, job)
+        job.later(partial(write_notes, collected.notes, job.temporary))
+        if collected.extra and job.copy is not None:
+            job.copy.add_tensors(collected.extra, job.temporary / EXTRA_STATE_NAME)
+        elif collected.extra:
+            save_tensors(collected.extra, job.temporary / EXTRA_STATE_NAME)
+
+    on_first(trainer.world, write)
 
 
 def save_description(model: nn.Module, folder: Path) -> None:
@@ -430,11 +416,6 @@ def stream_model(trainer: Trainer, folder: Path, write_beside: Callable[[Trainer
     if error is not None:
         raise error
     return True
-
-
-def whole(tensor: Any) -> Any:
-    """A tensor of all shards, on the host; all processes take part."""
-    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
 
 
 def can_stream(trainer: Trainer) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from paceline.checkpoint.tensors import CheckpointError
-from paceline.checkpoint.zero_files import has_zero_files, read_zero_files
+from paceline.checkpoint.weights import read_weights
+from paceline.checkpoint.zero_files import cut, has_zero_files, read_zero_files
+from paceline.cli.main import main
 
 SHAPES = OrderedDict(first=torch.Size([3, 2]), second=torch.Size([5]))
 
@@ -71,6 +74,98 @@ def test_parts_are_put_together(checkpoint: Path) -> None:
     for name, value in values(1).items():
         assert torch.equal(state["state"][name]["exp_avg"], value)
         assert float(state["state"][name]["step"]) == 7
+
+
+def test_a_checkpoint_is_exported(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "config.json").write_text("{}")
+    (checkpoint / "zero_to_fp32.py").write_text("")
+    out = tmp_path / "out"
+    assert main(["export", str(checkpoint), str(out), "--max-shard-size", "40b"]) == 0
+    assert {path.name for path in out.iterdir()} >= {"config.json", "model-00001-of-00003.safetensors"}
+    assert not {"latest", "zero_to_fp32.py", "global_step7"} & {path.name for path in out.iterdir()}
+    expected, found = read_zero_files(checkpoint).weights(), read_weights(out)
+    assert found is not None
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_values_that_lie_in_several_tensors() -> None:
+    tensors = [torch.arange(3), torch.zeros(0), torch.arange(3, 5), torch.arange(5, 10)]
+    for start, size in ((0, 10), (2, 4), (3, 2), (9, 1), (4, 0)):
+        pieces = [torch.zeros(0, dtype=torch.int64), *cut(tensors, start, size)]
+        assert torch.cat(pieces).tolist() == list(range(start, start + size))
+
+
+def make_universal(checkpoint: Path, stage: int) -> Path:
+    """The other form of the same, as DeepSpeed's tool writes it; stage 3 leaves shapes and steps out."""
+    parts, folder = checkpoint / "global_step7", checkpoint / "global_step7_universal"
+    (folder / "zero").mkdir(parents=True)
+    common: dict[str, Any] = {"zero_stage": stage, "param_groups": [{"lr": 0.5, "params": [0]}]}
+    if stage == 3:
+        state = {0: {"step": torch.tensor(7.0), "exp_avg": parts_of(values(1), 0)}}
+        common["optimizer_state_dict"] = {"state": state, "param_groups": common["param_groups"]}
+        for path in parts.glob("*model_states.pt"):
+            shutil.copy(path, folder)
+    else:
+        module = {**values(0), "buffer": torch.arange(3), "unused": torch.ones(2), "still": torch.ones(3)}
+        shapes = OrderedDict(**SHAPES, unused=torch.Size([2]))
+        model = {"module": module, "param_shapes": [shapes], "shared_params": {"tied": "first"}}
+        torch.save(model, folder / "mp_rank_00_model_states.pt")
+    torch.save(common, folder / "zero" / "optimizer_state.pt")
+    for name in SHAPES:
+        (folder / "zero" / name).mkdir()
+        for key, seed in (("fp32", 0), ("exp_avg", 1)):
+            value = values(seed)[name]
+            stored = value.flatten() if stage == 3 else {"param": value, "cat_dim": 0}
+            torch.save(stored, folder / "zero" / name / f"{key}.pt")
+        if stage < 3:
+            torch.save(torch.tensor(7.0), folder / "zero" / name / "step.pt")
+    (checkpoint / "latest_universal").write_text(folder.name)
+    shutil.rmtree(parts)
+    return folder
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_universal_form(checkpoint: Path, tmp_path: Path, stage: int) -> None:
+    expected = read_zero_files(checkpoint).optimizer()
+    make_universal(checkpoint, stage)
+    for has_latest in (True, False):  # it names a folder that is gone, or is itself gone
+        if not has_latest:
+            (checkpoint / "latest").unlink()
+        assert has_zero_files(checkpoint)
+        files = read_zero_files(checkpoint)
+        weights, state = files.weights(), files.optimizer()
+        assert weights["tied"] is weights["first"]
+        assert all(torch.equal(weights[name], value) for name, value in values(0).items())
+        assert state["param_groups"][0]["params"] == ["first", "second", *(["unused"] if stage == 2 else [])]
+        assert state["state"].keys() == expected["state"].keys()
+        for name, entry in expected["state"].items():
+            assert state["state"][name].keys() == entry.keys()
+            assert all(torch.equal(state["state"][name][key], value) for key, value in entry.items())
+    assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 0
+    found = read_weights(tmp_path / "out")
+    assert found is not None
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+def test_a_universal_form_that_is_not_read(checkpoint: Path) -> None:
+    folder = make_universal(checkpoint, 2)
+    name = "mp_rank_00_model_states.pt"
+    (folder / "zero" / "first" / "fp32.pt").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"fp32\.pt is damaged"):
+        read_zero_files(checkpoint).weights()
+    shutil.copy(folder / name, folder / "mp_rank_01_model_states.pt")
+    with pytest.raises(CheckpointError, match="no universal form of ZeRO alone"):
+        read_zero_files(checkpoint)
+    (folder / "mp_rank_01_model_states.pt").unlink()
+    model = {"module": {}, "param_shapes": [{"../../../elsewhere": torch.Size([1])}]}
+    torch.save(model, folder / name)
+    with pytest.raises(CheckpointError, match="not inside the folder"):
+        read_zero_files(checkpoint).weights()
+    (folder / "zero" / "optimizer_state.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"optimizer_state\.pt is missing"):
+        read_zero_files(checkpoint)
 
 
 class Harmful:

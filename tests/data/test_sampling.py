@@ -8,12 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.lengths import find_lengths, length_grouped_order
 from paceline.data.rebalance import balance, padded_cost
 from paceline.data.sampling import (
     OrderedSampler,
     RebalancedBatches,
-    find_lengths,
-    length_grouped_order,
     length_grouped_sampler,
     make_eval_sampler,
     make_train_sampler,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.args.errors import UnsupportedOption
-from paceline.distributed.context_parallel import ContextParallel, Pass
+from paceline.distributed.context_parallel import ContextParallel, Pass, with_target
+from paceline.distributed.parts_check import difference
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +122,71 @@ def test_the_masks_of_all_parts_are_that_of_the_whole(mesh: DeviceMesh, inputs: 
         context.size, own = size, -(-8 // size)
         parts = []
         for rank in range(size):
-            context.now = Pass(8, own, own * rank)
+            context.now = Pass(8, own, own * rank, own * size)
             parts.append(context._mask(inputs.get("attention_mask"), positions, main))
         masks.append(torch.cat(parts, 2)[..., :8, :8])
     assert torch.equal(masks[0], masks[1])
     assert torch.equal(masks[0], masks[2])
+
+
+def test_two_models_in_one_process_do_not_know_of_each_other(mesh: DeviceMesh) -> None:
+    ids = torch.arange(8)[None] + 1
+    first, second, plain = mesh_job.llama(), mesh_job.qwen(), mesh_job.llama()
+    expected = plain(input_ids=ids, labels=ids).loss
+    ContextParallel(first, mesh, False)
+    ContextParallel(second, mesh, False)
+    second(input_ids=ids)
+    torch.testing.assert_close(first(input_ids=ids, labels=ids).loss, expected)
+    alike = type(plain)(first.config)  # of which the attention is the same by name
+    alike.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(alike(input_ids=ids, labels=ids).loss, expected)
+
+
+def test_a_model_that_is_gone_is_not_kept(mesh: DeviceMesh) -> None:
+    model = mesh_job.llama()
+    ContextParallel(model, mesh, False)
+    model(input_ids=IDS)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_comparison_is_made_once_and_changes_nothing(mesh: DeviceMesh) -> None:
+    model, calls = mesh_job.llama(), []
+    model.model.layers[0].register_forward_hook(lambda module, *_: calls.append(module.training))
+    model.train()
+    ContextParallel(model, mesh, False)
+    state = torch.get_rng_state()
+    for _ in range(2):
+        model(input_ids=IDS)
+    assert calls == [False, False, True, True]
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(module.training for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("num_targets", [0, 1])
+def test_a_part_without_a_target_has_a_made_up_one(num_targets: int) -> None:
+    part, whole = torch.full((2, 3), -100), torch.tensor([[-100, 7]])
+    part[1, 0] = 5 if num_targets else -100
+    found = with_target(part, whole)
+    assert int(found[0, 0]) == (-100 if num_targets else 7)
+    assert torch.equal(found.flatten()[1:], part.flatten()[1:])
+    assert int(part[0, 0]) == -100
+
+
+WRONG = [("outputs", torch.ones(2, 5, 3) + torch.eye(5, 3)), ("", torch.ones(2, 5, 3) * (1 + 1e-5))]
+
+
+@pytest.mark.parametrize(("said", "found"), WRONG)
+def test_differences_are_those_of_single_tokens(mesh: DeviceMesh, said: str, found: Tensor) -> None:
+    whole, present = torch.ones(2, 5, 3), torch.ones(2, 5, dtype=torch.bool)
+    assert difference({"logits": whole}, {"logits": found}, present) == said
+    lost = found.clone()
+    lost[0, 3, 0] = torch.nan
+    assert difference((whole,), (lost,), present) == "outputs"
+    assert difference(torch.tensor(2.0), torch.tensor(2.1), present) == "losses"
+    assert difference(torch.tensor(torch.nan), torch.tensor(0.0), present) == ""  # a mean over no target
+    present[0, 3] = False
+    assert difference((whole,), (lost,), present) == said

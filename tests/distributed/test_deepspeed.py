@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from small_models import Classifier, Tagger, classification, make_trainer
 
 import paceline
 from paceline.checkpoint.zero_files import read_zero_files
+from paceline.cli.main import main
 from paceline.core.folders import verify
 from paceline.core.journal import read_rows
 
@@ -148,6 +150,40 @@ def test_a_run_of_transformers_is_gone_on_from_without_deepspeed(reference: Path
     trainer = zero_reference.trained(paceline, tmp_path, None, str(checkpoint), batch_size=6)
     found = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert found == pytest.approx(logged(reference / f"zero{stage}" / "checkpoint-8"), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_universal_form_is_gone_on_from_and_exported(reference: Path, tmp_path: Path, stage: int) -> None:
+    """Made by DeepSpeed's own tool; neither needs DeepSpeed then. The parts themselves are exported too."""
+    checkpoint = tmp_path / "checkpoint-3"
+    shutil.copytree(reference / f"zero{stage}" / "checkpoint-3", checkpoint)
+    parts = checkpoint / "global_step3"
+    words = ["--input_folder", str(parts), "--output_folder", f"{parts}_universal", "--inject_missing_state"]
+    words += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    environment = {**processes.environment_of(0, 1, 0), "WORLD_SIZE": "1"}
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    (checkpoint / "model.safetensors").unlink(missing_ok=True)
+    expected = read_zero_files(checkpoint)
+    weights, state = expected.weights(), expected.optimizer()
+    assert main(["export", str(checkpoint), str(tmp_path / "of-parts")]) == 0
+    del expected
+    shutil.rmtree(parts)
+    found = read_zero_files(checkpoint)
+    for name, entry in found.optimizer()["state"].items():
+        assert all(torch.equal(value, state["state"][name][key]) for key, value in entry.items())
+        assert entry.keys() == state["state"][name].keys()
+    assert found.optimizer()["param_groups"] == state["param_groups"]
+    assert main(["export", str(checkpoint), str(tmp_path / "of-universal")]) == 0
+    for name in ("of-parts", "of-universal"):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+    trainer = zero_reference.trained(paceline, tmp_path / "run", None, str(checkpoint), batch_size=6)
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses == pytest.approx(logged(reference / f"zero{stage}" / "checkpoint-8"), rel=1e-4)
 
 
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

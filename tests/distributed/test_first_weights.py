@@ -10,7 +10,7 @@ import processes
 import pytest
 import torch
 from shared_job import check_same
-from small_models import tagging
+from small_models import Tagger, tagging
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.sharding import read_sharding
@@ -43,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "pretrained")
     modes = ["meta", "other values", "offloaded", "evaluated", "resumed", "memory", "pretrained", "refused"]
+    modes += ["fsdp", "pipeline"]  # nothing is asked for there
     processes.run("first_weights_job.py", 2, str(folder), *modes)
     return folder
 
@@ -58,6 +59,13 @@ def test_the_numbers_are_those_of_one_process(tmp_path: Path, folder: Path, mode
     several = results(folder, mode)
     check_same(several, job.begin(tmp_path, job.Tied(seed=0), 1))
     assert all(result["is_tied"] for result in several)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp", "pipeline"])
+def test_models_made_with_other_seeds_start_alike(tmp_path: Path, folder: Path, engine: str) -> None:
+    torch.manual_seed(0)
+    check_same(results(folder, engine), job.begin(tmp_path, Tagger(), 1))
 
 
 @pytest.mark.slow

@@ -56,6 +56,14 @@ def test_the_form_of_a_checkpoint_changes_no_bit(folder: Path, name: str) -> Non
         assert ended(folder, name, rank) == ended(folder, "sharded", rank)
 
 
+def test_an_error_of_the_first_process_is_told_to_all(tmp_path: Path) -> None:
+    """And not waited out by the others."""
+    processes.finish(processes.start("refused_plan_job.py", 2, str(tmp_path)), timeout=120)
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
+    assert first == "KeyError: 'a writer that has no folder'"
+    assert second == f"RuntimeError: {first}"
+
+
 def test_each_process_writes_its_own_part(folder: Path) -> None:
     checkpoint = folder / "sharded_parts" / "checkpoint-8"
     assert verify(checkpoint) == []

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from shared_job import found, split, train, whole
-from small_models import make_trainer, tagging
+from small_models import Tagger, make_trainer, tagging
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -147,6 +147,12 @@ def refused(folder: Path, rank: int) -> dict[str, Any]:
     return said
 
 
+def alike(folder: Path, rank: int, engine: str) -> dict[str, Any]:
+    """A model that each process made with another seed; nothing was asked for."""
+    torch.manual_seed(rank)
+    return begin(folder, Tagger(), 2 if engine == "fsdp" else 1, parallel=engine)
+
+
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     for mode in sys.argv[2:]:
@@ -154,6 +160,8 @@ def main() -> None:
             name = {"other values": "sync_module_states"}.get(mode, "cpu_ram_efficient_loading")
             options = {"fsdp": True, "fsdp_config": {name: True}}
             result = begin(folder / mode, make(mode, rank), 2, **options)
+        elif mode in ("fsdp", "pipeline"):
+            result = alike(folder / mode, rank, mode)
         elif mode == "offloaded":
             result = begin(folder / mode, make("meta", rank), 2, **{**FROM_FIRST, "fsdp": "full_shard offload"})
         elif mode == "evaluated":

@@ -24,9 +24,8 @@ def test_defaults_are_those_of_the_reference() -> None:
         ("dataloader_num_workers", 2, "tf.data"),
         ("activation_checkpointing", True, "recompute_grad"),
         ("neftune_noise_alpha", 5.0, "in the model"),
-        ("train_sampling_strategy", "group_by_length", "'random' or 'sequential'"),
+        ("train_sampling_strategy", "batch_rebalance", "'sequential' or 'group_by_length'"),
         ("bf16_full_eval", True, "bf16=True"),
-        ("lr_scheduler_type", "greedy", "reduce_lr_on_plateau"),
         ("average_tokens_across_devices", False, "leave it out"),
     ],
 )

@@ -16,7 +16,8 @@ from tf_models import Linear, make_data, make_model, make_trainer, values, weigh
 
 from paceline import AdamWeightDecay, GradientAccumulator, WarmUp, create_optimizer
 from paceline.core.schedules import multiplier
-from paceline.tf.following import PlateauSchedule
+from paceline.optim.greedy import GreedyLR
+from paceline.tf.following import GreedySchedule, PlateauSchedule
 from paceline.tf.framework import keras, tf
 from paceline.tf.optimizers import OPTIMIZERS, undecayed_variables
 from paceline.tf.schedules import StepSchedule
@@ -168,6 +169,52 @@ def test_the_plateau_is_that_of_torch(observed: list[float], **options: Any) -> 
         again.load_state_dict(json.loads(json.dumps(ours.state_dict())))
         ours = again
         assert optimizer.learning_rate == theirs.param_groups[0]["lr"] == ours.learning_rate
+
+
+@given(
+    observed=st.lists(st.floats(-5, 5), min_size=1, max_size=60),
+    mode=st.sampled_from(["min", "max"]),
+    patience=st.integers(0, 2),
+    cooldown=st.integers(0, 2),
+    warmup=st.integers(0, 2),
+    smooth=st.booleans(),
+    reset_start=st.integers(1, 3),
+)
+def test_greedy_is_that_of_torch(observed: list[float], **options: Any) -> None:
+    options |= {"factor": 0.5, "min_lr": 0.1, "max_lr": 4.0, "window_size": 3}
+    theirs = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = GreedyLR(theirs, **options)
+    ours, optimizer = GreedySchedule(1.0, **options), SimpleNamespace(learning_rate=1.0)
+    for value in observed:
+        scheduler.step(value)
+        ours.step(value, optimizer)
+        again = GreedySchedule(1.0, **options)  # as after a resume
+        again.load_state_dict(json.loads(json.dumps(ours.state_dict())))
+        ours = again
+        assert optimizer.learning_rate == theirs.param_groups[0]["lr"] == ours.learning_rate
+
+
+def test_a_rate_that_rises_while_the_evaluations_get_better(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "lr_scheduler_type": "greedy",
+        "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "max_lr": 0.15},
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_dataset": make_data(32),
+        "save_strategy": "steps",
+        "save_steps": 4,
+    }
+    whole = make_trainer(tmp_path / "whole", make_model(), make_data(32), **options)
+    whole.train()
+    rates = [row["learning_rate"] for row in whole.state.log_history if "learning_rate" in row]
+    assert rates[:5] == pytest.approx([0.05, 0.05, 0.1, 0.1, 0.15])
+    shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "rest" / "checkpoint-4")
+    rest = make_trainer(tmp_path / "rest", make_model(seed=1), make_data(32), **options)
+    rest.train()
+    assert values(rest.state.log_history)[:-1] == values(whole.state.log_history)[:-1]
+    options["lr_scheduler_kwargs"] = {"patient": 1}
+    with pytest.raises(TypeError, match=r"greedy has no option 'patient'.*patience"):
+        make_trainer(tmp_path / "wrong", make_model(), make_data(8), **options).train()
 
 
 def test_a_rate_that_follows_the_evaluations(tmp_path: Path) -> None:

@@ -161,6 +161,31 @@ def test_only_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
 # ---- kills
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit of the size of files")
+def test_a_full_disk_costs_one_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The system refuses what TensorFlow writes: the run goes on, what is there stays whole, the next save is made."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Fill(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            limit = 500 if state.global_step == 3 else before[0]  # bytes; the variables take more
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    try:
+        trainer = make_trainer(tmp_path, make_model(), DATA, callbacks=[Fill()], **options)
+        trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    kept = list_checkpoints(tmp_path)
+    assert sorted(path.name for path in kept) == ["checkpoint-2", "checkpoint-6"]
+    assert [problem for path in kept for problem in verify(path)] == []
+    assert "checkpoint-4 could not be written" in caplog.text
+    assert "SaveV2" not in caplog.text
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
 class Kills:
     """Starts runs from one server process, which has TensorFlow imported and no device opened, and kills them."""
 

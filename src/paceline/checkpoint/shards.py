@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from paceline.checkpoint.metadata import METADATA_NAME, read_metadata
 from paceline.checkpoint.tensors import CheckpointError, load_stream, plain_values
-from paceline.distributed.collectives import gather_objects, share_object, sum_ints
+from paceline.distributed.collectives import gather_objects, on_first, sum_ints
+from paceline.distributed.tensor_parts import local_part
 from paceline.distributed.world import World
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"
@@ -91,7 +92,7 @@ class Part:
         wanted = {item.index.fqn for item in self.plan.items}
         state: Flat = self.planner.state_dict
         self.planner.values = {
-            key: copy_tensor(local_of(value)) if isinstance(value, Tensor) else plain_values(value, key)
+            key: copy_tensor(local_part(value)) if isinstance(value, Tensor) else plain_values(value, key)
             for key, value in state.items()
             if key in wanted
         }
@@ -149,26 +150,17 @@ class Plans:
     ) -> dict[str, tuple[SavePlan, Metadata | None]]:
         """The first process deals out what several could write. Raises: on all of them, what it raised there."""
         gathered = gather_objects(world, local)
-        found: Any = None
         indexes: dict[str, Metadata] = {}
-        if world.is_first:
-            try:
-                found = {}
-                for folder, planner in planners.items():
-                    plans, indexes[folder] = planner.create_global_plan([each[folder] for each in gathered])
-                    found[folder] = make_writer(Path(folder)).prepare_global_plan(plans)
-            except ValueError as error:
-                found = error
-        found = share_object(world, found)
-        if isinstance(found, ValueError):
-            raise found
-        return {folder: (plans[world.process_index], indexes.get(folder)) for folder, plans in found.items()}
 
+        def deal() -> dict[str, list[SavePlan]]:
+            dealt = {}
+            for folder, planner in planners.items():
+                plans, indexes[folder] = planner.create_global_plan([each[folder] for each in gathered])
+                dealt[folder] = make_writer(Path(folder)).prepare_global_plan(plans)
+            return dealt
 
-def local_of(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        dealt = on_first(world, deal)
+        return {folder: (plans[world.process_index], indexes.get(folder)) for folder, plans in dealt.items()}
 
 
 def settled(nest: Any) -> Any:
@@ -278,9 +270,3 @@ def nested(values: Mapping[str, Any], paths: Paths) -> dict[str, Any]:
         entries = parent[key]
         parent[key] = [entries[index] for index in sorted(entries)]
     return root  # type: ignore[return-value]
-
-
-def missing_from(names: Iterable[str], shards: Shards) -> list[str]:
-    """Those that are not stored."""
-    stored = shards.metadata.state_dict_metadata
-    return [name for name in names if name not in stored]

@@ -27,6 +27,7 @@ from paceline.checkpoint.weights import (
     remove_stale,
     tied_names,
 )
+from paceline.checkpoint.zero_files import LATEST, has_zero_files, read_zero_files
 
 Form = tuple[torch.Size, torch.dtype]
 Progress = Callable[[int], Any]
@@ -64,7 +65,7 @@ def bytes_of(form: Form) -> int:
 
 
 def open_weights(folder: str | os.PathLike[str]) -> Source:
-    """The weights of a checkpoint: shards, ours or those of accelerate; safetensors; or one pickled file.
+    """The weights of a checkpoint: shards, ours or those of accelerate; safetensors; one pickled file; or DeepSpeed's.
 
     Raises:
         CheckpointError: there are none, or a file is damaged.
@@ -78,9 +79,11 @@ def open_weights(folder: str | os.PathLike[str]) -> Source:
     for name in (FULL_MODEL_NAME, PICKLED_WEIGHTS_NAME):
         if (folder / name).is_file():
             return _open_pickled(folder / name)
+    if has_zero_files(folder):
+        return _open_zero(folder)
     raise CheckpointError(
         f"{folder} holds no weights that can be exported: expected {MODEL_FOLDER}/, {WEIGHTS_NAME} or its index, "
-        f"{FULL_MODEL_NAME} or {PICKLED_WEIGHTS_NAME}"
+        f"{FULL_MODEL_NAME}, {PICKLED_WEIGHTS_NAME}, or {LATEST} and the folder that DeepSpeed wrote"
     )
 
 
@@ -132,6 +135,19 @@ def _open_safetensors(folder: Path) -> Source:
             raise CheckpointError(f"{folder / name} cannot be read: {type(error).__name__}: {error}") from error
     extra = load_tensors(folder / EXTRA_STATE_NAME) if (folder / EXTRA_STATE_NAME).is_file() else {}
     return Source(str(folder), forms, lambda key: places[key].get_tensor(key), tied_names(notes), extra)
+
+
+def _open_zero(folder: Path) -> Source:
+    found = read_zero_files(folder)
+    forms: dict[str, Form] = {}
+    extra: dict[str, Any] = {}
+    for name in found.names():
+        form = found.form_of(name)
+        if form is not None and form[1] in DTYPES:
+            forms[name] = form
+        else:
+            extra[name] = found.read(name)
+    return Source(str(found.folder), forms, found.read, dict(found.tied), extra)
 
 
 def _open_pickled(path: Path) -> Source:

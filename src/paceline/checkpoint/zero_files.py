@@ -1,16 +1,16 @@
-"""Checkpoints that DeepSpeed wrote for transformers: model and optimizer put together from the parts of ZeRO.
+"""Checkpoints that DeepSpeed wrote for transformers: model and optimizer by name, whole.
 
 `latest` names a folder; each process left one file of float32 parts there, and the first (with stage 3 each) one of
-what the parts are of. Nothing of DeepSpeed's is needed to read them, and no code in them is run: the few classes of its
-that they hold are stood in for.
+what the parts are of. `latest_universal` names one that DeepSpeed's `ds_to_universal` made of it. Nothing of
+DeepSpeed's is needed to read them, and no code in them is run: the few classes of its that they hold are stood in for.
 """
 
 from __future__ import annotations
 
 import pickle
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,11 @@ from paceline.checkpoint.plausible import blame
 from paceline.checkpoint.tensors import CheckpointError
 
 Named = dict[str, Any]
-LATEST = "latest"
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+WEIGHTS = "fp32"  # what is stepped, beside what the optimizer keeps of it
 _PARTS = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODELS = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_WHOLE_MODEL = "mp_rank_00_model_states.pt"
 
 
 class StandIn:
@@ -40,57 +43,118 @@ _CLASSES = (
 )
 
 
-@dataclass
-class ZeroFiles:
-    """The files of one checkpoint.
+class EngineFiles:
+    """What the files of DeepSpeed's engines say of a model, in whichever form its optimizer keeps them.
+
+    Values stay in the files until they are read.
+
+    Args:
+        folder: that holds them.
+        models: what each process wrote of the model; one where each process holds the whole of it.
+        stage: of ZeRO.
 
     Attributes:
-        folder: that holds them.
-        models: what the parts are of, by process; one where each process holds the whole model.
-        parts: the parts, by process.
-        stage: of ZeRO.
+        shapes: of what is trained, by name, for each of the optimizer's groups of tensors.
+        trained: all of these.
+        tied: name -> name that holds the same tensor.
     """
 
-    folder: Path
-    models: list[Named]
-    parts: list[Named]
-    stage: int
+    def __init__(self, folder: Path, models: list[Named], stage: int) -> None:
+        self.folder, self.models, self.stage = folder, models, stage
+        self.shapes: list[dict[str, torch.Size]] = [dict(group) for group in models[0]["param_shapes"]]
+        self.trained = {name: shape for group in self.shapes for name, shape in group.items()}
+        self._frozen: dict[str, torch.Size] = dict(models[0].get("frozen_param_shapes") or {}) if stage == 3 else {}
+        self._module: Named = models[0]["module"]
+        held = [name for name, value in self._module.items() if stage < 3 or not is_emptied(value)]
+        self._names = dict.fromkeys([*held, *self._frozen, *self.trained])
+        shared = models[0].get("shared_params") or {}
+        self.tied: dict[str, str] = {name: kept for name, kept in shared.items() if kept in self._names}
+
+    # ---- of each form
+
+    def read_trained(self, name: str, key: str) -> Tensor | None:
+        """One parameter, or what the optimizer keeps of it under `key`, whole; None: it keeps none."""
+        raise NotImplementedError
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """Of one parameter's weights that `read_trained` gives; None: it gives none."""
+        raise NotImplementedError
+
+    def kept(self, name: str) -> Named:
+        """All that the optimizer keeps of one parameter."""
+        raise NotImplementedError
+
+    def groups(self) -> list[Named]:
+        """The optimizer's groups, with the places of their `shapes` for parameters."""
+        raise NotImplementedError
+
+    # ---- of all
+
+    def names(self) -> list[str]:
+        """Of all values of the model's state, but for those that are tied to another."""
+        return [name for name in self._names if name not in self.tied]
+
+    def read(self, name: str) -> Any:
+        """One value of the model's state, whole: float32 where it is trained. Raises: CheckpointError."""
+        with blame(self.folder):
+            if name in self.trained:
+                found = self.read_trained(name, WEIGHTS)
+                if found is not None or self.stage == 3:
+                    return found
+            elif name in self._frozen:
+                pieces = [model["frozen_param_fragments"][name].reshape(-1) for model in self.models]
+                shape = self._frozen[name]
+                return torch.cat(pieces)[: shape.numel()].view(shape)
+            return self._module[name]
+
+    def form_of(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
+        """Shape and type of one value, which is not put together for that; None: it is no tensor.
+
+        Raises: CheckpointError.
+        """
+        with blame(self.folder):
+            dtype = self.dtype_of(name) if name in self.trained else None
+            if dtype is not None:
+                return self.trained[name], dtype
+            if name in self._frozen:
+                return self._frozen[name], self.models[0]["frozen_param_fragments"][name].dtype
+            value = self._module[name]
+            return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
     def weights(self) -> Named:
-        """The model's state: what is trained in float32."""
-        model = self.models[0]
-        state = {name: value for name, value in model["module"].items() if self.stage < 3 or value.numel()}
-        if self.stage == 3:
-            state.update(self._frozen())
-        state.update(self._join(self._flats()))
-        for name, kept in model.get("shared_params", {}).items():
-            if kept in state:
-                state[name] = state[kept]
-        return state
+        """The model's state: what is trained in float32. Raises: CheckpointError."""
+        state = {name: self.read(name) for name in self.names()}
+        return {**state, **{name: state[kept] for name, kept in self.tied.items()}}
 
     def optimizer(self) -> Named:
-        """The optimizer's state by the names of parameters."""
-        bases = [self._base(part) for part in self.parts]
-        first = bases[0]["state"].get(0, {})
-        flat = self._flats()[0][0] if self._flats()[0] else None
-        state: dict[str, Named] = {name: {} for group in self.models[0]["param_shapes"] for name in group}
-        for key, value in first.items():
-            if isinstance(value, Tensor) and flat is not None and value.dim() and value.numel() >= flat.numel():
-                flats = [[base["state"][index][key] for index in range(len(base["state"]))] for base in bases]
-                for name, whole in self._join(flats).items():
-                    state[name][key] = whole
-            else:
-                for entry in state.values():
-                    entry[key] = value.clone() if isinstance(value, Tensor) else value
-        groups = [
-            {**group, "params": list(shapes)}
-            for group, shapes in zip(bases[0]["param_groups"], self.models[0]["param_shapes"], strict=True)
-        ]
+        """The optimizer's state by the names of parameters. Raises: CheckpointError."""
+        with blame(self.folder):
+            state = {name: self.kept(name) for name in self.trained}
+            groups = [
+                {**group, "params": [name for place in group["params"] for name in self.shapes[place]]}
+                for group in self.groups()
+            ]
         return {"state": {name: entry for name, entry in state.items() if entry}, "param_groups": groups}
 
-    def _flats(self) -> list[list[Tensor]]:
-        name = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-        return [part[name] for part in self.parts]
+
+class ZeroFiles(EngineFiles):
+    """The parts that each process wrote: one long tensor for each group.
+
+    Args:
+        folder, models, stage: as for all.
+        parts: of the optimizer, by process.
+    """
+
+    def __init__(self, folder: Path, models: list[Named], parts: list[Named], stage: int) -> None:
+        super().__init__(folder, models, stage)
+        self._parts = parts
+        self._bases = [self._base(part) for part in parts]
+        self._places: dict[str, tuple[int, int]] = {}  # name -> (group, where its part begins, after those before)
+        start = 0
+        for number, group in enumerate(self.shapes):
+            for name, shape in group.items():
+                self._places[name] = number, start
+                start += self._size(shape)
 
     def _base(self, part: Named) -> Named:
         base = part["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
@@ -101,41 +165,129 @@ class ZeroFiles:
             )
         return dict(base)
 
-    def _join(self, flats: list[list[Tensor]]) -> dict[str, Tensor]:
-        """Whole tensors of the parts that each process holds, by group."""
-        return dict(self._join_spread(flats) if self.stage == 3 else self._join_sliced(flats))
+    def _size(self, shape: torch.Size) -> int:
+        """Of a process's part, where each parameter is cut among all."""
+        return -(-shape.numel() // len(self._parts))
 
-    def _join_sliced(self, flats: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Stages 1 and 2: a group is one long tensor, cut among the processes wherever that falls."""
-        for number, shapes in enumerate(self.models[0]["param_shapes"]):
-            maps = [part["param_slice_mappings"][number] for part in self.parts]
-            for name, shape in shapes.items():
-                pieces = [
-                    flats[rank][number][found.start : found.start + found.numel]
-                    for rank, found in enumerate(each.get(name) for each in maps)
-                    if found is not None
-                ]
-                yield name, torch.cat(pieces).view(shape)
+    def _flats(self, rank: int, key: str) -> list[Tensor]:
+        """The long tensors of one process, by group."""
+        if key == WEIGHTS:
+            name = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+            return list(self._parts[rank][name])
+        state = self._bases[rank]["state"]
+        return [state[index][key] for index in range(len(state))]
 
-    def _join_spread(self, flats: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Stage 3: each parameter is cut among all processes."""
-        own = [torch.cat([tensor.reshape(-1) for tensor in each]) for each in flats]
-        start = 0
-        for shapes in self.models[0]["param_shapes"]:
-            for name, shape in shapes.items():
-                size = -(-shape.numel() // len(own))
-                yield name, torch.cat([each[start : start + size] for each in own])[: shape.numel()].view(shape)
-                start += size
+    def read_trained(self, name: str, key: str) -> Tensor | None:
+        """As for all. With stage 3 each parameter is cut among all processes; else a group is, wherever that falls."""
+        number, start = self._places[name]
+        shape, pieces = self.trained[name], []
+        for rank, part in enumerate(self._parts):
+            if self.stage == 3:
+                pieces += list(cut(self._flats(rank, key), start, self._size(shape)))
+                continue
+            found = part["param_slice_mappings"][number].get(name)
+            if found is not None:
+                pieces.append(self._flats(rank, key)[number][found.start : found.start + found.numel])
+        return torch.cat(pieces)[: shape.numel()].view(shape) if pieces else None
 
-    def _frozen(self) -> Iterator[tuple[str, Tensor]]:
-        for name, shape in (self.models[0].get("frozen_param_shapes") or {}).items():
-            pieces = [model["frozen_param_fragments"][name].reshape(-1) for model in self.models]
-            yield name, torch.cat(pieces)[: shape.numel()].view(shape)
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """As for all."""
+        number, _ = self._places[name]
+        if self.stage == 3:
+            return self._flats(0, WEIGHTS)[0].dtype
+        is_there = any(name in part["param_slice_mappings"][number] for part in self._parts)
+        return self._flats(0, WEIGHTS)[number].dtype if is_there else None
+
+    def kept(self, name: str) -> Named:
+        """As for all: what is as long as the weights goes by elements, all else is the same for all."""
+        first, entry = self._bases[0]["state"].get(0, {}), {}
+        flats = self._flats(0, WEIGHTS)
+        for key, value in first.items():
+            if isinstance(value, Tensor) and flats and value.dim() and value.numel() >= flats[0].numel():
+                found = self.read_trained(name, key)
+                if found is None:
+                    return {}
+                entry[key] = found
+            else:
+                entry[key] = value.clone() if isinstance(value, Tensor) else value
+        return entry
+
+    def groups(self) -> list[Named]:
+        """As for all."""
+        return list(self._bases[0]["param_groups"])
+
+
+class UniversalFiles(EngineFiles):
+    """The form that DeepSpeed's `ds_to_universal` makes of the parts: a folder of whole tensors for each parameter.
+
+    Args:
+        folder, models, stage: as for all.
+        common: what is the same for all parameters.
+    """
+
+    def __init__(self, folder: Path, models: list[Named], common: Named, stage: int) -> None:
+        super().__init__(folder, models, stage)
+        self._common = common
+
+    def _place(self, name: str) -> Path:
+        path = Path(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise CheckpointError(f"{self.folder} names a parameter {name!r}, which is not inside the folder")
+        return self.folder / "zero" / path
+
+    def read_trained(self, name: str, key: str) -> Tensor | None:
+        """As for all; stage 3 left no shapes in the files."""
+        path = self._place(name) / f"{key}.pt"
+        if self.stage < 3 and not path.is_file():
+            return None
+        value = read_plainly(path)
+        tensor: Tensor = value["param"] if isinstance(value, Mapping) else value
+        return tensor.view(self.trained[name])
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """As for all."""
+        found = self.read_trained(name, WEIGHTS)
+        return found.dtype if found is not None else None
+
+    def kept(self, name: str) -> Named:
+        """As for all. Stage 3 left the number of steps with what is the same for all."""
+        place = self._place(name)
+        entry: Named = {}
+        state = (self._common.get("optimizer_state_dict") or {}).get("state") or {}
+        for path in sorted(place.glob("*.pt")):
+            if path.stem == "step":
+                entry["step"] = read_plainly(path)
+            elif path.stem != WEIGHTS:
+                entry[path.stem] = self.read_trained(name, path.stem)
+        if entry:
+            for key, value in state.get(0, {}).items():
+                if key not in entry:
+                    entry[key] = value.clone() if isinstance(value, Tensor) else value
+        return entry
+
+    def groups(self) -> list[Named]:
+        """As for all."""
+        return list(self._common["param_groups"])
+
+
+def is_emptied(value: Any) -> bool:
+    """Whether this is what stage 3 leaves of a parameter in the model's own file."""
+    return isinstance(value, Tensor) and not value.numel()
+
+
+def cut(tensors: list[Tensor], start: int, size: int) -> Iterator[Tensor]:
+    """`size` elements from `start` on, of tensors one after another."""
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        taken = flat[max(start, 0) : max(start + size, 0)]
+        if taken.numel():
+            yield taken
+        start -= flat.numel()
 
 
 def has_zero_files(checkpoint: Path) -> bool:
     """Whether DeepSpeed wrote this checkpoint."""
-    return (checkpoint / LATEST).is_file()
+    return any((checkpoint / name).is_file() for name in (LATEST, LATEST_UNIVERSAL))
 
 
 def read_zero_weights(checkpoint: Path) -> Named | None:
@@ -143,16 +295,22 @@ def read_zero_weights(checkpoint: Path) -> Named | None:
     return read_zero_files(checkpoint).weights() if has_zero_files(checkpoint) else None
 
 
-def read_zero_files(checkpoint: Path) -> ZeroFiles:
-    """The files of a checkpoint that DeepSpeed wrote.
+def read_zero_files(checkpoint: Path) -> EngineFiles:
+    """The files of a checkpoint that DeepSpeed wrote: those that `latest` names, else the universal form.
 
     Raises:
         CheckpointError: one is missing or damaged, holds what could run code, or has a form that is not read.
     """
-    name = (checkpoint / LATEST).read_text(encoding="utf-8").strip()
-    folder = checkpoint / name
-    if Path(name).name != name or not folder.is_dir():
-        raise CheckpointError(f"{checkpoint / LATEST} names {name!r}, which is not a folder of the checkpoint")
+    paths = [checkpoint / name for name in (LATEST, LATEST_UNIVERSAL) if (checkpoint / name).is_file()]
+    named = [path.read_text(encoding="utf-8").strip() for path in paths]
+    folders = [checkpoint / name for name in named if Path(name).name == name and (checkpoint / name).is_dir()]
+    if not folders:
+        raise CheckpointError(f"{paths[0]} names {named[0]!r}, which is not a folder of the checkpoint")
+    return read_universal(folders[0]) if (folders[0] / "zero").is_dir() else read_parts(folders[0])
+
+
+def read_parts(folder: Path) -> ZeroFiles:
+    """The parts of ZeRO in a folder. Raises: as `read_zero_files`."""
     found = {(int(match[1]), int(match[2])): path for path in folder.iterdir()
              if (match := _PARTS.fullmatch(path.name))}  # fmt: skip
     if not found or any(matrix for _, matrix in found):
@@ -162,15 +320,30 @@ def read_zero_files(checkpoint: Path) -> ZeroFiles:
         )
     paths = [found[key] for key in sorted(found)]
     with blame(folder):
-        parts = [read_plainly(path)["optimizer_state_dict"] for path in paths]
+        parts = [read_mapping(path)["optimizer_state_dict"] for path in paths]
         stage = read_stage(parts[0])
         names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(paths))]
-        models = [read_plainly(folder / name) for name in (names if stage == 3 else ["mp_rank_00_model_states.pt"])]
+        models = [read_mapping(folder / name) for name in (names if stage == 3 else [_WHOLE_MODEL])]
         count = parts[0]["partition_count"]
         expected = {count} if isinstance(count, int) else set(count)
         if expected != {len(parts)}:
             raise ValueError(f"{len(parts)} files of parts, of {sorted(expected)}")
         return ZeroFiles(folder, models, parts, stage)
+
+
+def read_universal(folder: Path) -> UniversalFiles:
+    """The universal form in a folder. Raises: as `read_zero_files`."""
+    found = {(int(match[1] or 0), int(match[2])): path for path in folder.iterdir()
+             if (match := _MODELS.fullmatch(path.name))}  # fmt: skip
+    if not found or any(matrix for _, matrix in found):
+        raise CheckpointError(
+            f"{folder} holds no universal form of ZeRO alone (mp_rank_00_model_states.pt, or "
+            "zero_pp_rank_N_mp_rank_00_model_states.pt): parts of tensors other than ZeRO's are not read"
+        )
+    with blame(folder):
+        common = read_mapping(folder / "zero" / "optimizer_state.pt")
+        models = [read_mapping(found[key]) for key in sorted(found)]
+        return UniversalFiles(folder, models, common, read_stage(common))
 
 
 def read_stage(part: Named) -> int:
@@ -179,8 +352,8 @@ def read_stage(part: Named) -> int:
     return int(stage.values[0]) if isinstance(stage, StandIn) else int(stage)
 
 
-def read_plainly(path: Path) -> Named:
-    """A file of torch.save, without running any code in it.
+def read_plainly(path: Path) -> Any:
+    """A file of torch.save, without running any code in it; values stay in the file until they are used.
 
     Raises:
         CheckpointError: it is missing or damaged, or needs a class that is not known.
@@ -188,7 +361,7 @@ def read_plainly(path: Path) -> Named:
     known: list[Any] = [(stand_in(name), name) for name in _CLASSES]
     try:
         with torch.serialization.safe_globals(known):
-            value = torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path) or None)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
@@ -196,6 +369,11 @@ def read_plainly(path: Path) -> Named:
             f"{path} is damaged, or holds objects that are not read for safety: put the weights together with "
             f"zero_to_fp32.py where you trust it, and load those ({str(error).splitlines()[0]})"
         ) from error
+
+
+def read_mapping(path: Path) -> Named:
+    """As `read_plainly`, of a file that holds a mapping. Raises: as that, and where it holds none."""
+    value = read_plainly(path)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no mapping")
     return value

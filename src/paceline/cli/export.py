@@ -28,7 +28,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 _LEFT = (
     "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.distcp", ".*",
     MANIFEST_NAME, "trainer_state.json", "progress.json", "sharded.json", "run.json", "journal.bin", "log.jsonl",
-    "log.csv", "events.out.*", "README.md",
+    "log.csv", "events.out.*", "README.md", "latest", "latest_universal", "zero_to_*.py",
 )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 
-from paceline.data.sampling import RebalancedBatches, describe_sample, length_grouped_order, random_order
+from paceline.core.lengths import describe_sample, length_grouped_order
+from paceline.data.sampling import RebalancedBatches, random_order
 
 
 def get_length_grouped_indices(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
 from torch.utils._pytree import tree_flatten, tree_map
 
 from paceline.distributed.world import World, host_device
+
+Made = TypeVar("Made")
 
 
 def sum_ints(world: World, values: Sequence[int]) -> list[int]:
@@ -59,6 +61,32 @@ def share_object(world: World, value: Any, source: int = 0) -> Any:
     holder = [value]
     distributed.broadcast_object_list(holder, src=source)
     return holder[0]
+
+
+def on_first(world: World, action: Callable[[], Made]) -> Made:
+    """What `action` returned on the first process, for all, which wait for it.
+
+    Raises: on all processes, what it raised there: on the first as it was, on the others as `portable` has it.
+    """
+    made, error = None, None
+    if world.is_first:
+        try:
+            made = action()
+        except Exception as raised:
+            error = raised
+    made, told = share_object(world, (made, None if error is None else portable(error)))
+    if error is not None:
+        raise error
+    if told is not None:
+        raise told
+    return made  # type: ignore[no-any-return]
+
+
+def portable(error: Exception) -> Exception:
+    """An error that can be sent: a disk's as it is, all else as text."""
+    if isinstance(error, OSError):
+        return OSError(error.errno, error.strerror or str(error), error.filename)
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def gather_tensor(world: World, tensor: Tensor) -> list[Tensor]:

@@ -3,12 +3,14 @@
 The batch is whole everywhere until the model is called; then each process takes its part of it, and what comes out is
 put together: the loss is that of the whole sequences, exactly, with gradients for the parts. Keys and values are
 gathered by a collective that torch differentiates, so memory for activations falls with the number of parts, while
-that for the keys and values of one layer does not.
+that for the keys and values of one layer does not. Before the first pass some tokens go through the model whole and in
+parts, which must give the same: what mixes tokens elsewhere than in attention is found out so.
 """
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +19,15 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from paceline.args.errors import UnsupportedOption
 from paceline.core.optional import require
+from paceline.distributed.last_stage import Looking
+from paceline.distributed.parts_check import IGNORED, Sample, difference
 
-IGNORED = -100
 GATHER = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
 NAME = "paceline_context"  # of the attention that models of transformers are given
 INPUTS = ("input_ids", "inputs_embeds")
@@ -37,6 +41,7 @@ class Pass:
         length: tokens of the whole sequences, without what was added to make them divisible.
         own: tokens here.
         offset: where these begin.
+        total: tokens of the whole sequences with what was added.
         targets: the targets here, where the model makes the loss; None: it does not.
         is_scaled: the model divides by the number of targets of the whole update.
         has_gradient: it is a pass of training.
@@ -46,11 +51,22 @@ class Pass:
     length: int
     own: int
     offset: int
+    total: int
     targets: Tensor | None = None
     is_scaled: bool = False
     has_gradient: bool = False
     num_attended: int = 0
     mode: Any = field(default=None, repr=False)
+
+
+class Link:
+    """From an attention module to what it is part of. It keeps nothing alive; a copy of the module has an empty one."""
+
+    def __init__(self, context: ContextParallel | None = None) -> None:
+        self.find: Any = weakref.ref(context) if context is not None else lambda: None
+
+    def __reduce__(self) -> Any:
+        return Link, ()
 
 
 class ContextParallel:
@@ -67,10 +83,14 @@ class ContextParallel:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, checkpoints: bool) -> None:
         self.size, self.rank, self.group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
-        self.model, self.now = model, Pass(0, 0, 0)
+        self.model, self.now = model, Pass(0, 0, 0, 0)
         self.names = parameter_names(model)
         check_model(model, self.names, self.size)
         self.is_of_transformers = hasattr(model, "set_attn_implementation")
+        self.is_whole = False  # the pass now is one that is not cut
+        self.counts_present = False  # positions are those among the tokens that are there
+        self._compared: set[bool] = set()  # with and without an attention_mask
+        self._usual_attention = ""
         if self.is_of_transformers:
             self._replace_attention()
         elif checkpoints:
@@ -78,6 +98,8 @@ class ContextParallel:
                 "activation_checkpointing=True with parallel={'cp': ...} is not supported for a model that is not of "
                 "transformers: leave it out."
             )
+        # before the hook that gathers shards, which could not be called within itself
+        model.register_forward_pre_hook(self._compare_once, with_kwargs=True, prepend=True)
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
         model.register_forward_hook(self._leave, always_call=True)
@@ -86,14 +108,90 @@ class ContextParallel:
     def _replace_attention(self) -> None:
         registry: Any = require("transformers", "transformers").AttentionInterface
         masks: Any = require("transformers.masking_utils", "transformers")
-        registry.register(NAME, self._attend_for_transformers)
+        registry.register(NAME, attend_for_transformers)
         masks.AttentionMaskInterface.register(NAME, masks.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        for module in self.model.modules():
+            module.paceline_context = Link(self)  # type: ignore[assignment]
+        self._usual_attention = str(self.model.config._attn_implementation)  # type: ignore[union-attr]
         self.model.set_attn_implementation(NAME)  # type: ignore[operator]
+
+    # ---- before the first pass
+
+    def _compare_once(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Run a sample of the inputs whole and in parts, once for inputs with an attention_mask and once without.
+
+        All processes do so at the same time, and agree on what they found.
+
+        Raises:
+            UnsupportedOption: they differ.
+        """
+        inputs = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        has_mask = isinstance(inputs.get("attention_mask"), Tensor)
+        if self.is_whole or has_mask in self._compared:
+            return
+        self._compared.add(has_mask)
+        found = next((value for name in INPUTS if isinstance(value := inputs.get(name), Tensor)), None)
+        if found is None or found.dim() < 2:
+            return  # is refused when it is cut
+        positions = inputs.get("position_ids")
+        positions = self._positions(found, None) if positions is None else positions
+        self._check(inputs, inputs.get("labels"), positions, (found.shape[0], found.shape[1]))
+        sample = Sample.of(inputs, found, self.size)
+        with Looking(self.model, found.device):
+            in_parts = self.model(**sample.inputs)  # first: what cannot be cut is refused by name
+            as_whole = self._run_whole(sample)
+            wrong = difference(as_whole, in_parts, sample.present)
+            if wrong and has_mask and "position_ids" not in inputs and has_place_of_padding(self.model):
+                self.counts_present = True
+                wrong = difference(as_whole, self.model(**sample.inputs), sample.present)
+        if wrong:
+            raise UnsupportedOption(
+                f"parallel={{'cp': {self.size}}}: {title_of(self.model)} gives other {wrong} for a sequence in "
+                "parts than for the whole. Tokens may meet elsewhere than in attention (convolutions, recurrent "
+                "layers, attention written by hand), places may come from elsewhere than position_ids, or the loss may "
+                "be no mean over shift_labels. Change the model, or leave cp out and share the work in another way "
+                "(parallel='fsdp')."
+            )
+
+    def _run_whole(self, sample: Sample) -> Any:
+        """The sample through the model as it is without this."""
+        inputs = dict(sample.inputs)
+        if "use_cache" in self.names:
+            inputs["use_cache"] = False
+        if not self.is_of_transformers:
+            self._fill_in(inputs, sample)
+        self.is_whole = True
+        try:
+            if self._usual_attention == "eager":
+                self.model.set_attn_implementation("eager")  # type: ignore[operator]
+            return self.model(**inputs)
+        finally:
+            self.is_whole = False
+            if self._usual_attention == "eager":
+                self.model.set_attn_implementation(NAME)  # type: ignore[operator]
+
+    def _fill_in(self, inputs: dict[str, Any], sample: Sample) -> None:
+        """What an own module is promised in parts, where it cannot do without: its mask is of (batch, 1, own, all)."""
+        number, length = sample.main.shape[:2]
+        positions = torch.arange(length, device=sample.main.device)[None].expand(number, length)
+        if "attention_mask" in self.names:
+            self.now = Pass(length, length, 0, length)
+            told = inputs.get("position_ids")
+            told = positions if told is None else told
+            inputs["attention_mask"] = self._mask(inputs.get("attention_mask"), told, sample.main)
+        own: dict[str, Any] = {"position_ids": positions}
+        if isinstance(inputs.get("labels"), Tensor):
+            own["shift_labels"] = shifted(inputs["labels"])
+        for name, parameter in inspect.signature(self.model.forward).parameters.items():
+            if name in own and parameter.default is inspect.Parameter.empty:
+                inputs.setdefault(name, own[name])
 
     # ---- around a forward pass
 
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """This process's part of the inputs."""
+        if self.is_whole:
+            return args, kwargs
         inputs = {**dict(zip(self.names, args, strict=False)), **kwargs}
         main = next((inputs[name] for name in INPUTS if isinstance(inputs.get(name), Tensor)), None)
         if main is None or main.dim() < 2:
@@ -103,26 +201,36 @@ class ContextParallel:
             )
         number, length = main.shape[:2]
         own = -(-length // self.size)
-        self.now = now = Pass(length, own, own * self.rank, has_gradient=torch.is_grad_enabled())
+        self.now = now = Pass(length, own, own * self.rank, own * self.size, has_gradient=torch.is_grad_enabled())
         labels, positions = inputs.get("labels"), inputs.get("position_ids")
         if positions is None:
-            positions = torch.arange(length, device=main.device)[None].expand(number, length)
+            positions = self._positions(main, inputs.get("attention_mask"))
         self._check(inputs, labels, positions, (number, length))
         if isinstance(labels, Tensor):
-            inputs.setdefault("shift_labels", nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:])
+            inputs.setdefault("shift_labels", shifted(labels))
             now.is_scaled = inputs.get("num_items_in_batch") is not None
         mask = self._mask(inputs.get("attention_mask"), positions, main)
+        targets = inputs.get("shift_labels")
         inputs = {name: self._part(name, value, length) for name, value in inputs.items()}
         inputs["position_ids"] = self._cut(positions, 1, 0)
         if "attention_mask" in self.names:
             inputs["attention_mask"] = mask
         if "use_cache" in self.names:
             inputs["use_cache"] = False
-        now.targets = inputs.get("shift_labels")
+        if isinstance(targets, Tensor):
+            now.targets = inputs["shift_labels"]
+            inputs["shift_labels"] = with_target(inputs["shift_labels"], targets)
         if not self.is_of_transformers:
             now.mode = GatheredAttention(self)
             now.mode.__enter__()
         return (), inputs
+
+    def _positions(self, main: Tensor, mask: Any) -> Tensor:
+        """Where the tokens are that come without position_ids: (batch, tokens)."""
+        number, length = main.shape[:2]
+        if self.counts_present and isinstance(mask, Tensor) and mask.dim() == 2:
+            return mask.long().cumsum(1) * mask.long() - 1
+        return torch.arange(length, device=main.device)[None].expand(number, length)
 
     def _check(self, inputs: Mapping[str, Any], labels: Any, positions: Tensor, shape: tuple[int, int]) -> None:
         """Refuse inputs that have no entry for each token, and a pass that goes on with a text."""
@@ -148,7 +256,7 @@ class ContextParallel:
 
     def _cut(self, tensor: Tensor, dimension: int, filler: int) -> Tensor:
         """This process's part of a tensor, with a filler behind its end."""
-        missing = self.now.own * self.size - tensor.shape[dimension]
+        missing = self.now.total - tensor.shape[dimension]
         if missing:
             shape = [missing if place == dimension else size for place, size in enumerate(tensor.shape)]
             tensor = torch.cat([tensor, tensor.new_full(shape, filler)], dimension)
@@ -156,7 +264,7 @@ class ContextParallel:
 
     def _mask(self, given: Any, positions: Tensor, main: Tensor) -> Tensor:
         """What the tokens here attend to, of all: (batch, 1, own, all), True where they do."""
-        total = self.now.own * self.size
+        total = self.now.total
         keys = torch.arange(total, device=main.device)
         queries = keys.narrow(0, self.now.offset, self.now.own)
         allowed = (keys[None, :] <= queries[:, None])[None, None]
@@ -173,16 +281,20 @@ class ContextParallel:
             texts = nn.functional.pad(texts, (0, total - texts.shape[1]), value=-1)
             here = texts.narrow(1, self.now.offset, self.now.own)
             allowed = allowed & (here[:, None, :, None] == texts[:, None, None, :])
-        # a token that has nothing to attend to is padding on the left: it attends to itself, what it gives is not used
-        allowed = allowed | ((keys[None, :] == queries[:, None]) & ~allowed.any(-1, keepdim=True))
+        if not self.is_of_transformers:
+            # a token that has nothing to attend to is padding on the left: it attends to itself, its output is not
+            # used. Models of transformers make the first token's loss of it, so there it has nothing, as without this
+            allowed = allowed | ((keys[None, :] == queries[:, None]) & ~allowed.any(-1, keepdim=True))
         return allowed.expand(main.shape[0], -1, -1, -1)
 
     def _after(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         """The loss of the whole sequences; the outputs too, where somebody looks at them."""
         now = self.now
+        if self.is_whole:
+            return outputs
         if now.num_attended == 0:
             raise UnsupportedOption(
-                f"parallel={{'cp': {self.size}}}: {type(self.model).__name__} did not call "
+                f"parallel={{'cp': {self.size}}}: {title_of(self.model)} did not call "
                 "torch.nn.functional.scaled_dot_product_attention, so its tokens would see their own part of a "
                 "sequence only; leave cp out."
             )
@@ -224,6 +336,7 @@ class ContextParallel:
         now = self.now
         assert now.targets is not None
         number = (now.targets != IGNORED).sum()
+        # without one the loss is of the target that was made up: of no weight, and with a gradient that is finite
         share = torch.where(number > 0, loss, 0.0)
         if not now.is_scaled:
             total = number.clone()
@@ -246,29 +359,63 @@ class ContextParallel:
         self.now.num_attended += 1
         return attention(query, self.gather(key, key.dim() - 2), self.gather(value, value.dim() - 2), mask)
 
-    def _attend_for_transformers(
+    def attend_for_transformers(
         self,
+        attention: Any,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        **options: Any,
+        options: Mapping[str, Any],
     ) -> Any:
-        """In the place of transformers' own; its mask has come through the model."""
+        """In the place of transformers' own, which is `attention`; the mask has come through the model."""
         refused = [n for n in ("sliding_window", "softcap", "s_aux", "position_bias") if options.get(n) is not None]
-        if refused or attention_mask is None or attention_mask.shape[-1] != key.shape[2] * self.size:
+        if refused or attention_mask is None or attention_mask.shape[-1] != self.now.total:
             what = refused[0] if refused else "masks of its own"
             raise UnsupportedOption(
                 f"parallel={{'cp': {self.size}}}: {type(module).__name__} attends with {what}, which is not supported; "
                 "leave cp out."
             )
-        sdpa: Any = require("transformers.integrations.sdpa_attention", "transformers").sdpa_attention_forward
 
-        def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
-            return sdpa(module, query, key, value, mask, **{**options, "is_causal": False})
+        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
+            return attention(module, query, key, value, mask, **{**options, "is_causal": False})
 
-        return self.attend(attention, query, key, value, attention_mask)
+        return self.attend(attend, query, key, value, attention_mask)
+
+
+def attend_for_transformers(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> Any:
+    """What models of transformers call: in parts where the module is in such a pass, else as it is there."""
+    attention: Any = require("transformers.integrations.sdpa_attention", "transformers").sdpa_attention_forward
+    link = getattr(module, "paceline_context", None)
+    context = link.find() if isinstance(link, Link) else None
+    if context is None or context.is_whole:
+        return attention(module, query, key, value, attention_mask, **options)
+    return context.attend_for_transformers(attention, module, query, key, value, attention_mask, options)
+
+
+def title_of(model: nn.Module) -> str:
+    """The name of a model's class, before it was sharded."""
+    return next(each.__name__ for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+
+
+def has_place_of_padding(model: nn.Module) -> bool:
+    """Whether a model's places begin behind others, of which -1 is that of padding, as in OPT."""
+    return any(isinstance(each, nn.Embedding) and bool(getattr(each, "offset", 0)) for each in model.modules())
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """The target of each token: the label of the next, and none for the last."""
+    return nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+
+
+def with_target(part: Tensor, whole: Tensor) -> Tensor:
+    """The targets of a part; where it has none, one of another part is its first, so that a mean is a number."""
+    part = part.clone()
+    part[0, 0] = torch.where((part != IGNORED).any(), part[0, 0], whole.max().clamp(min=0))
+    return part
 
 
 class GatheredAttention(TorchFunctionMode):
@@ -287,9 +434,9 @@ class GatheredAttention(TorchFunctionMode):
         mask, is_causal = given.pop("attn_mask", None), given.pop("is_causal", False)
         context, now = self.context, self.context.now
         if is_causal:
-            keys = torch.arange(now.own * context.size, device=query.device)
+            keys = torch.arange(now.total, device=query.device)
             mask = keys[None, :] <= keys.narrow(0, now.offset, now.own)[:, None]
-        elif mask is None or mask.shape[-1] != now.own * context.size:
+        elif mask is None or mask.shape[-1] != now.total:
             raise UnsupportedOption(
                 f"parallel={{'cp': {context.size}}}: attention that is not causal needs the attention_mask that the "
                 "model is called with, (batch, 1, own tokens, all tokens): pass it on, set is_causal=True, or leave cp "
@@ -328,7 +475,7 @@ def check_model(model: nn.Module, names: tuple[str, ...], size: int) -> None:
     Raises:
         UnsupportedOption: with what it lacks.
     """
-    said = f"parallel={{'cp': {size}}}: {type(model).__name__}"
+    said = f"parallel={{'cp': {size}}}: {title_of(model)}"
     if "position_ids" not in names:
         raise UnsupportedOption(f"{said} takes no position_ids, so that positions would begin anew in every part.")
     is_causal_loss = getattr(model, "loss_type", None) == "ForCausalLM" and "**" in names

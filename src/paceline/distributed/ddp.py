@@ -103,23 +103,26 @@ class DistributedData(SingleDevice):
             parts = torch.split(sent, [gradient.numel() for gradient in bucket])
             for gradient, part in zip(bucket, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
-        if self._wrapped.broadcast_buffers:
-            for buffer in self._wrapped.module.buffers():
-                distributed.broadcast(buffer, src=0)
+        share_buffers(self._wrapped)
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """The module itself, called without exchange; its buffers are those of the first process everywhere."""
         if model is not self._wrapped or self._wrapped is None:
             return model
-        if self._wrapped.broadcast_buffers:
-            for buffer in self._wrapped.module.buffers():
-                distributed.broadcast(buffer, src=0)
+        share_buffers(self._wrapped)
         inner: nn.Module = self._wrapped.module
         return inner
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module as the user gave it."""
         return super().unwrap(model.module if isinstance(model, DistributedDataParallel) else model)
+
+
+def share_buffers(wrapped: DistributedDataParallel) -> None:
+    """Give all processes the buffers of the first one, unless `ddp_broadcast_buffers` is off."""
+    if wrapped.broadcast_buffers:
+        for buffer in wrapped.module.buffers():
+            distributed.broadcast(buffer, src=0)
 
 
 def in_buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -24,6 +24,7 @@ from paceline.data.batches import rebuild_mapping, rebuild_sequence
 from paceline.distributed.deepspeed_state import PartitionedOptimizer, Partitions
 from paceline.distributed.precision import Precision
 from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
+from paceline.distributed.tensor_parts import differing_names
 from paceline.distributed.world import has_group
 
 logger = logging.getLogger(__name__)
@@ -186,29 +187,18 @@ class DeepSpeed(SingleDevice):
         """Whether the engine holds this model's weights."""
         return self._partitions is not None and self.unwrap(model) is self.engine.module
 
-    def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """The whole model's state, on the host, in the precision that is stepped; all processes take part."""
-        partitions = self._partitions
-        if partitions is None:
-            return model.state_dict()
-        seen: dict[int, Tensor] = {}
-        weights = {}
-        for name, value in model.state_dict(keep_vars=True).items():
-            if id(value) not in seen:
-                if isinstance(value, nn.Parameter):
-                    seen[id(value)] = self._whole(partitions, value)
-                else:
-                    seen[id(value)] = value.detach().cpu() if isinstance(value, Tensor) else value
-            weights[name] = seen[id(value)]
-        return weights
-
-    def _whole(self, partitions: Partitions, parameter: nn.Parameter) -> Tensor:
-        if parameter.requires_grad:
-            return partitions.gather(parameter, itself)
+    def whole_tensor(self, name: str, value: Tensor) -> Tensor:
+        """A value of the model, on the host, in the precision that is stepped; all processes take part."""
+        if self._partitions is None:
+            return value.detach()
+        if not isinstance(value, nn.Parameter):
+            return value.detach().cpu()
+        if value.requires_grad:
+            return self._partitions.gather(value, itself)
         if self.stage < 3:
-            return parameter.detach().cpu()
-        with self._package.zero.GatheredParameters([parameter]):
-            return parameter.detach().cpu().clone()
+            return value.detach().cpu()
+        with self._package.zero.GatheredParameters([value]):
+            return value.detach().cpu().clone()
 
     def full_state(self, state: Any) -> Any:
         """The same nest: the optimizer's own state dict is whole."""
@@ -232,9 +222,7 @@ class DeepSpeed(SingleDevice):
             with torch.no_grad(), self._package.zero.GatheredParameters(parameters, modifier_rank=0):
                 if self.stage < 3 or self.world.is_first:
                     value.copy_(weights[name])
-        known = {id(own[name]) for name in given}
-        missing = [name for name in own if id(own[name]) not in known]
-        return missing, [name for name in weights if name not in own]
+        return differing_names(own, weights)
 
 
 def itself(flat: Tensor) -> Tensor:

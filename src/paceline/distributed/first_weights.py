@@ -78,6 +78,20 @@ class FirstWeights:
             table[leaf] = filled
 
 
+@torch.no_grad()
+def spread(model: nn.Module, device: torch.device) -> None:
+    """Give a model that every process has whole the values of the first one, as DistributedDataParallel does.
+
+    Costs a message of each tensor, once. What is no plain tensor (quantised weights), or has no values, is left alone.
+    """
+    plain = (tensor for _, _, tensor in tensors_of(model) if type(tensor) in (nn.Parameter, Tensor))
+    for tensor in {id(tensor): tensor for tensor in plain if not tensor.is_meta}.values():
+        value = tensor.detach().to(device).contiguous()
+        if value.numel():
+            distributed.broadcast(value.view(-1).view(torch.uint8), src=0)
+        tensor.copy_(value)
+
+
 def spaced(num_bytes: int) -> int:
     """So many bytes, and those up to where the next tensor may begin."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

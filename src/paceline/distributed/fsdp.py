@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,9 +21,10 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import resolve_mesh
 from paceline.args.sharding import Sharding, read_sharding
 from paceline.distributed.device_mesh import build_device_mesh, sharding_mesh
-from paceline.distributed.first_weights import FirstWeights
+from paceline.distributed.first_weights import FirstWeights, spread
 from paceline.distributed.precision import ApexPrecision
 from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
+from paceline.distributed.tensor_parts import map_tensors, whole
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ class FullyShardedData(SingleDevice):
 
     def _shard_once(self, model: nn.Module) -> None:
         if not self.holds_part_of(model):
+            if not self.sharding.from_first:
+                spread(model, self.device)
             self._shard(model, build_device_mesh(self.mesh, self.device.type))
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -114,15 +116,10 @@ class FullyShardedData(SingleDevice):
         """Whether a model is in shards."""
         return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
-    def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """The whole model's state, on the host; all processes take part. Tied tensors stay one."""
-        seen: dict[int, Tensor] = {}
-        weights = {}
-        for name, value in model.state_dict(keep_vars=True).items():
-            if id(value) not in seen:
-                seen[id(value)] = whole(value.detach() if isinstance(value, Tensor) else value)
-            weights[name] = seen[id(value)]
-        return weights
+    def whole_tensor(self, name: str, value: Tensor) -> Tensor:
+        """A value of the model put together from its shards, on the host; all processes take part."""
+        tensor: Tensor = whole(value.detach())
+        return tensor
 
     def full_state(self, state: Any) -> Any:
         """The same nest with every shard as the whole tensor, on the host; all processes take part."""
@@ -188,21 +185,3 @@ def by_size(model: nn.Module, least: int) -> Iterator[nn.Module]:
         if not any(unit is other for other in found) and not isinstance(unit, nn.ModuleList | nn.ModuleDict):
             found.append(unit)
     yield from found
-
-
-def whole(value: Any) -> Any:
-    """A tensor of all shards, on the host; what is no shard as it is."""
-    if isinstance(value, DTensor):
-        return value.full_tensor().cpu()
-    return value
-
-
-def map_tensors(function: Callable[[Any], Any], nest: Any) -> Any:
-    """The same nest of dicts, lists and tuples with `function` of each tensor, in the same order everywhere."""
-    if isinstance(nest, torch.Tensor):
-        return function(nest)
-    if isinstance(nest, Mapping):
-        return {key: map_tensors(function, value) for key, value in nest.items()}
-    if isinstance(nest, list | tuple):
-        return type(nest)(map_tensors(function, value) for value in nest)
-    return nest

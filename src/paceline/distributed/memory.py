@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.distributed.tensor_parts import local_part
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -77,17 +79,10 @@ def count_state(optimizer: Any) -> int | None:
 
 def shadow(parameter: Tensor) -> nn.Parameter:
     """A parameter of the same local size, with a gradient, both without data."""
-    like = torch.empty_like(local(parameter), device="meta")
+    like = torch.empty_like(local_part(parameter), device="meta")
     made = nn.Parameter(like)
     made.grad = torch.empty_like(like)
     return made
-
-
-def local(tensor: Any) -> Tensor:
-    """What this process holds of a tensor."""
-    held: Tensor = getattr(tensor, "ds_tensor", tensor)  # DeepSpeed's part of a parameter that it has cut up
-    held = held.to_local() if hasattr(held, "to_local") else held
-    return held.detach()
 
 
 def tensors_of(entry: Any) -> list[Tensor]:
@@ -98,7 +93,7 @@ def tensors_of(entry: Any) -> list[Tensor]:
 
 def total(tensors: Iterable[Tensor]) -> int:
     """Bytes that this process holds of tensors, each counted once."""
-    held = {id(tensor): local(tensor) for tensor in tensors}
+    held = {id(tensor): local_part(tensor) for tensor in tensors}
     return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
 
 

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import resolve_mesh
 from paceline.args.pipelining import read_pipelining
 from paceline.args.sharding import wants_shards
 from paceline.distributed.device_mesh import build_device_mesh
+from paceline.distributed.first_weights import spread
 from paceline.distributed.last_stage import LastStage, Looking
 from paceline.distributed.stages import Stage, make_stages, owners_of
 from paceline.distributed.strategy import Prepared, SingleDevice
+from paceline.distributed.tensor_parts import differing_names, map_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -216,6 +217,8 @@ class Pipelined(SingleDevice):
         if self.mesh.dp_replicate > 1 and self.group is None:
             whole = build_device_mesh(self.mesh, self.device.type)
             self.group, self.data_group = whole["pp"].get_group(), whole["dp_replicate"].get_group()
+        if not self.holds_part_of(model):
+            spread(model, self.device)
         number = self.size * self.settings.stages_per_process
         stages = make_stages(model, number)
         own = {stage.index: stage for stage in stages if self.is_here(stage.index)}
@@ -268,15 +271,13 @@ class Pipelined(SingleDevice):
         each = -(-wanted // len(batches))
         return split(batches, max(1, -(-max(sizes) // each)))
 
-    def run_window(self, batches: list[Mapping[str, Any]], make_loss: MakeLoss) -> int:
+    def run_window(self, batches: list[Mapping[str, Any]], make_loss: MakeLoss) -> None:
         """Forward and backward of the micro-batches of one update.
 
         Args:
             batches: on the device; the same on all processes of a pipeline.
             make_loss: `(number) -> loss`, called on the process with the last stage in an order of the schedule's; one
-                that is beyond the batches is to weigh nothing.
-
-        Returns: how many times a micro-batch that weighs nothing went through, because the schedule wants as many.
+                that is beyond the batches, because the schedule wants more of them, is to weigh nothing.
         """
         if self.optimizer is not None:
             self._follow(self.optimizer, clears=True)
@@ -296,7 +297,6 @@ class Pipelined(SingleDevice):
             self.window = None
         self._sum_tied()
         self._average()
-        return number - len(batches)
 
     def _targets(self, numbers: Tensor) -> dict[str, Tensor]:
         """The schedule wants targets for a loss; ours is made by the last stage itself."""
@@ -497,21 +497,11 @@ class Pipelined(SingleDevice):
         """Whether some of a model's parameters have no values here."""
         return any(parameter.is_meta for parameter in model.parameters())
 
-    def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """The whole model's state, on the host; all processes take part. Tied tensors stay one."""
-        seen: dict[int, Any] = {}
-        weights = {}
-        for name, value in model.state_dict(keep_vars=True).items():
-            if id(value) not in seen:
-                stage = self.layout.owners.get(name, [0])[0]
-                seen[id(value)] = self._from(stage, value) if isinstance(value, Tensor) else value
-            weights[name] = seen[id(value)]
-        return weights
-
-    def _from(self, stage: int, value: Tensor) -> Tensor:
-        """A tensor of one stage, on the host of all processes."""
+    def whole_tensor(self, name: str, value: Tensor) -> Tensor:
+        """A value of the model, which one stage has, on the host of all processes."""
         if not self.layout.owners:  # the model is whole everywhere
             return value.detach().cpu().clone()
+        stage = self.layout.owners.get(name, [0])[0]
         if self.is_here(stage):
             sent = value.detach().to(self.device).contiguous().clone()
         else:
@@ -521,7 +511,7 @@ class Pipelined(SingleDevice):
 
     def full_state(self, state: Any) -> Any:
         """The optimizer's state with that of all stages, on the host; all processes take part."""
-        own = tree_map(lambda value: value.detach().cpu() if isinstance(value, Tensor) else value, state["state"])
+        own = map_tensors(lambda tensor: tensor.detach().cpu(), state["state"])
         merged: dict[Any, Any] = {}
         for part in self._gather(own):
             for key, values in part.items():
@@ -535,7 +525,7 @@ class Pipelined(SingleDevice):
             for name, value in weights.items():
                 if name in own and isinstance(own[name], Tensor) and not own[name].is_meta:
                     own[name].copy_(value)
-        return [name for name in own if name not in weights], [name for name in weights if name not in own]
+        return differing_names(own, weights)
 
     def shard_state(self, optimizer: Optimizer) -> None:
         """Drop the state that belongs to other processes' stages."""

@@ -204,8 +204,18 @@ class SingleDevice:
         return False
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """The whole model's state, on the device it lives on."""
-        return model.state_dict()
+        """The whole model's state; where processes hold parts of it, all take part. Tied tensors stay one."""
+        state: dict[str, Any] = model.state_dict(keep_vars=True)
+        seen: dict[int, tuple[Any, Any]] = {}  # each with what it was made of, whose number is no other's meanwhile
+        for name, value in state.items():
+            if id(value) not in seen:
+                seen[id(value)] = value, self.whole_tensor(name, value) if isinstance(value, Tensor) else value
+            state[name] = seen[id(value)][1]
+        return state
+
+    def whole_tensor(self, name: str, value: Tensor) -> Tensor:
+        """A value of the model's state, on the device it lives on."""
+        return value.detach()
 
     def full_state(self, state: Any) -> Any:
         """The same nest, whole."""

@@ -19,8 +19,9 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.sharding import Sharding, read_sharding, wants_shards
 from paceline.core.optional import require
 from paceline.data.prefetch import move_to_device, tensors_in
-from paceline.distributed.fsdp import find_units, map_tensors
+from paceline.distributed.fsdp import find_units
 from paceline.distributed.strategy import Prepared, SingleDevice
+from paceline.distributed.tensor_parts import map_tensors
 from paceline.distributed.xla_runtime import EXTRA, is_shared
 
 logger = logging.getLogger(__name__)
@@ -127,11 +128,9 @@ class XlaDevices(SingleDevice):
             self.run_deferred()
         return super().step(is_bad)
 
-    def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """The model's state copied to the host. Tied tensors stay one."""
-        state = model.state_dict(keep_vars=True)
-        copies = {id(value): value.detach().cpu() for value in state.values() if isinstance(value, Tensor)}
-        return {name: copies.get(id(value), value) for name, value in state.items()}
+    def whole_tensor(self, name: str, value: Tensor) -> Tensor:
+        """A value of the model copied to the host."""
+        return value.detach().cpu()
 
     def full_state(self, state: Any) -> Any:
         """The same nest with every tensor on the host."""

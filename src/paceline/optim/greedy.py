@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import math
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,34 +9,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-logger = logging.getLogger(__name__)
-
-_PLAIN_STATE = (
-    "factor",
-    "min_lrs",
-    "max_lrs",
-    "patience",
-    "verbose",
-    "cooldown",
-    "warmup",
-    "cooldown_counter",
-    "warmup_counter",
-    "mode",
-    "threshold",
-    "threshold_mode",
-    "best",
-    "num_bad_epochs",
-    "num_good_epochs",
-    "eps",
-    "last_epoch",
-    "smooth",
-    "window_size",
-    "reset_start",
-    "reset_start_original",
-)
+from paceline.core.greedy import GreedyRule
 
 
-class GreedyLR(LRScheduler):
+class GreedyLR(GreedyRule, LRScheduler):
     """Raises the rate after `patience` improvements of a metric in a row, lowers it after as many disappointments.
 
     Args:
@@ -83,27 +56,24 @@ class GreedyLR(LRScheduler):
             raise TypeError(
                 f"a learning-rate scheduler needs a torch.optim.Optimizer, not a {type(optimizer).__name__}"
             )
-        if not 0.0 < factor < 1.0:
-            raise ValueError(f"factor={factor} must lie between 0 and 1")
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode={mode!r} is neither 'min' nor 'max'")
-        if threshold_mode not in ("rel", "abs"):
-            raise ValueError(f"threshold_mode={threshold_mode!r} is neither 'rel' nor 'abs'")
-        if window_size < 1:
-            raise ValueError(f"window_size={window_size} must be at least 1")
         self.optimizer = optimizer
-        self.mode, self.factor, self.patience = mode, factor, patience
-        self.threshold, self.threshold_mode = threshold, threshold_mode
-        self.cooldown, self.warmup = cooldown, warmup
-        self.eps, self.verbose = eps, verbose
-        self.smooth, self.window_size = smooth, window_size
-        self.reset_start_original = reset_start
-        self.min_lrs = _per_group("min_lr", min_lr, len(optimizer.param_groups))
-        self.max_lrs = _per_group("max_lr", max_lr, len(optimizer.param_groups))
-        self._init_lrs = self._rates()
-        self._last_lr: list[Any] = list(self._init_lrs)
-        self.last_epoch = 0
-        self._forget()
+        super().__init__(
+            len(optimizer.param_groups),
+            mode=mode,
+            factor=factor,
+            patience=patience,
+            threshold=threshold,
+            threshold_mode=threshold_mode,
+            cooldown=cooldown,
+            warmup=warmup,
+            min_lr=min_lr,
+            max_lr=max_lr,
+            eps=eps,
+            verbose=verbose,
+            smooth=smooth,
+            window_size=window_size,
+            reset_start=reset_start,
+        )
 
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -115,79 +85,9 @@ class GreedyLR(LRScheduler):
         else:
             group["lr"] = rate
 
-    def _forget(self) -> None:
-        self.best = math.inf if self.mode == "min" else -math.inf
-        self.num_bad_epochs = self.num_good_epochs = 0
-        self.cooldown_counter = self.warmup_counter = 0
-        self.reset_start = self.reset_start_original
-        self._window: deque[float] = deque()
-        self._sum = 0.0
-
     def step(self, metrics: Any, epoch: int | None = None) -> None:  # type: ignore[override]
         """Take in one observation of the metric (a number or 1-element tensor) and change the rates if it is time."""
-        observed = self._smoothed(float(metrics)) if self.smooth else float(metrics)
-        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
-        if self.cooldown_counter > 0:
-            self.cooldown_counter -= 1
-            self.num_bad_epochs = self.num_good_epochs = 0
-        elif self.warmup_counter > 0:
-            self.warmup_counter -= 1
-            self.num_bad_epochs = self.num_good_epochs = 0
-        else:
-            self._judge(observed)
-        self._last_lr = self._rates()
-
-    def _judge(self, observed: float) -> None:
-        if self.is_better(observed, self.best):
-            self.best = observed
-            self.num_good_epochs, self.num_bad_epochs = self.num_good_epochs + 1, 0
-        else:
-            self.num_good_epochs, self.num_bad_epochs = 0, self.num_bad_epochs + 1
-        if self.num_good_epochs > self.patience:
-            self._raise_rates()
-            self.num_good_epochs, self.warmup_counter = 0, self.warmup
-        elif self.num_bad_epochs > self.patience:
-            self._lower_rates()
-            self.num_bad_epochs, self.cooldown_counter = 0, self.cooldown
-
-    def _smoothed(self, value: float) -> float:
-        # A running sum, not a fresh one: the same rounding as in a saved state, at any window size.
-        self._window.append(value)
-        self._sum += value
-        if len(self._window) > self.window_size:
-            self._sum -= self._window.popleft()
-        return self._sum / len(self._window)
-
-    def is_better(self, current: float, best: float) -> bool:
-        """Whether `current` beats `best` by more than the threshold."""
-        margin = self.threshold if self.mode == "max" else -self.threshold
-        target = best + margin if self.threshold_mode == "abs" else best * (1.0 + margin)
-        return current > target if self.mode == "max" else current < target
-
-    def _lower_rates(self) -> None:
-        for index, (rate, floor) in enumerate(zip(self._rates(), self.min_lrs, strict=True)):
-            lower = max(rate * self.factor, floor)
-            if rate - lower > self.eps:
-                self._change(index, lower)
-        if any(rate > floor for rate, floor in zip(self._rates(), self.min_lrs, strict=True)):
-            return
-        self.reset_start -= 1
-        if self.reset_start <= 0:
-            for index, rate in enumerate(self._init_lrs):
-                self._change(index, rate)
-            self._forget()
-
-    def _raise_rates(self) -> None:
-        for index, (rate, ceiling) in enumerate(zip(self._rates(), self.max_lrs, strict=True)):
-            higher = min(rate / self.factor, ceiling)
-            if higher - rate > self.eps:
-                self._change(index, higher)
-        self.reset_start = self.reset_start_original
-
-    def _change(self, index: int, rate: float) -> None:
-        self._set(index, rate)
-        if self.verbose:
-            logger.info("Observation %d: learning rate of group %d is now %.4e.", self.last_epoch, index, rate)
+        self.observe(float(metrics), epoch)
 
     def get_last_lr(self) -> list[Any]:
         """The rates after the last observation, one per group."""
@@ -199,13 +99,7 @@ class GreedyLR(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Every option and counter, as plain values."""
-        state: dict[str, Any] = {key: getattr(self, key) for key in _PLAIN_STATE}
-        for key in ("min_lrs", "max_lrs", "_last_lr", "_init_lrs"):
-            state[key] = list(getattr(self, key))
-        if self.smooth:
-            window = {"window_size": self.window_size, "values": list(self._window), "sum": self._sum}
-            state["_streaming_avg"] = window
-        return state
+        return self.export()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a saved state, and set the optimizer's rates to those of that moment.
@@ -213,27 +107,4 @@ class GreedyLR(LRScheduler):
         Raises:
             ValueError: the numbers of parameter groups differ.
         """
-        rates = list(state_dict.get("_last_lr", self._last_lr))
-        if len(rates) != len(self.optimizer.param_groups):
-            raise ValueError(
-                f"the saved scheduler has {len(rates)} parameter groups, "
-                f"this optimizer {len(self.optimizer.param_groups)}"
-            )
-        for key in _PLAIN_STATE:
-            if key in state_dict:
-                setattr(self, key, state_dict[key])
-        for key in ("min_lrs", "max_lrs", "_init_lrs"):
-            setattr(self, key, list(state_dict.get(key, getattr(self, key))))
-        window = state_dict.get("_streaming_avg", {"values": [], "sum": 0.0})
-        self._window, self._sum = deque(window["values"]), float(window["sum"])
-        self._last_lr = rates
-        for index, rate in enumerate(rates):
-            self._set(index, float(rate))
-
-
-def _per_group(option: str, value: float | Sequence[float], num_groups: int) -> list[float]:
-    if isinstance(value, (int, float)):
-        return [value] * num_groups
-    if len(value) != num_groups:
-        raise ValueError(f"{option} has {len(value)} values for {num_groups} parameter groups")
-    return list(value)
+        self.take_up(state_dict)

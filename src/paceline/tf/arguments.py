@@ -48,8 +48,8 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "torch_compile": (is_off, NO_COMPILE),
     "torch_empty_cache_steps": (is_off, "TensorFlow keeps its own memory; leave it out"),
     "train_sampling_strategy": (
-        is_default("random", "sequential"),
-        "use 'random' or 'sequential', or bucket with tf.data",
+        is_default("random", "sequential", "group_by_length"),
+        "use 'random', 'sequential' or 'group_by_length'",
     ),
     "use_liger_kernel": (is_off, NO_COMPILE),
 }
@@ -150,11 +150,6 @@ def check_tensorflow(args: TFTrainingArguments) -> None:
         raise ValueError(
             f"poly_power={args.poly_power} belongs to a polynomial decay, not to lr_scheduler_type="
             f"'{args.lr_scheduler_type}': leave one of them out."
-        )
-    if args.lr_scheduler_type == SchedulerType.GREEDY:
-        raise UnsupportedOption(
-            f"lr_scheduler_type='{args.lr_scheduler_type}' is not supported with TensorFlow: choose "
-            "'reduce_lr_on_plateau', or a schedule that is a function of the step, such as 'cosine'."
         )
     for name in ("tpu_zone", "gcp_project"):
         if getattr(args, name) is not None and args.tpu_name is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from paceline.tf.optimizers import make_sum
 
 logger = logging.getLogger(__name__)
 
+# what TensorFlow says of a label without a class, on a CPU; a GPU gives NaN
+OUTSIDE = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 NORM_EPSILON = 1e-6  # as torch adds it to the norm it divides by
 
 
@@ -409,6 +412,14 @@ def told_plainly() -> Iterator[None]:
     """An error in what is traced says what was wrong, and in which line, without a list of generated code."""
     try:
         yield
+    except tf.errors.InvalidArgumentError as error:
+        found = OUTSIDE.search(str(error))
+        if found is None:
+            raise
+        raise ValueError(
+            f"A label is {found[1]}, and the model tells {found[2]} classes apart: labels lie from 0 to "
+            f"{int(found[2]) - 1}; -100 is left out of the loss."
+        ) from error
     except (ValueError, TypeError, AttributeError, KeyError, NotImplementedError) as error:
         found = getattr(error, "ag_error_metadata", None)
         if found is None:

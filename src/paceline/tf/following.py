@@ -1,13 +1,15 @@
-"""A learning rate that follows the evaluations: lowered where a metric gets no better, as torch's plateau schedule."""
+"""Learning rates that follow the evaluations: as torch's plateau schedule, and as GreedyLR."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from paceline.args.choices import SchedulerType
+from paceline.core.greedy import GreedyRule
 from paceline.core.spelling import nearest
 
 logger = logging.getLogger(__name__)
@@ -15,7 +17,29 @@ logger = logging.getLogger(__name__)
 COUNTERS = ("best", "num_bad", "cooldown_left")
 
 
-class PlateauSchedule:
+class FollowingSchedule:
+    """A rate that changes where evaluations say so, and is kept beside the optimizer's own variable.
+
+    Attributes:
+        learning_rate: of the next update.
+    """
+
+    learning_rate: float
+
+    def step(self, value: float, optimizer: Any) -> None:
+        """Take in one evaluation, and change the optimizer's rate if it is time."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rate and what was seen, as plain values."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a saved state; the optimizer has its rate in a variable of its own."""
+        raise NotImplementedError
+
+
+class PlateauSchedule(FollowingSchedule):
     """Multiplies the rate by `factor` after more than `patience` evaluations in a row that were not better.
 
     Args:
@@ -90,19 +114,62 @@ class PlateauSchedule:
             setattr(self, name, state[name])
 
 
-def plateau_of(args: Any) -> PlateauSchedule:
-    """The schedule that the arguments describe.
+class GreedySchedule(GreedyRule, FollowingSchedule):
+    """Raises the rate while a metric gets better, lowers it while it does not; see `paceline.core.greedy`.
+
+    Args:
+        learning_rate: at the start.
+        options: of `GreedyRule`, as in `lr_scheduler_kwargs`; `min_lr` and `max_lr` are numbers.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    def __init__(self, learning_rate: float, **options: Any) -> None:
+        self.learning_rate = float(learning_rate)
+        super().__init__(1, **options)
+
+    def _rates(self) -> list[float]:
+        return [self.learning_rate]
+
+    def _set(self, index: int, rate: float) -> None:
+        self.learning_rate = rate
+
+    def step(self, value: float, optimizer: Any) -> None:
+        """Take in one evaluation, and change the optimizer's rate if it is time."""
+        before = self.learning_rate
+        self.observe(value)
+        if self.learning_rate != before:
+            optimizer.learning_rate = self.learning_rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every option, the rate and what was seen, as plain values."""
+        return self.export()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a saved state; the optimizer has its rate in a variable of its own."""
+        self.take_up(state)
+
+
+FOLLOWING: dict[str, tuple[Callable[..., FollowingSchedule], type]] = {  # the schedule, and what has its options
+    str(SchedulerType.REDUCE_ON_PLATEAU): (PlateauSchedule, PlateauSchedule),
+    str(SchedulerType.GREEDY): (GreedySchedule, GreedyRule),
+}
+
+
+def following_of(args: Any) -> FollowingSchedule:
+    """The schedule that the arguments describe, one of `FOLLOWING`.
 
     Raises:
         TypeError: an option that it does not have.
         ValueError: a value out of range, or a warm-up, which it has not.
     """
+    name = str(args.lr_scheduler_type)
     if args.get_warmup_steps(1000):
-        raise ValueError(
-            "lr_scheduler_type='reduce_lr_on_plateau' has no warm-up: leave warmup_steps and warmup_ratio out."
-        )
+        raise ValueError(f"lr_scheduler_type='{name}' has no warm-up: leave warmup_steps and warmup_ratio out.")
+    kind, described = FOLLOWING[name]
     options = dict(args.lr_scheduler_kwargs or {})
-    known = set(inspect.signature(PlateauSchedule).parameters) - {"learning_rate"}
-    for name in options.keys() - known:
-        raise TypeError(f"lr_scheduler_kwargs: reduce_lr_on_plateau has no option {name!r}; {nearest(name, known)}")
-    return PlateauSchedule(args.learning_rate, **options)
+    known = set(inspect.signature(described).parameters) - {"learning_rate", "num_groups"}
+    for option in options.keys() - known:
+        raise TypeError(f"lr_scheduler_kwargs: {name} has no option {option!r}; {nearest(option, known)}")
+    return kind(args.learning_rate, **options)

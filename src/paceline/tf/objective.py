@@ -143,7 +143,7 @@ class Objective:
         if is_scalar or (is_own and rank == 1 and of_labels > 1):
             return (SHIFTED if is_own and shifts(self.model) else TOKENS), None
         if rank == of_labels:
-            return TOKENS, (targets != IGNORE_INDEX) if targets.dtype.is_integer else None
+            return TOKENS, is_target(targets) if targets.dtype.is_integer else None
         if rank == of_labels - 1:
             return ROWS, None
         if rank == 1:
@@ -151,6 +151,24 @@ class Objective:
         raise ValueError(
             f"The loss has shape {loss.shape} for labels of shape {targets.shape}: return a scalar (a mean), or one "
             "entry per sample or per target."
+        )
+
+
+def is_target(labels: Any) -> Any:
+    """Which labels count. In a type without negative numbers all do: -100 would be taken for 156."""
+    return tf.cast(labels, tf.int64) != IGNORE_INDEX
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no model of TensorFlow; None passes.
+
+    Raises:
+        TypeError: it cannot be called, or has no variables to train.
+    """
+    if model is not None and not (callable(model) and hasattr(type(model), "trainable_variables")):
+        raise TypeError(
+            f"`model` is {type(model).__name__}; a Keras model or a callable tf.Module is needed (for a module of "
+            "torch: paceline.Trainer, with TrainingArguments)."
         )
 
 
@@ -230,11 +248,17 @@ def default_loss(outputs: Any, labels: Any, model: Any, label_smoothing: float) 
     if not hasattr(outputs, "shape") or labels is None:
         raise ValueError("The model returns several outputs: pass compute_loss_func=(outputs, labels) -> loss.")
     outputs = tf.cast(outputs, tf.float32)
-    if labels.dtype.is_integer and outputs.shape.rank == labels.shape.rank + 1 and outputs.shape[-1] != 1:
-        return cross_entropy(outputs, labels, label_smoothing, is_activated(model, "softmax"))
+    if labels.dtype.is_integer:
+        labels = tf.cast(labels, tf.int64)  # those of images often are uint8, which knows no -100
+        classes, is_probability = outputs.shape[-1] if outputs.shape.rank else 1, is_activated(model, "softmax")
+        if classes != 1 and outputs.shape.rank == labels.shape.rank + 1:
+            return cross_entropy(outputs, labels, label_smoothing, is_probability)
+        if classes != 1 and outputs.shape.rank == labels.shape.rank and labels.shape[-1] == 1:  # a column of classes
+            return cross_entropy(outputs, tf.squeeze(labels, -1), label_smoothing, is_probability)[..., None]
     if outputs.shape.rank == labels.shape.rank + 1 and outputs.shape[-1] == 1:
         outputs = tf.squeeze(outputs, -1)
-    if outputs.shape.rank != labels.shape.rank or label_smoothing:
+    # shapes that differ would be stretched to each other
+    if not outputs.shape.is_compatible_with(labels.shape) or label_smoothing:
         raise ValueError(
             f"No default loss for outputs of shape {outputs.shape} and {labels.dtype.name} labels of shape "
             f"{labels.shape}: compile the model with a loss, or pass compute_loss_func=(outputs, labels) -> loss."

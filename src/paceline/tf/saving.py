@@ -16,6 +16,7 @@ import dataclasses
 import json
 import logging
 import random
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ from paceline.core.retention import retention_of, rotate
 from paceline.core.space import Place
 from paceline.core.state import export_states, write_values
 from paceline.core.summary import UpdateSummary
-from paceline.tf.following import PlateauSchedule
+from paceline.tf.following import FollowingSchedule
 from paceline.tf.framework import keras, plain, tf
 from paceline.tf.randomness import capture_random, random_variables, restore_random
 
@@ -103,16 +104,33 @@ def save_checkpoint(trainer: Any) -> bool:
             "%s could not be written: %s. Training goes on; the checkpoints before it are whole. The next save is "
             "tried when it is due.",
             folder,
-            str(error)[:300],
+            told_of(error),
         )
         return False
     return True
 
 
+def told_of(error: BaseException) -> str:
+    """What an error says, without the nodes and temporary files that TensorFlow names before and after."""
+    text = str(error)
+    if isinstance(error, tf.errors.OpError):
+        text = re.sub(r"\{\{.*?\}\}|\[Op:\w+\]", "", text).rpartition(";")[2].strip() or text
+    return text[:300]
+
+
 def is_refusal(error: Any) -> bool:
     """Whether TensorFlow says that the disk refused."""
-    kinds = (tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError, tf.errors.UnavailableError)
-    return isinstance(error, (*kinds, tf.errors.NotFoundError, tf.errors.FailedPreconditionError))
+    errors = tf.errors
+    kinds = (
+        errors.ResourceExhaustedError,
+        errors.PermissionDeniedError,
+        errors.UnavailableError,
+        errors.NotFoundError,
+        errors.FailedPreconditionError,
+        errors.OutOfRangeError,  # a file too large
+        errors.UnknownError,  # a disk that fails
+    )
+    return isinstance(error, kinds)
 
 
 def num_bytes(trainer: Any) -> int:
@@ -186,7 +204,7 @@ def describe_progress(trainer: Any) -> str:
 
 def schedule_state(schedule: Any) -> dict[str, Any] | None:
     """What a schedule that follows the evaluations has seen; None of one that is a function of the step."""
-    return schedule.state_dict() if isinstance(schedule, PlateauSchedule) else None
+    return schedule.state_dict() if isinstance(schedule, FollowingSchedule) else None
 
 
 def save_model(model: Any, folder: Path) -> Path:
@@ -265,7 +283,7 @@ def restore(trainer: Any, checkpoint: Path, progress: Mapping[str, Any]) -> None
     report_changes(trainer, checkpoint, progress)
     if "random" in progress:
         restore_random(progress["random"])
-    if is_whole and progress.get("schedule") and isinstance(trainer.lr_scheduler, PlateauSchedule):
+    if is_whole and progress.get("schedule") and isinstance(trainer.lr_scheduler, FollowingSchedule):
         trainer.lr_scheduler.load_state_dict(progress["schedule"])
     logger.info("Resuming from %s: step %d of %d.", checkpoint, trainer.state.global_step, trainer.state.max_steps)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.core.lengths import find_lengths, length_grouped_order
 from paceline.tf.batches import Array, collate, leaves, map_leaves, size_of, to_array
 from paceline.tf.framework import keras, tf
 
@@ -70,15 +71,25 @@ class Indexed(Source):
         batch_size: samples per batch.
         seed: of the order; None: as they lie.
         drop_last: leave out a last batch that is not full.
+        lengths: of every sample: those of similar length are put together; None: they are not.
     """
 
     def __init__(
-        self, size: int, take: Callable[[Array], Any], *, batch_size: int, seed: int | None, drop_last: bool
+        self,
+        size: int,
+        take: Callable[[Array], Any],
+        *,
+        batch_size: int,
+        seed: int | None,
+        drop_last: bool,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         self.num_samples, self.take, self.batch_size = size, take, batch_size
         self.num_batches = size // batch_size if drop_last else -(-size // batch_size)
-        self.drop_last = drop_last
+        self.drop_last, self.lengths = drop_last, lengths
         self.settings = {"kind": "sequential"} if seed is None else {"kind": "random", "seed": seed}
+        if lengths is not None:
+            self.settings |= {"kind": "group_by_length", "batch_size": batch_size}
 
     def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
         step, order = self.batch_size or 1, self.order(epoch)
@@ -91,7 +102,10 @@ class Indexed(Source):
     def order(self, epoch: int) -> Array:
         """The numbers of all samples in the order of an epoch."""
         size = self.num_samples or 0
-        return epoch_order(size, self.settings["seed"], epoch) if "seed" in self.settings else np.arange(size)
+        order = epoch_order(size, self.settings["seed"], epoch) if "seed" in self.settings else np.arange(size)
+        if self.lengths is None:
+            return order
+        return np.array(length_grouped_order(self.lengths, self.settings["batch_size"], order), dtype=np.int64)
 
     def sample_ids(self, epoch: int, first: int, count: int) -> list[int]:
         """The numbers of samples in the data."""
@@ -199,6 +213,7 @@ def make_source(
     collator: Collate | None = None,
     pad: Callable[[list[Any]], Any] | None = None,
     columns: Sequence[str] | None = None,
+    lengths: Callable[[Any], Sequence[int]] | None = None,
 ) -> Source:
     """A source over whatever holds data.
 
@@ -212,6 +227,7 @@ def make_source(
         collator: list of samples -> batch; None: rows are stacked.
         pad: for the default collator.
         columns: of a `datasets.Dataset`, those to read; None: all that are numbers.
+        lengths: data -> length of every sample, to put those of similar length together; None: they are not.
 
     Raises:
         TypeError: it is none of these.
@@ -221,6 +237,8 @@ def make_source(
     if own is not None:
         return own  # type: ignore[no-any-return]
     options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "drop_last": drop_last}
+    if lengths is not None:
+        options["lengths"] = lengths(data)
     if isinstance(data, tf.data.Dataset):
         return source_of_samples(data, **options)
     if isinstance(data, keras.utils.PyDataset):
@@ -242,6 +260,32 @@ def make_source(
         f"A {type(data).__name__} cannot be read as data: pass arrays (features, labels), a list of samples, a "
         "tf.data.Dataset, a datasets.Dataset, a PyDataset, or a function that returns an iterator of samples."
     )
+
+
+def lengths_of(data: Any, column: str, input_name: str | None) -> Sequence[int]:
+    """The length of every sample, for `train_sampling_strategy="group_by_length"`.
+
+    Args:
+        data: a list of samples, which may be `(features, labels)`, or a `datasets.Dataset`.
+        column: of it, that holds the lengths.
+        input_name: what is measured where there is no such column; None: `input_ids`.
+
+    Raises:
+        ValueError: samples cannot be picked by their numbers, or have nothing to measure.
+    """
+    if isinstance(data, tf.data.Dataset | keras.utils.PyDataset) or not hasattr(data, "__len__") or is_arrays(data):
+        raise ValueError(
+            "train_sampling_strategy='group_by_length' needs samples of their own lengths that are read by number, and "
+            f"the training data is a {type(data).__name__}: pass a list of samples or a datasets.Dataset, or use "
+            "'random'; tf.data has bucket_by_sequence_length."
+        )
+    if len(data) and not isinstance(data[0], Mapping):
+        parts = (data[number] for number in range(len(data)))
+        features = [part[0] if isinstance(part, tuple) else part for part in parts]
+        if not isinstance(features[0], Mapping) and np.ndim(features[0]):
+            return [len(value) for value in features]
+        return find_lengths(features, column, input_name)
+    return find_lengths(data, column, input_name)
 
 
 def is_arrays(data: Any) -> bool:

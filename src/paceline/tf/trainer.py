@@ -14,11 +14,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.args.adopt import apply_log_level
-from paceline.args.choices import SchedulerType
 from paceline.args.rules import check
 from paceline.callbacks.defaults import with_defaults
 from paceline.callbacks.reporters import find_reporters
@@ -37,13 +37,13 @@ from paceline.tf.columns import columns_of
 from paceline.tf.devices import World, choose_strategy, current_world
 from paceline.tf.engine import TFEngine
 from paceline.tf.evaluation import Predictor, check_metric, run_evaluation
-from paceline.tf.following import PlateauSchedule, plateau_of
+from paceline.tf.following import FOLLOWING, FollowingSchedule, following_of
 from paceline.tf.framework import keras
-from paceline.tf.objective import Objective, build_by_itself
+from paceline.tf.objective import Objective, build_by_itself, check_model
 from paceline.tf.optimizers import make_optimizer
 from paceline.tf.precision import POLICIES
 from paceline.tf.schedules import schedule_of
-from paceline.tf.sources import Source, as_dataset, make_source, source_of_batches
+from paceline.tf.sources import Source, as_dataset, lengths_of, make_source, source_of_batches
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +109,7 @@ class TFTrainer(TrainerNames):
         if (model is None) == (model_init is None):
             raise ValueError("TFTrainer needs `model` or `model_init`, one of the two.")
         check_metric(compute_metrics, self.args.batch_eval_metrics)
-        if model is not None and not callable(model):
-            raise TypeError(f"`model` is {type(model).__name__}; a Keras model or a callable tf.Module is needed.")
+        check_model(model)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.data_collator, self.processing_class = data_collator, processing_class
@@ -198,8 +197,9 @@ class TFTrainer(TrainerNames):
             self._source(
                 self.train_dataset,
                 args.per_device_train_batch_size,
-                seed=seed if args.train_sampling_strategy == "random" else None,
+                seed=None if args.train_sampling_strategy == "sequential" else seed,
                 drop_last=args.dataloader_drop_last,
+                by_length=args.train_sampling_strategy == "group_by_length",
             )
         )
 
@@ -217,7 +217,11 @@ class TFTrainer(TrainerNames):
         """A test set as a tf.data.Dataset of batches."""
         return as_dataset(self._source(test_dataset, self.args.per_device_eval_batch_size))
 
-    def _source(self, data: Any, per_device: int, *, seed: int | None = None, drop_last: bool = False) -> Source:
+    def _source(
+        self, data: Any, per_device: int, *, seed: int | None = None, drop_last: bool = False, by_length: bool = False
+    ) -> Source:
+        names = getattr(self.processing_class, "model_input_names", None) or [None]
+        measure = partial(lengths_of, column=self.args.length_column_name, input_name=names[0])
         return make_source(
             data,
             batch_size=per_device * self.n_replicas,
@@ -226,6 +230,7 @@ class TFTrainer(TrainerNames):
             collator=self.data_collator,
             pad=make_padding(self.processing_class, self.label_names),
             columns=columns_of(self.model, self.label_names) if self.args.remove_unused_columns else None,
+            lengths=measure if by_length else None,
         )
 
     # ---- optimizer and schedule
@@ -235,9 +240,10 @@ class TFTrainer(TrainerNames):
         if self.optimizer is not None:
             return
         if self.lr_scheduler is None:
-            follows = self.args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
-            self.lr_scheduler = plateau_of(self.args) if follows else schedule_of(self.args, num_training_steps)
-        rate = self.lr_scheduler.learning_rate if isinstance(self.lr_scheduler, PlateauSchedule) else self.lr_scheduler
+            follows = str(self.args.lr_scheduler_type) in FOLLOWING
+            self.lr_scheduler = following_of(self.args) if follows else schedule_of(self.args, num_training_steps)
+        follows = isinstance(self.lr_scheduler, FollowingSchedule)
+        rate = self.lr_scheduler.learning_rate if follows else self.lr_scheduler
         self.optimizer = make_optimizer(self.args, self.model, rate)
         self.has_own_optimizer = True
 

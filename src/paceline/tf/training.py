@@ -28,7 +28,7 @@ from paceline.tf.arguments import check_tensorflow
 from paceline.tf.counting import token_counter
 from paceline.tf.engine import TFEngine, has_loss_scale
 from paceline.tf.feed import TFFeed
-from paceline.tf.following import PlateauSchedule
+from paceline.tf.following import FollowingSchedule
 from paceline.tf.framework import keras
 from paceline.tf.precision import in_precision
 from paceline.tf.randomness import hold_generators, seed_everything
@@ -201,7 +201,7 @@ def bind_hooks(trainer: TFTrainer, run: Run) -> Hooks:
 
     def evaluate(skip_scheduler: bool) -> dict[str, float]:
         metrics = trainer.evaluate()
-        if not skip_scheduler and isinstance(trainer.lr_scheduler, PlateauSchedule):
+        if not skip_scheduler and isinstance(trainer.lr_scheduler, FollowingSchedule):
             name = run.plan.metric_for_best_model or "loss"
             trainer.lr_scheduler.step(best_metric_value(metrics, name), trainer.optimizer)
         return metrics

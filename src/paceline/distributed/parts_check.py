@@ -1,0 +1,113 @@
+"""Some tokens of a batch, to run through a model whole and in parts, and the comparison of what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.utils._pytree import tree_leaves
+
+IGNORED = -100
+NUM_ROWS, NUM_TOKENS = 2, 8  # of the sample; tokens are those of one part
+TOLERANCE = 2e-3  # of one token's values, relative to what tokens have: far above rounding, far below what is missing
+TOLERANCE_16_BIT = 0.1  # rounded at other places, such values differ by 1e-2 after some layers
+TOLERANCE_TF32 = 0.02
+
+
+@dataclass
+class Sample:
+    """Two rows of the head of a batch, as the model takes them.
+
+    Attributes:
+        inputs: for the model. With an attention_mask the second row is padded on the left.
+        main: token ids or embeddings: (2, tokens) or (2, tokens, features).
+        present: (2, tokens), True for tokens that are not padding.
+    """
+
+    inputs: dict[str, Any]
+    main: Tensor
+    present: Tensor
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any], main: Tensor, size: int) -> Sample:
+        """The sample of a batch, for so many parts; as long as these need, at most as long as the batch.
+
+        Rows are repeated where there is one. All tokens but some of the second row have a target, so that parts have
+        more and fewer of them.
+        """
+        number, length = main.shape[:2]
+        taken = min(length, NUM_TOKENS * size - 1)  # what is not divisible is filled up, which is tried too
+        rows = torch.arange(NUM_ROWS, device=main.device) % number
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != number:
+                return value
+            value = value[rows.to(value.device)]
+            return value[:, :taken] if value.dim() > 1 and value.shape[1] == length else value
+
+        chosen = {name: cut(value) for name, value in inputs.items()}
+        present = torch.ones(NUM_ROWS, taken, dtype=torch.bool, device=main.device)
+        padded, mask = taken // 3, chosen.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            present[1, :padded] = False
+            chosen["attention_mask"] = present.to(mask.dtype)
+        # what is before the first token that is there has that one as its target, and is padding itself
+        for name, first in (("labels", padded + 1), ("shift_labels", padded)):
+            given = inputs.get(name)
+            if isinstance(given, Tensor) and given.shape == main.shape[:2]:
+                target = chosen[name]
+                target = torch.where(target == IGNORED, given.max(), target)
+                target[1, :first] = IGNORED
+                chosen[name] = target
+        return cls(chosen, cut(main), present)
+
+
+def difference(expected: Any, found: Any, present: Tensor) -> str:
+    """What differs between the outputs of the whole and those of the parts, on any process: "" for nothing.
+
+    Compared are losses and all outputs that have an entry for each token; those of padding are left out.
+    """
+    wrong = ""
+    left, right = values_of(expected), values_of(found)
+    if len(left) != len(right):
+        wrong = "outputs"
+    for one, other in zip(left, right, strict=False):
+        if one.dim() == 0 and not is_close(one[None, None], other.reshape(1, 1)):
+            wrong = wrong or "losses"
+        if one.dim() > 1 and one.shape[:2] == present.shape:
+            here = one.shape == other.shape and is_close(one[present], other[present])
+            wrong = wrong if here else "outputs"
+    flag = torch.tensor(float(bool(wrong)), device=present.device)
+    distributed.all_reduce(flag, distributed.ReduceOp.MAX)
+    return wrong or ("numbers on another process" if bool(flag) else "")
+
+
+def values_of(outputs: Any) -> list[Tensor]:
+    """The tensors of floating point in a model's outputs."""
+    nest = dict(outputs) if isinstance(outputs, Mapping) else outputs
+    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def is_close(expected: Tensor, found: Tensor) -> bool:
+    """Whether (entries, ...) are the same, entry by entry, but for rounding. Entries without a number are left out."""
+    left, right = expected.flatten(1).float(), found.flatten(1).float()
+    known = left.isfinite().all(1)
+    if not bool(known.any()):
+        return True  # a mean over no target
+    size = left[known].norm(dim=1).mean()
+    worst = (left - right)[known].norm(dim=1).nan_to_num(nan=torch.inf).max()
+    return bool(worst <= tolerance_of(expected) * size + 1e-9)
+
+
+def tolerance_of(tensor: Tensor) -> float:
+    """How far rounding may bring one token's values apart, relative to their size."""
+    kind, dtype = tensor.device.type, tensor.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    if dtype.itemsize < 4:
+        return TOLERANCE_16_BIT
+    is_rounded = kind == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return TOLERANCE_TF32 if is_rounded else TOLERANCE
