@@ -286,10 +286,12 @@ def find_complex_functions() -> Findings:
 
 @rule("backend names")
 def find_backend_names() -> Findings:
-    """The loop, the engine and the Trainer know no backend: a strategy is one file of `distributed`."""
-    backend = re.compile(r"(?<![a-z])(ddp|fsdp|deepspeed|xla|tpu)(?![a-z])", re.IGNORECASE)
+    """The loop, the engines and the Trainer know no backend: a strategy is one file of `distributed`."""
+    names = r"(?<![a-z])(?<!process_)(ddp|fsdp|deepspeed|xla|tpu|pipeline|zero)(?![a-z])"  # is_world_process_zero
+    backend = re.compile(names, re.IGNORECASE)
+    engines = {"engine.py", "window_engine.py", "shared_engine.py", "evaluation.py", "shared_evaluation.py"}
     for path in PATHS:
-        if name_of(path) not in {"core/loop.py", "engine.py", "trainer.py", "training.py", "evaluation.py"}:
+        if name_of(path) not in {*engines, "core/loop.py", "trainer.py", "training.py", "saving.py"}:
             continue
         source = path.read_text(encoding="utf-8").splitlines()
         for number in sorted(code_lines(path)):

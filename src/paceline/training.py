@@ -20,10 +20,9 @@ import torch
 from paceline.args.plan import Plan, resolve
 from paceline.assembly import declare_loss
 from paceline.checkpoint import files
-from paceline.checkpoint.named import FULL_OPTIMIZER_NAME, load_optimizer_shards, take_named
+from paceline.checkpoint.named import load_foreign_optimizer, load_optimizer_shards
 from paceline.checkpoint.plausible import blame
 from paceline.checkpoint.shards import OPTIMIZER_FOLDER, is_sharded
-from paceline.checkpoint.zero_files import has_zero_files, read_zero_files
 from paceline.core import folders
 from paceline.core.loop import Loop
 from paceline.core.metrics import best_metric_value, speed_metrics
@@ -433,7 +432,7 @@ def load_optimizer_and_scheduler(trainer: Trainer, checkpoint: str | None) -> No
 
 
 def load_named_optimizer(trainer: Trainer, checkpoint: Path) -> bool:
-    """Load the optimizer from shards, from ZeRO's parts, or from accelerate's one file; False: none of them is there.
+    """Load the optimizer from shards, or from the files of another trainer; False: none of them is there.
 
     All of these go by the names of parameters.
     """
@@ -441,12 +440,7 @@ def load_named_optimizer(trainer: Trainer, checkpoint: Path) -> bool:
     if is_sharded(checkpoint / OPTIMIZER_FOLDER):
         load_optimizer_shards(model, optimizer, checkpoint)
         return True
-    path = checkpoint / FULL_OPTIMIZER_NAME
-    if has_zero_files(checkpoint):
-        take_named(model, optimizer, read_zero_files(checkpoint).optimizer(), checkpoint)
-    elif path.is_file():
-        take_named(model, optimizer, files.load_tensors(path), path)
-    else:
+    if not load_foreign_optimizer(model, optimizer, checkpoint):
         return False
     trainer.strategy.shard_state(optimizer)
     return True

@@ -142,7 +142,7 @@ def check_own(training_step: Any) -> None:
     if not str(getattr(function, "__module__", None)).startswith("paceline."):
         name = getattr(function, "__qualname__", "training_step")
         raise ValueError(
-            f"{name}: training_step cannot be overridden with a pipeline, whose schedule runs forward and backward of "
-            "all micro-batches. Override compute_loss, which the last stage calls, or share the work in another way "
-            "(parallel='fsdp')."
+            f"{name}: training_step cannot be overridden with stages on several processes, whose schedule runs forward "
+            "and backward of all micro-batches. Override compute_loss, which the last stage calls, or leave 'pp' out "
+            "of parallel."
         )

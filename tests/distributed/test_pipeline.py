@@ -160,7 +160,7 @@ def test_an_own_training_step_is_refused(tmp_path: Path) -> None:
             return super().training_step(*args, **kwargs)
 
     check_own(make_trainer(tmp_path, Deep(), tagging(4)).training_step)
-    with pytest.raises(ValueError, match=r"Own\.training_step: training_step cannot be overridden with a pipeline"):
+    with pytest.raises(ValueError, match=r"Own\.training_step: training_step cannot be overridden with stages on"):
         check_own(make_trainer(tmp_path, Deep(), tagging(4), cls=Own).training_step)
 
 

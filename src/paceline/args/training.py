@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from paceline.args import serialize
+from paceline.args import launch_environment, serialize
 from paceline.args.choices import (
     LOG_LEVELS,
     HubStrategy,
@@ -45,7 +45,8 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
 
     Names of earlier releases of transformers are understood. Values are converted to the option's type, when the
     object is made and when an attribute is set; the rules between options are checked when the object is made and
-    again when a run starts. Making arguments touches no device, no file and no global state.
+    again when a run starts. What `accelerate launch` was told is taken where nothing is given. Making arguments touches
+    no device and no global state.
 
     Raises:
         TypeError: an unknown option; the nearest known one is named.
@@ -72,6 +73,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
             if item.name in self._VALID_DICT_FIELDS and isinstance(value, str) and value.lstrip().startswith("{"):
                 value = to_mapping(item.name, value)
             self.__dict__[item.name] = value
+        told = self._take_from_launcher()
         for old, new in ALIASES.items():
             if getattr(self, new) is None:
                 self.__dict__[new] = getattr(self, old)
@@ -88,7 +90,21 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         self._given: dict[str, Any] = {}
         self._assigned: frozenset[str] = frozenset()
         self._derive()
-        check(self)
+        try:
+            check(self)
+        except ValueError as error:
+            if told:
+                error.add_note(told)
+            raise
+
+    def _take_from_launcher(self) -> str:
+        """Fill what `accelerate launch` was told and the arguments leave open. Returns one sentence on it."""
+        taken, told = launch_environment.take(self, os.environ)
+        for name, value in taken.items():
+            self.__dict__[name] = coerce_option(type(self), name, value)
+        if told and os.environ.get("RANK", "0") == "0":
+            logger.info(told)
+        return told
 
     def _derive(self) -> None:
         """Fill what follows from other options, and remember what was there. What was assigned since stays."""

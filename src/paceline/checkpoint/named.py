@@ -18,7 +18,7 @@ from paceline.checkpoint.files import has_weights, take_state
 from paceline.checkpoint.shards import MODEL_FOLDER, OPTIMIZER_FOLDER, Shards, is_sharded, nested, settled
 from paceline.checkpoint.tensors import CheckpointError, load_json, load_tensors, save_json
 from paceline.checkpoint.weights import EXTRA_STATE_NAME, read_weights
-from paceline.checkpoint.zero_files import read_zero_weights
+from paceline.checkpoint.zero_files import has_zero_files, read_zero_files, read_zero_weights
 
 NOTES_NAME = "sharded.json"  # what the folders of tensors cannot say
 FULL_MODEL_NAME = "pytorch_model_fsdp.bin"  # of accelerate: the whole model, and the optimizer by name
@@ -188,6 +188,21 @@ def load_optimizer_shards(model: nn.Module, optimizer: Optimizer, folder: Path) 
         targets[key] = _target(shards, key, parameter, notes.get(key)) if key in shards.tensors else None
     saved = nested(shards.load(targets), shards.paths).get("optimizer", {})
     take_named(model, optimizer, saved, folder / OPTIMIZER_FOLDER)
+
+
+def load_foreign_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> bool:
+    """Give an optimizer its state back from ZeRO's parts, or from accelerate's one file; False: neither is there.
+
+    Raises: CheckpointError, where it does not fit.
+    """
+    path = folder / FULL_OPTIMIZER_NAME
+    if has_zero_files(folder):
+        take_named(model, optimizer, read_zero_files(folder).optimizer(), folder)
+    elif path.is_file():
+        take_named(model, optimizer, load_tensors(path), path)
+    else:
+        return False
+    return True
 
 
 def take_named(model: nn.Module, optimizer: Optimizer, saved: Any, path: Path) -> None:

@@ -1,0 +1,294 @@
+"""What `accelerate launch` was told, read from the variables that it sets and taken where the arguments say nothing.
+
+The names are those of accelerate's `utils/launch.py`. A variable at the launcher's own default asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.args import deepspeed_config, sharding
+from paceline.args.errors import UnsupportedOption
+
+Environment = Mapping[str, str]
+# variable of FSDP -> (key of fsdp_config, what the launcher sets where it was told nothing)
+FSDP: dict[str, tuple[str, str]] = {
+    "FSDP_OFFLOAD_PARAMS": ("offload_params", "false"),
+    "FSDP_AUTO_WRAP_POLICY": ("auto_wrap_policy", ""),
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": ("transformer_layer_cls_to_wrap", ""),
+    "FSDP_BACKWARD_PREFETCH": ("backward_prefetch", ""),
+    "FSDP_STATE_DICT_TYPE": ("state_dict_type", ""),
+    "FSDP_FORWARD_PREFETCH": ("forward_prefetch", "false"),
+    "FSDP_USE_ORIG_PARAMS": ("use_orig_params", "true"),
+    "FSDP_SYNC_MODULE_STATES": ("sync_module_states", "true"),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("activation_checkpointing_offload", "false"),
+    "FSDP_IGNORED_MODULES": ("ignored_modules", ""),
+}
+# the two versions of FSDP are told by other variables when parameters are freed
+FSDP_STRATEGY: dict[str, tuple[str, str, str]] = {
+    "1": ("FSDP_SHARDING_STRATEGY", "sharding_strategy", "full_shard"),
+    "2": ("FSDP_RESHARD_AFTER_FORWARD", "reshard_after_forward", "true"),
+}
+# variable of DeepSpeed -> (section of its config, key)
+DEEPSPEED: dict[str, tuple[str, str]] = {
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("", "stage"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("offload_optimizer", "device"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("offload_param", "device"),
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": ("", "stage3_gather_16bit_weights_on_model_save"),
+}
+DEEPSPEED_STAGE = 2  # where the launcher was told of DeepSpeed and of no stage
+# variable of the mesh -> key of parallelism_config
+MESH = {f"PARALLELISM_CONFIG_{axis.upper()}_SIZE": f"{axis}_size" for axis in (
+    "dp_replicate", "dp_shard", "tp", "cp", "sp"
+)}  # fmt: skip
+# switches of torch.compile that no option is
+COMPILE_SWITCHES = ("ACCELERATE_DYNAMO_USE_FULLGRAPH", "ACCELERATE_DYNAMO_USE_DYNAMIC")
+LAUNCHER = "accelerate launch"
+
+
+@dataclass
+class Told:
+    """What the launcher was told.
+
+    Attributes:
+        values: option -> (its value, the variable that said so).
+        fsdp_config: settings that are filled into `fsdp_config`; key -> (value, variable).
+        remarks: what was told and changes nothing in this run.
+    """
+
+    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    fsdp_config: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+
+def is_on(environment: Environment, name: str) -> bool:
+    """A variable that is a switch. Raises: ValueError, where it is neither on nor off."""
+    text = environment.get(name, "").strip().lower()
+    if text not in ("", "true", "1", "yes", "on", "y", "t", "false", "0", "no", "off", "n", "f", "none"):
+        raise ValueError(f"{name}={environment[name]!r} is not possible: use true or false, or unset it.")
+    return text in ("true", "1", "yes", "on", "y", "t")
+
+
+def read_told(environment: Environment) -> Told:
+    """What the variables say.
+
+    Raises:
+        ValueError: a value that is not possible.
+        UnsupportedOption: what no option does.
+    """
+    if is_on(environment, "ACCELERATE_USE_MEGATRON_LM"):
+        raise UnsupportedOption(
+            f"ACCELERATE_USE_MEGATRON_LM={environment['ACCELERATE_USE_MEGATRON_LM']} of {LAUNCHER} is not supported: "
+            "use parallelism_config or fsdp."
+        )
+    told = Told()
+    if is_on(environment, "ACCELERATE_USE_CPU"):
+        told.values["use_cpu"] = (True, "ACCELERATE_USE_CPU")
+    read_precision(environment, told)
+    read_compilation(environment, told)
+    if is_on(environment, "ACCELERATE_USE_FSDP"):
+        read_fsdp(environment, told)
+    if is_on(environment, "ACCELERATE_USE_DEEPSPEED"):
+        read_deepspeed(environment, told)
+    if is_on(environment, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        read_mesh(environment, told)
+    return told
+
+
+def read_precision(environment: Environment, told: Told) -> None:
+    """`bf16` or `fp16`; "no" is what the launcher says by itself."""
+    name = "ACCELERATE_MIXED_PRECISION"
+    precision = environment.get(name, "no").lower()
+    if precision in ("bf16", "fp16"):
+        told.values[precision] = (True, name)
+    elif precision not in ("no", ""):
+        raise UnsupportedOption(f"{name}={precision} of {LAUNCHER} is not supported: use bf16, fp16 or no.")
+
+
+def read_compilation(environment: Environment, told: Told) -> None:
+    """`torch_compile_backend` and what belongs to it."""
+    backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if backend in ("no", ""):
+        return
+    for name in COMPILE_SWITCHES:
+        if is_on(environment, name):
+            raise UnsupportedOption(
+                f"{name}={environment[name]} of {LAUNCHER} is not supported: compile the model in the script, or leave "
+                "it out."
+            )
+    told.values["torch_compile_backend"] = (backend, "ACCELERATE_DYNAMO_BACKEND")
+    mode = environment.get("ACCELERATE_DYNAMO_MODE", "default")
+    if mode not in ("default", "None", ""):
+        told.values["torch_compile_mode"] = (mode, "ACCELERATE_DYNAMO_MODE")
+    if is_on(environment, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"):
+        told.values["torch_compile"] = (True, "ACCELERATE_DYNAMO_BACKEND")
+        told.values["compile_regions"] = (True, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
+
+
+def read_fsdp(environment: Environment, told: Told) -> None:
+    """`fsdp`, `fsdp_config` and `activation_checkpointing`."""
+    version = environment.get("FSDP_VERSION", "1")
+    if version not in FSDP_STRATEGY:
+        raise UnsupportedOption(f"FSDP_VERSION={version} of {LAUNCHER} is not supported: use 1 or 2.")
+    table = dict(FSDP)
+    variable, key, default = FSDP_STRATEGY[version]
+    table[variable] = (key, default)
+    if environment.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "SIZE_BASED_WRAP":
+        table["FSDP_MIN_NUM_PARAMS"] = ("min_num_params", "")
+    for variable, (key, default) in table.items():
+        text = environment.get(variable, "")
+        if text and text != "None" and text.lower() != default:
+            told.fsdp_config[key] = (text, variable)
+    if version == "1":
+        told.remarks.append("FSDP 1 is run as torch's fully_shard")
+    if is_on(environment, "FSDP_ACTIVATION_CHECKPOINTING"):
+        told.values["activation_checkpointing"] = (True, "FSDP_ACTIVATION_CHECKPOINTING")
+    if is_on(environment, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        # transformers reads it too: from_pretrained leaves the other processes without the weights
+        told.fsdp_config["cpu_ram_efficient_loading"] = (True, "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    if int(environment.get("WORLD_SIZE", "1")) == 1 and "offload_params" not in told.fsdp_config:
+        told.remarks[:] = ["FSDP is left out, as there is one process"]
+        told.fsdp_config.clear()
+        return
+    told.values["fsdp"] = (True, "ACCELERATE_USE_FSDP")
+
+
+def read_deepspeed(environment: Environment, told: Told) -> None:
+    """`deepspeed`, and the two options that a config of DeepSpeed repeats."""
+    if environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"):
+        name = "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
+        raise UnsupportedOption(f"{name}={environment[name]} of {LAUNCHER} is not supported: leave it out.")
+    path = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if path not in ("", "none", "None"):
+        told.values["deepspeed"] = (path, "ACCELERATE_DEEPSPEED_CONFIG_FILE")
+        return
+    zero: dict[str, Any] = {}
+    for variable, (section, key) in DEEPSPEED.items():
+        text = environment.get(variable, "none").lower()
+        if text in ("", "none"):
+            continue
+        value: Any = {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
+        if section:
+            zero[section] = {key: value}
+        else:
+            zero[key] = value
+    told.values["deepspeed"] = ({"zero_optimization": zero}, "ACCELERATE_USE_DEEPSPEED")
+    for variable, option, kind in (
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps", int),
+        ("ACCELERATE_GRADIENT_CLIPPING", "max_grad_norm", float),
+    ):
+        text = environment.get(variable, "auto")
+        if text not in ("auto", "none", ""):
+            told.values[option] = (kind(text), variable)
+
+
+def read_mesh(environment: Environment, told: Told) -> None:
+    """`parallelism_config`."""
+    sizes: dict[str, Any] = {
+        key: int(environment[variable]) for variable, key in MESH.items() if environment.get(variable, "1") != "1"
+    }
+    strategy = environment.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "None")
+    if sizes.get("cp_size") and strategy != "None":
+        sizes["cp_handler"] = {"cp_comm_strategy": strategy}
+    if sizes:
+        told.values["parallelism_config"] = (sizes, "ACCELERATE_USE_PARALLELISM_CONFIG")
+
+
+def take(options: Any, environment: Environment) -> tuple[dict[str, Any], str]:
+    """What the launcher was told and the arguments leave open.
+
+    Args:
+        options: the arguments, as they were given.
+        environment: the variables of this process.
+
+    Returns:
+        the values by option, and one sentence that says what they are; empty: the launcher says nothing.
+
+    Raises:
+        ValueError: the launcher and an argument contradict each other; the message names both values.
+        UnsupportedOption: the launcher was told what no option does.
+    """
+    told = read_told(environment)
+    check_ways(options, told)
+    taken: dict[str, Any] = {}
+    for name, (value, variable) in told.values.items():
+        current = getattr(options, name)
+        if name == "fsdp" and sharding.is_asked(current):
+            continue
+        if name == "deepspeed" and current:
+            check_same_engine(current, value, variable)
+        elif current in (None, "", {}, []) or current == getattr(type(options), name, None):
+            taken[name] = value
+        elif current != value:
+            raise contradiction(f"{name}={current!r}", value, variable)
+    if isinstance(taken.get("deepspeed"), dict):
+        taken["deepspeed"]["zero_optimization"].setdefault("stage", DEEPSPEED_STAGE)
+    if told.fsdp_config:
+        taken["fsdp_config"] = fill_fsdp(options, told)
+    said = [f"{name}={value!r}" for name, value in taken.items()] + told.remarks
+    return taken, f"From the environment of {LAUNCHER}: {', '.join(said)}." if said else ""
+
+
+def contradiction(argument: str, value: Any, variable: str) -> ValueError:
+    """The error for an argument and a variable that differ."""
+    shown = f"{variable} of {LAUNCHER}, which is {value!r}"
+    return ValueError(f"{argument} contradicts {shown}: make them equal, or leave one of them out.")
+
+
+def check_ways(options: Any, told: Told) -> None:
+    """One number format, and one way to share the work.
+
+    Raises:
+        ValueError: the launcher says one and the arguments another.
+    """
+    for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
+        if name in told.values and getattr(options, other):
+            raise contradiction(f"{other}=True", name, told.values[name][1])
+    for way, others in (("fsdp", ("deepspeed",)), ("deepspeed", ("fsdp", "parallel", "parallelism_config"))):
+        for other in others:
+            if way in told.values and getattr(options, other):
+                raise contradiction(f"{other}={getattr(options, other)!r}", *told.values[way])
+    if "fsdp" in told.values and options.parallel in ("ddp", "xla"):
+        raise contradiction(f"parallel={options.parallel!r}", True, "ACCELERATE_USE_FSDP")
+    if "parallelism_config" in told.values and options.parallel:
+        raise contradiction(f"parallel={options.parallel!r}", *told.values["parallelism_config"])
+
+
+def check_same_engine(current: Any, value: Any, variable: str) -> None:
+    """`deepspeed` beside a launcher that was told of it too: no setting of ZeRO that the other has otherwise.
+
+    Raises:
+        ValueError: there is one.
+    """
+    mine = deepspeed_config.read_config(current)
+    if variable == "ACCELERATE_DEEPSPEED_CONFIG_FILE":
+        if mine != deepspeed_config.read_config(value):
+            raise contradiction(f"deepspeed={current!r}", value, variable)
+        return
+    zero = mine.get("zero_optimization") or {}
+    for name, (section, key) in DEEPSPEED.items():
+        other = value["zero_optimization"].get(section or key)
+        other = other.get(key) if section and other else other
+        found = (zero.get(section) or {}).get(key) if section else zero.get(key)
+        if other is not None and (found or False) != other:
+            where = "".join(f"[{part!r}]" for part in ("zero_optimization", section, key) if part)
+            raise contradiction(f"deepspeed{where}={found!r}", other, name)
+
+
+def fill_fsdp(options: Any, told: Told) -> dict[str, Any]:
+    """`fsdp_config` with what the launcher was told beside it.
+
+    Raises:
+        ValueError: a setting has two values.
+    """
+    config = sharding.strip(sharding.read_config(options.fsdp_config))
+    for name, (value, variable) in told.fsdp_config.items():
+        mine = config.get(name)
+        is_default = name == "cpu_ram_efficient_loading"  # the launcher says so by itself
+        if mine in (None, ""):
+            config[name] = value
+        elif sharding.read_word(mine) != sharding.read_word(value) and not is_default:
+            raise contradiction(f"fsdp_config[{name!r}]={mine!r}", value, variable)
+    return config
