@@ -58,6 +58,10 @@ def windowed() -> nn.Module:
     return MistralForCausalLM(MistralConfig(**mesh_job.SIZES, **mesh_job.HEADS, sliding_window=4))
 
 
+def stretching() -> nn.Module:
+    return mesh_job.llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+
+
 def classifier() -> nn.Module:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -74,6 +78,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (NoPositions, {}, "takes no position_ids"),
     (ShiftsByItself, {}, "takes labels and no shift_labels"),
     (classifier, {}, "takes labels and no shift_labels"),
+    (stretching, {}, "rotary positions of the type 'dynamic'"),
     (NoAttention, {"input_ids": IDS}, "did not call .*scaled_dot_product_attention"),
     (NotCausal, {"input_ids": IDS}, "attention that is not causal needs the attention_mask"),
     (NoAttention, {"input_ids": IDS[0]}, "whose second dimension could be cut"),

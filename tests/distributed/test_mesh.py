@@ -42,6 +42,24 @@ def test_matrices_or_sequences_cut_in_two_have_the_numbers_of_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", mesh_job.IN_PARTS)
+def test_padding_on_the_left_and_parts_without_a_target(
+    tmp_path: Path, of_two: tuple[Path, dict[str, list[Any]]], name: str
+) -> None:
+    check_same([found[name] for found in of_two[1]["cp=2"]], mesh_job.run(tmp_path, name, Mesh()))
+
+
+@pytest.mark.slow
+def test_models_with_other_numbers_in_parts_are_refused_on_all_processes(
+    of_two: tuple[Path, dict[str, list[Any]]],
+) -> None:
+    for found in of_two[1]["cp=2"]:
+        said = found["refused"]
+        assert said["convolved"].startswith("parallel={'cp': 2}: Convolved gives other outputs")
+        assert said["sum of losses"].startswith("parallel={'cp': 2}: SumOfLosses gives other losses")
+
+
+@pytest.mark.slow
 def test_a_run_is_resumed_bit_for_bit(of_two: tuple[Path, dict[str, list[Any]]]) -> None:
     folder, found = of_two
     assert not verify(folder / "tp=2@start" / "checkpoint-4")

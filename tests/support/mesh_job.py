@@ -20,6 +20,7 @@ from small_models import make_trainer
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh, fill_mesh, read_parallel
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4}
@@ -70,6 +71,72 @@ class Reader(nn.Module):
         return {"loss": functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten()), "logits": logits}
 
 
+class OwnMean(Reader):
+    """Divides by the number of its targets by itself: without any, that is no number."""
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        logits = super().forward(input_ids, None, position_ids)["logits"]
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        is_target = shift_labels != -100
+        losses = -logits.log_softmax(-1).gather(-1, shift_labels.clamp(min=0)[..., None])[..., 0]
+        return {"loss": (losses * is_target).sum() / is_target.sum(), "logits": logits}
+
+
+class Convolved(Reader):
+    """Its tokens meet the two before them outside of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = nn.Conv1d(16, 16, 3)
+        self.words.register_forward_hook(self._mix)
+
+    def _mix(self, module: nn.Module, args: Any, x: Tensor) -> Tensor:
+        return x + self.near(functional.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+
+
+class SumOfLosses(Reader):
+    """Its loss is no mean over targets."""
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        outputs = super().forward(input_ids, labels, position_ids, shift_labels)
+        given = shift_labels if shift_labels is not None else labels[:, 1:] if labels is not None else None
+        if given is not None:
+            outputs["loss"] = outputs["loss"] * (given != -100).sum()
+        return outputs
+
+
+def opt() -> torch.nn.Module:
+    """Counts its places from the first token that is there."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "word_embed_proj_dim": 16}
+    # the gradient of a key's bias is rounding only, which AdamW makes as large as any
+    options = {"num_attention_heads": 4, "max_position_embeddings": 64, "dropout": 0.0, "enable_bias": False}
+    return OPTForCausalLM(OPTConfig(**sizes, **options))
+
+
+def padded_on_the_left(number: int, width: int = 9, seed: int = 1) -> list[dict[str, Tensor]]:
+    """As `texts`, turned round; the first token that is there is a target too."""
+    return [{name: value.flip(0) for name, value in text.items()} for text in texts(number, width, seed)]
+
+
+def with_prompts(number: int, width: int = 9, seed: int = 1) -> list[dict[str, Tensor]]:
+    """Texts of which the last tokens only are targets: the first part of a sequence has none."""
+    samples = texts(number, width, seed)
+    for sample in samples:
+        sample["labels"] = torch.where(torch.arange(width) < width - 3, -100, sample["input_ids"])
+    return samples
+
+
 def texts(number: int, width: int = 9, seed: int = 1) -> list[dict[str, Tensor]]:
     """Token ids with padding on the right, which is no target, and some other tokens that are none."""
     generator = torch.Generator().manual_seed(seed)
@@ -90,6 +157,9 @@ MODELS: dict[str, Any] = {
     "own module": Reader,
     "own loss": Reader,
 }
+DATA: dict[str, Any] = {"opt": padded_on_the_left, "left": padded_on_the_left, "own mean": with_prompts}
+IN_PARTS = {"opt": opt, "left": llama, "own mean": OwnMean}  # of sequences, only
+REFUSED = {"convolved": Convolved, "sum of losses": SumOfLosses}
 FEW = ["tied llama", "own module"]
 
 
@@ -99,7 +169,13 @@ def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Te
     return functional.cross_entropy(left, right, reduction="sum") / num_items_in_batch
 
 
+def data_of(name: str) -> Any:
+    """What makes the texts of a scenario."""
+    return DATA.get(name, texts)
+
+
 def options_of(folder: Path, name: str, parts: int) -> dict[str, Any]:
+    texts = data_of(name)
     return {
         **split(parts, 2, 12),
         "eval_dataset": texts(11, seed=3),
@@ -116,11 +192,22 @@ def run(folder: Path, name: str, mesh: Mesh, parallel: Any = None, **options: An
     given = {**options_of(folder, name, mesh.data_size), **options}
     if parallel is not None:
         given["parallel"] = parallel
-    trainer = train(folder / name.replace(" ", "-"), MODELS[name](), texts(29), **given)
+    texts, model = data_of(name), {**MODELS, **IN_PARTS}[name]()
+    trainer = train(folder / name.replace(" ", "-"), model, texts(29), **given)
     output = trainer.predict(texts(7, seed=4))
     return found(
         trainer, predictions=output.predictions, labels=output.label_ids, test_loss=[output.metrics["test_loss"]]
     )
+
+
+def refusal_of(folder: Path, model: nn.Module, parallel: Any) -> str:
+    """What is said against a model; "" for nothing."""
+    trainer = make_trainer(folder, model, texts(8), per_device_train_batch_size=4, max_steps=1, parallel=parallel)
+    try:
+        trainer.train()
+    except UnsupportedOption as error:
+        return str(error)
+    return ""
 
 
 def go_on(folder: Path, mesh: Mesh, parallel: Any, checkpoint: Path | None, **options: Any) -> Result:
@@ -144,8 +231,11 @@ def main() -> None:
             result = go_on(folder / name, mesh, sizes, None if checkpoint == "start" else Path(checkpoint))
             torch.save(result, folder / f"{name}-{rank}.pt")
             continue
-        names = list(MODELS) if size == 2 else FEW
-        torch.save({name: run(folder / said, name, mesh, sizes) for name in names}, folder / f"{said}-{rank}.pt")
+        names = [*MODELS, *(IN_PARTS if said == "cp=2" else ())] if size == 2 else FEW
+        results: dict[str, Any] = {name: run(folder / said, name, mesh, sizes) for name in names}
+        if size == 2 and said == "cp=2":
+            results["refused"] = {name: refusal_of(folder / name, make(), sizes) for name, make in REFUSED.items()}
+        torch.save(results, folder / f"{said}-{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import inspect
 import weakref
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -488,3 +489,17 @@ def check_model(model: nn.Module, names: tuple[str, ...], size: int) -> None:
     if kinds != {"full_attention"}:
         others = ", ".join(sorted(kinds - {"full_attention"}))
         raise UnsupportedOption(f"{said} has layers of the kind {others}, which are not supported; leave cp out.")
+    # these look at the last position of a pass, which is another in each part; no short sample tells
+    rotations = sorted(rope for rope in rope_types(model) if "dynamic" in rope or rope == "longrope")
+    if rotations:
+        raise UnsupportedOption(
+            f"{said} has rotary positions of the type {rotations[0]!r}, which change with the length of a part; leave "
+            "cp out, or set another rope_type in the model's configuration."
+        )
+
+
+def rope_types(model: nn.Module) -> set[str]:
+    """The types of a model's rotary positions, as transformers names them."""
+    found = [getattr(module, "rope_type", None) for module in model.modules()]
+    every = chain.from_iterable(each.values() if isinstance(each, dict) else [each] for each in found)
+    return {each for each in every if isinstance(each, str)}
