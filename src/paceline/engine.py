@@ -221,8 +221,9 @@ class TorchEngine:
     ) -> list[Tensor]:
         """Forward and backward of every micro-batch that weighs something; their contributions to the loss."""
         self._losses = losses = []
-        last = len(batches) - 1
-        closing = max((index for index, item in enumerate(counts) if item.weight > 0), default=last)
+        closing = last = len(batches) - 1
+        if self.strategy.holds_back:  # gradients are exchanged in the last micro-batch that has some
+            closing = max((index for index, item in enumerate(counts) if item.weight > 0), default=last)
         self._window, self._weighed = counts, []
         for index, batch in enumerate(batches):
             self._current = current = MicroStep(counts[index], total, index == last)

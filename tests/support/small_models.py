@@ -22,6 +22,10 @@ class Part(nn.Module):
             self.add_module(name, module)
 
 
+def with_loss(logits: Tensor, labels: Tensor | None) -> Any:
+    return logits if labels is None else (functional.cross_entropy(logits, labels), logits)
+
+
 class Classifier(nn.Module):
     """A plain module: features -> mean cross-entropy and logits, in a tuple. No config anywhere."""
 
@@ -43,15 +47,14 @@ class Classifier(nn.Module):
         return result
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-        return self.finish(self.begin(x), labels)
+        return with_loss(self.logits(x), labels)
 
     def pipeline_stages(self, num_stages: int) -> list[nn.Module]:
         """Two: this model can be cut in the middle."""
         return [Part(self.begin, first=self.first, drop=self.drop), Part(self.finish, second=self.second)]
 
     def finish(self, hidden: Tensor, labels: Tensor | None = None) -> Any:
-        logits = self.second(hidden)
-        return logits if labels is None else (functional.cross_entropy(logits, labels), logits)
+        return with_loss(self.second(hidden), labels)
 
 
 class Tagger(nn.Module):
