@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -97,7 +98,10 @@ class FailingData(torch.utils.data.Dataset[dict[str, Any]]):
 def run_with_failing_data(folder: Path, kind: str) -> None:
     """Train with one worker until it fails; exit with 1, and leave the error in `error.txt`."""
     torch.set_num_threads(1)
-    trainer = make(folder, dataloader_num_workers=1, save_steps=1, eval_steps=1)
+    # The platform's own way to start workers: a spawned process would spawn them too, and a spawned worker aborts now
+    # and then as its interpreter closes, beside a thread that still serves a batch.
+    options = {"dataloader_multiprocessing_context": multiprocessing.get_all_start_methods()[0]}
+    trainer = make(folder, dataloader_num_workers=1, save_steps=1, eval_steps=1, **options)
     trainer.train_dataset = FailingData(kind)
     try:
         trainer.train()
