@@ -19,6 +19,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from hub_server import Hub, point_to, serving
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("paceline", derandomize=True, deadline=None, database=None, max_examples=50)
@@ -51,6 +52,21 @@ def _seed() -> Iterator[None]:
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub on loopback, which huggingface_hub speaks to in this process."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    constants = pytest.importorskip("huggingface_hub.constants")
+    http = pytest.importorskip("huggingface_hub.utils._http")
+    with serving() as served:
+        point_to(served.url, monkeypatch)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+        monkeypatch.setattr(http.time, "sleep", lambda seconds: None)  # between its retries
+        yield served
+    huggingface_hub.close_session()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -27,11 +27,11 @@ PATHS = sorted(path for path in PACKAGE.rglob("*.py") if not any(part.startswith
 LAYERS = [
     {"args"},
     {"core"},
-    {"callbacks", "data", "model", "optim", "distributed", "tf"},
+    {"callbacks", "data", "model", "optim", "distributed", "hub", "tf"},
     {"checkpoint"},
     {"engine", "evaluation", "predictions", "snapshot", "progress"}
     | {"shared_engine", "shared_evaluation", "shared_resuming", "window_engine"},
-    {"accelerate_view", "assembly", "counting", "hooks", "hub", "loaders"}
+    {"accelerate_view", "assembly", "counting", "hooks", "loaders", "published"}
     | {"replaying", "saving", "sharded_saving", "subclassing", "training", "uploads"},
     {"trainer"},
     {"seq2seq", "drop_in"},
@@ -41,7 +41,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 # what a layer may import beside the standard library, when it is imported itself; all else goes through
 # core.optional.require
-THIRD_PARTY = {"args": {"yaml"}, "core": {"numpy"}, "callbacks": {"numpy"}}
+THIRD_PARTY = {"args": {"yaml"}, "core": {"numpy"}, "callbacks": {"numpy"}, "hub": set()}
 DEFAULT_THIRD_PARTY = {"numpy", "safetensors", "torch", "yaml"}
 
 FILE_LINES, FUNCTION_LINES, NESTING, COMPLEXITY = 400, 50, 4, 12
@@ -166,8 +166,10 @@ def find_upward_imports() -> Findings:
             other = layer_of(module) if module.split(".")[0] == "paceline" else ""
             if not other or is_inside or own not in RANK:
                 continue
-            if own == "tf" and other not in {"tf", "args", "core", "callbacks"}:
-                yield name_of(path), f"imports {module}: tf shares args, core and callbacks only"
+            if own == "tf" and other not in {"tf", "args", "core", "callbacks", "hub"}:
+                yield name_of(path), f"imports {module}: tf shares args, core, callbacks and hub only"
+            if own == "hub" and other not in {"hub", "args", "core"}:
+                yield name_of(path), f"imports {module}: hub serves every framework, and knows none"
             if RANK.get(other, -1) > RANK[own]:
                 yield name_of(path), f"imports {module}: {own} is below {other}"
 

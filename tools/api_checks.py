@@ -568,7 +568,8 @@ def tensorflow_definitions() -> dict[str, ast.AST]:
     The names that all Trainers share are read with them.
     """
     found: dict[str, ast.AST] = {}
-    for path in [*sorted((PACKAGE / "tf").rglob("*.py")), PACKAGE / "core" / "trainer_names.py"]:
+    shared = [PACKAGE / "core" / "trainer_names.py", PACKAGE / "hub" / "names.py"]
+    for path in [*sorted((PACKAGE / "tf").rglob("*.py")), *shared]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 found[node.name] = node

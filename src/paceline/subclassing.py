@@ -83,14 +83,10 @@ class ForSubclasses:
     """Attributes and methods of the Trainer that only code written against transformers' asks for.
 
     Attributes:
-        hub_model_id: the repository that is pushed to, once there is one.
-        push_in_progress: a push that is under way, or None.
         hp_name, hp_search_backend: of a hyper-parameter search.
     """
 
     _total_loss_scalar = 0.0  # an own `_maybe_log_save_evaluate` adds to it; nothing here reads it
-    hub_model_id: str | None = None
-    push_in_progress: Any = None
     hp_name: Any = None
     hp_search_backend: Any = None
     args: TrainingArguments

@@ -35,7 +35,6 @@ from paceline.core.folders import make_output_folder
 from paceline.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
 from paceline.core.state import TrainerControl, TrainerState
 from paceline.core.streaming import StreamingMetric
-from paceline.core.trainer_names import TrainerNames
 from paceline.data.collators import choose_collator
 from paceline.data.columns import (
     RemoveColumnsCollator,
@@ -48,7 +47,8 @@ from paceline.distributed.strategy import put_on_device
 from paceline.distributed.world import World, current_world
 from paceline.evaluation import in_evaluation_mode, predict_batch, run_evaluation, timed_metrics, warn_of_gaps
 from paceline.hub import publishing
-from paceline.hub.card import CardOptions, write_card
+from paceline.hub.described import CardFacts, CheckpointForm
+from paceline.hub.names import HubNames
 from paceline.model.factory import check_model, make_model
 from paceline.model.loss import LabelSmoother, LossRule
 from paceline.model.operations import estimate_operations
@@ -56,13 +56,14 @@ from paceline.model.prepare import PreparedModel
 from paceline.model.signature import innermost
 from paceline.optim import optimizers as optimizer_registry
 from paceline.optim.schedulers import follows_metrics, get_scheduler
+from paceline.published import CHECKPOINT_FORM, card_facts
 from paceline.sharded_saving import load_weights, stream_model
 from paceline.subclassing import ForSubclasses, meet_subclass
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer(TrainerNames, ForSubclasses):
+class Trainer(HubNames, ForSubclasses):
     """Trains, evaluates and predicts with any `nn.Module`.
 
     Args:
@@ -567,75 +568,10 @@ class Trainer(TrainerNames, ForSubclasses):
             "with `model_init=`, or drive it from optuna directly."
         )
 
-    # ---- the hub
+    # ---- the hub, beside the methods of HubNames
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make the repository that `hub_model_id` names, where there is none; `self.hub_model_id` is then its full id.
+    def _card_facts(self) -> CardFacts:
+        return card_facts(self)
 
-        Raises: HubError, when that fails; the message says what to do.
-        """
-        publishing.init_repository(self, token, private)
-
-    def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
-    ) -> None:
-        """Write `README.md` into the output folder: data, hyper-parameters, results and versions of the run.
-
-        Args:
-            language, license, tags: metadata of the hub.
-            model_name: the title; None: the name of the output folder.
-            finetuned_from: the id of the model that training started from; None: as the model's config says.
-            tasks: ids of the hub such as "text-classification"; None: read off the model's class.
-            dataset_tags: ids of data sets of the hub.
-            dataset, dataset_args: names of the data, and what they were loaded with.
-        """
-        options = CardOptions(
-            language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args
-        )
-        write_card(self, options)
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Save the model and its card, and upload the output folder without its checkpoints in one commit.
-
-        Args:
-            commit_message: of the commit.
-            blocking: wait for it; False: behind what comes next, which must leave the folder as it is until then.
-            token, revision, private: instead of hub_token, hub_revision and hub_private_repo.
-            kwargs: for `create_model_card`.
-
-        Returns: huggingface_hub's CommitInfo, or a Future of it; None on other processes than the first.
-        """
-        return publishing.push_to_hub(
-            self,
-            commit_message,
-            is_blocking=blocking,
-            token=token,
-            revision=revision,
-            private=private,
-            card=kwargs,
-        )
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push what a published checkpoint holds, as `hub_strategy` says."""
-        publishing.push_checkpoint(self, Path(checkpoint_folder))
-
-    def _finish_current_push(self) -> None:
-        """Wait for the pushes under way."""
-        publishing.finish_push(self)
+    def _checkpoint_form(self) -> CheckpointForm:
+        return CHECKPOINT_FORM

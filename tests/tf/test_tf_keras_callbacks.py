@@ -1,15 +1,11 @@
 """Callbacks for Keras' `fit`: metrics over whole predictions, and pushes to a hub on loopback."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
-from hub_server import Hub, point_to, serving
-from huggingface_hub import constants
-from huggingface_hub.utils import _http as http
+from hub_server import Hub
 from tf_models import make_data, make_model
 
 from paceline import KerasMetricCallback, PushToHubCallback
@@ -37,18 +33,6 @@ def test_metrics_over_all_samples() -> None:
         assert history.history["rows"] == [10]
     with pytest.raises(ValueError, match="need a batch_size"):
         KerasMetricCallback(accuracy, DATA)
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub on loopback, which huggingface_hub speaks to in this process."""
-    with serving() as served:
-        point_to(served.url, monkeypatch)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
-        monkeypatch.setattr(http.time, "sleep", lambda seconds: None)  # between its retries
-        yield served
-    huggingface_hub.close_session()
 
 
 def test_the_model_is_pushed(tmp_path: Path, hub: Hub, caplog: pytest.LogCaptureFixture) -> None:

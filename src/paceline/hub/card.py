@@ -10,22 +10,20 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from paceline.checkpoint.adapters import has_adapters
 from paceline.core.metrics import jsonable
 from paceline.core.optional import require
 from paceline.hub.card_text import describe
 from paceline.hub.contents import CARD_NAME, output_of
+from paceline.hub.described import CardFacts
 from paceline.hub.history import final_metrics
 
 if TYPE_CHECKING:
-    from paceline.trainer import Trainer
+    from paceline.hub.names import HubNames
 
 logger = logging.getLogger(__name__)
 
@@ -70,15 +68,16 @@ class CardOptions:
     dataset_args: Any = None
 
 
-def write_card(trainer: Trainer, options: CardOptions) -> None:
+def write_card(trainer: HubNames, options: CardOptions, find_facts: Callable[[], CardFacts]) -> None:
     """The body of `create_model_card`. Raises: ImportError, when huggingface_hub is missing; OSError."""
     if not trainer.is_world_process_zero():
         return
     path = output_of(trainer) / CARD_NAME
     metadata, text = read_card(path)
     name = " ".join(str(options.model_name or output_of(trainer).name).split())
-    data = make_metadata(trainer, options, metadata, name)
-    own = describe(trainer, name, data.base_model, results_named(options, data.datasets))
+    facts = find_facts()
+    data = make_metadata(trainer, facts, options, metadata, name)
+    own = describe(trainer, facts, name, data.base_model, results_named(options, data.datasets))
     content = f"---\n{data.to_yaml()}\n---\n\n{merged(text, own)}"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{CARD_NAME}.incomplete-{os.getpid()}")  # a push may be reading the one that is there
@@ -117,15 +116,16 @@ def merged(text: str, own: str) -> str:
 # ---- metadata
 
 
-def make_metadata(trainer: Trainer, options: CardOptions, earlier: dict[str, Any], name: str) -> Any:
+def make_metadata(
+    trainer: HubNames, facts: CardFacts, options: CardOptions, earlier: dict[str, Any], name: str
+) -> Any:
     """huggingface_hub's ModelCardData: what was there, what the run knows, what the caller says; the last wins."""
     hub = require("huggingface_hub", "hub")
-    model = trainer.strategy.unwrap(trainer.model)
     values = {key: value for key, value in earlier.items() if key != "model-index"}
-    base = options.finetuned_from or base_of(model) or values.get("base_model")
-    tasks = listed(options.tasks) or [task for task in [task_of(model)] if task is not None]
+    base = options.finetuned_from or base_of(facts) or values.get("base_model")
+    tasks = listed(options.tasks) or [task for task in [task_of(facts.kind)] if task is not None]
     values["base_model"] = base if is_hub_id(base) else None
-    values["library_name"] = library_of(model) or values.get("library_name")
+    values["library_name"] = facts.library or values.get("library_name")
     if not values.get("pipeline_tag") and tasks:
         values["pipeline_tag"] = tasks[0]
     tags = [*listed(values.get("tags")), *listed(options.tags), "generated_from_trainer", "paceline"]
@@ -141,7 +141,7 @@ def make_metadata(trainer: Trainer, options: CardOptions, earlier: dict[str, Any
     return hub.ModelCardData(**jsonable(values), model_name=name if results else None, eval_results=results or None)
 
 
-def evaluations(trainer: Trainer, options: CardOptions, tasks: list[str], datasets: list[str], name: str) -> list[Any]:
+def evaluations(trainer: HubNames, options: CardOptions, tasks: list[str], datasets: list[str], name: str) -> list[Any]:
     """The metrics of the evaluation that describes the model, as the hub's EvalResult."""
     hub = require("huggingface_hub", "hub")
     dataset_names, arguments = listed(options.dataset), listed(options.dataset_args)
@@ -180,29 +180,14 @@ def is_hub_id(name: Any) -> bool:
     )
 
 
-def base_of(model: torch.nn.Module) -> str | None:
+def base_of(facts: CardFacts) -> str | None:
     """The model of the hub that this one was made from, where it tells."""
-    if has_adapters(model):
-        configs: Any = model.peft_config
-        names = [getattr(config, "base_model_name_or_path", None) for config in configs.values()]
-    else:
-        names = [getattr(getattr(model, "config", None), "_name_or_path", None)]
-    return next((name for name in names if name and is_hub_id(name)), None)
+    return next((name for name in facts.origins if name and is_hub_id(name)), None)
 
 
-def library_of(model: torch.nn.Module) -> str | None:
-    """The library that loads the model again; None for a plain module."""
-    if has_adapters(model):
-        return "peft"
-    top = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
-    return "transformers" if "transformers" in top else None
-
-
-def task_of(model: torch.nn.Module) -> str | None:
-    """The task of a model, read off its class."""
-    inner: Any = getattr(model, "get_base_model", None)
-    name = type(inner() if has_adapters(model) and callable(inner) else model).__name__
-    return next((task for ending, task in _TASKS.items() if name.endswith(ending)), None)
+def task_of(kind: str) -> str | None:
+    """The task of a model, read off the name of its class."""
+    return next((task for ending, task in _TASKS.items() if kind.endswith(ending)), None)
 
 
 def builders_of(dataset: Any) -> list[str]:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from paceline.core.record import library_versions
+from paceline.hub.described import CardFacts
 from paceline.hub.history import describing, evaluations_of
 
 if TYPE_CHECKING:
-    from paceline.trainer import Trainer
+    from paceline.hub.names import HubNames
 
 # distribution, also as the name that it is imported under -> how people write it
 _LIBRARIES = {
     "paceline": "paceline",
     "torch": "PyTorch",
+    "tensorflow": "TensorFlow",
+    "keras": "Keras",
+    "tf_keras": "tf_keras",
     "transformers": "Transformers",
     "peft": "PEFT",
     "datasets": "Datasets",
@@ -30,14 +32,14 @@ _LIBRARIES = {
 }
 
 
-def describe(trainer: Trainer, name: str, base: Any, datasets: list[str]) -> str:
+def describe(trainer: HubNames, facts: CardFacts, name: str, base: Any, datasets: list[str]) -> str:
     """The part of a card that follows from the run, in Markdown."""
     parts = [
         f"# {plain(name)}",
-        opening(trainer, base, datasets),
+        opening(trainer, facts, base, datasets),
         results(trainer),
-        "## Training data\n\n" + data(trainer, datasets),
-        "## Training procedure\n\n### Hyper-parameters\n\n" + hyper_parameters(trainer),
+        "## Training data\n\n" + data(trainer, facts, datasets),
+        "## Training procedure\n\n### Hyper-parameters\n\n" + hyper_parameters(trainer, facts),
         history(trainer),
         # PEFT adds its line below a heading of this name
         "### Framework versions\n\n" + versions(),
@@ -65,9 +67,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def opening(trainer: Trainer, base: Any, datasets: list[str]) -> str:
+def opening(trainer: HubNames, facts: CardFacts, base: Any, datasets: list[str]) -> str:
     """What this is, in a sentence or two."""
-    model = trainer.strategy.unwrap(trainer.model)
     names = [base] if isinstance(base, str) else base or []
     links = ", ".join(f"[{plain(item)}](https://huggingface.co/{item})" for item in names)
     origin = f", starting from {links}" if links else ""
@@ -76,13 +77,12 @@ def opening(trainer: Trainer, base: Any, datasets: list[str]) -> str:
     progress = f"after {state.global_step:,} updates"
     if trainer.is_in_train and state.global_step < state.max_steps:
         progress += f" of {state.max_steps:,}; training goes on"
-    total = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total, trained = facts.num_parameters, facts.num_trained
     size = f"{total:,} parameters" + (f", {trained:,} of them trained" if trained < total else "")
-    return f"`{type(model).__name__}`, trained{on}{origin}: the model {progress}. It has {size}."
+    return f"`{type(facts.model).__name__}`, trained{on}{origin}: the model {progress}. It has {size}."
 
 
-def results(trainer: Trainer) -> str:
+def results(trainer: HubNames) -> str:
     """The metrics of the model as it is."""
     found = describing(trainer)
     if found is None:
@@ -91,45 +91,41 @@ def results(trainer: Trainer) -> str:
     return f"On the evaluation data (step {found.step:,}):\n\n" + table(["metric", "value"], rows)
 
 
-def data(trainer: Trainer, datasets: list[str]) -> str:
+def data(trainer: HubNames, facts: CardFacts, datasets: list[str]) -> str:
     """How much data there was, and its columns."""
     lines = [f"- name: {', '.join(map(plain, datasets))}"] if datasets else []
-    lines.append(f"- training: {amount(trainer.train_dataset)}")
-    given = trainer.eval_dataset
-    if isinstance(given, dict):
-        lines += [f"- evaluation, {plain(name)}: {amount(dataset)}" for name, dataset in given.items()]
-    elif given is not None:
-        lines.append(f"- evaluation: {amount(given)}")
+    lines.append(f"- training: {amount(facts, trainer.train_dataset)}")
+    lines += [
+        f"- evaluation, {plain(name)}: {amount(facts, dataset)}" if name else f"- evaluation: {amount(facts, dataset)}"
+        for name, dataset in facts.evaluation_sets.items()
+    ]
     columns = getattr(trainer.train_dataset, "column_names", None)
     if isinstance(columns, list) and columns:
         lines.append(f"- columns: {', '.join(map(plain, columns))}")
     return "\n".join(lines)
 
 
-def amount(dataset: Any) -> str:
+def amount(facts: CardFacts, dataset: Any) -> str:
     """The size of a data set, in words."""
     if dataset is None:
         return "none"
-    try:
-        return f"{len(dataset):,} samples"
-    except (TypeError, NotImplementedError):
-        return "a stream"
+    size = facts.num_samples(dataset)
+    return "a stream" if size is None else f"{size:,} samples"
 
 
-def hyper_parameters(trainer: Trainer) -> str:
+def hyper_parameters(trainer: HubNames, facts: CardFacts) -> str:
     """The arguments that make the result what it is."""
     args, state = trainer.args, trainer.state
-    processes = trainer.strategy.mesh.data_size
-    micro, accumulation = args.train_batch_size, args.gradient_accumulation_steps
+    shares, name, precision = facts.shares, facts.share_name, facts.precision
+    micro, accumulation = facts.micro_batch_size, args.gradient_accumulation_steps
     now = state.train_batch_size  # less, where memory ran out
-    precision = trainer._plan().precision
     lines = [
         f"learning_rate: {args.learning_rate}",
-        f"samples per update: {micro * accumulation * processes} = {micro} per device x {accumulation} accumulated x "
-        + (f"{processes} process" if processes == 1 else f"{processes} processes")
+        f"samples per update: {micro * accumulation * shares} = {micro} per device x {accumulation} accumulated x "
+        + f"{shares} {name if shares == 1 else plural(name)}"
         + (f", in micro-batches of {now}" if now and now != micro else ""),
         f"per_device_eval_batch_size: {args.per_device_eval_batch_size}",
-        f"optimizer: {optimizer(trainer)}",
+        f"optimizer: {facts.optimizer}",
         f"weight_decay: {args.weight_decay}",
         f"lr_scheduler_type: {args.lr_scheduler_type}, warmup_steps: {args.warmup_steps}"
         + (f", {plain(args.lr_scheduler_kwargs)}" if args.lr_scheduler_kwargs else ""),
@@ -146,22 +142,22 @@ def hyper_parameters(trainer: Trainer) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def optimizer(trainer: Trainer) -> str:
-    """The optimizer and its settings."""
-    args, made = trainer.args, trainer.optimizer
-    while hasattr(made, "optimizer"):  # inside the wrappers of other libraries
-        made = made.optimizer
-    name = str(args.optim) if made is None else f"{type(made).__name__} (optim={args.optim})"
-    settings: dict[str, Any] = dict(made.defaults) if isinstance(made, torch.optim.Optimizer) else {}
-    wanted: dict[str, Any] = {key: settings[key] for key in ("betas", "momentum", "eps", "alpha") if key in settings}
-    if not settings:
-        wanted = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+def plural(name: str) -> str:
+    """Several of what is called so."""
+    return f"{name}es" if name.endswith("s") else f"{name}s"
+
+
+def settings_of(args: Any, name: str | None, settings: Mapping[str, Any] | None) -> str:
+    """An optimizer in words: its name, and those of its settings that matter; None: those that the arguments say."""
+    title = str(args.optim) if name is None else f"{name} (optim={args.optim})"
+    found = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon} if settings is None else settings
+    wanted: dict[str, Any] = {key: found[key] for key in ("betas", "momentum", "eps", "alpha") if key in found}
     if args.optim_args:
         wanted["optim_args"] = args.optim_args
-    return ", ".join([name, *(f"{key}={plain(value)}" for key, value in wanted.items())])
+    return ", ".join([title, *(f"{key}={plain(value)}" for key, value in wanted.items())])
 
 
-def history(trainer: Trainer) -> str:
+def history(trainer: HubNames) -> str:
     """A row for each evaluation while training."""
     found = [one for one in evaluations_of(trainer.state.log_history) if one.is_of_training]
     if not found:

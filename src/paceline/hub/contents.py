@@ -8,19 +8,16 @@ import re
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.checkpoint import files
-from paceline.checkpoint.named import FULL_OPTIMIZER_NAME, NOTES_NAME
-from paceline.checkpoint.shards import MODEL_FOLDER, OPTIMIZER_FOLDER, is_sharded
-from paceline.checkpoint.streaming import open_weights, write_stream
-from paceline.core.folders import MANIFEST_NAME, PREFIX_CHECKPOINT_DIR, is_other_process
-from paceline.progress import CALLBACKS_FILE, PROGRESS_FILE
+from paceline.core.folders import PREFIX_CHECKPOINT_DIR, is_other_process
+from paceline.hub.described import CheckpointForm
 
 if TYPE_CHECKING:
-    from paceline.trainer import Trainer
+    from paceline.hub.names import HubNames
 
 CARD_NAME = "README.md"
 LAST_CHECKPOINT = "last-checkpoint"  # the name in the repository that scripts resume from
@@ -28,25 +25,10 @@ LAST_CHECKPOINT = "last-checkpoint"  # the name in the repository that scripts r
 PUSHING_THREAD = "paceline-push"  # the name of each thread that pushes
 
 _STAGED = re.compile(r"\.push-(\d+)-\w+")
-# of a checkpoint, what only a resume reads
-_RESUME_FILES = (
-    files.OPTIMIZER_NAME,
-    files.SCHEDULER_NAME,
-    files.SCALER_NAME,
-    files.TRAINER_STATE_NAME,
-    "rng_state*.pth",
-    CALLBACKS_FILE,
-    PROGRESS_FILE,
-    MANIFEST_NAME,
-    f"{OPTIMIZER_FOLDER}/*",
-    f"{MODEL_FOLDER}/*",  # which is pushed as safetensors
-    NOTES_NAME,
-    FULL_OPTIMIZER_NAME,
-)
 _WEIGHTS = re.compile(r"(?:pytorch_model|model|adapter_model)[-.\w]*\.(?:safetensors|bin)(?:\.index\.json)?")
 
 
-def output_of(trainer: Trainer) -> Path:
+def output_of(trainer: HubNames) -> Path:
     """The output folder, with its full name: what is pushed, and where the card is."""
     return Path(trainer._get_output_dir(None)).absolute()
 
@@ -78,21 +60,26 @@ class Staged:
     Attributes:
         folder: hidden, in the output folder; gone after `drop`.
         output_dir: what stands beside the checkpoints is pushed with the model.
+        form: what of it is the model.
+        model_files: further files of the model.
     """
 
     folder: Path
     output_dir: Path
+    form: CheckpointForm
+    model_files: Callable[[], dict[str, Path]]
 
     @classmethod
-    def take(cls, checkpoint: Path, output_dir: Path) -> Staged:
+    def take(cls, checkpoint: Path, output_dir: Path, form: CheckpointForm) -> Staged:
         """Link the files of a published checkpoint. Raises: OSError."""
-        staged = cls(Path(tempfile.mkdtemp(prefix=f".push-{os.getpid()}-", dir=output_dir)), output_dir)
+        folder = Path(tempfile.mkdtemp(prefix=f".push-{os.getpid()}-", dir=output_dir))
         try:
-            shutil.copytree(checkpoint, staged.folder / "checkpoint", copy_function=_link)
+            shutil.copytree(checkpoint, folder / "checkpoint", copy_function=_link)
+            (folder / "weights").mkdir()
+            return cls(folder, output_dir, form, form.model_files(folder / "checkpoint", folder / "weights"))
         except BaseException:
-            staged.drop()
+            shutil.rmtree(folder, ignore_errors=True)
             raise
-        return staged
 
     def files(self, checkpoint_name: str | None) -> dict[str, Path]:
         """Path in the repository -> file, for the model and what stands beside it, and for the checkpoint if named.
@@ -101,15 +88,9 @@ class Staged:
         """
         source = self.folder / "checkpoint"
         held = {path.relative_to(source).as_posix(): path for path in sorted(source.rglob("*")) if path.is_file()}
-        chosen = {
-            name: path for name, path in held.items() if not any(fnmatch.fnmatch(name, rest) for rest in _RESUME_FILES)
-        }
-        if is_sharded(source / MODEL_FOLDER):
-            (self.folder / "weights").mkdir(exist_ok=True)
-            written = write_stream(
-                open_weights(source), self.folder / "weights", max_shard_bytes=files.DEFAULT_SHARD_BYTES
-            )
-            chosen.update({name: self.folder / "weights" / name for name in written})
+        rest = self.form.resume_files
+        chosen = {name: path for name, path in held.items() if not any(fnmatch.fnmatch(name, one) for one in rest)}
+        chosen.update(self.model_files())
         for name, path in files_of_output(self.output_dir).items():
             if name != CARD_NAME and (name in chosen or _WEIGHTS.fullmatch(name)):
                 continue  # of an earlier save

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.trainer import Trainer
+    from paceline.hub.names import HubNames
 
 _PREFIX = "eval_"
 # how long something took says nothing about the model
@@ -65,7 +65,7 @@ def metrics_of(row: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def describing(trainer: Trainer) -> Evaluation | None:
+def describing(trainer: HubNames) -> Evaluation | None:
     """The evaluation of the model as it is now: the last one, or where the best model was loaded, that of the best."""
     found = evaluations_of(trainer.state.log_history)
     if not found:
@@ -76,7 +76,7 @@ def describing(trainer: Trainer) -> Evaluation | None:
     return found[-1]
 
 
-def final_metrics(trainer: Trainer) -> dict[str, float]:
+def final_metrics(trainer: HubNames) -> dict[str, float]:
     """The finite metrics of the evaluation that describes the model."""
     found = describing(trainer)
     return {} if found is None else {name: value for name, value in found.metrics.items() if math.isfinite(value)}

@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.args.choices import HubStrategy, SaveStrategy
+from paceline.core.resuming import STATE_FILE
 from paceline.hub.contents import LAST_CHECKPOINT, Staged, clear_staged, files_of_output, output_of
 from paceline.hub.pushes import Push, Pushes
 from paceline.hub.repository import commit, make_branch, open_repository
-from paceline.progress import STATE_FILE
 
 if TYPE_CHECKING:
-    from paceline.trainer import Trainer
+    from paceline.hub.names import HubNames
 
 logger = logging.getLogger(__name__)
 
 
-def prepare(trainer: Trainer) -> None:
+def prepare(trainer: HubNames) -> None:
     """Where pushes are asked for, make the repository now: what is wrong with it is known before training.
 
     Raises: HubError, ImportError.
@@ -43,7 +43,7 @@ def prepare(trainer: Trainer) -> None:
         )
 
 
-def init_repository(trainer: Trainer, token: str | None, private: bool | None) -> None:
+def init_repository(trainer: HubNames, token: str | None, private: bool | None) -> None:
     """The body of `init_hf_repo`."""
     if not trainer.is_world_process_zero():
         return
@@ -57,7 +57,7 @@ def init_repository(trainer: Trainer, token: str | None, private: bool | None) -
     clear_staged(output_of(trainer))
 
 
-def pushes_of(trainer: Trainer) -> Pushes:
+def pushes_of(trainer: HubNames) -> Pushes:
     """The pushes of a Trainer, made with the first of them."""
     assert trainer.hub_model_id is not None
     if trainer.push_in_progress is None or trainer.push_in_progress.repo_id != trainer.hub_model_id:
@@ -67,7 +67,7 @@ def pushes_of(trainer: Trainer) -> Pushes:
     return pushes
 
 
-def fire_push_begin(trainer: Trainer) -> None:
+def fire_push_begin(trainer: HubNames) -> None:
     """Tell the callbacks that a push starts."""
     loop = trainer.run.loop if trainer.run is not None else None
     control = loop.control if loop is not None else trainer.control
@@ -75,15 +75,15 @@ def fire_push_begin(trainer: Trainer) -> None:
     trainer._share_control()
 
 
-def model_name(trainer: Trainer) -> str:
+def model_name(trainer: HubNames) -> str:
     """What the card calls the model, where the user does not say."""
     name = trainer.hub_model_id or trainer.args.hub_model_id or output_of(trainer).name
     return str(name).rpartition("/")[2]
 
 
-def with_model_tags(trainer: Trainer, options: dict[str, Any]) -> dict[str, Any]:
+def with_model_tags(trainer: HubNames, options: dict[str, Any]) -> dict[str, Any]:
     """The options of a card with the tags that the model brings."""
-    own = getattr(trainer.strategy.unwrap(trainer.model), "model_tags", None)
+    own = getattr(trainer._card_facts().model, "model_tags", None)
     if not own:
         return options
     tags = options.get("tags") or []
@@ -95,7 +95,7 @@ def with_model_tags(trainer: Trainer, options: dict[str, Any]) -> dict[str, Any]
 
 
 def push_to_hub(
-    trainer: Trainer,
+    trainer: HubNames,
     message: str | None,
     *,
     is_blocking: bool,
@@ -132,7 +132,7 @@ def push_to_hub(
     return send()
 
 
-def push_saved_model(trainer: Trainer, message: str = "Model save") -> None:
+def push_saved_model(trainer: HubNames, message: str = "Model save") -> None:
     """Push after a save that was asked for, where push_to_hub=True: what was asked for is done, so failing is told."""
     try:
         trainer.push_to_hub(commit_message=message, revision=trainer.args.hub_revision)
@@ -143,7 +143,7 @@ def push_saved_model(trainer: Trainer, message: str = "Model save") -> None:
 # ---- what training pushes
 
 
-def push_checkpoint(trainer: Trainer, folder: Path) -> None:
+def push_checkpoint(trainer: HubNames, folder: Path) -> None:
     """Push the model of a published checkpoint, and that itself where the strategy says so, behind the training."""
     args = trainer.args
     if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not trainer.is_world_process_zero():
@@ -152,7 +152,7 @@ def push_checkpoint(trainer: Trainer, folder: Path) -> None:
     fire_push_begin(trainer)
     try:
         trainer.create_model_card(**with_model_tags(trainer, {"model_name": model_name(trainer)}))
-        staged = Staged.take(folder, output_of(trainer))
+        staged = Staged.take(folder, output_of(trainer), trainer._checkpoint_form())
     except Exception as error:  # a card, an own one perhaps, is no reason to stop
         pushes.report(folder.name, error)
         return
@@ -188,7 +188,7 @@ def describe(folder: Path, args: Any) -> str:
 
 
 @contextmanager
-def finished_pushes(trainer: Trainer) -> Iterator[None]:
+def finished_pushes(trainer: HubNames) -> Iterator[None]:
     """Wait for the pushes when the run ends, also by an error: an interpreter on its way out cannot finish them."""
     try:
         yield
@@ -210,7 +210,7 @@ def finished_pushes(trainer: Trainer) -> Iterator[None]:
         logger.error("The last push to %s failed: trainer.push_to_hub() pushes the model as it is now.", pushes.repo_id)
 
 
-def finish_push(trainer: Trainer) -> None:
+def finish_push(trainer: HubNames) -> None:
     """The body of `_finish_current_push`."""
     if trainer.push_in_progress is not None:
         trainer.push_in_progress.wait_until_done()

@@ -17,7 +17,6 @@ from paceline.args.training import TrainingArguments
 
 ONE_PROGRAM = "TensorFlow shares the work through tf.distribute: hand a strategy to TFTrainer; leave it out"
 NO_WORKERS = "TensorFlow loads data in threads: use tf.data with num_parallel_calls and prefetch; leave it out"
-NO_HUB = "use PushToHubCallback, or upload what save_model wrote; leave it out"
 NO_COMPILE = "TensorFlow compiles with XLA: set xla=True; leave it out"
 # name: (whether the value asks for nothing, what to do instead)
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -34,16 +33,11 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fp16_full_eval": (is_off, "fp16=True computes in float16, in evaluation too; leave it out"),
     "fsdp": (is_off, ONE_PROGRAM),
     "fsdp_config": (is_off, ONE_PROGRAM),
-    "hub_model_id": (is_off, NO_HUB),
     "half_precision_backend": (lambda value: value != "apex", "Apex is of torch; leave it out"),
-    "hub_always_push": (is_off, NO_HUB),
-    "hub_private_repo": (is_off, NO_HUB),
-    "hub_revision": (is_off, NO_HUB),
     "neftune_noise_alpha": (is_off, "add the noise in the model; leave it out"),
     "optim_target_modules": (is_off, "low-rank optimizers are of the torch side; leave it out"),
     "output_store": (is_off, "upload the output folder when the run has ended; leave it out"),
     "parallelism_config": (is_off, ONE_PROGRAM),
-    "push_to_hub": (is_off, NO_HUB),
     "skip_memory_metrics": (is_default(True), "leave it at True; the progress display shows the memory in use"),
     "torch_compile": (is_off, NO_COMPILE),
     "torch_empty_cache_steps": (is_off, "TensorFlow keeps its own memory; leave it out"),

@@ -107,6 +107,8 @@ def save_checkpoint(trainer: Any) -> bool:
             told_of(error),
         )
         return False
+    if args.push_to_hub:
+        trainer._push_from_checkpoint(str(folder))
     return True
 
 

@@ -29,7 +29,9 @@ from paceline.core.metrics import speed_metrics
 from paceline.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
 from paceline.core.state import TrainerControl, TrainerState
 from paceline.core.streaming import StreamingMetric
-from paceline.core.trainer_names import TrainerNames
+from paceline.hub import publishing
+from paceline.hub.described import CardFacts, CheckpointForm
+from paceline.hub.names import HubNames
 from paceline.tf import saving, training
 from paceline.tf.arguments import TFTrainingArguments
 from paceline.tf.batches import make_padding
@@ -42,13 +44,14 @@ from paceline.tf.framework import keras
 from paceline.tf.objective import Objective, build_by_itself, check_model
 from paceline.tf.optimizers import make_optimizer
 from paceline.tf.precision import POLICIES
+from paceline.tf.published import card_facts, checkpoint_form
 from paceline.tf.schedules import schedule_of
 from paceline.tf.sources import Source, as_dataset, lengths_of, make_source, source_of_batches
 
 logger = logging.getLogger(__name__)
 
 
-class TFTrainer(TrainerNames):
+class TFTrainer(HubNames):
     """Trains, evaluates and predicts with models of TensorFlow: Keras 3, tf_keras, transformers' TF models, tf.Module.
 
     Data is `(features, labels)` arrays, a dict of arrays, a list of samples, a tf.data.Dataset of samples, a
@@ -130,6 +133,7 @@ class TFTrainer(TrainerNames):
         )
         if self.args.should_save:
             make_output_folder(str(self.args.output_dir))
+        publishing.prepare(self)
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
     # ---- the model
@@ -373,17 +377,27 @@ class TFTrainer(TrainerNames):
         saving.load_model(self.model, Path(resume_from_checkpoint))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model: by `save_pretrained`, as `model.keras`, or a tf.Module as a SavedModel."""
+        """Save the model: by `save_pretrained`, as `model.keras`, or as a SavedModel; pushed if so asked."""
         if not self.args.should_save:
             return
         folder = Path(str(self.args.output_dir) if output_dir is None else output_dir)
         saving.save_model(self.model, folder)
         if callable(getattr(self.processing_class, "save_pretrained", None)):
             self.processing_class.save_pretrained(str(folder))
+        if self.args.push_to_hub and not _internal_call:
+            publishing.push_saved_model(self)
 
     def _save_checkpoint(self) -> bool:
         """Write a checkpoint of this moment; whether it is there."""
         return saving.save_checkpoint(self)
+
+    # ---- the hub, beside the methods of HubNames
+
+    def _card_facts(self) -> CardFacts:
+        return card_facts(self)
+
+    def _checkpoint_form(self) -> CheckpointForm:
+        return checkpoint_form(self)
 
     # ---- reporters
 

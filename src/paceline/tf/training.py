@@ -23,6 +23,7 @@ from paceline.core.outputs import TrainOutput
 from paceline.core.record import RECORD_NAME, write_run_record
 from paceline.core.resuming import begin_state, find_checkpoint
 from paceline.core.signals import StopSignals
+from paceline.hub.publishing import finished_pushes
 from paceline.tf import saving
 from paceline.tf.arguments import check_tensorflow
 from paceline.tf.counting import token_counter
@@ -108,7 +109,8 @@ def train(trainer: TFTrainer, resume: str | bool | None) -> TrainOutput:
     progress = saving.read_progress(checkpoint) if checkpoint is not None else {}
     if checkpoint is not None:
         plan = saving.restore_position(trainer, feed, plan, checkpoint, progress)
-    with in_precision(trainer.model, plan.precision), StopSignals(args.stop_signals) as signals:
+    signals = StopSignals(args.stop_signals)
+    with finished_pushes(trainer), in_precision(trainer.model, plan.precision), signals:
         prepare_optimizer(trainer, plan)
         run = Run(plan, feed, make_engine(trainer, plan), signals)
         if checkpoint is not None:
