@@ -18,7 +18,13 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.shard_precision import ShardPrecision
 from paceline.distributed.fsdp import check_full_eval
 from paceline.distributed.precision import CastWeights, Float16, Precision, narrow
-from paceline.distributed.shard_precision import UnitCast, cast_gathered, cast_outputs, precision_under
+from paceline.distributed.shard_precision import (
+    UnitCast,
+    cast_gathered,
+    cast_outputs,
+    precision_under,
+    warn_of_short_weights,
+)  # fmt: skip
 
 CPU = torch.device("cpu")
 
@@ -62,6 +68,13 @@ def test_a_shared_parameter_is_copied_once() -> None:
     cast = UnitCast(torch.nn.Sequential(first, second), [first, second], torch.bfloat16)
     cast.show(first, ())
     assert vars(first)["weight"] is vars(second)["weight"]
+
+
+def test_weights_that_are_short_already_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_short_weights(Classifier())
+    assert not caplog.records
+    warn_of_short_weights(Classifier().bfloat16())
+    assert "Parameters are in bfloat16, and so are their updates" in caplog.text
 
 
 def test_full_eval_of_what_its_cast_would_not_reach_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.args.errors import UnsupportedOption, did_you_mean
+from paceline.args.errors import UnsupportedOption
 
 NAME = "mixed_precision_policy"
 FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # accelerate's names -> torch's
@@ -80,12 +80,15 @@ def read_policy(value: Any) -> ShardPrecision | None:
             raise UnsupportedOption(f"{shown} is not supported: fully_shard leaves buffers alone; leave {key!r} out.")
         if key not in (*FIELDS, "cast_forward_inputs"):
             known = ", ".join((*FIELDS, "cast_forward_inputs"))
-            raise ValueError(f"{shown} has no {key!r}{did_you_mean(key, FIELDS).rstrip('?')}: it takes {known}.")
+            raise ValueError(f"{shown} has no {key!r}; it takes {known}.")
     casts_inputs = settings.get("cast_forward_inputs", True)
     if not isinstance(casts_inputs, bool):
         raise ValueError(f"{shown} is not possible: cast_forward_inputs is True or False.")
-    formats = [None if settings.get(key) is None else read_format(shown, settings[key]) for key in FIELDS]
-    return ShardPrecision(*formats, casts_inputs) if any(formats) else None
+    parameters, gradients, outputs = (
+        None if settings.get(key) is None else read_format(shown, settings[key]) for key in FIELDS
+    )
+    policy = ShardPrecision(parameters, gradients, outputs, casts_inputs)
+    return policy if parameters or gradients or outputs else None
 
 
 def is_format(value: Any) -> bool:

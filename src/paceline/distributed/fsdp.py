@@ -24,7 +24,13 @@ from paceline.args.sharding import Sharding, read_sharding
 from paceline.distributed.device_mesh import build_device_mesh, sharding_mesh
 from paceline.distributed.first_weights import FirstWeights, spread
 from paceline.distributed.precision import ApexPrecision
-from paceline.distributed.shard_precision import cast_at_root, cast_gathered, precision_under, torch_policy
+from paceline.distributed.shard_precision import (
+    cast_at_root,
+    cast_gathered,
+    precision_under,
+    torch_policy,
+    warn_of_short_weights,
+)
 from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
 from paceline.distributed.tensor_parts import map_tensors, whole
 
@@ -107,6 +113,7 @@ class FullyShardedData(SingleDevice):
                 options["mp_policy"] = torch_policy(policy, unit is model)
             fully_shard(unit, **options)
         if policy is not None:
+            warn_of_short_weights(model)
             cast_at_root(model, policy, self._label_names)
         num_own = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
         logger.info(

@@ -6,6 +6,7 @@ the copies that are gathered for a forward pass and the exchange of gradients.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,8 @@ from paceline.args.shard_precision import ShardPrecision
 from paceline.data.columns import find_labels
 from paceline.distributed.precision import CastWeights, Precision, cast_tensors, narrow, recast
 from paceline.model.signature import innermost
+
+logger = logging.getLogger(__name__)
 
 
 def precision_under(policy: ShardPrecision | None, precision: Precision) -> Precision:
@@ -39,6 +42,17 @@ def torch_policy(policy: ShardPrecision, is_root: bool) -> MixedPrecisionPolicy:
         reduce_dtype=dtype_of(policy.gradients),
         cast_forward_inputs=policy.casts_inputs and not is_root,
     )
+
+
+def warn_of_short_weights(model: nn.Module) -> None:
+    """Say so where what is trained is in 16 bits already: then the updates are, and a policy does not change that."""
+    short = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad and p.itemsize < 4}
+    if short:
+        logger.warning(
+            "Parameters are in %s, and so are their updates and the state of the optimizer: mixed_precision_policy is "
+            "for weights in float32. Load the model with dtype=torch.float32.",
+            ", ".join(sorted(short)),
+        )
 
 
 def cast_at_root(model: nn.Module, policy: ShardPrecision, label_names: Sequence[str] | None) -> None:
