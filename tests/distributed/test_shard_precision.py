@@ -24,7 +24,7 @@ from paceline.distributed.shard_precision import (
     cast_outputs,
     precision_under,
     warn_of_short_weights,
-)  # fmt: skip
+)
 
 CPU = torch.device("cpu")
 

@@ -234,7 +234,7 @@ def resolve(
         logging_first_step=args.logging_first_step,
         eval_on_start=args.eval_on_start,
         eval_delay=args.eval_delay,
-        precision=precision_of(args),
+        precision=precision_of(args), shard_precision=resolve_shard_precision(args, mesh),
         eval_dtype="fp16" if args.fp16_full_eval else "bf16" if args.bf16_full_eval else None,
         max_grad_norm=args.max_grad_norm,
         seed=args.seed,
@@ -247,7 +247,6 @@ def resolve(
         metric_for_best_model=derived.get("metric_for_best_model"),
         greater_is_better=derived.get("greater_is_better", args.greater_is_better),
         parallel=resolve_parallel(args, world_size, local_size), mesh=mesh,
-        shard_precision=resolve_shard_precision(args, mesh),
         notes=tuple(notes),
     )
 
