@@ -260,9 +260,10 @@ def narrow(value: Any, dtype: torch.dtype, kept: Container[str]) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping) and not dataclasses.is_dataclass(value):  # part of a model's own outputs has its type
-        return {name: item if name in kept else narrow(item, dtype, kept) for name, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(narrow(item, dtype, kept) for item in value)
+        parts = {name: item if name in kept else narrow(item, dtype, kept) for name, item in value.items()}
+        return rebuild_mapping(value, parts)
+    if isinstance(value, list | tuple):
+        return rebuild_sequence(value, [narrow(item, dtype, kept) for item in value])
     return value
 
 
