@@ -22,7 +22,7 @@ from paceline.args.mesh import Mesh
 from paceline.core.optional import require
 from paceline.data.batches import rebuild_mapping, rebuild_sequence
 from paceline.distributed.deepspeed_state import PartitionedOptimizer, Partitions
-from paceline.distributed.precision import Precision
+from paceline.distributed.precision import CastWeights
 from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
 from paceline.distributed.tensor_parts import differing_names
 from paceline.distributed.world import has_group
@@ -31,12 +31,6 @@ logger = logging.getLogger(__name__)
 
 # of torch.optim: each element is stepped by itself, so that a flat part of a parameter is stepped as the whole would be
 ELEMENTWISE = {"Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
-
-
-class CastWeights(Precision):
-    """The engine holds the weights in 16 bits and steps copies of them in float32."""
-
-    autocasts = True  # the outputs are 16 bits, and are widened for whoever makes the loss
 
 
 class DeepSpeed(SingleDevice):
