@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from paceline.args.accelerator_config import accelerator_notes
+from paceline.args.accelerator_config import accelerator_notes, batch_of_all, check_sharing
 from paceline.args.choices import IntervalStrategy
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh, engine_of, resolve_mesh
@@ -208,13 +208,13 @@ def resolve(
     derived = derived_values(args)
     mesh = resolve_mesh(args, world_size, local_size)
     accumulation, global_batch_size = resolve_update(args, mesh.data_size, update_size)
+    train_size, eval_size = resolve_batches(args, mesh.data_size, notes)
     duration = resolve_duration(args, micro_batches_per_epoch, accumulation, notes)
     logging_steps = resolve_interval("logging_steps", args.logging_steps, duration.max_steps, notes)
     eval_steps, save_steps = resolve_eval_and_save(args, logging_steps, duration.max_steps, notes)
     note_logging(args, logging_steps, duration.max_steps, notes)
     return Plan(
-        micro_batch_size=args.per_device_train_batch_size,
-        eval_batch_size=args.per_device_eval_batch_size,
+        micro_batch_size=train_size, eval_batch_size=eval_size,
         accumulation=accumulation,
         world_size=world_size,
         global_batch_size=global_batch_size,
@@ -322,10 +322,25 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
 
 def resolve_update(args: Options, data_size: int, update_size: int | None) -> tuple[int, int]:
     """(micro-batches of each process, samples of all) in one update of so many that read different data."""
-    at_once = args.per_device_train_batch_size * data_size
+    at_once = batch_of_all(args.accelerator_config, args.per_device_train_batch_size, data_size)
     if update_size is not None:
         return math.ceil(update_size / at_once), update_size
     return args.gradient_accumulation_steps, at_once * args.gradient_accumulation_steps
+
+
+def resolve_batches(args: Options, data_size: int, notes: list[str]) -> tuple[int, int]:
+    """Samples of one process, at most, in a micro-batch of training and in a batch of evaluation.
+
+    Raises:
+        ValueError, UnsupportedOption: the processes cannot share batches in the way that was asked for.
+    """
+    check_sharing(args, data_size)
+    config, asked = args.accelerator_config, (args.per_device_train_batch_size, args.per_device_eval_batch_size)
+    train_size, eval_size = (math.ceil(batch_of_all(config, size, data_size) / data_size) for size in asked)
+    if (train_size, eval_size) != asked:
+        most = f"{'at most ' if asked[0] % data_size else ''}{train_size}"
+        notes.append(f"split_batches=True: {asked[0]} samples in a micro-batch of all processes, {most} on each.")
+    return train_size, eval_size
 
 
 def resolve_duration(args: Options, micro_batches: int | None, accumulation: int, notes: list[str]) -> Duration:
