@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.args.plan import Plan
 from paceline.checkpoint import files
 from paceline.checkpoint.adapters import has_adapters
 from paceline.checkpoint.named import FULL_OPTIMIZER_NAME, NOTES_NAME
@@ -61,7 +62,7 @@ def card_facts(trainer: Trainer) -> CardFacts:
     model = trainer.strategy.unwrap(trainer.model)
     inner: Any = getattr(model, "get_base_model", None)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    given = trainer.eval_dataset
+    given, plan = trainer.eval_dataset, trainer._plan()
     return CardFacts(
         model=model,
         kind=type(inner() if has_adapters(model) and callable(inner) else model).__name__,
@@ -71,12 +72,20 @@ def card_facts(trainer: Trainer) -> CardFacts:
         num_trained=sum(size for size, is_trained in sizes if is_trained),
         shares=trainer.strategy.mesh.data_size,
         share_name="process",
-        micro_batch_size=trainer.args.train_batch_size,
-        precision=trainer._plan().precision,
+        micro_batch_size=plan.micro_batch_size,
+        samples_per_update=trainer.get_total_train_batch_size(trainer.args),
+        precision=precision_of(plan),
         optimizer=optimizer_of(trainer),
         num_samples=num_items,
         evaluation_sets=given if isinstance(given, dict) else {} if given is None else {"": given},
     )
+
+
+def precision_of(plan: Plan) -> str:
+    """The formats of the numbers, in words."""
+    is_mixed = plan.precision != "full" or bool(plan.shard_precision)
+    formats = f" ({plan.shard_precision})" if plan.shard_precision else ""
+    return f"{'mixed, ' + plan.precision if is_mixed else 'float32'}{formats}"
 
 
 def origins_of(model: torch.nn.Module) -> tuple[Any, ...]:

@@ -116,12 +116,12 @@ def amount(facts: CardFacts, dataset: Any) -> str:
 def hyper_parameters(trainer: HubNames, facts: CardFacts) -> str:
     """The arguments that make the result what it is."""
     args, state = trainer.args, trainer.state
-    shares, name, precision = facts.shares, facts.share_name, facts.precision
+    shares, name = facts.shares, facts.share_name
     micro, accumulation = facts.micro_batch_size, args.gradient_accumulation_steps
     now = state.train_batch_size  # less, where memory ran out
     lines = [
         f"learning_rate: {args.learning_rate}",
-        f"samples per update: {micro * accumulation * shares} = {micro} per device x {accumulation} accumulated x "
+        f"samples per update: {facts.samples_per_update} = {micro} per device x {accumulation} accumulated x "
         + f"{shares} {name if shares == 1 else plural(name)}"
         + (f", in micro-batches of {now}" if now and now != micro else ""),
         f"per_device_eval_batch_size: {args.per_device_eval_batch_size}",
@@ -131,7 +131,7 @@ def hyper_parameters(trainer: HubNames, facts: CardFacts) -> str:
         + (f", {plain(args.lr_scheduler_kwargs)}" if args.lr_scheduler_kwargs else ""),
         f"updates: {state.max_steps:,}" + (f", epochs: {epochs}" if (epochs := state.num_train_epochs) < 2**31 else ""),
         f"max_grad_norm: {args.max_grad_norm}",
-        f"precision: {'float32' if precision == 'full' else 'mixed, ' + precision}",
+        f"precision: {facts.precision}",
         f"seed: {args.seed}, data_seed: {args.seed if args.data_seed is None else args.data_seed}",
     ]
     lines += [

@@ -21,7 +21,8 @@ class CardFacts:
         shares: how many share an update.
         share_name: what each of these is.
         micro_batch_size: samples that each of them takes at once.
-        precision: "full", or as in `Plan`.
+        samples_per_update: that all of them take in one update.
+        precision: in words.
         optimizer: its name and settings, in words.
         num_samples: of a data set; None of a stream.
         evaluation_sets: by name; one alone under "".
@@ -36,6 +37,7 @@ class CardFacts:
     shares: int
     share_name: str
     micro_batch_size: int
+    samples_per_update: int
     precision: str
     optimizer: str
     num_samples: Callable[[Any], int | None]

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.args.plan import precision_of
 from paceline.core.folders import MANIFEST_NAME
 from paceline.core.resuming import PROGRESS_FILE, STATE_FILE
 from paceline.hub.card_text import settings_of
@@ -52,7 +51,8 @@ def card_facts(trainer: TFTrainer) -> CardFacts:
         shares=trainer.n_replicas,
         share_name="replica",
         micro_batch_size=args.per_device_train_batch_size,
-        precision=precision_of(args),
+        samples_per_update=args.train_batch_size * args.gradient_accumulation_steps,
+        precision="float32" if args.mixed_precision == "no" else f"mixed, {args.mixed_precision}",
         optimizer=optimizer_of(trainer),
         num_samples=num_samples,
         evaluation_sets=given if is_several else {} if given is None else {"": given},
