@@ -84,6 +84,7 @@ def test_the_last_checkpoint_can_be_resumed_from(tmp_path: Path, hub: Hub) -> No
     assert np.array_equal(weights(second.model), weights(whole.model))
 
 
+@pytest.mark.slow
 def test_the_other_strategies(tmp_path: Path, hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
     make(tmp_path / "all", Linear(), hub_strategy="all_checkpoints", hub_revision="tries").train()
     pushed = hub[f"{USER}/all"].branches["tries"][-1].files

@@ -78,6 +78,7 @@ def test_batches_of_any_width_resume_to_the_bit(tmp_path: Path, caplog: pytest.L
     assert "traced" not in caplog.text
 
 
+@pytest.mark.slow
 def test_what_cannot_be_traced_again_is_said_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(tmp_path, max_steps=3, callbacks=[Stop(2)]).train()
     [checkpoint] = list_checkpoints(tmp_path)
