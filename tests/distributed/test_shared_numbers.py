@@ -15,12 +15,11 @@ import processes
 import pytest
 import shared_job
 import torch
-from shared_job import check_same
+from invariance import PAGE, check_same
 
 from paceline.args.sharding import read_sharding
 
 Found = dict[str, Any]
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "invariance.md"
 COLUMNS = [("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("tp", 2), ("tp+fsdp", 4)]
 COLUMNS += [("gpipe", 2), ("1f1b", 2), ("1f1b+ddp", 4)]
 COLUMNS += [("zero1", 2), ("zero2", 2), ("zero3", 2)]
@@ -78,7 +77,7 @@ def test_every_engine_and_the_table_of_the_docs(tmp_path: Path) -> None:
 
 
 def test_the_page_has_every_scenario_and_engine() -> None:
-    lines = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("|")]
+    lines = [line for line in PAGE.read_text("utf-8").partition("## Models")[0].splitlines() if line.startswith("|")]
     assert lines[0] == table({}).splitlines()[0]
     names = [line.split("|")[1].strip() for line in lines[2:]]
     assert names == [name.replace("_", " ") for name in shared_job.SCENARIOS]

@@ -156,11 +156,18 @@ MODELS: dict[str, Any] = {
     "qwen": qwen,
     "own module": Reader,
     "own loss": Reader,
+    "padded on the left": llama,
+    "targets at the end": OwnMean,
 }
-DATA: dict[str, Any] = {"opt": padded_on_the_left, "left": padded_on_the_left, "own mean": with_prompts}
-IN_PARTS = {"opt": opt, "left": llama, "own mean": OwnMean}  # of sequences, only
+DATA: dict[str, Any] = {
+    "opt": padded_on_the_left,
+    "padded on the left": padded_on_the_left,
+    "targets at the end": with_prompts,
+}
+IN_PARTS = {"opt": opt}  # of sequences, only
 REFUSED = {"convolved": Convolved, "sum of losses": SumOfLosses}
-FEW = ["tied llama", "own module"]
+FEW = ("tied llama", "own module", "targets at the end")  # on every mesh
+LONG = ("tied llama",)  # enough updates to tell whether weights stay the same
 
 
 def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -182,6 +189,7 @@ def options_of(folder: Path, name: str, parts: int) -> dict[str, Any]:
         "eval_strategy": "epoch",
         "per_device_eval_batch_size": 6 // parts,
         "max_grad_norm": 0.5,
+        "num_train_epochs": 7 if name in LONG else 2,
         "include_num_input_tokens_seen": "all",
         "compute_loss_func": own_loss if name == "own loss" else None,
     }
@@ -231,7 +239,7 @@ def main() -> None:
             result = go_on(folder / name, mesh, sizes, None if checkpoint == "start" else Path(checkpoint))
             torch.save(result, folder / f"{name}-{rank}.pt")
             continue
-        names = [*MODELS, *(IN_PARTS if said == "cp=2" else ())] if size == 2 else FEW
+        names = {"tp=2": [*MODELS], "cp=2": [*MODELS, *IN_PARTS]}.get(said, FEW)
         results: dict[str, Any] = {name: run(folder / said, name, mesh, sizes) for name in names}
         if size == 2 and said == "cp=2":
             results["refused"] = {name: refusal_of(folder / name, make(), sizes) for name, make in REFUSED.items()}
