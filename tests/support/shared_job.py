@@ -271,6 +271,21 @@ def predictions(folder: Path, size: int) -> Result:
     )
 
 
+@scenario
+def twenty_updates(folder: Path, size: int) -> Result:
+    """Everything that is to be the same, for as long as the weights are to be."""
+    options = {**of_ragged(size), "num_train_epochs": 7, "max_grad_norm": 0.3, "compute_metrics": accuracy}
+    trainer = train(folder, Tagger(shifted=True), tagging(53), **split(size, 2), **options)
+    output = trainer.predict(tagging(23, seed=4))
+    return found(
+        trainer,
+        predictions=output.predictions,
+        labels=output.label_ids,
+        count=output.metrics["test_count"],
+        test_loss=[output.metrics["test_loss"]],
+    )
+
+
 def main() -> None:
     folder, engines = Path(sys.argv[1]), sys.argv[2:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
