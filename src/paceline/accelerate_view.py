@@ -17,15 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
+from paceline.args.accelerator_config import batch_of_all, check_batch, is_on
+from paceline.args.errors import UnsupportedOption
 from paceline.checkpoint.weights import alias_groups
 from paceline.core.optional import is_installed, require
-from paceline.data.loading import split_loader
+from paceline.data.loading import is_stream, split_loader
 from paceline.data.sampling import random_sampler
 from paceline.data.shares import Shares
 from paceline.distributed.collectives import gather_nest, gather_objects, holds_tensor, sum_tensor
 from paceline.distributed.strategy import put_on_device
 from paceline.distributed.world import first_before_others, process_state, wait_for_all
+from paceline.loaders import deal_of
 
 if TYPE_CHECKING:
     from paceline.trainer import Trainer
@@ -373,7 +377,35 @@ class AcceleratorView:
 
     def _split(self, loader: Any) -> Any:
         """The part of the loader's data that this process reads."""
-        rank, size = self._trainer.strategy.data_coordinates()
-        if size == 1:
+        (rank, size), config = self._trainer.strategy.data_coordinates(), self.dataloader_config
+        asked = getattr(config, "dispatch_batches", None)
+        deal = deal_of(self._trainer, is_stream(loader.dataset) if asked is None else asked)
+        if size == 1 and deal is None:
             return loader
-        return split_loader(loader, Shares.even(rank, size, loader.batch_size or 1), self._trainer._data_seed)
+        if size > 1:
+            check_own_loader(loader, config, size)
+        at_once = batch_of_all(config, loader.batch_size or 1, size)
+        shares = Shares(rank, size, (at_once,)) if size > 1 else None
+        return split_loader(loader, shares, self._trainer._data_seed, deal)
+
+
+def check_own_loader(loader: DataLoader[Any], config: Any, size: int) -> None:
+    """That a loader of the user's own can be shared in the way that was asked for.
+
+    Raises:
+        ValueError: its batches are too small to be split.
+        UnsupportedOption: it makes its batches, or chooses its samples, in a way that leaves nothing to share.
+    """
+    is_own = isinstance(loader.sampler, DistributedSampler)
+    if is_on(config, "split_batches") and (loader.batch_size is None or is_own or is_stream(loader.dataset)):
+        raise UnsupportedOption(
+            "accelerator_config={'split_batches': True} with a loader of your own that has a batch sampler, a "
+            "DistributedSampler or a stream is not supported: its batches are not cut. Leave split_batches out."
+        )
+    if is_on(config, "dispatch_batches") and is_own:
+        raise UnsupportedOption(
+            "accelerator_config={'dispatch_batches': True} with a DistributedSampler is not supported: the first "
+            "process would read its own samples only. Give the loader another sampler, or leave dispatch_batches out."
+        )
+    if loader.batch_size is not None:
+        check_batch(config, "batch_size", loader.batch_size, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from paceline.args.plan import Plan
+from paceline.args.plan import Plan, resolve_update
 from paceline.checkpoint.plausible import blame
 from paceline.checkpoint.tensors import CheckpointError, load_json, load_tensors
 from paceline.core import resuming
 from paceline.core.events import callback_states, restore_callback_states
 from paceline.core.loop import Loop
 from paceline.core.summary import UpdateSummary
+from paceline.data.dispatch import DispatchedLoader
 from paceline.data.feed import Feed, place_in
 from paceline.data.lengths import length_of, sample_count, samples_at_once
 from paceline.data.loading import is_stream
@@ -105,9 +107,9 @@ def kept_update_size(trainer: Trainer, checkpoint: Path) -> int | None:
     saved, now = progress.get("arguments") or {}, args.to_sanitized_dict()
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     changed = [f"{name}={now[name]}" for name in names if saved.get(name) != now[name]]
-    asked = args.train_batch_size * args.gradient_accumulation_steps * size
+    asked = resolve_update(args, size, None)[1]
     reason = f"{', '.join(changed)} was set" if changed else None
-    shares = Shares.of_update(0, size, args.train_batch_size, kept)
+    shares = Shares.of_update(0, size, math.ceil(asked / args.gradient_accumulation_steps / size), kept)
     if is_stream(trainer.train_dataset) and shares.each is None:
         reason = f"of a stream, {kept} samples cannot be dealt out to {size} processes alike"
     elif min(shares.slots) < size:
@@ -194,7 +196,9 @@ def own_position(trainer: Trainer, loader: Any, progress: Mapping[str, Any]) -> 
     """
     (rank, size), positions = trainer.strategy.data_coordinates(), progress.get("feeds")
     common: dict[str, Any] | None = progress.get("feed")
-    was_alone = progress.get("data_size", progress.get("world_size")) == 1
+    was_alone = progress.get("data_size", progress.get("world_size")) == 1 or bool((common or {}).get("is_dealt"))
+    if isinstance(loader, DispatchedLoader):  # one process reads for all
+        rank, size, loader = 0, 1, loader.loader
     if positions is None and size > 1 and was_alone and isinstance(loader, StreamLoader):
         positions = [common]  # each process reads a part of what one read whole
     if positions is None:

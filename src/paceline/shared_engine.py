@@ -52,6 +52,7 @@ class Exchange:
             averaged over the processes afterwards; its own weight if not `averages`.
         weight: what it weighs on all processes.
         is_idle: this process has nothing in it.
+        is_served: another process reads the data for this one.
         is_telling: the loss is to be looked at, on some process, at the first micro-batch.
         num_batches: micro-batches of the process that has most.
         tokens, operations: of the window, over all processes.
@@ -73,6 +74,7 @@ class Exchange:
         self._speaks = int(self.mesh.speaks(world.process_index))  # or another does, with the same data
         self.world, self.rule, self.accumulation, self.signals = world, rule, accumulation, signals
         self.averages, self.measure, self.watchdog = averages, measure, watchdog
+        self.is_served = False
         self.total = 0.0
         self.weight = self.num_batches = 0
         self.is_idle = self.is_telling = False
@@ -128,6 +130,9 @@ class Exchange:
 
     def draw(self, collect: Callable[..., Window], *arguments: Any) -> Window:
         """Draw a window with the Trainer's method, and let the watchdog know."""
+        if self.is_served:
+            with self.watchdog.waiting("waiting for the first process to read data"):
+                return collect(*arguments)
         self.watchdog.enter("reading data")
         return collect(*arguments)
 

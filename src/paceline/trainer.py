@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from paceline import assembly, loaders, saving, training, uploads
 from paceline.args.adopt import adopt, apply_log_level
-from paceline.args.plan import Plan, resolve
+from paceline.args.plan import Plan, resolve, resolve_update
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.defaults import with_defaults
 from paceline.callbacks.memory_stages import MemoryStages
@@ -558,7 +558,7 @@ class Trainer(TrainerNames, ForSubclasses):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples per update: batch size times accumulation times processes."""
-        return int(args.train_batch_size * args.gradient_accumulation_steps * self.strategy.mesh.data_size)
+        return resolve_update(args, self.strategy.mesh.data_size, None)[1]
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Not in this version; runs with different arguments can be made one by one with `model_init`."""

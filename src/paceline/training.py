@@ -32,6 +32,7 @@ from paceline.core.record import RECORD_NAME, write_run_record
 from paceline.core.resuming import PROGRESS_FILE, begin_state, report_changes
 from paceline.core.signals import StopSignals
 from paceline.counting import measurer
+from paceline.data.dispatch import DispatchedLoader
 from paceline.data.loading import Feed, KeptLoaders, is_split, loader_length, sample_count
 from paceline.distributed.collectives import gather_objects
 from paceline.distributed.memory import count_memory
@@ -187,6 +188,7 @@ def share(trainer: Trainer, plan: Plan, feed: Feed, signals: StopSignals, watchd
         watchdog=watchdog,
         mesh=plan.mesh,
     )
+    exchange.is_served = isinstance(feed.loader, DispatchedLoader) and not trainer.world.is_first
     feed.meet, feed.collect = exchange.meet, partial(exchange.draw, feed.collect)
     noise_rank = plan.mesh.noise_rank(trainer.world.process_index)
     if noise_rank:  # the same weights everywhere, but not the same dropout

@@ -219,11 +219,10 @@ def test_description() -> None:
 @pytest.mark.parametrize(
     ("setting", "on_several"),
     [
-        ({"dispatch_batches": False}, True),
         ({"even_batches": False}, True),
         ({"non_blocking": True}, True),
-        ({"split_batches": True}, False),
-        ({"dispatch_batches": True}, False),
+        ({"split_batches": True}, True),
+        ({"dispatch_batches": True}, True),
         ({"gradient_accumulation_kwargs": {"sync_each_batch": True}}, False),
     ],
 )
@@ -235,6 +234,19 @@ def test_settings_of_accelerate_that_change_nothing_are_told(setting: dict[str, 
     else:
         with pytest.raises(UnsupportedOption, match=rf"{name}': True.* with 2 processes: .*leave it out"):
             plan_of(world_size=2, accelerator_config=setting)
+
+
+def test_batches_that_are_split_over_processes() -> None:
+    plan = plan_of(
+        world_size=3, accelerator_config={"split_batches": True}, gradient_accumulation_steps=2, save_strategy="no"
+    )
+    assert (plan.global_batch_size, plan.micro_batch_size, plan.eval_batch_size) == (16, 3, 3)
+    assert "split_batches=True: 8 samples in a micro-batch of all processes, at most 3 on each." in plan.notes
+    with pytest.raises(ValueError, match=r"per_device_train_batch_size=8 .*over 16 processes.* to 16 or more"):
+        plan_of(world_size=16, accelerator_config={"split_batches": True})
+    rebalanced = {"train_sampling_strategy": "batch_rebalance", "dataloader_drop_last": True}
+    with pytest.raises(UnsupportedOption, match=r"batch_rebalance.*dispatch_batches.* on 2 processes"):
+        plan_of(world_size=2, accelerator_config={"dispatch_batches": True}, **rebalanced)
 
 
 def test_the_micro_batches_of_an_update_in_accelerates_settings() -> None:

@@ -27,10 +27,12 @@ COLUMNS = {
     ("fsdp", 2): "dp_shard=2",
     ("tp", 2): "tp=2",
     ("cp", 2): "cp=2",
+    ("sp", 2): "sp=2",
     ("tp+fsdp", 4): "dp_shard=2,tp=2",
     ("cp+ddp", 4): "dp_replicate=2,cp=2",
     ("cp+fsdp", 4): "dp_shard=2,cp=2",
     ("cp+tp", 4): "cp=2,tp=2",
+    ("sp+tp", 4): "sp=2,tp=2",
 }
 
 pytestmark = pytest.mark.timeout(900)  # four processes on a busy machine
@@ -54,7 +56,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def of_four(tmp_path_factory: pytest.TempPathFactory, of_two: Runs) -> Runs:
     """Four processes, one run of which goes on from the checkpoint of two."""
     folder, checkpoint = tmp_path_factory.mktemp("four"), of_two[0] / "tp=2@start" / "checkpoint-4"
-    return folder, results_of(folder, 4, f"dp_shard=2,tp=2@{checkpoint}")
+    return folder, results_of(folder, 4, "sp=4", f"dp_shard=2,tp=2@{checkpoint}")
 
 
 @pytest.mark.slow
@@ -63,14 +65,16 @@ def test_matrices_or_sequences_cut_in_two_have_the_numbers_of_one_process(
     tmp_path: Path, of_two: Runs, name: str
 ) -> None:
     one = mesh_job.run(tmp_path, name, Mesh())
-    for said in ("tp=2", "cp=2"):
+    for said in ("tp=2", "cp=2", "sp=2"):
         check_same([found[name] for found in of_two[1][said]], one)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", mesh_job.IN_PARTS)
-def test_places_that_are_counted_from_the_first_token(tmp_path: Path, of_two: Runs, name: str) -> None:
-    check_same([found[name] for found in of_two[1]["cp=2"]], mesh_job.run(tmp_path, name, Mesh()))
+def test_places_from_the_first_token_and_texts_in_one_row(tmp_path: Path, of_two: Runs, name: str) -> None:
+    one = mesh_job.run(tmp_path, name, Mesh())
+    for said in ("cp=2", "sp=2"):
+        check_same([found[name] for found in of_two[1][said]], one)
 
 
 @pytest.mark.slow
@@ -81,6 +85,8 @@ def test_every_mesh_and_the_tables_of_the_docs(tmp_path: Path, of_two: Runs, of_
         if name in mesh_job.LONG:
             check_complete(one)
         matrix.add(name, [[each[name] for each in found[said]] for said in COLUMNS.values()], one)
+        if name in found["sp=4"][0]:
+            check_same([each[name] for each in found["sp=4"]], one)
     if os.environ.get("PACELINE_WRITE_DOCS"):
         matrix.write()
 
@@ -91,10 +97,11 @@ def test_the_page_has_every_mesh() -> None:
 
 @pytest.mark.slow
 def test_models_with_other_numbers_in_parts_are_refused_on_all_processes(of_two: Runs) -> None:
-    for found in of_two[1]["cp=2"]:
-        said = found["refused"]
-        assert said["convolved"].startswith("parallel={'cp': 2}: Convolved gives other outputs")
-        assert said["sum of losses"].startswith("parallel={'cp': 2}: SumOfLosses gives other losses")
+    for axis in ("cp", "sp"):
+        for found in of_two[1][f"{axis}=2"]:
+            said = found["refused"]
+            assert said["convolved"].startswith(f"parallel={{'{axis}': 2}}: Convolved gives other outputs")
+            assert said["sum of losses"].startswith(f"parallel={{'{axis}': 2}}: SumOfLosses gives other losses")
 
 
 @pytest.mark.slow

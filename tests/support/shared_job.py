@@ -155,6 +155,15 @@ def accumulated(folder: Path, size: int) -> Result:
 
 
 @scenario
+def split_batches(folder: Path, size: int) -> Result:
+    """Batches of all processes together, which no number of processes divides."""
+    options = {"per_device_train_batch_size": 11, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 7}
+    options |= {"accelerator_config": {"split_batches": True}, "max_grad_norm": 0.5, "eval_strategy": "epoch"}
+    model, evaluated = Tagger(shifted=True), tagging(17, seed=3)
+    return found(train(folder, model, tagging(53), eval_dataset=evaluated, **options))
+
+
+@scenario
 def own_order(folder: Path, size: int) -> Result:
     return ragged(folder, size, train_sampling_strategy="group_by_length", length_column_name="none")
 
@@ -227,13 +236,19 @@ class Numbers:
 
 
 @scenario
-def stream(folder: Path, size: int) -> Result:
+def stream(folder: Path, size: int, **more: Any) -> Result:
     """53 samples of which each is read once an epoch; the processes have different numbers of them at its end."""
     data = Numbers(tagging(53))
     options = {"max_steps": 12, "eval_dataset": Numbers(tagging(17, seed=3)), "eval_strategy": "steps", "eval_steps": 6}
-    trainer = train(folder, Tagger(shifted=True), data, **split(size, 2), **options)
+    trainer = train(folder, Tagger(shifted=True), data, **split(size, 2), **options, **more)
     output = trainer.predict(Numbers(tagging(23, seed=4)))  # in the order of the stream
     return found(trainer, epoch=0, predictions=output.predictions, labels=output.label_ids)
+
+
+@scenario
+def dispatched(folder: Path, size: int) -> Result:
+    """The first process reads the stream for all."""
+    return stream(folder, size, accelerator_config={"dispatch_batches": True})
 
 
 class OwnLoader(Trainer):

@@ -97,6 +97,7 @@ def run(folder: Path, kind: str, mode: str) -> None:
         report_to=["jsonl"],
         dataloader_num_workers=int(os.environ.get("WORKERS", "0")),
         callbacks=stops,
+        accelerator_config={"dispatch_batches": name in os.environ.get("DISPATCH", "").split(",")},
     )
     batches: list[list[int]] = []
     base = trainer.get_batch_samples

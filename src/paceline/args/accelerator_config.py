@@ -15,8 +15,9 @@ class AcceleratorConfig:
     """How batches are shared between processes.
 
     Attributes:
-        split_batches: batches of the loader are cut among the processes, rather than one for each.
-        dispatch_batches: the first process reads all data and sends it to the others.
+        split_batches: a batch size is that of all processes together, each of which takes a part of every batch.
+        dispatch_batches: the first process reads all data and sends each other one its batches. None: only where a
+            loader of the user's own reads a stream.
         even_batches: every process gets as many samples as the others.
         use_seedable_sampler: the order of the samples is a function of the seed.
         non_blocking: copies to the device do not wait.
@@ -76,14 +77,13 @@ class AcceleratorConfig:
 
 
 ACCUMULATION = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
-SHARED_IN_PARTS = "each process reads its part of one order"
 # setting and value -> why it changes nothing, on any number of processes
 IDLE: dict[tuple[str, Any], str] = {
-    ("dispatch_batches", False): SHARED_IN_PARTS,
     ("even_batches", False): "no sample ever comes twice",
     ("non_blocking", True): "copies to the device never wait",
 }
-ONE_PROCESS_ONLY = ("split_batches", "dispatch_batches", "sync_each_batch")
+FOR_SEVERAL = ("split_batches", "dispatch_batches")
+ONE_PROCESS_ONLY = ("sync_each_batch",)
 # setting and value -> why it cannot be had
 REFUSED: dict[tuple[str, Any], str] = {
     ("use_seedable_sampler", False): "the order of the samples is a function of the seed, so that a run can be resumed",
@@ -149,10 +149,52 @@ def accelerator_notes(config: Any, world_size: int) -> list[str]:
             if world_size > 1:
                 shown = {name: True}
                 raise UnsupportedOption(
-                    f"accelerator_config={shown!r} is not supported with {world_size} processes: "
-                    f"{SHARED_IN_PARTS}, and gradients are exchanged once for each update; leave it out."
+                    f"accelerator_config={shown!r} is not supported with {world_size} processes: gradients are "
+                    "exchanged once for each update; leave it out."
                 )
+            reason = "this run has one process"
+        if name in FOR_SEVERAL and value and world_size == 1:
             reason = "this run has one process"
         if reason is not None:
             notes.append(f"accelerator_config: {name}={value!r} changes nothing here, {reason}.")
     return notes
+
+
+def is_on(config: Any, name: str) -> bool:
+    """Whether a setting that is off by default is on."""
+    return getattr(config, name, None) is True
+
+
+def batch_of_all(config: Any, batch_size: int, num_parts: int) -> int:
+    """Samples of a batch over all processes that read different data, `num_parts` of them."""
+    return batch_size if is_on(config, "split_batches") else batch_size * num_parts
+
+
+def check_sharing(args: Any, num_parts: int) -> None:
+    """That what is asked for about the sharing of batches can be had, with so many parts of the data.
+
+    Raises:
+        ValueError: a batch that is to be split has fewer samples than parts.
+        UnsupportedOption: micro-batches that each process makes for itself, and a first one that reads for all.
+    """
+    config, size = args.accelerator_config, args.per_device_train_batch_size
+    if num_parts > 1:
+        check_batch(config, "per_device_train_batch_size", size, num_parts)
+    if num_parts > 1 and is_on(config, "dispatch_batches") and str(args.train_sampling_strategy) == "batch_rebalance":
+        raise UnsupportedOption(
+            "train_sampling_strategy='batch_rebalance' with accelerator_config={'dispatch_batches': True} is not "
+            f"supported on {num_parts} processes, each of which makes its own micro-batches: leave one of them out."
+        )
+
+
+def check_batch(config: Any, name: str, batch_size: int, num_parts: int) -> None:
+    """That each part gets a sample of a batch.
+
+    Raises:
+        ValueError: there are fewer samples than parts.
+    """
+    if is_on(config, "split_batches") and batch_size < num_parts:
+        raise ValueError(
+            f"{name}={batch_size} with accelerator_config={{'split_batches': True}}: a batch of {batch_size} cannot be "
+            f"split over {num_parts} processes. Set {name} to {num_parts} or more, or leave split_batches out."
+        )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.args.accelerator_config import is_on
 from paceline.args.errors import UnsupportedOption, did_you_mean
 
 # the engine's own settings, handed on as they are
@@ -220,12 +221,16 @@ def match(config: dict[str, Any], path: str, expected: Any, argument: str) -> No
 def match_batches(config: dict[str, Any], args: Any, world_size: int | None) -> None:
     """The three sizes of batches. DeepSpeed reads them for its counters only: every window is closed from here."""
     size, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    match(config, "train_micro_batch_size_per_gpu", size, "per_device_train_batch_size")
+    argument = "per_device_train_batch_size"
+    if is_on(args.accelerator_config, "split_batches"):
+        size, argument = -(-size // (world_size or 1)), f"{argument} split over {world_size} processes"
+    if world_size is not None or argument == "per_device_train_batch_size":
+        match(config, "train_micro_batch_size_per_gpu", size, argument)
     match(config, "gradient_accumulation_steps", steps, "gradient_accumulation_steps")
     if world_size is None:
         config.pop("train_batch_size", None)
         return
-    several = f"per_device_train_batch_size x gradient_accumulation_steps x {world_size} processes"
+    several = f"{argument} x gradient_accumulation_steps x {world_size} processes"
     match(config, "train_batch_size", size * steps * world_size, several)
     if (config.get("zero_optimization") or {}).get("offload_optimizer"):
         # with 1 it adds nothing up on the host; a resumed run may take more micro-batches than the arguments say

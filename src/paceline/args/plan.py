@@ -7,13 +7,13 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from paceline.args.accelerator_config import accelerator_notes
+from paceline.args.accelerator_config import accelerator_notes, batch_of_all, check_sharing
 from paceline.args.choices import IntervalStrategy
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh, engine_of, resolve_mesh
 from paceline.args.rules import check, derived_values
 from paceline.args.sections import Options
-from paceline.args.sharding import is_asked, is_xla_asked
+from paceline.args.sharding import is_asked, is_xla_asked, shard_precision_of
 
 __all__ = ["Plan", "UnsupportedOption", "check", "resolve", "resolve_warmup"]
 
@@ -55,6 +55,7 @@ class Plan:
         eval_on_start: evaluate before the first update.
         eval_delay: no evaluation before so many epochs, or updates where eval_strategy is "steps".
         precision: "full", "bf16", "fp16", or "apex-" and the level of NVIDIA's Apex.
+        shard_precision: formats of a sharded model, in words; None: those of its parameters.
         eval_dtype: format that the whole model is cast to for evaluation, "bf16" or "fp16"; None: none.
         max_grad_norm: L2 norm that gradients are clipped to; 0: not clipped.
         seed, data_seed: of everything random, and of the order of the data.
@@ -101,6 +102,7 @@ class Plan:
     metric_for_best_model: str | None
     greater_is_better: bool | None
     parallel: str | None = None
+    shard_precision: str | None = None
     mesh: Mesh = field(default_factory=Mesh)
     notes: tuple[str, ...] = ()
 
@@ -135,12 +137,16 @@ class Plan:
         epochs = "" if self.updates_per_epoch is None else f" ({self.num_train_epochs:g} epochs{samples})"
         clip = f"gradients clipped to norm {self.max_grad_norm:g}" if self.max_grad_norm else "gradients not clipped"
         seeds = f"seed {self.seed}" + (f", data seed {self.data_seed}" if self.data_seed != self.seed else "")
+        numbers = f"{self.precision} precision"
+        if self.shard_precision is not None:
+            own = "" if self.precision == "full" else f"{numbers}, "
+            numbers = f"{own}mixed_precision_policy ({self.shard_precision})"
         lines = [
             f"updates    {self.max_steps:,}{epochs}, {epoch}, warmup {self.warmup_steps:,}",
             f"samples    {self.global_batch_size:,} per update = {self.micro_batch_size} x {self.accumulation} "
             f"micro-batches{processes}",
             *([self._processes()] if self.parallel is not None else []),
-            f"numbers    {self.precision} precision, {clip}, {seeds}",
+            f"numbers    {numbers}, {clip}, {seeds}",
             f"log        {self._interval('logging')}",
             f"evaluate   {self._interval('eval')}, batches of {self.eval_batch_size}",
             f"save       {self._interval('save')}",
@@ -202,13 +208,13 @@ def resolve(
     derived = derived_values(args)
     mesh = resolve_mesh(args, world_size, local_size)
     accumulation, global_batch_size = resolve_update(args, mesh.data_size, update_size)
+    train_size, eval_size = resolve_batches(args, mesh.data_size, notes)
     duration = resolve_duration(args, micro_batches_per_epoch, accumulation, notes)
     logging_steps = resolve_interval("logging_steps", args.logging_steps, duration.max_steps, notes)
     eval_steps, save_steps = resolve_eval_and_save(args, logging_steps, duration.max_steps, notes)
     note_logging(args, logging_steps, duration.max_steps, notes)
     return Plan(
-        micro_batch_size=args.per_device_train_batch_size,
-        eval_batch_size=args.per_device_eval_batch_size,
+        micro_batch_size=train_size, eval_batch_size=eval_size,
         accumulation=accumulation,
         world_size=world_size,
         global_batch_size=global_batch_size,
@@ -228,7 +234,7 @@ def resolve(
         logging_first_step=args.logging_first_step,
         eval_on_start=args.eval_on_start,
         eval_delay=args.eval_delay,
-        precision=precision_of(args),
+        precision=precision_of(args), shard_precision=resolve_shard_precision(args, mesh),
         eval_dtype="fp16" if args.fp16_full_eval else "bf16" if args.bf16_full_eval else None,
         max_grad_norm=args.max_grad_norm,
         seed=args.seed,
@@ -273,6 +279,23 @@ def resolve_parallel(args: Options, world_size: int, local_size: int | None = No
     return parallel if world_size > 1 or parallel == "deepspeed" else None
 
 
+def resolve_shard_precision(args: Options, mesh: Mesh) -> str | None:
+    """The formats of a sharded model in words; None where none are asked for.
+
+    Raises:
+        ValueError: they are, and in this mesh nothing is sharded.
+    """
+    policy = shard_precision_of(args)
+    if policy is None:
+        return None
+    if mesh.dp_shard * mesh.cp == 1:
+        raise ValueError(
+            f"fsdp_config={args.fsdp_config!r} has formats for shards, and parallel={args.parallel!r} makes none of "
+            "these processes: leave mixed_precision_policy out, or give dp_shard a size."
+        )
+    return policy.describe()
+
+
 def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
     """What was set and changes nothing in this run: on one process, or without the switch it belongs to."""
     several = [
@@ -299,10 +322,25 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
 
 def resolve_update(args: Options, data_size: int, update_size: int | None) -> tuple[int, int]:
     """(micro-batches of each process, samples of all) in one update of so many that read different data."""
-    at_once = args.per_device_train_batch_size * data_size
+    at_once = batch_of_all(args.accelerator_config, args.per_device_train_batch_size, data_size)
     if update_size is not None:
         return math.ceil(update_size / at_once), update_size
     return args.gradient_accumulation_steps, at_once * args.gradient_accumulation_steps
+
+
+def resolve_batches(args: Options, data_size: int, notes: list[str]) -> tuple[int, int]:
+    """Samples of one process, at most, in a micro-batch of training and in a batch of evaluation.
+
+    Raises:
+        ValueError, UnsupportedOption: the processes cannot share batches in the way that was asked for.
+    """
+    check_sharing(args, data_size)
+    config, asked = args.accelerator_config, (args.per_device_train_batch_size, args.per_device_eval_batch_size)
+    train_size, eval_size = (math.ceil(batch_of_all(config, size, data_size) / data_size) for size in asked)
+    if (train_size, eval_size) != asked:
+        most = f"{'at most ' if asked[0] % data_size else ''}{train_size}"
+        notes.append(f"split_batches=True: {asked[0]} samples in a micro-batch of all processes, {most} on each.")
+    return train_size, eval_size
 
 
 def resolve_duration(args: Options, micro_batches: int | None, accumulation: int, notes: list[str]) -> Duration:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.data.batches import batch_size_of, cut_batch
+from paceline.data.dispatch import DealtBatches, DispatchedLoader, source_of
 from paceline.data.generators import capture_generators, capture_own, generators_at, own_generators, restore_own
 from paceline.data.indexed import IndexedLoader, set_epoch
 from paceline.data.lengths import loader_length, sample_count, samples_at_once
@@ -258,6 +259,31 @@ class ReplayReader(Reader):
         return place
 
 
+class DealtReader(Reader):
+    """Over a loader that one process reads for all: what this one is dealt of it."""
+
+    def __init__(self, loader: DispatchedLoader, consumed: int, batches: int, saved: Saved | None) -> None:
+        super().__init__(consumed, batches)
+        reads = loader.deal.reads
+        self.inner = open_reader(loader.loader, consumed, batches, saved) if reads else None
+        self.dealt = DealtBatches(loader.deal, sized(self.inner) if self.inner is not None else None)
+        self.iterator = self.dealt
+
+    def count(self, batch: Any) -> int:
+        return self.dealt.num_samples
+
+    def place(self) -> dict[str, Any]:
+        return self.inner.place() if self.inner is not None else {}
+
+
+def sized(reader: Reader) -> Iterator[tuple[Any, int]]:
+    """The batches of a reader, each with its number of samples."""
+    before = reader.consumed
+    for batch in reader:
+        yield batch, reader.consumed - before
+        before = reader.consumed
+
+
 def forget_workers(loader: Any) -> None:
     """Let someone else's loader start its workers anew, which is when torch seeds them.
 
@@ -313,6 +339,8 @@ class Feed:
     @property
     def is_common(self) -> bool:
         """Whether the position is the same on all processes: they read parts of one order, and need no more."""
+        if isinstance(self.loader, DispatchedLoader):
+            return True  # that of the one process which reads
         return isinstance(self.loader, IndexedLoader) and self.loader.batches.is_positionable
 
     def start_epoch(self, epoch: int) -> None:
@@ -327,11 +355,12 @@ class Feed:
         if saved is not None and saved["epoch"] != epoch:
             saved = None
         self._reader = None
-        announce_epoch(self.loader, epoch)
-        consumed, batches = (0, 0) if saved is None else place_in(self.loader, saved)
+        source = source_of(self.loader)
+        announce_epoch(source, epoch)
+        consumed, batches = (0, 0) if saved is None else place_in(source, saved)
         if saved is not None and consumed == 0:
             with saved.restoring():
-                restore_own(saved.get("own") or {}, own_generators(self.loader))
+                restore_own(saved.get("own") or {}, own_generators(source))
             if not self._begins_at(saved):
                 saved = None
         self.epoch = epoch
@@ -379,13 +408,15 @@ class Feed:
             "batch_size": samples_at_once(self.loader),
             "num_samples": sample_count(self.loader),
             "largest": self._largest,
+            **({"is_dealt": True} if isinstance(self.loader, DispatchedLoader) else {}),
             **({} if self.meet is None or self._reader is None or self.is_common else {"own_consumed": self._num_read}),
             **place,
         }
 
     def _between(self) -> dict[str, Any]:
         """What the next epoch begins from: generators that its order is drawn from, and a place that goes on."""
-        loader, own = self.loader, own_generators(self.loader)
+        loader = source_of(self.loader)
+        own = own_generators(loader)
         if isinstance(loader, IndexedLoader | StreamLoader):
             own.pop("loader", None)
         place: dict[str, Any] = {"own": capture_own(own)} if own else {}
@@ -399,9 +430,10 @@ class Feed:
 
     def _begins_at(self, saved: Saved) -> bool:
         """Whether a position between two epochs says where this loader's data goes on."""
-        if isinstance(self.loader, StreamLoader):
-            return "stream" in saved and not self.loader.num_workers
-        return "loader" in saved and is_stateful(self.loader)
+        source = source_of(self.loader)
+        if isinstance(source, StreamLoader):
+            return "stream" in saved and not source.num_workers
+        return "loader" in saved and is_stateful(source)
 
     def load_state_dict(self, state: Mapping[str, Any], source: str = Saved.source) -> None:
         """Go to a position at the next `start_epoch` of its epoch. Only `epoch` and `consumed` are needed.
@@ -425,14 +457,16 @@ class Feed:
     def close(self) -> None:
         """Shut the workers down."""
         self._reader = None
-        if isinstance(self.loader, IndexedLoader | StreamLoader):
+        if isinstance(self.loader, IndexedLoader | StreamLoader | DispatchedLoader):
             self.loader.close()
 
 
 def open_reader(loader: Any, consumed: int, batches: int, saved: Saved | None) -> Reader:
     """The reader for this kind of loader, at its place."""
     kind: Callable[[Any, int, int, Saved | None], Reader] = ReplayReader
-    if isinstance(loader, IndexedLoader):
+    if isinstance(loader, DispatchedLoader):
+        kind = DealtReader
+    elif isinstance(loader, IndexedLoader):
         kind = IndexReader
     elif isinstance(loader, StreamLoader):
         kind = StreamedReader

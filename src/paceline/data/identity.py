@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from paceline.data.dispatch import source_of
 from paceline.data.indexed import IndexedLoader
 from paceline.data.sampling import OrderedSampler
 
 
 def has_ids(loader: Any) -> bool:
     """Whether samples have indices in a dataset, in an order that is ours to know."""
+    loader = source_of(loader)
     return isinstance(loader, IndexedLoader) and isinstance(loader.sampler, OrderedSampler)
 
 

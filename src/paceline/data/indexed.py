@@ -134,7 +134,8 @@ class IndexBatches(Sampler[list[int]]):
         if self.shares is None:
             return self._walk(source, sizes, self._start)
         if self.batch_size is None:
-            return self._walk(itertools.islice(source, self.shares.rank, None, self.shares.size), sizes, self._start)
+            own = slice(None) if self.shares.reads_all else slice(self.shares.rank, None, self.shares.size)
+            return self._walk(itertools.islice(source, own.start, own.stop, own.step), sizes, self._start)
         return self._walk_share(self.shares, source, sizes, self._start)
 
     def _length_of_share(self, shares: Shares, num: int) -> int:
@@ -145,17 +146,16 @@ class IndexBatches(Sampler[list[int]]):
     def _walk_share(
         self, shares: Shares, source: Iterator[Any], sizes: deque[int], position: int
     ) -> Iterator[list[int]]:
-        """This process's part of each slot; a slot at the end may be too small to have one for it."""
+        """What this process reads of each slot; one at the end may be too small to have a part for it."""
         epoch = self._epoch
         while slot := list(itertools.islice(source, length := shares.left_in_slot(position))):
             if self.drop_last and len(slot) < length:
                 return
-            own = shares.cut(slot)
-            if own:
+            for start, own in shares.cut(slot):
                 sizes.append(len(own))
                 batch = SeededIndices(own) if self.is_seeded else own
                 if isinstance(batch, SeededIndices):
-                    batch.key = (epoch, position + shares.bounds(len(slot))[0])
+                    batch.key = (epoch, position + start)
                 yield batch
             position += len(slot)
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from paceline.data.batches import batch_size_of, split_batch
+from paceline.data.dispatch import Deal, DispatchedLoader, source_of
 from paceline.data.feed import Feed
 from paceline.data.indexed import IndexedLoader
 from paceline.data.lengths import loader_length, sample_count
@@ -37,7 +39,8 @@ def make_loader(
     train: bool,
     seed: int,
     shares: Shares | None = None,
-) -> DataLoader[Any]:
+    deal: Deal | None = None,
+) -> Any:
     """A DataLoader over any dataset.
 
     Args:
@@ -50,6 +53,7 @@ def make_loader(
         seed: of the workers' generators. They are seeded before each batch from (seed, epoch, samples before it).
             Without workers, augmentation draws from this process's generators, as usual.
         shares: the part of this process, where several share the data.
+        deal: how one process reads for all; None: each reads its part.
 
     Raises:
         ValueError: an option that needs workers was given without them; a dataset that is neither kind.
@@ -62,18 +66,20 @@ def make_loader(
         )
     drop_last = bool(args.dataloader_drop_last) and train  # every sample is evaluated, and predicted for
     if is_stream(dataset):
-        batch_size = (shares.each if shares is not None else None) or batch_size
-        if shares is not None and shares.size > 1:
+        if shares is not None:
+            batch_size = shares.each or stream_cannot_split(shares)
+        if shares is not None and shares.size > 1 and deal is None:
             dataset = part_of(dataset, shares.rank, shares.size, batch_size)
-        return StreamLoader(
+        stream = StreamLoader(
             dataset, batch_size=batch_size, drop_last=drop_last, collate=collate, seed=seed, options=options
         )
+        return stream if deal is None else DispatchedLoader(stream, deal)
     if not hasattr(dataset, "__getitem__") or (sampler is None and not has_length(dataset)):
         raise ValueError(
             f"A dataset of type {type(dataset).__name__} can be neither read by index nor iterated. Give it __len__ "
             "and __getitem__, or __iter__."
         )
-    return IndexedLoader(
+    loader = IndexedLoader(
         dataset,
         sampler=sampler if sampler is not None else sequential_sampler(len(dataset)),
         batch_size=batch_size,
@@ -81,8 +87,14 @@ def make_loader(
         collate=collate,
         seed=seed,
         options=options,
-        shares=shares,
+        shares=dealt(shares, deal),
     )
+    return loader if deal is None else DispatchedLoader(loader, deal)
+
+
+def dealt(shares: Shares | None, deal: Deal | None) -> Shares | None:
+    """The part of this process where it may read for the others too."""
+    return shares if shares is None or deal is None else replace(shares, reads_all=True)
 
 
 class KeptLoaders:
@@ -115,19 +127,36 @@ class KeptLoaders:
         self._kept.clear()
 
 
+def stream_cannot_split(shares: Shares) -> int:
+    """Refuse slots of a stream that do not give every process the same number of samples.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"accelerator_config={{'split_batches': True}}: batches of {shares.slots[0]} samples of a stream cannot be "
+        f"split over {shares.size} processes alike. Set the batch size to a multiple of {shares.size}."
+    )
+
+
 def is_split(loader: Any) -> bool:
-    """Whether each of several processes reads a part of this loader's data: ours do, others by their sampler."""
-    ours = isinstance(loader, IndexedLoader | StreamLoader)
+    """Whether each of several processes gets a part of this loader's data: of ours it does, of others by a sampler."""
+    ours = isinstance(loader, IndexedLoader | StreamLoader | DispatchedLoader)
     return ours or isinstance(getattr(loader, "sampler", None), DistributedSampler)
 
 
-def split_loader(loader: DataLoader[Any], shares: Shares, seed: int) -> DataLoader[Any]:
-    """A user's loader as one of ours, which reads this process's part; as it is where it cannot be one."""
+def split_loader(loader: DataLoader[Any], shares: Shares | None, seed: int, deal: Deal | None = None) -> Any:
+    """A user's loader as one of ours, which reads this process's part; as it is where it cannot be one.
+
+    With `deal` one process reads for all: a loader over a stream too, as it is.
+    """
     sampler, batch_sampler = loader.sampler, loader.batch_sampler
-    if is_split(loader) or is_stream(loader.dataset):
+    if is_split(loader):
         return loader
+    if is_stream(loader.dataset):
+        return loader if deal is None else DispatchedLoader(loader, deal)
     gives_batches = loader.batch_size is None and batch_sampler is not None
-    return IndexedLoader(
+    own = IndexedLoader(
         loader.dataset,
         sampler=batch_sampler if gives_batches else sampler,
         batch_size=loader.batch_size or 1,
@@ -142,18 +171,20 @@ def split_loader(loader: DataLoader[Any], shares: Shares, seed: int) -> DataLoad
             "prefetch_factor": loader.prefetch_factor,
             "in_order": getattr(loader, "in_order", True),
         },
-        shares=shares,
+        shares=dealt(shares, deal),
     )
+    return own if deal is None else DispatchedLoader(own, deal)
 
 
 def close_loader(loader: Any) -> None:
     """Stop the workers of a loader that was made here; one that a user made is theirs."""
-    if isinstance(loader, IndexedLoader | StreamLoader):
+    if isinstance(loader, IndexedLoader | StreamLoader | DispatchedLoader):
         loader.close()
 
 
 def order_by_length(loader: Any) -> list[int] | None:
     """The samples of a loader in the order in which it reads them, where that is by length; None for any other."""
+    loader = source_of(loader)
     if not isinstance(loader, IndexedLoader) or (loader.num_workers and not loader.in_order):
         return None
     sampler = loader.batches.sampler

@@ -7,6 +7,7 @@ each slot into as many parts as there are processes, in the order of their ranks
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,11 +22,13 @@ class Shares:
         rank: this process.
         size: how many there are.
         slots: samples of each slot of an update, over all processes.
+        reads_all: this process reads the parts of all, one after another.
     """
 
     rank: int
     size: int
     slots: tuple[int, ...]
+    reads_all: bool = False
 
     @classmethod
     def even(cls, rank: int, size: int, batch_size: int) -> Shares:
@@ -71,11 +74,14 @@ class Shares:
             count += 1
         return count
 
-    def bounds(self, length: int) -> tuple[int, int]:
-        """Where this process's part of a slot of `length` samples begins and ends in it."""
-        return length * self.rank // self.size, length * (self.rank + 1) // self.size
+    def bounds(self, length: int, rank: int | None = None) -> tuple[int, int]:
+        """Where a process's part of a slot of `length` samples begins and ends in it; this one's if none is named."""
+        rank = self.rank if rank is None else rank
+        return length * rank // self.size, length * (rank + 1) // self.size
 
-    def cut(self, samples: list[T]) -> list[T]:
-        """This process's part of a slot."""
-        start, end = self.bounds(len(samples))
-        return samples[start:end]
+    def cut(self, samples: list[T]) -> Iterator[tuple[int, list[T]]]:
+        """What this process reads of a slot: parts that are not empty, and where each begins."""
+        for rank in range(self.size) if self.reads_all else (self.rank,):
+            start, end = self.bounds(len(samples), rank)
+            if start < end:
+                yield start, samples[start:end]

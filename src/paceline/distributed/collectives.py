@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -61,6 +62,26 @@ def share_object(world: World, value: Any, source: int = 0) -> Any:
     holder = [value]
     distributed.broadcast_object_list(holder, src=source)
     return holder[0]
+
+
+def pack(value: Any) -> bytes:
+    """An object as what `deal_out` sends.
+
+    Raises: whatever keeps it from being pickled.
+    """
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def deal_out(world: World, packed: list[bytes] | None) -> Any:
+    """For each process an object of its own, from the first one, which gets None.
+
+    Args:
+        world: the processes.
+        packed: one for each, by rank; None on the others.
+    """
+    received: list[Any] = [None]
+    distributed.scatter_object_list(received, packed, src=0)
+    return None if world.is_first else pickle.loads(received[0])
 
 
 def on_first(world: World, action: Callable[[], Made]) -> Made:
