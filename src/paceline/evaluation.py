@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from paceline.core.signals import Interrupted
 from paceline.core.spill import Spill
 from paceline.core.streaming import StreamingMetric, is_streaming, with_last
 from paceline.data.loading import batch_size_of, close_loader, loader_length, order_by_length
-from paceline.distributed.precision import widened
+from paceline.distributed.precision import narrow, widened
 from paceline.distributed.strategy import is_out_of_memory
 from paceline.model.loss import IGNORE_INDEX, Counts, LossRule, Meaning
 from paceline.model.objective import compute_loss_with_outputs
@@ -178,7 +178,8 @@ class EvaluationLoop:
             self.metric.reset()
         with Spill(self.options.spill_bytes, self.options.spill_folder) as spill, self.rule.put_back():
             kept = self._make_kept(spill)
-            with evaluating(self.model, self.options.dtype), casting(self.model, self.options.dtype, self.rule):
+            as_cast = casting(self.model, self.options.dtype, self.rule, self.strategy)
+            with evaluating(self.model), as_cast:
                 for batch, is_last in self._batches(loader):
                     rows, size = self._take(batch, total, kept, loader, loss_only, ignore_keys)
                     if self.strategy.defers:
@@ -309,39 +310,26 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def evaluating(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Evaluation mode, without gradients, in another type if asked; afterwards everything is as before, to the bit."""
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if dtype is not None and t.is_floating_point()]
-    originals = [tensor.data for tensor in tensors]
-    try:
-        for tensor in tensors:
-            tensor.data = tensor.data.to(dtype)
-        with in_evaluation_mode(model), torch.no_grad():
-            yield
-    finally:
-        for tensor, original in zip(tensors, originals, strict=True):
-            tensor.data = original
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without gradients; afterwards everything is as before."""
+    with in_evaluation_mode(model), torch.no_grad():
+        yield
 
 
 @contextmanager
-def casting(model: nn.Module, dtype: torch.dtype | None, rule: LossRule) -> Iterator[None]:
-    """Give a model that was cast to `dtype` its floating-point inputs in that type; labels as they are."""
+def casting(model: nn.Module, dtype: torch.dtype | None, rule: LossRule, strategy: Any) -> Iterator[None]:
+    """A model cast to `dtype`, if asked, and its floating-point inputs; labels as they are.
 
-    def cast(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(dtype) if value.is_floating_point() else value
-        if isinstance(value, Mapping) and not is_dataclass(value):  # a part of the model's own outputs has its type
-            return {name: item if name in rule.label_names else cast(item) for name, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(map(cast, value))
-        return value
-
+    Afterwards the weights are as before, to the bit.
+    """
     if dtype is None:
         yield
         return
+    cast = partial(narrow, dtype=dtype, kept=rule.label_names)
     handle = model.register_forward_pre_hook(lambda module, args, named: (cast(args), cast(named)), with_kwargs=True)
     try:
-        yield
+        with strategy.cast_model(model, dtype):
+            yield
     finally:
         handle.remove()
 

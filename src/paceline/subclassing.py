@@ -299,16 +299,16 @@ class ForSubclasses:
             torch.distributed.destroy_process_group()
 
     def get_sp_size(self) -> int:
-        """Processes that share a sequence."""
-        return 1
+        """Processes that have a part of each sequence, and exchange heads."""
+        return int(cast("Trainer", self).strategy.mesh.sp)
 
     def get_cp_size(self) -> int:
-        """Processes that share a context."""
-        return 1
+        """Processes that have a part of each sequence, and gather keys and values."""
+        return int(cast("Trainer", self).strategy.mesh.cp)
 
     def get_tp_size(self) -> int:
         """Processes that share each matrix."""
-        return 1
+        return int(cast("Trainer", self).strategy.mesh.tp)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """What is put around the model that the strategy prepared: torch.compile, where it is asked for."""

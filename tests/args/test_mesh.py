@@ -28,6 +28,8 @@ SAID: list[tuple[dict[str, Any], int, Mesh]] = [
     ({"parallel": '{"dp_replicate": 2, "cp": "2"}'}, 4, Mesh(dp_replicate=2, cp=2)),
     ({"parallel": "dp_shard=-1 tp=2"}, 8, Mesh(dp_shard=4, tp=2)),
     ({"parallelism_config": {"dp_shard_size": 2, "tp_size": 2}}, 4, Mesh(dp_shard=2, tp=2)),
+    ({"parallelism_config": {"dp_replicate_size": 2, "sp_size": 2}}, 4, Mesh(dp_replicate=2, sp=2)),
+    ({"parallel": "dp_shard=2,sp=2"}, 4, Mesh(dp_shard=2, sp=2)),
     ({"parallelism_config": '{"dp_replicate_size": 1}'}, 4, Mesh(dp_replicate=4)),
     ({"parallel": {"dp_shard": 2, "cp": 2}, "fsdp_config": {"min_num_params": 5}}, 4, Mesh(dp_shard=2, cp=2)),
 ]
@@ -58,6 +60,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"parallel": "tensor"}, "choose one of ddp"),
     ({"parallel": {"tp": 2}, "parallelism_config": {"tp_size": 2}}, "both say how the processes share the work"),
     ({"parallel": "ddp", "parallelism_config": {"tp_size": 2}}, "both say how the processes share the work"),
+    ({"parallel": {"cp": 2, "sp": 2}}, "cp and sp both cut the sequences"),
     ({"parallelism_config": {"tensor": 2}}, "no setting 'tensor'"),
     ({"parallelism_config": 7}, "ParallelismConfig"),
     ({"parallel": {"tp": 4}, "fsdp": True}, "fsdp=True shards parameters"),
@@ -90,5 +93,5 @@ def test_each_part_of_the_data_is_counted_once(mesh: Mesh) -> None:
     assert len({tuple(mesh.coordinates(rank).values()) for rank in ranks}) == mesh.size
     speakers = [rank for rank in ranks if mesh.speaks(rank)]
     assert [mesh.data_coordinates(rank) for rank in speakers] == [(n, mesh.data_size) for n in range(mesh.data_size)]
-    assert {mesh.noise_rank(rank) for rank in ranks} == set(range(mesh.pp * mesh.data_size * mesh.cp))
+    assert {mesh.noise_rank(rank) for rank in ranks} == set(range(mesh.pp * mesh.data_size * mesh.num_parts))
     assert mesh.noise_rank(0) == 0

@@ -105,7 +105,7 @@ def test_allowed(options: dict[str, Any]) -> None:
 
 
 LATER: list[tuple[str, Any]] = [
-    ("parallelism_config", {"sp_size": 2}),
+    ("parallelism_config", {"sp_size": 2, "sp_handler": {"sp_attn_implementation": "flash_attention_2"}}),
     ("parallelism_config", {"cp_size": 2, "cp_handler": {"cp_comm_strategy": "alltoall"}}),
     ("trackio_space_id", "owner/space"),
     ("trackio_bucket_id", "bucket"),

@@ -28,7 +28,7 @@ def results_of(folder: Path, size: int, *words: str) -> dict[str, list[Any]]:
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
     folder = tmp_path_factory.mktemp("mesh")
-    return folder, results_of(folder, 2, "tp=2", "cp=2", "tp=2@start", f"tp=2@{folder}/tp=2@start/checkpoint-4")
+    return folder, results_of(folder, 2, "tp=2", "cp=2", "sp=2", "tp=2@start", f"tp=2@{folder}/tp=2@start/checkpoint-4")
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ def test_matrices_or_sequences_cut_in_two_have_the_numbers_of_one_process(
     tmp_path: Path, of_two: tuple[Path, dict[str, list[Any]]], name: str
 ) -> None:
     one = mesh_job.run(tmp_path, name, Mesh())
-    for said in ("tp=2", "cp=2"):
+    for said in ("tp=2", "cp=2", "sp=2"):
         check_same([found[name] for found in of_two[1][said]], one)
 
 
@@ -46,17 +46,20 @@ def test_matrices_or_sequences_cut_in_two_have_the_numbers_of_one_process(
 def test_padding_on_the_left_and_parts_without_a_target(
     tmp_path: Path, of_two: tuple[Path, dict[str, list[Any]]], name: str
 ) -> None:
-    check_same([found[name] for found in of_two[1]["cp=2"]], mesh_job.run(tmp_path, name, Mesh()))
+    one = mesh_job.run(tmp_path, name, Mesh())
+    for said in ("cp=2", "sp=2"):
+        check_same([found[name] for found in of_two[1][said]], one)
 
 
 @pytest.mark.slow
 def test_models_with_other_numbers_in_parts_are_refused_on_all_processes(
     of_two: tuple[Path, dict[str, list[Any]]],
 ) -> None:
-    for found in of_two[1]["cp=2"]:
-        said = found["refused"]
-        assert said["convolved"].startswith("parallel={'cp': 2}: Convolved gives other outputs")
-        assert said["sum of losses"].startswith("parallel={'cp': 2}: SumOfLosses gives other losses")
+    for axis in ("cp", "sp"):
+        for found in of_two[1][f"{axis}=2"]:
+            said = found["refused"]
+            assert said["convolved"].startswith(f"parallel={{'{axis}': 2}}: Convolved gives other outputs")
+            assert said["sum of losses"].startswith(f"parallel={{'{axis}': 2}}: SumOfLosses gives other losses")
 
 
 @pytest.mark.slow
@@ -74,12 +77,13 @@ def test_sharded_and_cut_and_resumed_on_other_meshes(
 ) -> None:
     """Four processes, then the checkpoint of two of them, and back on one."""
     checkpoint = of_two[0] / "tp=2@start" / "checkpoint-4"
-    several = ("dp_shard=2,tp=2", "dp_replicate=2,cp=2", "cp=2,tp=2")
+    several = ("dp_shard=2,tp=2", "dp_replicate=2,cp=2", "cp=2,tp=2", "sp=4", "sp=2,tp=2")
     found = results_of(tmp_path, 4, *several, f"dp_shard=2,tp=2@{checkpoint}")
     for name in mesh_job.FEW:
         one = mesh_job.run(tmp_path / "one", name, Mesh())
         for said in several:
-            check_same([each[name] for each in found[said]], one)
+            if name in found[said][0]:
+                check_same([each[name] for each in found[said]], one)
     expected = of_two[1]["tp=2@start"][0]
     for resumed in found["dp_shard=2,tp=2@from"]:
         torch.testing.assert_close(resumed["weights"], expected["weights"], rtol=1e-4, atol=1e-6)

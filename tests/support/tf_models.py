@@ -29,6 +29,35 @@ def make_model(dropout: float = 0.0, seed: int = 0) -> Any:
     return keras.Sequential(layers)
 
 
+def make_rows(size: int, seed: int = 0, longest: int = 12) -> list[tuple[Any, Any]]:
+    """Samples of token ids of different length, and a class of each."""
+    draw = np.random.default_rng(seed)
+    rows = [draw.integers(1, 20, size=draw.integers(3, longest)).astype(np.int32) for _ in range(size)]
+    return [(row, np.int64(row[0] % CLASSES)) for row in rows]
+
+
+def pad_rows(rows: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """A batch as wide as its longest sample."""
+    batch = np.zeros((len(rows), max(len(row) for row, _ in rows)), np.int32)
+    for line, (row, _) in zip(batch, rows, strict=True):
+        line[: len(row)] = row
+    return batch, np.array([label for _, label in rows])
+
+
+def make_reader(dropout: float = 0.2, seed: int = 0) -> Any:
+    """A Keras model of token ids, of any number per sample."""
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [
+            keras.Input((None,), dtype="int32"),
+            keras.layers.Embedding(20, 16),
+            keras.layers.Dropout(dropout),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
 class Linear(tf.Module):  # type: ignore[misc]
     """A plain module: one matrix."""
 

@@ -12,10 +12,10 @@ from paceline.args.errors import UnsupportedOption, did_you_mean, wrong_value
 from paceline.args.sharding import is_asked, read_sharding
 
 # outermost first: processes that differ in the last axis only are neighbours, on one machine where possible
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 # names of accelerate's ParallelismConfig -> ours
 ACCELERATE_SIZES = {f"{axis}_size": axis for axis in AXES if axis != "pp"}
-ACCELERATE_OTHERS = ("sp_size", "cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
+ACCELERATE_OTHERS = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
 NAMES = ("ddp", "fsdp", "xla")
 
 
@@ -27,7 +27,8 @@ class Mesh:
         pp: stages of a pipeline, each with a part of the layers.
         dp_replicate: groups that each hold the whole model, and read different data.
         dp_shard: processes that hold a shard of every parameter each, and read different data.
-        cp: processes that hold a part of every sequence of the same data.
+        cp: processes that hold a part of every sequence of the same data, and gather keys and values.
+        sp: the same, but processes exchange their tokens for heads (Ulysses); not with cp.
         tp: processes that hold a part of the matrices, and compute on the same data.
     """
 
@@ -35,12 +36,18 @@ class Mesh:
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
+    sp: int = 1
     tp: int = 1
 
     @property
     def size(self) -> int:
         """Processes in all."""
         return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that every sequence is cut into."""
+        return self.cp * self.sp
 
     @property
     def data_size(self) -> int:
@@ -72,12 +79,14 @@ class Mesh:
     def speaks(self, rank: int) -> bool:
         """Whether a process stands for all that read the same data: samples, weights and rows are taken from these."""
         place = self.coordinates(rank)
-        return place["tp"] == place["cp"] == 0 and place["pp"] == self.pp - 1  # the last stage has the outputs
+        has_outputs = place["pp"] == self.pp - 1
+        return has_outputs and place["tp"] == place["cp"] == place["sp"] == 0
 
     def noise_rank(self, rank: int) -> int:
         """Which random numbers a process draws: those that compute the same on the same tokens draw the same."""
         place = self.coordinates(rank)
-        return (place["pp"] * self.data_size + self.data_coordinates(rank)[0]) * self.cp + place["cp"]
+        part = place["cp"] * self.sp + place["sp"]
+        return (place["pp"] * self.data_size + self.data_coordinates(rank)[0]) * self.num_parts + part
 
     def describe(self) -> str:
         """The axes with more than one process, in words."""
@@ -173,18 +182,9 @@ def asked_sizes(options: Any) -> tuple[str, dict[str, int]] | None:
     if unknown:
         known = ", ".join((*ACCELERATE_SIZES, *ACCELERATE_OTHERS))
         raise ValueError(f"{shown}: there is no setting {unknown[0]!r}; there are {known}.")
-    if int(config.get("sp_size") or 1) > 1:
-        raise UnsupportedOption(
-            f"parallelism_config={{'sp_size': {config['sp_size']!r}}} is not supported: give cp_size, which cuts "
-            "sequences too, and leave it out."
-        )
-    handler = config.get("cp_handler") or {}
-    strategy = handler.get("cp_comm_strategy") if isinstance(handler, Mapping) else None
-    if strategy not in (None, "allgather"):
-        raise UnsupportedOption(
-            f"parallelism_config={{'cp_comm_strategy': {strategy!r}}} is not supported: keys and values are gathered; "
-            "give 'allgather', or leave it out."
-        )
+    gathers = "keys and values are gathered, and sp_size exchanges heads"
+    check_handler(config, "cp_handler", "cp_comm_strategy", "allgather", gathers)
+    check_handler(config, "sp_handler", "sp_attn_implementation", "sdpa", "torch chooses the kernel")
     asked = {}
     for key, axis in ACCELERATE_SIZES.items():
         size = read_size("parallelism_config", axis, config.get(key) or 1)
@@ -193,6 +193,21 @@ def asked_sizes(options: Any) -> tuple[str, dict[str, int]] | None:
     if asked and named is not None:
         raise ValueError(f"parallel={named!r} and {shown} both say how the processes share the work: keep one.")
     return (shown, asked) if asked else None
+
+
+def check_handler(config: Mapping[str, Any], name: str, setting: str, possible: str, reason: str) -> None:
+    """Refuse all but one value of a setting in a handler of accelerate's.
+
+    Raises:
+        UnsupportedOption: another.
+    """
+    handler = config.get(name)
+    value = handler.get(setting) if isinstance(handler, Mapping) else None
+    if value not in (None, possible):
+        raise UnsupportedOption(
+            f"parallelism_config={{{setting!r}: {value!r}}} is not supported: {reason}; give {possible!r}, or leave it "
+            "out."
+        )
 
 
 def fill_mesh(shown: str, sizes: Mapping[str, int], world_size: int) -> Mesh:
@@ -213,6 +228,8 @@ def fill_mesh(shown: str, sizes: Mapping[str, int], world_size: int) -> Mesh:
             )
         sizes = {**sizes, free[0]: world_size // given}
     mesh = Mesh(**dict(sizes))
+    if mesh.cp > 1 and mesh.sp > 1:
+        raise ValueError(f"{shown}: cp and sp both cut the sequences, in two ways: keep one.")
     if mesh.size != world_size:
         raise ValueError(
             f"{shown} is a mesh of {mesh.size} processes, and there {'is' if world_size == 1 else 'are'} {world_size}: "
@@ -267,7 +284,7 @@ def check_mesh(options: Any) -> bool:
     if asked is None:
         return False
     shown, sizes = asked
-    shards = any(sizes.get(axis, 1) != 1 for axis in ("dp_shard", "cp"))
+    shards = any(sizes.get(axis, 1) != 1 for axis in ("dp_shard", "cp", "sp"))
     for name in ("fsdp", "fsdp_config"):
         value = getattr(options, name)
         if (is_asked(value) if name == "fsdp" else value) and not shards:

@@ -13,7 +13,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh, engine_of, resolve_mesh
 from paceline.args.rules import check, derived_values
 from paceline.args.sections import Options
-from paceline.args.sharding import is_asked, is_xla_asked
+from paceline.args.sharding import is_asked, is_xla_asked, shard_precision_of
 
 __all__ = ["Plan", "UnsupportedOption", "check", "resolve", "resolve_warmup"]
 
@@ -55,6 +55,7 @@ class Plan:
         eval_on_start: evaluate before the first update.
         eval_delay: no evaluation before so many epochs, or updates where eval_strategy is "steps".
         precision: "full", "bf16", "fp16", or "apex-" and the level of NVIDIA's Apex.
+        shard_precision: formats of a sharded model, in words; None: those of its parameters.
         eval_dtype: format that the whole model is cast to for evaluation, "bf16" or "fp16"; None: none.
         max_grad_norm: L2 norm that gradients are clipped to; 0: not clipped.
         seed, data_seed: of everything random, and of the order of the data.
@@ -101,6 +102,7 @@ class Plan:
     metric_for_best_model: str | None
     greater_is_better: bool | None
     parallel: str | None = None
+    shard_precision: str | None = None
     mesh: Mesh = field(default_factory=Mesh)
     notes: tuple[str, ...] = ()
 
@@ -135,12 +137,16 @@ class Plan:
         epochs = "" if self.updates_per_epoch is None else f" ({self.num_train_epochs:g} epochs{samples})"
         clip = f"gradients clipped to norm {self.max_grad_norm:g}" if self.max_grad_norm else "gradients not clipped"
         seeds = f"seed {self.seed}" + (f", data seed {self.data_seed}" if self.data_seed != self.seed else "")
+        numbers = f"{self.precision} precision"
+        if self.shard_precision is not None:
+            own = "" if self.precision == "full" else f"{numbers}, "
+            numbers = f"{own}mixed_precision_policy ({self.shard_precision})"
         lines = [
             f"updates    {self.max_steps:,}{epochs}, {epoch}, warmup {self.warmup_steps:,}",
             f"samples    {self.global_batch_size:,} per update = {self.micro_batch_size} x {self.accumulation} "
             f"micro-batches{processes}",
             *([self._processes()] if self.parallel is not None else []),
-            f"numbers    {self.precision} precision, {clip}, {seeds}",
+            f"numbers    {numbers}, {clip}, {seeds}",
             f"log        {self._interval('logging')}",
             f"evaluate   {self._interval('eval')}, batches of {self.eval_batch_size}",
             f"save       {self._interval('save')}",
@@ -228,7 +234,7 @@ def resolve(
         logging_first_step=args.logging_first_step,
         eval_on_start=args.eval_on_start,
         eval_delay=args.eval_delay,
-        precision=precision_of(args),
+        precision=precision_of(args), shard_precision=resolve_shard_precision(args, mesh),
         eval_dtype="fp16" if args.fp16_full_eval else "bf16" if args.bf16_full_eval else None,
         max_grad_norm=args.max_grad_norm,
         seed=args.seed,
@@ -271,6 +277,23 @@ def resolve_parallel(args: Options, world_size: int, local_size: int | None = No
             "leave fsdp and parallel out."
         )
     return parallel if world_size > 1 or parallel == "deepspeed" else None
+
+
+def resolve_shard_precision(args: Options, mesh: Mesh) -> str | None:
+    """The formats of a sharded model in words; None where none are asked for.
+
+    Raises:
+        ValueError: they are, and in this mesh nothing is sharded.
+    """
+    policy = shard_precision_of(args)
+    if policy is None:
+        return None
+    if mesh.dp_shard * mesh.cp == 1:
+        raise ValueError(
+            f"fsdp_config={args.fsdp_config!r} has formats for shards, and parallel={args.parallel!r} makes none of "
+            "these processes: leave mixed_precision_policy out, or give dp_shard a size."
+        )
+    return policy.describe()
 
 
 def notes_on_idle_options(args: Options, world_size: int) -> list[str]:

@@ -13,7 +13,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import check_mesh
 from paceline.args.places import is_url, staging_folder
 from paceline.args.sections import Options
-from paceline.args.sharding import is_asked, is_xla_asked, read_sharding, wants_shards
+from paceline.args.sharding import is_asked, is_xla_asked, read_sharding, shard_precision_of, wants_shards
 
 # name: (smallest value, largest value or None, whether the largest itself is allowed)
 LIMITS: dict[str, tuple[float, float | None, bool]] = {
@@ -251,6 +251,7 @@ def check_parallel(options: Options) -> None:
     elif not is_off(options.fsdp_config):
         raise ValueError(f"fsdp_config={options.fsdp_config!r} says how to shard: set fsdp=True too, or leave it out.")
     wants_shards(options)
+    shard_precision_of(options)
     if options.ddp_static_graph and options.ddp_find_unused_parameters:
         raise ValueError(
             "ddp_static_graph=True finds unused parameters by itself: leave ddp_find_unused_parameters out."

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.args.errors import UnsupportedOption
+from paceline.args.shard_precision import NAME as PRECISION
+from paceline.args.shard_precision import ShardPrecision, check_policy_fits, read_policy
 
 WORDS = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
 # settings of FSDP 1, or of accelerate's plugin, that fully_shard cannot be told -> what happens anyway, and the remedy
@@ -21,11 +23,11 @@ GONE: dict[str, tuple[str, str]] = {
     "use_orig_params": ("true", "fully_shard always does"),
     "ignored_modules": ("none", "every module is sharded"),
     "xla_fsdp_settings": ("none", "XLA's first FSDP read them, and here is its second (xla_fsdp_v2)"),
-    "mixed_precision_policy": ("none", "set bf16=True"),
 }
 KNOWN = {
     "version", "reshard_after_forward", "sharding_strategy", "offload_params", "cpu_offload", "replicate",
     "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type",
+    PRECISION,
 }  # fmt: skip
 # how units are chosen -> the setting that this way reads, and whether it must be there
 POLICIES: dict[str, tuple[str, bool]] = {
@@ -42,7 +44,7 @@ STRATEGIES: dict[str, tuple[bool, bool]] = {
 # how XLA's partitioner is asked for, as in transformers; the second and third mean nothing without the first
 XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 # what the partitioner decides by itself
-NOT_XLA = ("reshard_after_forward", "sharding_strategy", "offload_params", "cpu_offload", "replicate")
+NOT_XLA = ("reshard_after_forward", "sharding_strategy", "offload_params", "cpu_offload", "replicate", PRECISION)
 FROM_FIRST = ("cpu_ram_efficient_loading", "sync_module_states")  # either sends the first process's values to all
 
 
@@ -63,6 +65,7 @@ class Sharding:
         is_xla: over the XLA devices of one process, by XLA's own partitioner.
         checkpoints_units: with XLA: activations of the units are made again in the backward pass.
         from_first: the first process's values become those of all, which may have been without any.
+        precision: formats of what is gathered, exchanged and returned; None: those of the parameters.
     """
 
     reshard: bool = True
@@ -74,6 +77,7 @@ class Sharding:
     is_xla: bool = False
     checkpoints_units: bool = False
     from_first: bool = False
+    precision: ShardPrecision | None = None
 
 
 def is_xla_asked(parallel: Any, fsdp: Any, config: Any) -> bool:
@@ -123,7 +127,22 @@ def read_sharding(fsdp: Any, config: Any) -> Sharding:
         is_xla=is_true(settings, "xla"),
         checkpoints_units=is_true(settings, "xla_fsdp_grad_ckpt"),
         from_first=any(is_true(settings, name) for name in FROM_FIRST),
+        precision=read_policy(settings.get(PRECISION)),
     )
+
+
+def shard_precision_of(options: Any) -> ShardPrecision | None:
+    """The formats that `fsdp_config` asks for, beside the options on number formats.
+
+    Raises:
+        ValueError: the two contradict each other.
+    """
+    if not options.fsdp_config:
+        return None
+    value = strip(read_config(options.fsdp_config)).get(PRECISION)
+    policy = read_policy(value)
+    check_policy_fits(policy, value, options)
+    return policy
 
 
 def read_strategy(settings: Mapping[str, Any], words: Sequence[str]) -> tuple[bool, bool]:

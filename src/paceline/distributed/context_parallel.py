@@ -1,10 +1,11 @@
-"""Context parallel: each process holds a part of every sequence, and attends to the keys and values of all parts.
+"""Each process holds a part of every sequence (context and sequence parallel), and attends to all of it.
 
 The batch is whole everywhere until the model is called; then each process takes its part of it, and what comes out is
-put together: the loss is that of the whole sequences, exactly, with gradients for the parts. Keys and values are
-gathered by a collective that torch differentiates, so memory for activations falls with the number of parts, while
-that for the keys and values of one layer does not. Before the first pass some tokens go through the model whole and in
-parts, which must give the same: what mixes tokens elsewhere than in attention is found out so.
+put together: the loss is that of the whole sequences, exactly, with gradients for the parts. Either keys and values are
+gathered by a collective that torch differentiates, so that memory for activations falls with the number of parts, while
+that for the keys and values of one layer does not; or tokens are exchanged for heads: see `ulysses`. Before the first
+pass some tokens go through the model whole and in parts, which must give the same: what mixes tokens elsewhere than in
+attention is found out so.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.core.optional import require
 from paceline.distributed.last_stage import Looking
 from paceline.distributed.parts_check import IGNORED, Sample, difference
+from paceline.distributed.ulysses import attend_by_heads
 
 GATHER = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
 NAME = "paceline_context"  # of the attention that models of transformers are given
@@ -47,6 +49,7 @@ class Pass:
         is_scaled: the model divides by the number of targets of the whole update.
         has_gradient: it is a pass of training.
         num_attended: how often attention was asked for.
+        mask: what all tokens attend to, where they attend by heads and to other than those before them.
     """
 
     length: int
@@ -57,6 +60,7 @@ class Pass:
     is_scaled: bool = False
     has_gradient: bool = False
     num_attended: int = 0
+    mask: Tensor | None = field(default=None, repr=False)
     mode: Any = field(default=None, repr=False)
 
 
@@ -77,16 +81,19 @@ class ContextParallel:
         model: as the user gave it, or sharded; hooks are set on it.
         mesh: of one axis.
         checkpoints: whether activations are made again in the backward pass.
+        by_heads: exchange tokens for heads (`sp`), and gather no keys and values (`cp`).
 
     Raises:
         UnsupportedOption: a model that could not be right in parts.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, checkpoints: bool) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, checkpoints: bool, by_heads: bool = False) -> None:
         self.size, self.rank, self.group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+        self.by_heads, self.axis = by_heads, "sp" if by_heads else "cp"
+        self.said = f"parallel={{{self.axis!r}: {self.size}}}"
         self.model, self.now = model, Pass(0, 0, 0, 0)
         self.names = parameter_names(model)
-        check_model(model, self.names, self.size)
+        check_model(model, self.names, self.said)
         self.is_of_transformers = hasattr(model, "set_attn_implementation")
         self.is_whole = False  # the pass now is one that is not cut
         self.counts_present = False  # positions are those among the tokens that are there
@@ -96,7 +103,7 @@ class ContextParallel:
             self._replace_attention()
         elif checkpoints:
             raise UnsupportedOption(
-                "activation_checkpointing=True with parallel={'cp': ...} is not supported for a model that is not of "
+                f"activation_checkpointing=True with {self.said} is not supported for a model that is not of "
                 "transformers: leave it out."
             )
         # before the hook that gathers shards, which could not be called within itself
@@ -147,10 +154,10 @@ class ContextParallel:
                 wrong = difference(as_whole, self.model(**sample.inputs), sample.present)
         if wrong:
             raise UnsupportedOption(
-                f"parallel={{'cp': {self.size}}}: {title_of(self.model)} gives other {wrong} for a sequence in "
+                f"{self.said}: {title_of(self.model)} gives other {wrong} for a sequence in "
                 "parts than for the whole. Tokens may meet elsewhere than in attention (convolutions, recurrent "
                 "layers, attention written by hand), places may come from elsewhere than position_ids, or the loss may "
-                "be no mean over shift_labels. Change the model, or leave cp out and share the work in another way "
+                "be no mean over shift_labels. Change the model, or leave it out and share the work in another way "
                 "(parallel='fsdp')."
             )
 
@@ -197,8 +204,8 @@ class ContextParallel:
         main = next((inputs[name] for name in INPUTS if isinstance(inputs.get(name), Tensor)), None)
         if main is None or main.dim() < 2:
             raise UnsupportedOption(
-                f"parallel={{'cp': {self.size}}}: the batches hold no {' or '.join(INPUTS)} whose second dimension "
-                "could be cut; leave cp out."
+                f"{self.said}: the batches hold no {' or '.join(INPUTS)} whose second dimension "
+                "could be cut; leave it out."
             )
         number, length = main.shape[:2]
         own = -(-length // self.size)
@@ -210,7 +217,7 @@ class ContextParallel:
         if isinstance(labels, Tensor):
             inputs.setdefault("shift_labels", shifted(labels))
             now.is_scaled = inputs.get("num_items_in_batch") is not None
-        mask = self._mask(inputs.get("attention_mask"), positions, main)
+        mask = self._told_mask(inputs.get("attention_mask"), positions, main)
         targets = inputs.get("shift_labels")
         inputs = {name: self._part(name, value, length) for name, value in inputs.items()}
         inputs["position_ids"] = self._cut(positions, 1, 0)
@@ -235,19 +242,18 @@ class ContextParallel:
 
     def _check(self, inputs: Mapping[str, Any], labels: Any, positions: Tensor, shape: tuple[int, int]) -> None:
         """Refuse inputs that have no entry for each token, and a pass that goes on with a text."""
-        said = f"parallel={{'cp': {self.size}}}"
         if isinstance(labels, Tensor) and labels.shape != shape:
             raise UnsupportedOption(
-                f"{said}: labels of shape {tuple(labels.shape)} for inputs of {shape} are not supported: give a target "
-                "for each token, or leave cp out."
+                f"{self.said}: labels of shape {tuple(labels.shape)} for inputs of {shape} are not supported: give a "
+                "target for each token, or leave it out."
             )
         if positions.dim() != 2 or positions.shape[1] != shape[1]:
             raise UnsupportedOption(
-                f"{said}: position_ids of shape {tuple(positions.shape)} for inputs of {shape} are not supported; "
-                "leave cp out."
+                f"{self.said}: position_ids of shape {tuple(positions.shape)} for inputs of {shape} are not supported; "
+                "leave it out."
             )
         if inputs.get("past_key_values") is not None:
-            raise UnsupportedOption(f"{said}: generating is not supported; set predict_with_generate=False.")
+            raise UnsupportedOption(f"{self.said}: generating is not supported; set predict_with_generate=False.")
 
     def _part(self, name: str, value: Any, length: int) -> Any:
         """An input's part, where it has an entry for each token."""
@@ -263,16 +269,27 @@ class ContextParallel:
             tensor = torch.cat([tensor, tensor.new_full(shape, filler)], dimension)
         return tensor.narrow(dimension, self.now.offset, self.now.own).contiguous()
 
-    def _mask(self, given: Any, positions: Tensor, main: Tensor) -> Tensor:
-        """What the tokens here attend to, of all: (batch, 1, own, all), True where they do."""
+    def _told_mask(self, given: Any, positions: Tensor, main: Tensor) -> Tensor:
+        """What the model is called with: (batch, 1, own, all)."""
+        if not (self.by_heads and self.is_of_transformers):
+            return self._mask(given, positions, main)
+        # of the right shape only: the attention has another one, or none, with which torch has its fastest kernels.
+        # Looking at it waits for the device, once for each pass
+        if not is_plain(given, positions):
+            self.now.mask = self._mask(given, positions, main, of_all=True)
+        return main.new_ones((), dtype=torch.bool).expand(main.shape[0], 1, self.now.own, self.now.total)
+
+    def _mask(self, given: Any, positions: Tensor, main: Tensor, of_all: bool = False) -> Tensor:
+        """What the tokens here (or all of them) attend to, of all: (batch, 1, own, all), True where they do."""
         total = self.now.total
         keys = torch.arange(total, device=main.device)
-        queries = keys.narrow(0, self.now.offset, self.now.own)
+        rows = (0, total) if of_all else (self.now.offset, self.now.own)
+        queries = keys.narrow(0, *rows)
         allowed = (keys[None, :] <= queries[:, None])[None, None]
         if isinstance(given, Tensor):
             if given.dim() != 2:
                 raise UnsupportedOption(
-                    f"parallel={{'cp': {self.size}}} with an attention_mask of {given.dim()} dimensions is not "
+                    f"{self.said} with an attention_mask of {given.dim()} dimensions is not "
                     "supported: give one number for each token."
                 )
             present = nn.functional.pad(given.bool(), (0, total - given.shape[1]), value=False)
@@ -280,7 +297,7 @@ class ContextParallel:
         elif positions.shape[1] > 1:  # several texts in one row, told apart by positions that begin anew
             texts = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
             texts = nn.functional.pad(texts, (0, total - texts.shape[1]), value=-1)
-            here = texts.narrow(1, self.now.offset, self.now.own)
+            here = texts.narrow(1, *rows)
             allowed = allowed & (here[:, None, :, None] == texts[:, None, None, :])
         if not self.is_of_transformers:
             # a token that has nothing to attend to is padding on the left: it attends to itself, its output is not
@@ -295,9 +312,9 @@ class ContextParallel:
             return outputs
         if now.num_attended == 0:
             raise UnsupportedOption(
-                f"parallel={{'cp': {self.size}}}: {title_of(self.model)} did not call "
+                f"{self.said}: {title_of(self.model)} did not call "
                 "torch.nn.functional.scaled_dot_product_attention, so its tokens would see their own part of a "
-                "sequence only; leave cp out."
+                "sequence only; leave it out."
             )
         makes_loss = now.targets is not None
         if isinstance(outputs, MutableMapping):
@@ -357,7 +374,6 @@ class ContextParallel:
 
     def attend(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
         """Attention of the queries here to the keys and values of all; those are (..., tokens, features)."""
-        self.now.num_attended += 1
         return attention(query, self.gather(key, key.dim() - 2), self.gather(value, value.dim() - 2), mask)
 
     def attend_for_transformers(
@@ -375,9 +391,15 @@ class ContextParallel:
         if refused or attention_mask is None or attention_mask.shape[-1] != self.now.total:
             what = refused[0] if refused else "masks of its own"
             raise UnsupportedOption(
-                f"parallel={{'cp': {self.size}}}: {type(module).__name__} attends with {what}, which is not supported; "
-                "leave cp out."
+                f"{self.said}: {type(module).__name__} attends with {what}, which is not supported; "
+                "leave it out."
             )
+
+        self.now.num_attended += 1
+        if self.by_heads:
+            drawn = {"dropout_p": options.get("dropout", 0.0), "scale": options.get("scaling")}
+            seen = attend_by_heads(query, key, value, self.now.mask, self.size, self.group, **drawn)
+            return seen.transpose(1, 2).contiguous(), None
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
             return attention(module, query, key, value, mask, **{**options, "is_causal": False})
@@ -400,6 +422,13 @@ def attend_for_transformers(
 def title_of(model: nn.Module) -> str:
     """The name of a model's class, before it was sharded."""
     return next(each.__name__ for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+
+
+def is_plain(mask: Any, positions: Tensor) -> bool:
+    """Whether each token attends to all before it: nothing is padded, and there is one text in each row."""
+    if isinstance(mask, Tensor):
+        return mask.dim() == 2 and bool(mask.all())
+    return bool((positions.diff(dim=1) == 1).all())
 
 
 def has_place_of_padding(model: nn.Module) -> bool:
@@ -434,15 +463,23 @@ class GatheredAttention(TorchFunctionMode):
         query, key, value = (given.pop(name) for name in names[:3])
         mask, is_causal = given.pop("attn_mask", None), given.pop("is_causal", False)
         context, now = self.context, self.context.now
-        if is_causal:
+        now.num_attended += 1
+        if is_causal and context.by_heads:
+            mask = None
+        elif is_causal:
             keys = torch.arange(now.total, device=query.device)
             mask = keys[None, :] <= keys.narrow(0, now.offset, now.own)[:, None]
         elif mask is None or mask.shape[-1] != now.total:
             raise UnsupportedOption(
-                f"parallel={{'cp': {context.size}}}: attention that is not causal needs the attention_mask that the "
-                "model is called with, (batch, 1, own tokens, all tokens): pass it on, set is_causal=True, or leave cp "
+                f"{context.said}: attention that is not causal needs the attention_mask that the "
+                "model is called with, (batch, 1, own tokens, all tokens): pass it on, set is_causal=True, or leave it "
                 "out."
             )
+
+        if context.by_heads:
+            if mask is not None:  # of the rows of all processes; a tensor of truth values has no gradient
+                mask = context.gather(mask.byte() if mask.dtype == torch.bool else mask, mask.dim() - 2).to(mask.dtype)
+            return attend_by_heads(query, key, value, mask, context.size, context.group, **given)
 
         def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
             return function(query, key, value, attn_mask=mask, **given)
@@ -470,13 +507,13 @@ def parameter_names(model: nn.Module) -> tuple[str, ...]:
     return tuple("**" if each.kind is each.VAR_KEYWORD else each.name for each in parameters if each.name != "self")
 
 
-def check_model(model: nn.Module, names: tuple[str, ...], size: int) -> None:
+def check_model(model: nn.Module, names: tuple[str, ...], said: str) -> None:
     """Refuse a model whose tokens would not know where they are, or whose loss would miss targets.
 
     Raises:
         UnsupportedOption: with what it lacks.
     """
-    said = f"parallel={{'cp': {size}}}: {title_of(model)}"
+    said = f"{said}: {title_of(model)}"
     if "position_ids" not in names:
         raise UnsupportedOption(f"{said} takes no position_ids, so that positions would begin anew in every part.")
     is_causal_loss = getattr(model, "loss_type", None) == "ForCausalLM" and "**" in names
@@ -488,13 +525,13 @@ def check_model(model: nn.Module, names: tuple[str, ...], size: int) -> None:
     kinds = set(getattr(getattr(model, "config", None), "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         others = ", ".join(sorted(kinds - {"full_attention"}))
-        raise UnsupportedOption(f"{said} has layers of the kind {others}, which are not supported; leave cp out.")
+        raise UnsupportedOption(f"{said} has layers of the kind {others}, which are not supported; leave it out.")
     # these look at the last position of a pass, which is another in each part; no short sample tells
     rotations = sorted(rope for rope in rope_types(model) if "dynamic" in rope or rope == "longrope")
     if rotations:
         raise UnsupportedOption(
             f"{said} has rotary positions of the type {rotations[0]!r}, which change with the length of a part; leave "
-            "cp out, or set another rope_type in the model's configuration."
+            "it out, or set another rope_type in the model's configuration."
         )
 
 

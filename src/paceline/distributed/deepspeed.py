@@ -20,9 +20,8 @@ from paceline.args.deepspeed_config import EngineConfig, fill_config, finish_sch
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh
 from paceline.core.optional import require
-from paceline.data.batches import rebuild_mapping, rebuild_sequence
 from paceline.distributed.deepspeed_state import PartitionedOptimizer, Partitions
-from paceline.distributed.precision import Precision
+from paceline.distributed.precision import CastWeights, narrow
 from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
 from paceline.distributed.tensor_parts import differing_names
 from paceline.distributed.world import has_group
@@ -31,12 +30,6 @@ logger = logging.getLogger(__name__)
 
 # of torch.optim: each element is stepped by itself, so that a flat part of a parameter is stepped as the whole would be
 ELEMENTWISE = {"Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
-
-
-class CastWeights(Precision):
-    """The engine holds the weights in 16 bits and steps copies of them in float32."""
-
-    autocasts = True  # the outputs are 16 bits, and are widened for whoever makes the loss
 
 
 class DeepSpeed(SingleDevice):
@@ -79,7 +72,7 @@ class DeepSpeed(SingleDevice):
         check_device(self._package, world.device)
         if args.bf16:
             move = self.place
-            self.place = lambda batch: narrowed(move(batch), torch.bfloat16)
+            self.place = lambda batch: narrow(move(batch), torch.bfloat16, ())
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
         """Make the optimizer, and let DeepSpeed take both; a model that it has taken before keeps its engine.
@@ -270,14 +263,3 @@ def hidden_size_of(model: nn.Module) -> int | None:
         if all(isinstance(size, int) for size in sizes):
             return int(max(sizes))
     return None
-
-
-def narrowed(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating-point tensors in `dtype`, in containers of the same types."""
-    if isinstance(batch, Tensor):
-        return batch.to(dtype) if batch.is_floating_point() else batch
-    if isinstance(batch, Mapping):
-        return rebuild_mapping(batch, {key: narrowed(item, dtype) for key, item in batch.items()})
-    if isinstance(batch, list | tuple):
-        return rebuild_sequence(batch, [narrowed(item, dtype) for item in batch])
-    return batch

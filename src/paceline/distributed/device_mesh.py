@@ -10,9 +10,9 @@ from paceline.args.mesh import Mesh
 def build_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """The processes as parameters lie on them, with the axes that have more than one, outermost first.
 
-    Shards are cut over `dp_shard` and `cp` alike: here they are one axis, `dp_shard`, which is always there.
+    Shards are cut over `dp_shard`, `cp` and `sp` alike: here they are one axis, `dp_shard`, which is always there.
     """
-    sizes = {**vars(mesh), "dp_shard": mesh.dp_shard * mesh.cp, "cp": 1}
+    sizes = {**vars(mesh), "dp_shard": mesh.dp_shard * mesh.num_parts, "cp": 1, "sp": 1}
     axes = {axis: size for axis, size in sizes.items() if size > 1 or axis == "dp_shard"}
     whole = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     if axes["dp_shard"] > 1 and mesh.tp > 1:
@@ -28,5 +28,5 @@ def sharding_mesh(whole: DeviceMesh) -> DeviceMesh:
 
 def sequence_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """The processes that share the sequences of this one."""
-    sizes = (mesh.size // mesh.cp // mesh.tp, mesh.cp, mesh.tp)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=("data", "cp", "tp"))["cp"]
+    sizes = (mesh.size // mesh.num_parts // mesh.tp, mesh.num_parts, mesh.tp)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("data", "parts", "tp"))["parts"]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +24,13 @@ from paceline.args.sharding import Sharding, read_sharding
 from paceline.distributed.device_mesh import build_device_mesh, sharding_mesh
 from paceline.distributed.first_weights import FirstWeights, spread
 from paceline.distributed.precision import ApexPrecision
+from paceline.distributed.shard_precision import (
+    cast_at_root,
+    cast_gathered,
+    precision_under,
+    torch_policy,
+    warn_of_short_weights,
+)
 from paceline.distributed.strategy import NOTHING, Prepared, SingleDevice
 from paceline.distributed.tensor_parts import map_tensors, whole
 
@@ -45,16 +53,20 @@ class FullyShardedData(SingleDevice):
     is_sharded = True
 
     def __init__(self, world: Any, precision: Any, args: Any) -> None:
-        super().__init__(world, precision, resolve_mesh(args, world.world_size, world.local_size))
+        self.sharding = read_sharding(args.fsdp or True, args.fsdp_config)
+        policy = self.sharding.precision
+        mesh = resolve_mesh(args, world.world_size, world.local_size)
+        super().__init__(world, precision_under(policy, precision), mesh)
         if isinstance(precision, ApexPrecision):
             raise UnsupportedOption(
                 "half_precision_backend='apex' with a sharded model is not supported: leave it out (fp16=True runs by "
                 "torch's autocast), or set bf16=True."
             )
-        if args.bf16_full_eval or args.fp16_full_eval:
-            raise UnsupportedOption("bf16_full_eval and fp16_full_eval cast whole models: not supported with shards.")
-        self.sharding = read_sharding(args.fsdp or True, args.fsdp_config)
+        check_full_eval(args)
         self.takes_whole_models = not self.sharding.from_first
+        self._label_names = args.label_names
+        # in 16 bits sums of several micro-batches would lose digits: each is exchanged, and added up in the shards
+        self._exchanges_each = policy is not None and policy.exchanges_short
         self._model: nn.Module | None = None
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
@@ -63,10 +75,16 @@ class FullyShardedData(SingleDevice):
         return super().prepare(model, make_optimizer)
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
-        """The model itself. One that some processes have no values of is sharded first, as it is for training."""
-        if self.sharding.from_first:
+        """The model itself, sharded first where its values or its number formats depend on that."""
+        if self.sharding.from_first or self.sharding.precision is not None:
             self._shard_once(model)
         return model
+
+    def cast_model(self, model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """As for one device; of a sharded model, what is gathered is cast."""
+        if not self.holds_part_of(model):
+            return super().cast_model(model, dtype)
+        return cast_gathered(model, dtype, by_module=self.mesh.tp > 1)
 
     def awaits_weights(self, model: nn.Module) -> bool:
         """Whether this process's values are still to come from the first one, so that it need not load any."""
@@ -87,10 +105,16 @@ class FullyShardedData(SingleDevice):
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
         units = find_units(model, self.sharding)
         first = FirstWeights(self.world, model, self.device) if self.sharding.from_first else None
+        policy = self.sharding.precision
         for unit in (*units, model):
             if first is not None:  # of which no more than one unit is whole at a time
                 first.fill(unit)
+            if policy is not None:
+                options["mp_policy"] = torch_policy(policy, unit is model)
             fully_shard(unit, **options)
+        if policy is not None:
+            warn_of_short_weights(model)
+            cast_at_root(model, policy, self._label_names)
         num_own = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
         logger.info(
             "Sharded in %d units and what is left, over the mesh %s: %s of %s parameters here.",
@@ -103,6 +127,7 @@ class FullyShardedData(SingleDevice):
     def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
         """Reduce gradients after the last micro-batch only. One that weighs nothing has a factor of 0."""
         if isinstance(self._model, FSDPModule):
+            last = last or self._exchanges_each
             self._model.set_requires_gradient_sync(last)
             self._model.set_is_last_backward(last)
         return NOTHING
@@ -140,6 +165,21 @@ class FullyShardedData(SingleDevice):
                 if is_whole and value.shape == shards.shape:
                     value = value.to(shards.device_mesh.device_type)
                     state[name] = distribute_tensor(value, shards.device_mesh, shards.placements)
+
+
+def check_full_eval(args: Any) -> None:
+    """Refuse what the cast of a sharded model for evaluation would not reach.
+
+    Raises:
+        UnsupportedOption: a compiled model, or `generate`, which calls parts of the model.
+    """
+    for full_eval in ("bf16_full_eval", "fp16_full_eval"):
+        for name in ("torch_compile", "predict_with_generate"):
+            if getattr(args, full_eval) and getattr(args, name, False):
+                raise UnsupportedOption(
+                    f"{full_eval}=True and {name}=True are not supported together with a sharded model: leave one of "
+                    "them out."
+                )
 
 
 def find_units(model: nn.Module, sharding: Sharding) -> list[nn.Module]:

@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class MeshParallel(FullyShardedData):
-    """A model cut over the axis `tp` of a mesh, and sharded over `dp_shard` and `cp`, in replicas over `dp_replicate`.
+    """A model cut over `tp`, and sharded over `dp_shard` and `cp` or `sp`, in replicas over `dp_replicate`.
 
-    Processes that differ in `tp` or `cp` only read the same data; those that differ in `tp` have the same activations
-    between the modules that are cut, those that differ in `cp` have a part of every sequence.
+    Processes that differ in `tp`, `cp` or `sp` only read the same data; those that differ in `tp` have the same
+    activations between the modules that are cut, those that differ in `cp` or `sp` have a part of every sequence.
 
     Args:
         world, precision: as for one device.
@@ -50,6 +50,8 @@ class MeshParallel(FullyShardedData):
             logger.info("Cut %d modules into %d parts each (tensor parallel).", number, self.mesh.tp)
         if self.mesh.size > self.mesh.tp:
             super()._shard(model, mesh)
-        if self.mesh.cp > 1:
-            ContextParallel(model, sequence_mesh(self.mesh, self.device.type), self.checkpoints)
-            logger.info("Each process has a part of every sequence, of %d (context parallel).", self.mesh.cp)
+        if self.mesh.num_parts > 1:
+            by_heads = self.mesh.sp > 1
+            ContextParallel(model, sequence_mesh(self.mesh, self.device.type), self.checkpoints, by_heads)
+            kind = "sequence parallel, by heads" if by_heads else "context parallel"
+            logger.info("Each process has a part of every sequence, of %d (%s).", self.mesh.num_parts, kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ class Precision:
 
     Attributes:
         scales: whether losses are scaled; where not, `scale` and `unscale` need not be called.
-        autocasts: whether `context` does anything.
+        autocasts: whether outputs are in 16 bits, and to be widened.
         has_rescaled: whether the last update was left out only to find a loss scale that fits.
         has_masters: whether the optimizer steps copies of the weights in another type.
         backward: (loss, learning rate) -> None, where the precision does the backward pass itself; else None.
@@ -77,6 +77,12 @@ class Precision:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to restore."""
+
+
+class CastWeights(Precision):
+    """The strategy computes with 16-bit copies of the weights, and steps them in float32."""
+
+    autocasts = True  # the outputs are 16 bits, and are widened for whoever makes the loss
 
 
 class BFloat16(Precision):
@@ -222,18 +228,61 @@ def widened(model: nn.Module) -> Iterator[None]:
 
 def widen(value: Any) -> Any:
     """The same nest with 16-bit tensors in float32; the very same object where there are none."""
+    return recast(value, widen_tensor)
+
+
+def widen_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """In float32, where it is in 16 bits."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def recast(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nest with other tensors; the very same object where `change` gives the tensors that are there."""
     if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+        return change(value)
     if isinstance(value, Mapping):
-        parts = {key: widen(item) for key, item in value.items()}
+        parts = {key: recast(item, change) for key, item in value.items()}
         return rebuild_mapping(value, parts) if any(parts[key] is not value[key] for key in parts) else value
     if isinstance(value, list | tuple):
-        items = [widen(item) for item in value]
+        items = [recast(item, change) for item in value]
         has_changed = any(item is not before for item, before in zip(items, value, strict=True))
         return rebuild_sequence(value, items) if has_changed else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        changed = {name: widen(item) for name, item in fields.items()}
+        changed = {name: recast(item, change) for name, item in fields.items()}
         if any(changed[name] is not fields[name] for name in fields):
             return rebuild_dataclass(value, {**vars(value), **changed})
     return value
+
+
+def narrow(value: Any, dtype: torch.dtype, kept: Container[str]) -> Any:
+    """Inputs of a model with their tensors of floating point in `dtype`; those named in `kept` (labels) as they are."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping) and not dataclasses.is_dataclass(value):  # part of a model's own outputs has its type
+        parts = {name: item if name in kept else narrow(item, dtype, kept) for name, item in value.items()}
+        return rebuild_mapping(value, parts)
+    if isinstance(value, list | tuple):
+        return rebuild_sequence(value, [narrow(item, dtype, kept) for item in value])
+    return value
+
+
+@contextmanager
+def cast_in_place(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """While this is entered, a model's parameters and buffers are in `dtype`; afterwards as before, to the bit."""
+    with cast_tensors([*model.parameters(), *model.buffers()], dtype):
+        yield
+
+
+@contextmanager
+def cast_tensors(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """While this is entered, those of floating point hold copies in `dtype`."""
+    changed = [tensor for tensor in tensors if tensor.is_floating_point()]
+    originals = [tensor.data for tensor in changed]
+    try:
+        for tensor in changed:
+            tensor.data = tensor.data.to(dtype)
+        yield
+    finally:
+        for tensor, original in zip(changed, originals, strict=True):
+            tensor.data = original

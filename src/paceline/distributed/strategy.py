@@ -22,7 +22,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh, resolve_mesh
 from paceline.args.plan import resolve_parallel
 from paceline.data.prefetch import DevicePrefetcher, move_to_device
-from paceline.distributed.precision import Precision
+from paceline.distributed.precision import Precision, cast_in_place
 from paceline.distributed.world import World
 
 PARAMETERS_OF = itemgetter("params")
@@ -114,6 +114,10 @@ class SingleDevice:
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """What to call in evaluation, of what `prepare` made."""
         return model
+
+    def cast_model(self, model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """A context in which a model computes in `dtype`, without gradients; afterwards it is as before, to the bit."""
+        return cast_in_place(model, dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of `loss`. What the optimizer was given since the last time starts without one."""

@@ -123,7 +123,8 @@ def hyper_parameters(trainer: Trainer) -> str:
     plan, accumulation = trainer._plan(), args.gradient_accumulation_steps
     micro, total = plan.micro_batch_size, trainer.get_total_train_batch_size(args)
     now = state.train_batch_size  # less, where memory ran out
-    precision = plan.precision
+    precision = plan.precision if plan.precision != "full" or plan.shard_precision else ""
+    formats = f" ({plan.shard_precision})" if plan.shard_precision else ""
     lines = [
         f"learning_rate: {args.learning_rate}",
         f"samples per update: {total} = {micro} per device x {accumulation} accumulated x "
@@ -136,7 +137,7 @@ def hyper_parameters(trainer: Trainer) -> str:
         + (f", {plain(args.lr_scheduler_kwargs)}" if args.lr_scheduler_kwargs else ""),
         f"updates: {state.max_steps:,}" + (f", epochs: {epochs}" if (epochs := state.num_train_epochs) < 2**31 else ""),
         f"max_grad_norm: {args.max_grad_norm}",
-        f"precision: {'float32' if precision == 'full' else 'mixed, ' + precision}",
+        f"precision: {'mixed, ' + precision if precision else 'float32'}{formats}",
         f"seed: {args.seed}, data_seed: {args.seed if args.data_seed is None else args.data_seed}",
     ]
     lines += [

@@ -24,11 +24,13 @@ from paceline.tf.devices import cluster_of
 from paceline.tf.framework import keras, plain, tf
 from paceline.tf.objective import NUM_COUNTS, TOKENS, Objective, count
 from paceline.tf.optimizers import make_sum
+from paceline.tf.traces import describe
 
 logger = logging.getLogger(__name__)
 
 # what TensorFlow says of a label without a class, on a CPU; a GPU gives NaN
 OUTSIDE = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
+FUSED, ACCUMULATE = "fused", "accumulate"  # the functions that are traced for shapes of batches
 NORM_EPSILON = 1e-6  # as torch adds it to the norm it divides by
 
 
@@ -94,8 +96,11 @@ class TFEngine:
 
     def compile(self) -> None:
         """Make the functions anew; they are traced at their next call."""
-        self._fused = tf.function(self._run_fused, reduce_retracing=True)
-        self._accumulate = tf.function(self._run_accumulate, reduce_retracing=True)
+        self._of_batches = {
+            FUSED: tf.function(self._run_fused, reduce_retracing=True),
+            ACCUMULATE: tf.function(self._run_accumulate, reduce_retracing=True),
+        }
+        self.traced: list[dict[str, Any]] = []
         self._clip = tf.function(self._run_clip)
         self._apply = tf.function(self._run_apply)
         self._forget = tf.function(lambda: self.strategy.run(self._forget_one))
@@ -111,9 +116,7 @@ class TFEngine:
             return self._skip()
         with told_plainly():
             if len(batches) == 1 and emit is None and not self.is_in_parts:
-                put = self._place_alone if self.num_replicas == 1 else self._place
-                placed = put(batches[0], totals)
-                loss, norm, rate, applied, outputs = self._fused(*placed, self.keep_outputs)
+                loss, norm, rate, applied, outputs = self._call(FUSED, batches[0], totals)
                 kept = [outputs]
             else:
                 loss, norm, rate, applied, kept = self._step_in_parts(batches, totals, emit)
@@ -124,7 +127,7 @@ class TFEngine:
         self._prepare_sums()
         kept, last = [], len(batches) - 1
         for index, batch in enumerate(batches):
-            kept.append(self._accumulate(*self._place(batch, totals), self.keep_outputs))
+            kept.append(self._call(ACCUMULATE, batch, totals))
             if emit is not None and index < last:
                 emit("on_substep_end")
         loss, norm = self._clip()
@@ -138,6 +141,32 @@ class TFEngine:
         if emit is not None:
             emit("on_optimizer_step")
         return loss, norm, rate, applied, kept
+
+    def _call(self, name: str, batch: Any, totals: Array) -> Any:
+        """Call a function of a batch, and note it if it was traced for it."""
+        is_alone = name == FUSED and self.num_replicas == 1
+        placed = self._place_alone(batch, totals) if is_alone else self._place(batch, totals)
+        before = self.num_traces
+        try:
+            return self._of_batches[name](*placed, self.keep_outputs)
+        finally:
+            if self.num_traces != before:
+                self._note(name, batch, self.keep_outputs)
+
+    def _note(self, name: str, batch: Any, with_outputs: bool) -> None:
+        self.traced.append({"function": name, "batch": describe(batch), "with_outputs": with_outputs})
+
+    def trace(self, name: str, batch: Any, with_outputs: bool) -> None:
+        """Trace a function for batches like this one, as a call would, and compute nothing."""
+        if name == ACCUMULATE:
+            self._prepare_sums()
+        placed = self._place(batch, np.ones(NUM_COUNTS))
+        self._of_batches[name].get_concrete_function(*placed, with_outputs)
+        self._note(name, batch, with_outputs)
+
+    def traces(self) -> dict[str, Any]:
+        """What the functions were traced with so far, in order; JSON-able."""
+        return {"num_replicas": self.num_replicas, "calls": self.traced}
 
     def read(self) -> list[tuple[float, float, float, bool]]:
         """(loss, grad_norm, learning_rate, whether it has a loss) of each update since the last read."""

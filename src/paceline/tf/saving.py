@@ -191,6 +191,7 @@ def describe_progress(trainer: Any) -> str:
         "unlogged": dataclasses.asdict(loop.unlogged) if loop is not None else {},
         "length": {"planned": loop.plan.max_steps, "max_steps": trainer.state.max_steps} if loop is not None else {},
         "random": capture_random(),
+        "traces": run.engine.traces() if run is not None else {},
         "schedule": schedule_state(trainer.lr_scheduler),
         "arguments": trainer.args.to_sanitized_dict(),
     }

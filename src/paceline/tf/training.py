@@ -34,6 +34,7 @@ from paceline.tf.precision import in_precision
 from paceline.tf.randomness import hold_generators, seed_everything
 from paceline.tf.snapshot import rewind, take_snapshot
 from paceline.tf.sources import source_of_batches
+from paceline.tf.traces import trace_again
 
 if TYPE_CHECKING:
     from paceline.tf.trainer import TFTrainer
@@ -111,6 +112,7 @@ def train(trainer: TFTrainer, resume: str | bool | None) -> TrainOutput:
         prepare_optimizer(trainer, plan)
         run = Run(plan, feed, make_engine(trainer, plan), signals)
         if checkpoint is not None:
+            trace_again(run.engine, args, progress)  # first: what a model's code draws while traced is put back
             saving.restore(trainer, checkpoint, progress)
         run.first_step, run.first_tokens = trainer.state.global_step, trainer.state.num_input_tokens_seen
         run.loop = make_loop(trainer, run)

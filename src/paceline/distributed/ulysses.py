@@ -1,0 +1,76 @@
+"""Attention by heads: processes give tokens of other heads away, and get all tokens of their own share of the heads.
+
+Of DeepSpeed-Ulysses (arXiv:2309.14509). Each process then attends with whole sequences, so that a causal mask needs no
+tensor and torch can take its fastest kernel; what is sent does not grow with the number of processes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
+
+from paceline.args.errors import UnsupportedOption
+
+
+def exchange(tensor: Tensor, size: int, group: Any) -> Tensor:
+    """Send the n-th of `size` equal pieces of the first dimension to the n-th process; differentiable."""
+    pieces = [tensor.shape[0] // size] * size
+    sent = functional.all_to_all_single_autograd(tensor.contiguous(), pieces, pieces, group)
+    received: Tensor = functional.wait_tensor(sent)  # type: ignore[no-untyped-call]
+    return received
+
+
+def tokens_for_heads(tensor: Tensor, size: int, group: Any) -> Tensor:
+    """(batch, heads, own tokens, features) -> (batch, heads / size, all tokens, features)."""
+    received = exchange(tensor.transpose(0, 1), size, group)  # (pieces of tokens * own heads, batch, tokens, features)
+    return received.view(size, -1, *received.shape[1:]).permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+
+def heads_for_tokens(tensor: Tensor, size: int, group: Any) -> Tensor:
+    """(batch, own heads, all tokens, features) -> (batch, heads, tokens / size, features)."""
+    received = exchange(tensor.movedim(2, 0), size, group)  # (pieces of heads * own tokens, batch, heads, features)
+    return received.view(size, -1, *received.shape[1:]).permute(2, 0, 3, 1, 4).flatten(1, 2)
+
+
+def attend_by_heads(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, size: int, group: Any, **options: Any
+) -> Tensor:
+    """torch's attention to whole sequences, of parts: (batch, heads, own tokens, features), and the same comes out.
+
+    Args:
+        query, key, value: of this process's tokens; keys and values may have fewer heads, which queries share.
+        mask: (batch or 1, 1 or heads, all tokens, all tokens), True where they attend; None: causal.
+        size, group: the processes that have the other parts.
+        options: of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Raises:
+        UnsupportedOption: tensors of another shape, or heads that cannot be dealt out.
+    """
+    said = f"parallel={{'sp': {size}}}"
+    if query.dim() != 4:
+        raise UnsupportedOption(
+            f"{said}: attention of queries of shape {tuple(query.shape)} is not supported: give it (batch, heads, "
+            "tokens, features), or cut with cp, which exchanges no heads."
+        )
+    heads, shared = query.shape[1], key.shape[1]
+    if heads % size:
+        raise UnsupportedOption(
+            f"{said}: {heads} attention heads cannot be dealt out to {size} processes: make sp a divisor, or cut with "
+            "cp, which exchanges no heads."
+        )
+    if shared % size:  # fewer than processes, say: each gets a copy of those that its queries need
+        copies = math.lcm(shared, size) // shared
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask.chunk(size, 1)[torch.distributed.get_rank(group)]
+    query, key, value = (tokens_for_heads(each, size, group) for each in (query, key, value))
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and mask is not None:  # no kernel takes both: without this, all scores would be held
+        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+    options["enable_gqa"] = groups > 1
+    attention = nn.functional.scaled_dot_product_attention
+    return heads_for_tokens(attention(query, key, value, mask, is_causal=mask is None, **options), size, group)
