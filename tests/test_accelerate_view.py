@@ -10,9 +10,14 @@ import pytest
 import safetensors.torch
 import torch
 from small_models import Classifier, classification, make_trainer, weights
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from paceline import Trainer, TrainerCallback
+from paceline.args.errors import UnsupportedOption
+from paceline.args.mesh import Mesh
+from paceline.data.dispatch import DispatchedLoader
+from paceline.data.indexed import IndexedLoader
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -193,3 +198,31 @@ def test_without_accelerate(trainer: Trainer, monkeypatch: Any) -> None:
     assert trainer.accelerator.state.num_processes == 1
     assert trainer.args.distributed_state is None
     assert logging.getLogger("paceline").level == 0
+
+
+def test_own_loaders_that_several_processes_share_as_accelerates_config_says(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(9))
+
+    monkeypatch.setattr(trainer, "world", replace(trainer.world, world_size=2))
+    monkeypatch.setattr(trainer.strategy, "mesh", Mesh(dp_replicate=2))
+    data: Any = list(range(9))
+    prepare, config = trainer.accelerator.prepare, trainer.args.accelerator_config
+    assert isinstance(prepare(DataLoader(data, batch_size=2)), IndexedLoader)
+    assert isinstance(prepare(DataLoader(Stream(), batch_size=2)), DispatchedLoader)
+    config.dispatch_batches = False
+    assert type(prepare(DataLoader(Stream(), batch_size=2))) is DataLoader
+    config.dispatch_batches = True
+    assert isinstance(prepare(DataLoader(data, batch_size=2)), DispatchedLoader)
+    with pytest.raises(UnsupportedOption, match=r"dispatch_batches.* with a DistributedSampler .*leave dispatch"):
+        prepare(DataLoader(data, sampler=DistributedSampler(data, 2, 0)))
+    config.dispatch_batches, config.split_batches = None, True
+    assert prepare(DataLoader(data, batch_size=5)).samples_at_once == 5
+    with pytest.raises(ValueError, match=r"batch_size=1 with .*split over 2 processes. Set batch_size to 2 or more"):
+        prepare(DataLoader(data, batch_size=1))
+    for loader in (DataLoader(Stream(), batch_size=2), DataLoader(data, batch_sampler=[[0, 1], [2]])):
+        with pytest.raises(UnsupportedOption, match=r"split_batches.* with a loader of your own .*Leave split"):
+            prepare(loader)

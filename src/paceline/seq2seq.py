@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -268,8 +269,11 @@ class Seq2SeqTrainer(Trainer):
         given = generation.select_inputs(inputs, self.label_names or self.objective.label_names)
         if self.args.fp16_full_eval or self.args.bf16_full_eval:
             given = generation.cast_inputs(given, torch.float16 if self.args.fp16_full_eval else torch.bfloat16)
+        if self.strategy.in_step:
+            settings = generation.go_on_together(self.model, settings)
+        call = partial(generation.call_generate, self.model, given, settings)
         with self.compute_loss_context_manager():
-            generated = generation.call_generate(self.model, given, settings)
+            generated = self.strategy.run_within(self.model, call)
         return generation.read_rows(generated, batch_size_of(inputs))
 
     def _pad_tensors_to_max_len(self, tensor: Any, max_length: int) -> Any:

@@ -144,7 +144,7 @@ class SharedEvaluation(EvaluationLoop):
     ) -> tuple[Rows, int]:
         if batch is None:
             if self.strategy.in_step:
-                self.prediction_step(self.model, copy.copy(self._filler), True, ignore_keys)
+                self.prediction_step(self.model, copy.copy(self._filler), loss_only, ignore_keys)
             return {}, 0
         self._filler = copy.copy(self.name_inputs(batch)) if self.strategy.in_step else None
         return super()._take(batch, total, kept, loader, loss_only, ignore_keys)

@@ -82,6 +82,7 @@ TAKEN: list[tuple[dict[str, str], dict[str, Any]]] = [
          "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "allgather"},
         {"parallelism_config": {"dp_shard_size": 2, "cp_size": 2, "cp_handler": {"cp_comm_strategy": "allgather"}}},
     ),
+    ({**MESH, "PARALLELISM_CONFIG_SP_SIZE": "2"}, {"parallelism_config": {"sp_size": 2}}),
     (MESH, {"parallelism_config": None}),
 ]  # fmt: skip
 
@@ -206,7 +207,6 @@ def test_contradictions_name_both_values(
     ({**FSDP, "FSDP_IGNORED_MODULES": "head"}, "'ignored_modules'.='head' is not supported"),
     ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme"}, "use {'device': 'cpu'}"),
     ({**DEEPSPEED, "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "A"}, "MOE_LAYER_CLS_NAMES=A .*leave it out"),
-    ({**MESH, "PARALLELISM_CONFIG_SP_SIZE": "2"}, "give cp_size"),
 ])  # fmt: skip
 def test_what_cannot_be_had_is_refused(
     environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch

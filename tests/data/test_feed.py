@@ -12,12 +12,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from paceline.data.collators import default_data_collator
 from paceline.data.feed import Feed
-from paceline.data.loading import make_loader
+from paceline.data.loading import make_loader, split_loader
 from paceline.data.sampling import make_train_sampler, random_order, random_sampler
+from paceline.data.shares import Shares
 from paceline.data.shuffle import ShuffleBuffer
 from paceline.data.stream import reread
 
@@ -724,3 +732,31 @@ def test_a_collator_that_raises_stop_iteration_does_not_end_the_epoch(workers: i
     with pytest.raises(RuntimeError, match="StopIteration was raised"):
         draw_ids(feed)
     feed.close()
+
+
+@pytest.mark.parametrize("makes_batches", [True, False])
+def test_a_share_of_an_own_sampler_goes_on_where_it_was_left(makes_batches: bool) -> None:
+    """Of two processes: each position is its own, for an order that can only be read from its start."""
+    order = SequentialSampler(range(40))
+
+    def feed_of(rank: int) -> Feed:
+        shape: dict[str, Any] = {"batch_sampler": BatchSampler(order, 3, False)}
+        if not makes_batches:
+            shape = {"sampler": order, "batch_size": 3}
+        loader: Any = DataLoader(list(range(40)), collate_fn=list, **shape)
+        feed = Feed(
+            split_loader(loader, Shares.even(rank, 2, 3), 0),
+            accumulation=2,
+            collect=lambda source, number: (list(source), None),
+        )
+        feed.meet = lambda window, number: (window, 12, len(window[0]))
+        return feed
+
+    for rank in range(2):
+        begun, again = feed_of(rank), feed_of(rank)
+        begun.start_epoch(0)
+        begun.draw()
+        again.load_state_dict(begun.state_dict())
+        again.start_epoch(0)
+        firsts = (12 + 3 * rank, 18 + 3 * rank)
+        assert again.draw()[0] == begun.draw()[0] == [list(range(first, first + 3)) for first in firsts]

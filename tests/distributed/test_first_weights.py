@@ -9,7 +9,7 @@ import first_weights_job as job
 import processes
 import pytest
 import torch
-from shared_job import check_same
+from invariance import check_same
 from small_models import Tagger, tagging
 
 from paceline.args.errors import UnsupportedOption

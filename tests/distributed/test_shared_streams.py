@@ -11,9 +11,18 @@ from stream_jobs import NUM_SAMPLES
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "stateful", "shared", "shared_stateful"])
-def test_every_sample_comes_once(tmp_path: Path, kind: str) -> None:
-    """2 -> 1 -> 2 processes within one epoch: each sample is trained on once, 6 in each update."""
+@pytest.mark.parametrize(
+    ("kind", "dispatched"),
+    [("plain", ""), ("stateful", ""), ("shared", ""), ("shared_stateful", ""), ("plain", "begin"), ("stateful", "end")],
+)
+def test_every_sample_comes_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dispatched: str
+) -> None:
+    """2 -> 1 -> 2 processes within one epoch: each sample is trained on once, 6 in each update.
+
+    `dispatched`: in this part of it one process reads for all.
+    """
+    monkeypatch.setenv("DISPATCH", dispatched)
     read: list[int] = []
     for size, mode in ((2, "begin"), (1, "on"), (2, "end")):
         checkpoint = {"begin": "", "on": f"={tmp_path}/{kind}/checkpoint-3", "end": f"={tmp_path}/{kind}/checkpoint-5"}

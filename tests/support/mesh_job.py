@@ -167,17 +167,20 @@ MODELS: dict[str, Any] = {
     "qwen": qwen,
     "own module": Reader,
     "own loss": Reader,
+    "padded on the left": llama,
+    "targets at the end": OwnMean,
 }
 DATA: dict[str, Any] = {
     "opt": padded_on_the_left,
-    "left": padded_on_the_left,
-    "own mean": with_prompts,
+    "padded on the left": padded_on_the_left,
+    "targets at the end": with_prompts,
     "full": of_one_length,
     "packed": packed,
 }
-IN_PARTS = {"opt": opt, "left": llama, "own mean": OwnMean, "full": llama, "packed": llama}  # of sequences, only
+IN_PARTS = {"opt": opt, "full": llama, "packed": llama}  # of sequences, only
 REFUSED = {"convolved": Convolved, "sum of losses": SumOfLosses}
-FEW = ["tied llama", "own module"]
+FEW = ("tied llama", "own module", "targets at the end")  # on every mesh
+LONG = ("tied llama",)  # enough updates to tell whether weights stay the same
 
 
 def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -199,6 +202,7 @@ def options_of(folder: Path, name: str, parts: int) -> dict[str, Any]:
         "eval_strategy": "epoch",
         "per_device_eval_batch_size": 6 // parts,
         "max_grad_norm": 0.5,
+        "num_train_epochs": 7 if name in LONG else 2,
         "include_num_input_tokens_seen": "all",
         "compute_loss_func": own_loss if name == "own loss" else None,
     }
@@ -249,9 +253,11 @@ def main() -> None:
             result = go_on(folder / name, mesh, sizes, None if checkpoint == "start" else Path(checkpoint))
             torch.save(result, folder / f"{name}-{rank}.pt")
             continue
-        names = [*MODELS, *(IN_PARTS if mesh.num_parts == 2 else ())] if size == 2 else FEW
+        names = FEW
+        if size == 2 and max(mesh.num_parts, mesh.tp) > 1:
+            names = (*MODELS, *(IN_PARTS if mesh.num_parts == 2 else ()))
         if mesh.sp == 4:
-            names = ["tied llama"]  # with fewer heads of keys than processes; the other has two heads in all
+            names = ("tied llama",)  # with fewer heads of keys than processes; the others have two heads in all
         results: dict[str, Any] = {name: run(folder / said, name, mesh, sizes) for name in names}
         if size == 2 and mesh.num_parts == 2:
             results["refused"] = {name: refusal_of(folder / name, make(), sizes) for name, make in REFUSED.items()}

@@ -50,8 +50,11 @@ class Classifier(nn.Module):
         return with_loss(self.logits(x), labels)
 
     def pipeline_stages(self, num_stages: int) -> list[nn.Module]:
-        """Two: this model can be cut in the middle."""
-        return [Part(self.begin, first=self.first, drop=self.drop), Part(self.finish, second=self.second)]
+        """Two or four: this model can be cut in the middle, and around each of its steps."""
+        begin = [Part(self.begin, first=self.first, drop=self.drop)]
+        if num_stages == 4:
+            begin = [Part(lambda x: self.first(x), first=self.first), nn.Tanh(), self.drop]
+        return [*begin, Part(self.finish, second=self.second)]
 
     def finish(self, hidden: Tensor, labels: Tensor | None = None) -> Any:
         return with_loss(self.second(hidden), labels)
@@ -86,8 +89,11 @@ class Tagger(nn.Module):
         return self.finish(self.begin(input_ids), labels)
 
     def pipeline_stages(self, num_stages: int) -> list[nn.Module]:
-        """Two: this model can be cut in the middle."""
-        return [Part(self.begin, embedding=self.embedding, drop=self.drop), Part(self.finish, head=self.head)]
+        """Two or four: this model can be cut in the middle, and around each of its steps."""
+        begin = [Part(self.begin, embedding=self.embedding, drop=self.drop)]
+        if num_stages == 4:
+            begin = [Part(lambda input_ids: self.embedding(input_ids), embedding=self.embedding), nn.Tanh(), self.drop]
+        return [*begin, Part(self.finish, head=self.head)]
 
     def begin(self, input_ids: Tensor) -> Tensor:
         result: Tensor = self.drop(torch.tanh(self.embedding(input_ids)))

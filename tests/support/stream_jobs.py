@@ -1,7 +1,8 @@
 """A stream that is read on by another number of processes: `python stream_jobs.py FOLDER KIND MODE...`
 
 KIND: `plain` (read again), `stateful` (keeps its place), `shared` (chooses its part), `shared_stateful`.
-MODE: `begin` (stops at update 3), `on=CHECKPOINT` (stops at update 5), `end=CHECKPOINT`.
+MODE: `begin` (stops at update 3), `on=CHECKPOINT` (stops at update 5), `end=CHECKPOINT`. In those that the variable
+DISPATCH names, the first process reads for all.
 Each process writes the samples that it trained on into `FOLDER/MODE-RANK.json`.
 """
 

@@ -343,6 +343,12 @@ class Feed:
             return True  # that of the one process which reads
         return isinstance(self.loader, IndexedLoader) and self.loader.batches.is_positionable
 
+    @property
+    def _is_in_order(self) -> bool:
+        """Whether a place in the data is a number of samples of all: this process reads its parts of one order."""
+        loader = self.loader
+        return self.is_common or (isinstance(loader, IndexedLoader) and loader.batches.batch_size is not None)
+
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch, or go on in the one that was loaded.
 
@@ -364,7 +370,7 @@ class Feed:
             if not self._begins_at(saved):
                 saved = None
         self.epoch = epoch
-        own = consumed if saved is None else int(saved.get("own_consumed", consumed))
+        own = consumed if saved is None or self._is_in_order else int(saved.get("own_consumed", consumed))
         self._reader = open_reader(self.loader, own, batches, saved)
         self.consumed, self.batches, self._num_read = consumed, batches, own
 
@@ -401,6 +407,7 @@ class Feed:
         if self._saved is not None:
             return dict(self._saved)
         place = self._reader.place() if self._reader is not None else self._between()
+        counts_own = self.meet is not None and self._reader is not None and not self._is_in_order
         return {
             "epoch": self.epoch,
             "consumed": self.consumed,
@@ -409,7 +416,7 @@ class Feed:
             "num_samples": sample_count(self.loader),
             "largest": self._largest,
             **({"is_dealt": True} if isinstance(self.loader, DispatchedLoader) else {}),
-            **({} if self.meet is None or self._reader is None or self.is_common else {"own_consumed": self._num_read}),
+            **({"own_consumed": self._num_read} if counts_own else {}),
             **place,
         }
 

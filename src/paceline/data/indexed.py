@@ -97,7 +97,8 @@ class IndexBatches(Sampler[list[int]]):
         set_epoch(self.sampler, epoch)
 
     def set_position(self, consumed: int) -> None:
-        """Leave out the first `consumed` samples in the next pass.
+        """Leave out the first `consumed` samples in the next pass: of the common order, or of this process's batches
+        where the sampler makes these.
 
         A sampler that can only be read from its start is read at once, so that a generator it draws from is used
         here and now. No sample is read.
@@ -106,7 +107,7 @@ class IndexBatches(Sampler[list[int]]):
         if hasattr(self.sampler, "set_position"):
             self.sampler.set_position(consumed)
         elif self.batch_size is None:
-            self._opened = iter(skip_samples(self.sampler, consumed))
+            self._opened = iter(skip_samples(self._own_batches(iter(self.sampler)), consumed))
         else:
             self._opened = iter(self.sampler)
             for _ in itertools.islice(self._opened, consumed):
@@ -131,12 +132,16 @@ class IndexBatches(Sampler[list[int]]):
         # not spent here: a DataLoader with workers asks for two iterators and reads the second
         source = self._opened if self._opened is not None else iter(self.sampler)
         self.sizes = sizes = deque[int]()
-        if self.shares is None:
-            return self._walk(source, sizes, self._start)
-        if self.batch_size is None:
-            own = slice(None) if self.shares.reads_all else slice(self.shares.rank, None, self.shares.size)
-            return self._walk(itertools.islice(source, own.start, own.stop, own.step), sizes, self._start)
-        return self._walk_share(self.shares, source, sizes, self._start)
+        if self.shares is not None and self.batch_size is not None:
+            return self._walk_share(self.shares, source, sizes, self._start)
+        return self._walk(source if self._opened is not None else self._own_batches(source), sizes, self._start)
+
+    def _own_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Of batches that the sampler makes, those that this process reads."""
+        shares = self.shares
+        if shares is None or shares.reads_all:
+            return batches
+        return itertools.islice(batches, shares.rank, None, shares.size)
 
     def _length_of_share(self, shares: Shares, num: int) -> int:
         if self.batch_size is None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -79,6 +79,17 @@ class FullyShardedData(SingleDevice):
         if self.sharding.from_first or self.sharding.precision is not None:
             self._shard_once(model)
         return model
+
+    def run_within(self, model: nn.Module, function: Callable[[], Any]) -> Any:
+        """With what no unit has gathered, and the units told of each other, as the model's forward does it."""
+        if not isinstance(model, FSDPModule):
+            return function()
+        model.paceline_call = function  # type: ignore[assignment]
+        register_fsdp_forward_method(model, "paceline_call")
+        try:
+            return model.paceline_call()  # type: ignore[operator]
+        finally:
+            del model.paceline_call
 
     def cast_model(self, model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
         """As for one device; of a sharded model, what is gathered is cast."""

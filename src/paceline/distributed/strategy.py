@@ -115,6 +115,10 @@ class SingleDevice:
         """What to call in evaluation, of what `prepare` made."""
         return model
 
+    def run_within(self, model: nn.Module, function: Callable[[], Any]) -> Any:
+        """Call a function that uses parts of a model otherwise than through its forward: one that generates."""
+        return function()
+
     def cast_model(self, model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
         """A context in which a model computes in `dtype`, without gradients; afterwards it is as before, to the bit."""
         return cast_in_place(model, dtype)

@@ -258,6 +258,12 @@ def check_saving(model: nn.Module) -> None:
 # ---- one batch
 
 
+def go_on_together(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with which processes that hold parts of one model generate until the longest of their texts ends."""
+    together = {"synced_gpus": True} if accepts(find_generator(model).generate, "synced_gpus") else {}
+    return {**together, **settings}
+
+
 def call_generate(model: nn.Module, inputs: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     """What `model.generate` makes of a batch.
 
