@@ -102,6 +102,13 @@ def test_bf16_is_autocast(on_devices: Found, on_cpu: dict[str, Any]) -> None:
         assert losses != on_devices[layout]["accumulated"]["loss"]
 
 
+def test_the_optimizer_of_torch_xla(on_devices: Found, on_cpu: dict[str, Any]) -> None:
+    for layout in LAYOUTS:
+        found = on_devices[layout]["own optimizer"]
+        assert found["optimizer"].startswith("torch_xla.")
+        assert found["loss"] == pytest.approx(on_cpu["accumulated"]["loss"], rel=1e-4)
+
+
 def test_weights_and_moments_are_cut_where_that_is_asked(on_devices: Found) -> None:
     for kind in ("weights", "moments"):
         assert set(on_devices["single"]["placed"][kind]) == {""}

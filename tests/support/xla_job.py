@@ -110,7 +110,13 @@ def halves(folder: Path) -> dict[str, Any]:
     return found(train(folder, Tagger(shifted=True), tagging(53), **split(1, 2), bf16=True))
 
 
-OWN = {"steady": steady, "resumed": resumed, "placed": placed, "halves": halves}
+def own_optimizer(folder: Path) -> dict[str, Any]:
+    """torch_xla's own AdamW."""
+    trainer = train(folder, Tagger(shifted=True), tagging(53), **split(1, 2), optim="adamw_torch_xla")
+    return {**found(trainer), "optimizer": type(trainer.optimizer).__module__}
+
+
+OWN = {"steady": steady, "resumed": resumed, "placed": placed, "halves": halves, "own optimizer": own_optimizer}
 
 
 def main() -> None:

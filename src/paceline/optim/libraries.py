@@ -336,7 +336,6 @@ FROM_LIBRARIES: dict[str, OptimizerEntry] = {
         adam_settings,
         devices=frozenset({"xla"}),
         package="torch_xla",
-        note="paceline drives no XLA device",
     ),
     "adamw_torch_npu_fused": OptimizerEntry(
         partial(load_foreign, "torch_npu.optim", "NpuFusedAdamW", "install Ascend's torch_npu"),
