@@ -107,6 +107,8 @@ def kept_update_size(trainer: Trainer, checkpoint: Path) -> int | None:
     saved, now = progress.get("arguments") or {}, args.to_sanitized_dict()
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     changed = [f"{name}={now[name]}" for name in names if saved.get(name) != now[name]]
+    split, splits = (bool((each.get("accelerator_config") or {}).get("split_batches")) for each in (saved, now))
+    changed += [f"accelerator_config={{'split_batches': {splits}}}"] if split != splits else []
     asked = resolve_update(args, size, None)[1]
     reason = f"{', '.join(changed)} was set" if changed else None
     shares = Shares.of_update(0, size, math.ceil(asked / args.gradient_accumulation_steps / size), kept)
@@ -223,14 +225,14 @@ def own_position(trainer: Trainer, loader: Any, progress: Mapping[str, Any]) -> 
 
 def position_for_others(positions: list[dict[str, Any]], size: int, loader: StreamLoader) -> dict[str, Any]:
     """The position in a stream that each of `size` processes goes on from, of those that other ones stood at."""
-    common, batch_size = positions[0], loader.batch_size or 1
+    common, at_once = positions[0], loader.samples_at_once
     before = [from_portable(position["stream"]) for position in positions]
-    consumed, dealt = common["consumed"], int(common["batch_size"] or 1)
+    consumed, dealt = common["consumed"], max(int(common["batch_size"] or 1) // len(positions), 1)
     stream = place_for_others(before, size, loader.num_workers, consumed, dealt)
     return {
         **common,
-        "batches": -(-consumed // (batch_size * size)),
-        "batch_size": batch_size,
+        "batches": -(-consumed // at_once),
+        "batch_size": at_once,
         "own_consumed": samples_in(stream),
         "stream": to_portable(stream),
     }

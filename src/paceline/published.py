@@ -83,9 +83,10 @@ def card_facts(trainer: Trainer) -> CardFacts:
 
 def precision_of(plan: Plan) -> str:
     """The formats of the numbers, in words."""
-    is_mixed = plan.precision != "full" or bool(plan.shard_precision)
-    formats = f" ({plan.shard_precision})" if plan.shard_precision else ""
-    return f"{'mixed, ' + plan.precision if is_mixed else 'float32'}{formats}"
+    formats = plan.shard_precision or ""
+    words = ["mixed" if plan.precision != "full" or "16" in formats else "float32"]
+    words += [plan.precision] if plan.precision != "full" else []
+    return ", ".join(words) + (f" ({formats})" if formats else "")
 
 
 def origins_of(model: torch.nn.Module) -> tuple[Any, ...]:

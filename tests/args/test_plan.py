@@ -244,6 +244,11 @@ def test_batches_that_are_split_over_processes() -> None:
     assert "split_batches=True: 8 samples in a micro-batch of all processes, at most 3 on each." in plan.notes
     with pytest.raises(ValueError, match=r"per_device_train_batch_size=8 .*over 16 processes.* to 16 or more"):
         plan_of(world_size=16, accelerator_config={"split_batches": True})
+    assert "16 per update = at most 3 x 2 micro-batches x 3 processes" in plan.describe()
+    split = {"accelerator_config": {"split_batches": True}, "per_device_eval_batch_size": 2, "world_size": 4}
+    with pytest.raises(ValueError, match=r"per_device_eval_batch_size=2 .*over 4 processes"):
+        plan_of(**split, eval_strategy="steps")
+    plan_of(**split)
     rebalanced = {"train_sampling_strategy": "batch_rebalance", "dataloader_drop_last": True}
     with pytest.raises(UnsupportedOption, match=r"batch_rebalance.*dispatch_batches.* on 2 processes"):
         plan_of(world_size=2, accelerator_config={"dispatch_batches": True}, **rebalanced)

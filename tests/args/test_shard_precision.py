@@ -87,6 +87,17 @@ def test_a_mesh_without_shards_has_no_use_for_it(tmp_path: Path, size: int) -> N
         resolve(arguments(tmp_path, "bf16", parallel=parallel), world_size=size, micro_batches_per_epoch=4)
 
 
+def test_shards_that_lie_over_parts_of_sequences_have_a_use_for_it(tmp_path: Path) -> None:
+    for axis in ("cp", "sp"):
+        args = arguments(tmp_path, "bf16", parallel={axis: 2})
+        assert resolve(args, world_size=2, micro_batches_per_epoch=4).shard_precision
+
+
+def test_one_process_is_told_that_it_is_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fsdp shards a model over several processes, and this is one"):
+        resolve(arguments(tmp_path, "bf16", parallel="fsdp"), world_size=1, micro_batches_per_epoch=4)
+
+
 def test_arguments_with_a_policy_of_torch_are_written_and_read(tmp_path: Path) -> None:
     args = arguments(tmp_path, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     written = json.loads(json.dumps(args.to_dict()))

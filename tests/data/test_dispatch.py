@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.dispatch import Deal, DispatchedLoader, ReadingFailed
-from paceline.data.feed import Feed
+from paceline.data.feed import Feed, place_in
 from paceline.data.indexed import IndexedLoader
 from paceline.data.lengths import loader_length, sample_count
 from paceline.data.loading import split_loader
@@ -113,17 +113,38 @@ class Failing(Numbers):
         raise OSError("the disk is gone")
 
 
+class Missing(Numbers):
+    def __iter__(self) -> Iterator[int]:
+        raise FileNotFoundError("there is no such file")
+
+
 def unsendable(rows: list[int]) -> Any:
     return lambda: rows
 
 
-@pytest.mark.parametrize(("dataset", "collate"), [(Failing(9), list), (Numbers(9), unsendable)])
+@pytest.mark.parametrize(("dataset", "collate"), [(Failing(9), list), (Missing(9), list), (Numbers(9), unsendable)])
 def test_what_goes_wrong_on_the_first_process_is_told_to_all(dataset: Any, collate: Any) -> None:
     def work(rank: int, deal: Deal) -> Any:
         loader = StreamLoader(dataset, batch_size=2, drop_last=False, collate=collate, seed=0, options=OPTIONS)
         return list(DispatchedLoader(loader, deal))
 
     first, second = on_each((0, 1), work)
+    is_told(first, second)
+
+
+def test_data_that_a_feed_cannot_open_is_told_to_all() -> None:
+    def work(rank: int, deal: Deal) -> Any:
+        loader = StreamLoader(Missing(9), batch_size=2, drop_last=False, collate=list, seed=0, options=OPTIONS)
+        feed = Feed(
+            DispatchedLoader(loader, deal), accumulation=1, collect=lambda source, number: (list(source), None)
+        )
+        feed.start_epoch(0)
+        return feed.draw()
+
+    is_told(*on_each((0, 1), work))
+
+
+def is_told(first: Any, second: Any) -> None:
     assert isinstance(first, Exception)
     assert not isinstance(first, ReadingFailed)
     assert isinstance(second, ReadingFailed)
@@ -175,9 +196,26 @@ def test_a_position_is_that_of_the_process_that_reads(kind: str) -> None:
 def test_a_dispatched_loader_answers_as_the_one_that_is_read() -> None:
     deal = Deal((0, 1), True, pickle.dumps, lambda packed: None)
     own = DispatchedLoader(DataLoader(list(range(10)), batch_size=3), deal)
-    assert (own.batch_size, loader_length(own), sample_count(own)) == (3, 2, 10)
+    assert (own.batch_size, own.samples_at_once, loader_length(own), sample_count(own)) == (3, 6, 2, 10)
     assert loader_length(DispatchedLoader(streamed(3), deal)) is None
     taken = split_loader(DataLoader(list(range(10)), batch_size=3), Shares(0, 2, (6,)), 0, deal)
     assert isinstance(taken, DispatchedLoader)
     assert split_loader(taken, Shares(0, 2, (6,)), 0, deal) is taken
     assert (loader_length(taken), sample_count(taken), taken.samples_at_once) == (2, 10, 6)
+
+
+class Sized(Numbers):
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+def test_a_place_in_a_dispatched_stream_is_counted_in_batches_of_all() -> None:
+    """32 of 64 samples, read in batches of 4 by 2 processes, are 8 batches of 2 by 2 processes."""
+    deal = Deal((0, 1), True, pickle.dumps, lambda packed: None)
+    own = DataLoader(Sized(64), batch_size=2, collate_fn=list)
+    ours = StreamLoader(
+        Sized(64), batch_size=2, drop_last=False, collate=list, seed=0, options=OPTIONS, num_parts=2
+    )
+    for loader in (own, ours):
+        place = place_in(DispatchedLoader(loader, deal), {"consumed": 32, "batches": 4, "batch_size": 8})
+        assert place == (32, 8)

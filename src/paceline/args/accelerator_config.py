@@ -180,6 +180,8 @@ def check_sharing(args: Any, num_parts: int) -> None:
     config, size = args.accelerator_config, args.per_device_train_batch_size
     if num_parts > 1:
         check_batch(config, "per_device_train_batch_size", size, num_parts)
+        if str(args.eval_strategy) != "no" or args.eval_on_start:
+            check_batch(config, "per_device_eval_batch_size", args.per_device_eval_batch_size, num_parts)
     if num_parts > 1 and is_on(config, "dispatch_batches") and str(args.train_sampling_strategy) == "batch_rebalance":
         raise UnsupportedOption(
             "train_sampling_strategy='batch_rebalance' with accelerator_config={'dispatch_batches': True} is not "

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.args.accelerator_config import accelerator_notes, batch_of_all, check_sharing
 from paceline.args.choices import IntervalStrategy
 from paceline.args.errors import UnsupportedOption
-from paceline.args.mesh import Mesh, engine_of, resolve_mesh
+from paceline.args.mesh import Mesh, engine_of, read_size, resolve_mesh
 from paceline.args.rules import check, derived_values
 from paceline.args.sections import Options
 from paceline.args.sharding import is_asked, is_xla_asked, shard_precision_of
@@ -128,7 +128,7 @@ class Plan:
 
     def describe(self) -> str:
         """The plan in a few lines of text."""
-        processes = ""
+        processes, parts = "", 1
         if self.world_size > 1:
             parts = self.mesh.data_size
             processes = f" x {parts} {'processes' if self.mesh.is_data_only else 'parts of the data'}"
@@ -141,9 +141,10 @@ class Plan:
         if self.shard_precision is not None:
             own = "" if self.precision == "full" else f"{numbers}, "
             numbers = f"{own}mixed_precision_policy ({self.shard_precision})"
+        most = "at most " if self.micro_batch_size * self.accumulation * parts > self.global_batch_size else ""
         lines = [
             f"updates    {self.max_steps:,}{epochs}, {epoch}, warmup {self.warmup_steps:,}",
-            f"samples    {self.global_batch_size:,} per update = {self.micro_batch_size} x {self.accumulation} "
+            f"samples    {self.global_batch_size:,} per update = {most}{self.micro_batch_size} x {self.accumulation} "
             f"micro-batches{processes}",
             *([self._processes()] if self.parallel is not None else []),
             f"numbers    {numbers}, {clip}, {seeds}",
@@ -234,6 +235,7 @@ def resolve(
         logging_first_step=args.logging_first_step,
         eval_on_start=args.eval_on_start,
         eval_delay=args.eval_delay,
+        parallel=resolve_parallel(args, world_size, local_size), mesh=mesh,
         precision=precision_of(args), shard_precision=resolve_shard_precision(args, mesh),
         eval_dtype="fp16" if args.fp16_full_eval else "bf16" if args.bf16_full_eval else None,
         max_grad_norm=args.max_grad_norm,
@@ -246,7 +248,6 @@ def resolve(
         auto_find_batch_size=args.auto_find_batch_size,
         metric_for_best_model=derived.get("metric_for_best_model"),
         greater_is_better=derived.get("greater_is_better", args.greater_is_better),
-        parallel=resolve_parallel(args, world_size, local_size), mesh=mesh,
         notes=tuple(notes),
     )
 
@@ -288,7 +289,7 @@ def resolve_shard_precision(args: Options, mesh: Mesh) -> str | None:
     policy = shard_precision_of(args)
     if policy is None:
         return None
-    if mesh.dp_shard * mesh.cp == 1:
+    if mesh.dp_shard * mesh.num_parts == 1:
         raise ValueError(
             f"fsdp_config={args.fsdp_config!r} has formats for shards, and parallel={args.parallel!r} makes none of "
             "these processes: leave mixed_precision_policy out, or give dp_shard a size."
@@ -317,6 +318,10 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
         notes.append("liger_kernel_config: not read without use_liger_kernel=True.")
     if args.activation_checkpointing_kwargs and not args.activation_checkpointing:
         notes.append("activation_checkpointing_kwargs: not read without activation_checkpointing=True.")
+    sequences = args.parallelism_config if isinstance(args.parallelism_config, dict) else {}
+    idle = [name for name in ("sp_backend", "sp_handler") if sequences.get(name)]
+    if idle and read_size("parallelism_config", "sp", sequences.get("sp_size") or 1) != 1:
+        notes.append(f"parallelism_config: {' and '.join(idle)} change nothing here; the exchange is paceline's own.")
     return notes + accelerator_notes(args.accelerator_config, world_size)
 
 

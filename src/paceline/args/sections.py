@@ -495,10 +495,10 @@ class PacelineSection:
     parallel: dict[str, int] | str | None = option(
         None,
         "How several processes share the work: 'ddp', each with the whole model; 'fsdp', each with a shard of it; or "
-        "sizes of a mesh, as a dict or as 'dp_shard=2,tp=2': dp_replicate, dp_shard, cp (parts of each sequence), tp "
-        "(parts of the matrices), pp (stages of a pipeline); -1 for all processes that the others leave. Unset: 'ddp', "
-        "or 'fsdp' where fsdp is set. Processes are started by `paceline launch`, torchrun, accelerate launch or srun. "
-        "'xla': one process, on XLA devices (torch_xla).",
+        "sizes of a mesh, as a dict or as 'dp_shard=2,tp=2': dp_replicate, dp_shard, cp or sp (parts of each sequence: "
+        "keys and values gathered, or heads exchanged), tp (parts of the matrices), pp (stages of a pipeline); -1 for "
+        "all processes that the others leave. Unset: 'ddp', or 'fsdp' where fsdp is set. Processes are started by "
+        "`paceline launch`, torchrun, accelerate launch or srun. 'xla': one process, on XLA devices (torch_xla).",
     )
     pipeline_config: dict[str, Any] | str | None = option(
         None,

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from typing import Any
 
+from paceline.args.accelerator_config import is_on
 from paceline.args.mesh import resolve_mesh
 from paceline.core.state import TrainerState
 
@@ -61,6 +62,8 @@ def samples_per_update(args: Any, state: TrainerState) -> int:
     per_process: int | None = state.train_batch_size or getattr(args, "per_device_train_batch_size", None)
     accumulation: int = getattr(args, "gradient_accumulation_steps", 1)
     world_size: int = getattr(args, "world_size", 1)
+    if world_size > 1 and is_on(getattr(args, "accelerator_config", None), "split_batches"):
+        return int(args.per_device_train_batch_size) * accumulation
     if world_size > 1 and hasattr(args, "parallelism_config"):
         world_size = resolve_mesh(args, world_size).data_size
     return (per_process or 1) * accumulation * world_size

@@ -96,6 +96,18 @@ class DealtBatches(Iterator[Any]):
         return slot[0]
 
 
+def uncounted(loader: Any) -> Iterator[tuple[Any, int]]:
+    """The batches of a loader, whose samples nobody counts. It is opened for the first of them."""
+    for batch in loader:
+        yield batch, 0
+
+
+def failing(error: Exception) -> Iterator[Any]:
+    """In the place of data that could not be opened: all processes learn of it where they would get the first batch."""
+    raise error
+    yield
+
+
 class DispatchedLoader:
     """A loader that one process reads for all. What it is asked for beside its batches, the loader itself answers.
 
@@ -118,7 +130,13 @@ class DispatchedLoader:
         return length if isinstance(self.loader, IndexedLoader) else -(-length // self.deal.size)
 
     def __iter__(self) -> DealtBatches:
-        return DealtBatches(self.deal, ((batch, 0) for batch in self.loader) if self.deal.reads else None)
+        return DealtBatches(self.deal, uncounted(self.loader) if self.deal.reads else None)
+
+    @property
+    def samples_at_once(self) -> int | None:
+        """Samples of one micro-batch of all processes; None where the loader does not say."""
+        own, batch_size = (getattr(self.loader, name, None) for name in ("samples_at_once", "batch_size"))
+        return own or (batch_size * self.deal.size if batch_size else None)
 
     def close(self) -> None:
         """Stop the workers."""

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.data.batches import batch_size_of, cut_batch
-from paceline.data.dispatch import DealtBatches, DispatchedLoader, source_of
+from paceline.data.dispatch import DealtBatches, DispatchedLoader, failing, source_of
 from paceline.data.generators import capture_generators, capture_own, generators_at, own_generators, restore_own
 from paceline.data.indexed import IndexedLoader, set_epoch
 from paceline.data.lengths import loader_length, sample_count, samples_at_once
@@ -264,9 +264,14 @@ class DealtReader(Reader):
 
     def __init__(self, loader: DispatchedLoader, consumed: int, batches: int, saved: Saved | None) -> None:
         super().__init__(consumed, batches)
-        reads = loader.deal.reads
-        self.inner = open_reader(loader.loader, consumed, batches, saved) if reads else None
-        self.dealt = DealtBatches(loader.deal, sized(self.inner) if self.inner is not None else None)
+        self.inner, source = None, None
+        if loader.deal.reads:
+            try:
+                self.inner = open_reader(loader.loader, consumed, batches, saved)
+                source = sized(self.inner)
+            except Exception as error:
+                source = failing(error)
+        self.dealt = DealtBatches(loader.deal, source)
         self.iterator = self.dealt
 
     def count(self, batch: Any) -> int:
@@ -363,7 +368,7 @@ class Feed:
         self._reader = None
         source = source_of(self.loader)
         announce_epoch(source, epoch)
-        consumed, batches = (0, 0) if saved is None else place_in(source, saved)
+        consumed, batches = (0, 0) if saved is None else place_in(self.loader, saved)
         if saved is not None and consumed == 0:
             with saved.restoring():
                 restore_own(saved.get("own") or {}, own_generators(source))
@@ -515,11 +520,12 @@ def place_in(loader: Any, saved: Mapping[str, Any]) -> tuple[int, int]:
     batch_size = samples_at_once(loader)
     if batch_size is None or batch_size == saved.get("batch_size"):
         return consumed, batches
-    if isinstance(loader, IndexedLoader) and loader.batches.shares is not None:
-        return consumed, loader.batches.shares.num_slots(consumed)
+    source = source_of(loader)
+    if isinstance(source, IndexedLoader) and source.batches.shares is not None:
+        return consumed, source.batches.shares.num_slots(consumed)
     num_samples, num_batches = sample_count(loader), loader_length(loader)
-    if num_samples is None or num_batches is None or isinstance(loader, StreamLoader):
+    if num_samples is None or num_batches is None or isinstance(source, StreamLoader):
         return consumed, consumed // batch_size
     left = max(num_samples - consumed, 0)
-    drops = bool(getattr(loader, "drop_last", False)) if isinstance(loader, DataLoader) else False
+    drops = bool(getattr(loader, "drop_last", False)) if isinstance(source, DataLoader) else False
     return consumed, max(num_batches - (left // batch_size if drops else -(-left // batch_size)), 0)

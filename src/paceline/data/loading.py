@@ -70,9 +70,11 @@ def make_loader(
             batch_size = shares.each or stream_cannot_split(shares)
         if shares is not None and shares.size > 1 and deal is None:
             dataset = part_of(dataset, shares.rank, shares.size, batch_size)
+        num_parts = shares.size if shares is not None else 1
         stream = StreamLoader(
-            dataset, batch_size=batch_size, drop_last=drop_last, collate=collate, seed=seed, options=options
-        )
+            dataset, batch_size=batch_size, drop_last=drop_last, collate=collate, seed=seed, options=options,
+            num_parts=num_parts,
+        )  # fmt: skip
         return stream if deal is None else DispatchedLoader(stream, deal)
     if not hasattr(dataset, "__getitem__") or (sampler is None and not has_length(dataset)):
         raise ValueError(

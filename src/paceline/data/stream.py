@@ -178,6 +178,7 @@ class StreamLoader(DataLoader[Any]):
     """A DataLoader over a stream, whose position in samples can be saved and restored.
 
     The attributes are those of the DataLoader that a user would have built; batches come from an inner one.
+    `num_parts` processes read such batches.
     """
 
     def __init__(
@@ -189,12 +190,14 @@ class StreamLoader(DataLoader[Any]):
         collate: Callable[[list[Any]], Any],
         seed: int,
         options: dict[str, Any],
+        num_parts: int = 1,
     ) -> None:
         generator = torch.Generator(device="cpu").manual_seed(seed)
         super().__init__(
             dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=collate, generator=generator, **options
         )
         self.seed = seed
+        self.samples_at_once = batch_size * num_parts  # of all processes
         self.clock = torch.zeros(2, dtype=torch.int64, device="cpu")
         if self.num_workers:
             self.clock.share_memory_()  # type: ignore[no-untyped-call]

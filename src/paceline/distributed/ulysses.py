@@ -43,7 +43,8 @@ def attend_by_heads(
 
     Args:
         query, key, value: of this process's tokens; keys and values may have fewer heads, which queries share.
-        mask: (batch or 1, 1 or heads, all tokens, all tokens), True where they attend; None: causal.
+        mask: (all tokens, all tokens), or (batch or 1, 1 or heads, all tokens, all tokens), True where they attend;
+            None: causal.
         size, group: the processes that have the other parts.
         options: of `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -65,7 +66,7 @@ def attend_by_heads(
     if shared % size:  # fewer than processes, say: each gets a copy of those that its queries need
         copies = math.lcm(shared, size) // shared
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-    if mask is not None and mask.shape[1] > 1:
+    if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
         mask = mask.chunk(size, 1)[torch.distributed.get_rank(group)]
     query, key, value = (tokens_for_heads(each, size, group) for each in (query, key, value))
     groups = query.shape[1] // key.shape[1]

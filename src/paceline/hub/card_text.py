@@ -119,9 +119,10 @@ def hyper_parameters(trainer: HubNames, facts: CardFacts) -> str:
     shares, name = facts.shares, facts.share_name
     micro, accumulation = facts.micro_batch_size, args.gradient_accumulation_steps
     now = state.train_batch_size  # less, where memory ran out
+    most = "at most " if micro * accumulation * shares > facts.samples_per_update else ""
     lines = [
         f"learning_rate: {args.learning_rate}",
-        f"samples per update: {facts.samples_per_update} = {micro} per device x {accumulation} accumulated x "
+        f"samples per update: {facts.samples_per_update} = {most}{micro} per device x {accumulation} accumulated x "
         + f"{shares} {name if shares == 1 else plural(name)}"
         + (f", in micro-batches of {now}" if now and now != micro else ""),
         f"per_device_eval_batch_size: {args.per_device_eval_batch_size}",
