@@ -107,7 +107,7 @@ def kept_update_size(trainer: Trainer, checkpoint: Path) -> int | None:
     saved, now = progress.get("arguments") or {}, args.to_sanitized_dict()
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     changed = [f"{name}={now[name]}" for name in names if saved.get(name) != now[name]]
-    split, splits = (bool((each.get("accelerator_config") or {}).get("split_batches")) for each in (saved, now))
+    split, splits = ("'split_batches': True" in str(each.get("accelerator_config")) for each in (saved, now))
     changed += [f"accelerator_config={{'split_batches': {splits}}}"] if split != splits else []
     asked = resolve_update(args, size, None)[1]
     reason = f"{', '.join(changed)} was set" if changed else None
