@@ -109,6 +109,24 @@ def test_precision_and_compilation(tmp_path: Path, name: str, mirrored: Any) -> 
         assert hasattr(other.optimizer, "dynamic_scale") == (name == "fp16")
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_an_evaluation_has_one_precision(tmp_path: Path, name: str) -> None:
+    """Before a run, in it, after it, and by a Trainer that never trained: the same loss, and not that of float32."""
+    options: dict[str, Any] = {"learning_rate": 0.0, "eval_dataset": DATA, "eval_strategy": "epoch", name: True}
+    first = make_trainer(tmp_path / "first", make_model(), DATA, **options)
+    before = first.evaluate()["eval_loss"]
+    first.train()
+    late = make_trainer(tmp_path / "late", make_model(), DATA, **options)
+    late.train()
+    fresh = make_trainer(tmp_path / "fresh", make_model(), DATA, **options)
+    during = [row["eval_loss"] for one in (first, late) for row in one.state.log_history if "eval_loss" in row]
+    others = [one.evaluate()["eval_loss"] for one in (first, late, fresh)]
+    assert len(during) >= 2
+    assert {before, *during, *others, fresh.predict(DATA).metrics["test_loss"]} == {before}
+    assert make_trainer(tmp_path / "plain", make_model(), None).evaluate(DATA)["eval_loss"] != before
+    assert [layer.dtype_policy.name for layer in fresh.model.layers] == ["float32", "float32"]
+
+
 def test_an_overflow_is_left_out(tmp_path: Path) -> None:
     """The scale of the loss starts so high that the first updates overflow; they are not applied, and are no error."""
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**40)
