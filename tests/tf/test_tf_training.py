@@ -16,6 +16,7 @@ from paceline.core.events import EVENTS
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.core.streaming import Accuracy
 from paceline.tf.framework import keras, tf
+from paceline.tf.sources import is_batched
 
 DATA = make_data(18)
 
@@ -127,6 +128,38 @@ def test_every_kind_of_data_gives_the_same_run(tmp_path: Path) -> None:
         assert run_losses == found["arrays"][0], name
         assert eval_loss == found["arrays"][1], name
         assert np.array_equal(final, found["arrays"][2]), name
+
+
+def test_batches_are_found_whatever_was_done_to_them(tmp_path: Path) -> None:
+    """Made into batches once more, each would count as one sample."""
+    samples = tf.data.Dataset.from_tensor_slices(make_data(16))
+    batches, table = samples.batch(4), dataset_of_columns()
+    batched = [
+        batches.map(lambda x, y: (x, y)),
+        batches.shuffle(4).repeat(2).cache().prefetch(1),
+        samples.padded_batch(4).filter(lambda x, y: True).take(2).shard(2, 0),
+        samples.batch(4, num_parallel_calls=2).map(lambda x, y: (x, y), num_parallel_calls=2),
+        tf.data.Dataset.zip((samples.map(lambda x, y: x).batch(4), samples.map(lambda x, y: y).batch(4))),
+        tf.data.Dataset.sample_from_datasets([batches, batches], seed=0),
+        samples.batch(2).batch(2).skip(1),
+        samples.bucket_by_sequence_length(lambda x, y: tf.shape(x)[0], [3], [2, 2]),
+        table.to_tf_dataset(batch_size=4, columns="x", label_cols="label"),
+        table.to_tf_dataset(batch_size=4, columns="x", label_cols="label", shuffle=True),
+    ]
+    assert [is_batched(data) for data in batched] == [True] * len(batched)
+    with pytest.raises(ValueError, match="holds batches"):
+        make_trainer(tmp_path, Linear(), batched[1]).train()
+    with pytest.raises(ValueError, match="holds batches"):
+        make_trainer(tmp_path, Linear(), None).evaluate(batched[0])
+    tokens = tf.data.Dataset.from_tensor_slices(np.arange(60) % 7)
+    single = [
+        batches.map(lambda x, y: (x, y)).unbatch().shuffle(4),
+        batches.flat_map(lambda x, y: tf.data.Dataset.from_tensor_slices((x, y))),
+        tf.data.Dataset.sample_from_datasets([samples, samples], seed=0),
+        table.to_tf_dataset(columns="x", label_cols="label", shuffle=True),
+        tokens.batch(9, drop_remainder=True).map(lambda row: (row[:-1], row[1:])).shuffle(4),  # sequences
+    ]
+    assert [is_batched(data) for data in single] == [False] * len(single)
 
 
 def test_the_loss_of_an_evaluation_is_the_mean_over_samples(tmp_path: Path) -> None:
