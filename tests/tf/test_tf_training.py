@@ -447,5 +447,19 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         make_trainer(tmp_path, make_model(), samples).train()
     with pytest.raises(ValueError, match="optim='lomo' is not supported"):
         make_trainer(tmp_path, make_model(), DATA, optim="lomo").train()
-    with pytest.raises(ValueError, match="this TPU cannot be reached"):
+    with pytest.raises(ValueError, match="tpu_name='no-such-tpu': this TPU cannot be reached.*leave tpu_name out"):
         _ = TFTrainingArguments(str(tmp_path), tpu_name="no-such-tpu").strategy
+
+
+def test_a_tpu_that_is_not_there_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is named is an error; a machine that only looks like one with a TPU computes on what else it has."""
+    monkeypatch.setenv("TPU_NAME", "no-such-tpu")
+    with pytest.raises(ValueError, match="TPU_NAME='no-such-tpu': this TPU cannot be reached.*unset the variable"):
+        _ = TFTrainingArguments(str(tmp_path)).strategy
+    assert TFTrainingArguments(str(tmp_path), use_cpu=True).strategy.num_replicas_in_sync == 1
+    monkeypatch.delenv("TPU_NAME")
+    monkeypatch.setenv("TPU_WORKER_ID", "0")
+    assert type(TFTrainingArguments(str(tmp_path)).strategy).__name__ == "OneDeviceStrategy"
+    assert "TPU_WORKER_ID announces a TPU, which does not start" in caplog.text
