@@ -14,7 +14,7 @@ import pytest
 import tf_worker_job
 from tf_models import Linear, losses, make_data, make_model, make_trainer, weights
 
-from paceline import TFTrainer
+from paceline import TFTrainer, UnsupportedOption
 from paceline.tf.framework import keras, tf
 
 DATA = make_data(26)
@@ -83,6 +83,18 @@ def test_replicas_leave_out_what_is_not_finite(tmp_path: Path, mirrored: Any, po
         found.append((weights(trainer.model), trainer.state.global_step, int(np.asarray(trainer.optimizer.iterations))))
     assert np.allclose(found[0][0], found[1][0], atol=1e-6)
     assert found[0][1:] == found[1][1:] == ((3, 2) if policy == "skip" else (2, 2))
+
+
+def test_an_own_update_cannot_be_left_out_on_replicas(tmp_path: Path, mirrored: Any) -> None:
+    class Own(TFTrainer):
+        def apply_gradients(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
+            raise AssertionError
+
+    with mirrored.scope():
+        model = Linear()
+    trainer = make_trainer(tmp_path, model, DATA, kind=Own, nonfinite_policy="skip")
+    with pytest.raises(UnsupportedOption, match=r"apply_gradients .*nonfinite_policy='skip' on 2 replicas"):
+        trainer.train()
 
 
 def test_the_strategy_is_that_of_the_model(tmp_path: Path, mirrored: Any) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tf_models import CLASSES, FEATURES, Linear, losses, make_data, make_model, make_trainer, values, weights
 
-from paceline import EvalPrediction, TFTrainer, TFTrainingArguments, TrainerCallback
+from paceline import EvalPrediction, TFTrainer, TFTrainingArguments, TrainerCallback, UnsupportedOption
 from paceline.core.events import EVENTS
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.core.streaming import Accuracy
@@ -256,6 +256,37 @@ def test_an_own_training_step_is_what_runs(tmp_path: Path) -> None:
     first.train()
     second.train()
     assert np.allclose(weights(first.model), weights(second.model), atol=1e-6)
+
+
+class OwnUpdate(TFTrainer):
+    num_calls = 0
+
+    def apply_gradients(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
+        self.num_calls += 1
+        return super().apply_gradients(features, labels, nb_instances_in_global_batch)
+
+
+def test_an_own_update_is_called_or_refused(tmp_path: Path) -> None:
+    """Where the update is made in parts, a method that makes all of it has no place."""
+    whole = make_trainer(tmp_path, make_model(), DATA, kind=OwnUpdate, max_steps=2)
+    whole.train()
+    assert getattr(whole, "num_calls") == 1  # noqa: B009: of the class that was asked for
+    for options, reason in (
+        ({"gradient_accumulation_steps": 2}, "2 micro-batches"),
+        ({"callbacks": [Recorder()]}, "a callback on on_substep_end"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
+    ):
+        trainer = make_trainer(tmp_path, make_model(), DATA, kind=OwnUpdate, **options)
+        with pytest.raises(UnsupportedOption, match=f"^apply_gradients of this Trainer .*{reason}.*training_step"):
+            trainer.train()
+    patched = make_trainer(tmp_path, make_model(), DATA, gradient_accumulation_steps=2)
+
+    def distributed_training_steps(batch: Any) -> Any:
+        raise AssertionError
+
+    patched.distributed_training_steps = distributed_training_steps  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedOption, match="^distributed_training_steps of this Trainer"):
+        patched.train()
 
 
 def test_an_update_without_a_target_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
