@@ -235,6 +235,20 @@ def test_losses_of_ones_own(tmp_path: Path) -> None:
     assert np.allclose(found[1:], found[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize("end", ["name", "function", "layer", "activation"])
+def test_probabilities_are_no_logits(tmp_path: Path, end: str) -> None:
+    """However a model says that its outputs are probabilities, its loss is that of the logits under them."""
+    model = make_model()
+    expected = make_trainer(tmp_path, model, None).evaluate(DATA)["eval_loss"]
+    if end in ("name", "function"):
+        model.layers[-1].activation = keras.activations.get("softmax") if end == "name" else tf.nn.softmax
+        model = keras.Sequential([keras.Input((FEATURES,)), *model.layers])
+    else:
+        model.add(keras.layers.Softmax() if end == "layer" else keras.layers.Activation(tf.nn.softmax))
+    assert np.allclose(model(DATA[0]).numpy().sum(-1), 1)
+    assert make_trainer(tmp_path, model, None).evaluate(DATA)["eval_loss"] == pytest.approx(expected, abs=1e-6)
+
+
 class OwnLoss(TFTrainer):
     def run_model(self, features: Any, labels: Any, training: bool) -> tuple[Any, Any]:
         logits = self.model(features, training=training)
@@ -270,14 +284,15 @@ def test_an_own_update_is_called_or_refused(tmp_path: Path) -> None:
     """Where the update is made in parts, a method that makes all of it has no place."""
     whole = make_trainer(tmp_path, make_model(), DATA, kind=OwnUpdate, max_steps=2)
     whole.train()
-    assert getattr(whole, "num_calls") == 1  # noqa: B009: of the class that was asked for
+    assert isinstance(whole, OwnUpdate)
+    assert whole.num_calls == 1
     for options, reason in (
         ({"gradient_accumulation_steps": 2}, "2 micro-batches"),
         ({"callbacks": [Recorder()]}, "a callback on on_substep_end"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
     ):
         trainer = make_trainer(tmp_path, make_model(), DATA, kind=OwnUpdate, **options)
-        with pytest.raises(UnsupportedOption, match=f"^apply_gradients of this Trainer .*{reason}.*training_step"):
+        with pytest.raises(UnsupportedOption, match=rf"^apply_gradients of this Trainer .*{reason}.*training_step"):
             trainer.train()
     patched = make_trainer(tmp_path, make_model(), DATA, gradient_accumulation_steps=2)
 
@@ -285,7 +300,7 @@ def test_an_own_update_is_called_or_refused(tmp_path: Path) -> None:
         raise AssertionError
 
     patched.distributed_training_steps = distributed_training_steps  # type: ignore[method-assign]
-    with pytest.raises(UnsupportedOption, match="^distributed_training_steps of this Trainer"):
+    with pytest.raises(UnsupportedOption, match=r"^distributed_training_steps of this Trainer"):
         patched.train()
 
 
@@ -478,7 +493,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         make_trainer(tmp_path, make_model(), samples).train()
     with pytest.raises(ValueError, match="optim='lomo' is not supported"):
         make_trainer(tmp_path, make_model(), DATA, optim="lomo").train()
-    with pytest.raises(ValueError, match="tpu_name='no-such-tpu': this TPU cannot be reached.*leave tpu_name out"):
+    with pytest.raises(ValueError, match=r"tpu_name='no-such-tpu': this TPU cannot be reached.*leave tpu_name out"):
         _ = TFTrainingArguments(str(tmp_path), tpu_name="no-such-tpu").strategy
 
 
@@ -487,7 +502,7 @@ def test_a_tpu_that_is_not_there_is_said(
 ) -> None:
     """One that is named is an error; a machine that only looks like one with a TPU computes on what else it has."""
     monkeypatch.setenv("TPU_NAME", "no-such-tpu")
-    with pytest.raises(ValueError, match="TPU_NAME='no-such-tpu': this TPU cannot be reached.*unset the variable"):
+    with pytest.raises(ValueError, match=r"TPU_NAME='no-such-tpu': this TPU cannot be reached.*unset the variable"):
         _ = TFTrainingArguments(str(tmp_path)).strategy
     assert TFTrainingArguments(str(tmp_path), use_cpu=True).strategy.num_replicas_in_sync == 1
     monkeypatch.delenv("TPU_NAME")
