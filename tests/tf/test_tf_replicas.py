@@ -14,7 +14,7 @@ import pytest
 import tf_worker_job
 from tf_models import Linear, losses, make_data, make_model, make_trainer, weights
 
-from paceline import TFTrainer
+from paceline import TFTrainer, UnsupportedOption
 from paceline.tf.framework import keras, tf
 
 DATA = make_data(26)
@@ -85,6 +85,18 @@ def test_replicas_leave_out_what_is_not_finite(tmp_path: Path, mirrored: Any, po
     assert found[0][1:] == found[1][1:] == ((3, 2) if policy == "skip" else (2, 2))
 
 
+def test_an_own_update_cannot_be_left_out_on_replicas(tmp_path: Path, mirrored: Any) -> None:
+    class Own(TFTrainer):
+        def apply_gradients(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
+            raise AssertionError
+
+    with mirrored.scope():
+        model = Linear()
+    trainer = make_trainer(tmp_path, model, DATA, kind=Own, nonfinite_policy="skip")
+    with pytest.raises(UnsupportedOption, match=r"apply_gradients .*nonfinite_policy='skip' on 2 replicas"):
+        trainer.train()
+
+
 def test_the_strategy_is_that_of_the_model(tmp_path: Path, mirrored: Any) -> None:
     with mirrored.scope():
         model = Linear()
@@ -107,6 +119,24 @@ def test_precision_and_compilation(tmp_path: Path, name: str, mirrored: Any) -> 
         assert losses(other) != losses(plain) or name == "xla"
         assert [layer.dtype_policy.name for layer in other.model.layers] == ["float32", "float32"]
         assert hasattr(other.optimizer, "dynamic_scale") == (name == "fp16")
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_an_evaluation_has_one_precision(tmp_path: Path, name: str) -> None:
+    """Before a run, in it, after it, and by a Trainer that never trained: the same loss, and not that of float32."""
+    options: dict[str, Any] = {"learning_rate": 0.0, "eval_dataset": DATA, "eval_strategy": "epoch", name: True}
+    first = make_trainer(tmp_path / "first", make_model(), DATA, **options)
+    before = first.evaluate()["eval_loss"]
+    first.train()
+    late = make_trainer(tmp_path / "late", make_model(), DATA, **options)
+    late.train()
+    fresh = make_trainer(tmp_path / "fresh", make_model(), DATA, **options)
+    during = [row["eval_loss"] for one in (first, late) for row in one.state.log_history if "eval_loss" in row]
+    others = [one.evaluate()["eval_loss"] for one in (first, late, fresh)]
+    assert len(during) >= 2
+    assert {before, *during, *others, fresh.predict(DATA).metrics["test_loss"]} == {before}
+    assert make_trainer(tmp_path / "plain", make_model(), None).evaluate(DATA)["eval_loss"] != before
+    assert [layer.dtype_policy.name for layer in fresh.model.layers] == ["float32", "float32"]
 
 
 def test_an_overflow_is_left_out(tmp_path: Path) -> None:

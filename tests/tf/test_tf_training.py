@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from tf_models import CLASSES, FEATURES, Linear, losses, make_data, make_model, make_trainer, values, weights
 
-from paceline import EvalPrediction, TFTrainer, TFTrainingArguments, TrainerCallback
+from paceline import EvalPrediction, TFTrainer, TFTrainingArguments, TrainerCallback, UnsupportedOption
 from paceline.core.events import EVENTS
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.core.streaming import Accuracy
 from paceline.tf.framework import keras, tf
+from paceline.tf.sources import is_batched
 
 DATA = make_data(18)
 
@@ -129,6 +130,38 @@ def test_every_kind_of_data_gives_the_same_run(tmp_path: Path) -> None:
         assert np.array_equal(final, found["arrays"][2]), name
 
 
+def test_batches_are_found_whatever_was_done_to_them(tmp_path: Path) -> None:
+    """Made into batches once more, each would count as one sample."""
+    samples = tf.data.Dataset.from_tensor_slices(make_data(16))
+    batches, table = samples.batch(4), dataset_of_columns()
+    batched = [
+        batches.map(lambda x, y: (x, y)),
+        batches.shuffle(4).repeat(2).cache().prefetch(1),
+        samples.padded_batch(4).filter(lambda x, y: True).take(2).shard(2, 0),
+        samples.batch(4, num_parallel_calls=2).map(lambda x, y: (x, y), num_parallel_calls=2),
+        tf.data.Dataset.zip((samples.map(lambda x, y: x).batch(4), samples.map(lambda x, y: y).batch(4))),
+        tf.data.Dataset.sample_from_datasets([batches, batches], seed=0),
+        samples.batch(2).batch(2).skip(1),
+        samples.bucket_by_sequence_length(lambda x, y: tf.shape(x)[0], [3], [2, 2]),
+        table.to_tf_dataset(batch_size=4, columns="x", label_cols="label"),
+        table.to_tf_dataset(batch_size=4, columns="x", label_cols="label", shuffle=True),
+    ]
+    assert [is_batched(data) for data in batched] == [True] * len(batched)
+    with pytest.raises(ValueError, match="holds batches"):
+        make_trainer(tmp_path, Linear(), batched[1]).train()
+    with pytest.raises(ValueError, match="holds batches"):
+        make_trainer(tmp_path, Linear(), None).evaluate(batched[0])
+    tokens = tf.data.Dataset.from_tensor_slices(np.arange(60) % 7)
+    single = [
+        batches.map(lambda x, y: (x, y)).unbatch().shuffle(4),
+        batches.flat_map(lambda x, y: tf.data.Dataset.from_tensor_slices((x, y))),
+        tf.data.Dataset.sample_from_datasets([samples, samples], seed=0),
+        table.to_tf_dataset(columns="x", label_cols="label", shuffle=True),
+        tokens.batch(9, drop_remainder=True).map(lambda row: (row[:-1], row[1:])).shuffle(4),  # sequences
+    ]
+    assert [is_batched(data) for data in single] == [False] * len(single)
+
+
 def test_the_loss_of_an_evaluation_is_the_mean_over_samples(tmp_path: Path) -> None:
     model = make_model()
     metric = Accuracy(confidence=None)
@@ -202,6 +235,20 @@ def test_losses_of_ones_own(tmp_path: Path) -> None:
     assert np.allclose(found[1:], found[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize("end", ["name", "function", "layer", "activation"])
+def test_probabilities_are_no_logits(tmp_path: Path, end: str) -> None:
+    """However a model says that its outputs are probabilities, its loss is that of the logits under them."""
+    model = make_model()
+    expected = make_trainer(tmp_path, model, None).evaluate(DATA)["eval_loss"]
+    if end in ("name", "function"):
+        model.layers[-1].activation = keras.activations.get("softmax") if end == "name" else tf.nn.softmax
+        model = keras.Sequential([keras.Input((FEATURES,)), *model.layers])
+    else:
+        model.add(keras.layers.Softmax() if end == "layer" else keras.layers.Activation(tf.nn.softmax))
+    assert np.allclose(model(DATA[0]).numpy().sum(-1), 1)
+    assert make_trainer(tmp_path, model, None).evaluate(DATA)["eval_loss"] == pytest.approx(expected, abs=1e-6)
+
+
 class OwnLoss(TFTrainer):
     def run_model(self, features: Any, labels: Any, training: bool) -> tuple[Any, Any]:
         logits = self.model(features, training=training)
@@ -223,6 +270,38 @@ def test_an_own_training_step_is_what_runs(tmp_path: Path) -> None:
     first.train()
     second.train()
     assert np.allclose(weights(first.model), weights(second.model), atol=1e-6)
+
+
+class OwnUpdate(TFTrainer):
+    num_calls = 0
+
+    def apply_gradients(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
+        self.num_calls += 1
+        return super().apply_gradients(features, labels, nb_instances_in_global_batch)
+
+
+def test_an_own_update_is_called_or_refused(tmp_path: Path) -> None:
+    """Where the update is made in parts, a method that makes all of it has no place."""
+    whole = make_trainer(tmp_path, make_model(), DATA, kind=OwnUpdate, max_steps=2)
+    whole.train()
+    assert isinstance(whole, OwnUpdate)
+    assert whole.num_calls == 1
+    for options, reason in (
+        ({"gradient_accumulation_steps": 2}, "2 micro-batches"),
+        ({"callbacks": [Recorder()]}, "a callback on on_substep_end"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
+    ):
+        trainer = make_trainer(tmp_path, make_model(), DATA, kind=OwnUpdate, **options)
+        with pytest.raises(UnsupportedOption, match=rf"^apply_gradients of this Trainer .*{reason}.*training_step"):
+            trainer.train()
+    patched = make_trainer(tmp_path, make_model(), DATA, gradient_accumulation_steps=2)
+
+    def distributed_training_steps(batch: Any) -> Any:
+        raise AssertionError
+
+    patched.distributed_training_steps = distributed_training_steps  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedOption, match=r"^distributed_training_steps of this Trainer"):
+        patched.train()
 
 
 def test_an_update_without_a_target_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -414,5 +493,19 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         make_trainer(tmp_path, make_model(), samples).train()
     with pytest.raises(ValueError, match="optim='lomo' is not supported"):
         make_trainer(tmp_path, make_model(), DATA, optim="lomo").train()
-    with pytest.raises(ValueError, match="this TPU cannot be reached"):
+    with pytest.raises(ValueError, match=r"tpu_name='no-such-tpu': this TPU cannot be reached.*leave tpu_name out"):
         _ = TFTrainingArguments(str(tmp_path), tpu_name="no-such-tpu").strategy
+
+
+def test_a_tpu_that_is_not_there_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is named is an error; a machine that only looks like one with a TPU computes on what else it has."""
+    monkeypatch.setenv("TPU_NAME", "no-such-tpu")
+    with pytest.raises(ValueError, match=r"TPU_NAME='no-such-tpu': this TPU cannot be reached.*unset the variable"):
+        _ = TFTrainingArguments(str(tmp_path)).strategy
+    assert TFTrainingArguments(str(tmp_path), use_cpu=True).strategy.num_replicas_in_sync == 1
+    monkeypatch.delenv("TPU_NAME")
+    monkeypatch.setenv("TPU_WORKER_ID", "0")
+    assert type(TFTrainingArguments(str(tmp_path)).strategy).__name__ == "OneDeviceStrategy"
+    assert "TPU_WORKER_ID announces a TPU, which does not start" in caplog.text

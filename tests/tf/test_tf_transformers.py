@@ -42,6 +42,26 @@ TASKS = {
 }
 
 
+# a plain model of tf_keras: what save_model wrote is read again
+def dense(seed, width=3):
+    tf_keras.utils.set_random_seed(seed)
+    return tf_keras.Sequential([tf_keras.layers.Dense(width, input_shape=(8,))])
+
+
+saver = make_trainer(folder / "dense", dense(0), None)
+saver.save_model()
+loader = make_trainer(folder / "other", dense(1), None)
+assert (weights(loader.model) != weights(saver.model)).any()
+loader._load_from_checkpoint(str(folder / "dense"))
+assert (weights(loader.model) == weights(saver.model)).all()
+try:
+    make_trainer(folder / "wide", dense(0, width=4), None)._load_from_checkpoint(str(folder / "dense"))
+except ValueError as error:
+    assert "does not fit this model" in str(error), error
+else:
+    raise AssertionError("a model of another width was loaded")
+
+
 def make(kind, config, seed=0):
     tf_keras.utils.set_random_seed(seed)
     return kind(config)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.tf.framework import tf
+
+logger = logging.getLogger(__name__)
 
 # what a machine with a TPU announces it by
 TPU_VARIABLES = ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "TPU_WORKER_ID")
@@ -83,27 +86,33 @@ def make_strategy(args: Any) -> Any:
 
 
 def make_tpu_strategy(args: Any) -> Any:
-    """The strategy of a TPU; None where none is named and the machine announces none.
+    """The strategy of a TPU; None where none is named and the machine announces none, or one that does not start.
 
     Raises:
-        ValueError: the named one cannot be reached.
+        ValueError: the one that `tpu_name` or the variable TPU_NAME names cannot be reached.
     """
-    if args.tpu_name is None and not any(os.environ.get(name) for name in TPU_VARIABLES):
+    announced = [name for name in TPU_VARIABLES if os.environ.get(name)]
+    if args.tpu_name is None and not announced:
         return None
+    name = os.environ.get("TPU_NAME") or None if args.tpu_name is None else args.tpu_name
     place = {"zone": args.tpu_zone, "project": args.gcp_project}
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(
-            args.tpu_name, **{name: value for name, value in place.items() if value is not None}
+            name, **{name: value for name, value in place.items() if value is not None}
         )
-        if args.tpu_name not in (None, "local"):
+        if name not in (None, "local"):
             tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except Exception as error:  # TensorFlow and Google's client raise a dozen kinds here
-        if args.tpu_name is None:
+        told = f"{type(error).__name__}: {str(error)[:200]}"
+        if name is None:
+            logger.warning("%s announces a TPU, which does not start: it is left out. %s", announced[0], told)
             return None
+        is_option = args.tpu_name is not None
+        source, remedy = ("tpu_name", "leave tpu_name out") if is_option else ("TPU_NAME", "unset the variable")
         raise ValueError(
-            f"tpu_name={args.tpu_name!r}: this TPU cannot be reached ({type(error).__name__}: {str(error)[:200]}). "
-            "Check its name, tpu_zone and gcp_project, or leave tpu_name out."
+            f"{source}={name!r}: this TPU cannot be reached ({told}). Check its name, tpu_zone and gcp_project, or "
+            f"{remedy}."
         ) from error
     return tf.distribute.TPUStrategy(resolver)
 

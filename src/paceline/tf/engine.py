@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.args.errors import UnsupportedOption
 from paceline.core.contracts import Emit, StepOutput
 from paceline.core.journal import NOT_COMPUTED
 from paceline.tf.batches import Array, map_leaves, rows, share_out, size_of
@@ -70,6 +71,8 @@ class TFEngine:
         self.model = objective.model
         self.training_step, self.apply_gradients = training_step, apply_gradients
         self.distributed_training_steps = distributed_training_steps
+        whole = {"distributed_training_steps": distributed_training_steps, "apply_gradients": apply_gradients}
+        self.own_updates = [name for name, method in whole.items() if is_own(method, name)]
         self.max_grad_norm, self.skips_non_finite, self.xla = max_grad_norm, skips_non_finite, xla
         self.keep_outputs = False
         self.keep_batches = False
@@ -124,6 +127,8 @@ class TFEngine:
         return StepOutput((loss,), norm, applied, kept if self.keep_outputs else ())
 
     def _step_in_parts(self, batches: Sequence[Any], totals: Array, emit: Emit | None) -> tuple[Any, ...]:
+        if self.own_updates:
+            self._refuse_parts(len(batches))
         self._prepare_sums()
         kept, last = [], len(batches) - 1
         for index, batch in enumerate(batches):
@@ -141,6 +146,22 @@ class TFEngine:
         if emit is not None:
             emit("on_optimizer_step")
         return loss, norm, rate, applied, kept
+
+    def _refuse_parts(self, num_batches: int) -> None:
+        """Raise: an update that an own method makes at once is asked for in parts."""
+        if self.asks_first:
+            reason, remedy = f"nonfinite_policy='skip' on {self.num_replicas} replicas", "another nonfinite_policy"
+        elif self.is_in_parts:
+            reason, remedy = "auto_find_batch_size=True", "auto_find_batch_size=False"
+        elif num_batches > 1:
+            reason, remedy = f"{num_batches} micro-batches (gradient_accumulation_steps)", "1 of them, of more samples"
+        else:
+            reason = "a callback on on_substep_end, on_pre_optimizer_step or on_optimizer_step"
+            remedy = "another event of that callback"
+        raise UnsupportedOption(
+            f"{' and '.join(self.own_updates)} of this Trainer would not be called: {reason} makes an update in parts, "
+            f"and it makes a whole one. Use {remedy}, or override training_step, which every micro-batch calls."
+        )
 
     def _call(self, name: str, batch: Any, totals: Array) -> Any:
         """Call a function of a batch, and note it if it was traced for it."""
@@ -388,6 +409,13 @@ class TFEngine:
         with self.strategy.scope():
             self._sums = [make_sum(variable) for variable in self.variables]
             self._loss = make_sum(tf.constant(0.0))
+
+
+def is_own(method: Any, name: str) -> bool:
+    """Whether a method bound to a Trainer is another one than that of TFTrainer, the first class to have it."""
+    classes = reversed(type(getattr(method, "__self__", None)).__mro__)
+    first = next((vars(item)[name] for item in classes if name in vars(item)), None)
+    return getattr(method, "__func__", method) is not first
 
 
 def place(strategy: Any, batch: Any, totals: Array | None) -> tuple[Any, Any, Any]:

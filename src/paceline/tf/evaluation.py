@@ -20,6 +20,7 @@ from paceline.tf.batches import Array, map_leaves, separate, size_of, to_array
 from paceline.tf.engine import place, told_plainly
 from paceline.tf.framework import tf
 from paceline.tf.objective import NUM_COUNTS, Objective, count
+from paceline.tf.precision import in_precision
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +197,8 @@ def run_evaluation(
     """
     args = trainer.args
     limit = None if args.eval_spill_gb == float("inf") else int(args.eval_spill_gb * 2**30)
-    with Spill(limit, args.output_dir) as spill:
+    # always: the model is traced once, for the evaluations in a run and those before and after it
+    with Spill(limit, args.output_dir) as spill, in_precision(trainer.model, args.mixed_precision):
         seen = Gathering(trainer, loss_only, spill)
         for batch, is_last in with_last(batches):
             if trainer.run is not None and trainer.run.signals.requested is not None:

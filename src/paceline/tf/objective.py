@@ -288,5 +288,9 @@ def cross_entropy(logits: Any, labels: Any, smoothing: float, is_probability: bo
 def is_activated(model: Any, name: str) -> bool:
     """Whether the last layer of a Keras model ends in this activation, so that its outputs are no logits."""
     layers = getattr(model, "layers", None)
-    activation = getattr(layers[-1], "activation", None) if layers else None
-    return getattr(activation, "__name__", None) == name
+    if not layers:
+        return False
+    kinds = {item.__name__.lower() for item in type(layers[-1]).__mro__}  # keras.layers.Softmax is one by itself
+    # tf.nn.softmax calls itself softmax_v2
+    activation = getattr(getattr(layers[-1], "activation", None), "__name__", "").removesuffix("_v2")
+    return name in kinds or activation == name

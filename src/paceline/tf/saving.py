@@ -243,8 +243,11 @@ def load_model(model: Any, folder: Path) -> None:
         restore_variables(folder, model)
         return
     try:
-        model.set_weights(keras.saving.load_model(path, compile=False).get_weights())
-    except (ValueError, TypeError, OSError) as error:
+        if isinstance(model, keras.Model) or not hasattr(model, "load_weights"):
+            model.set_weights(keras.saving.load_model(path, compile=False).get_weights())
+        else:  # of tf_keras, whose files Keras 3 does not read
+            model.load_weights(str(path))
+    except (ValueError, TypeError, KeyError, OSError) as error:
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
 
 

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 Collate = Callable[[list[Any]], Any]
 READS_OWN = "paceline_source"  # on a tf.data.Dataset that was made of a source: read that instead
+# what takes batches apart, or puts something in their place that only its function knows
+MAKE_SAMPLES = ("Unbatch", "FlatMap", "Interleave", "ParallelInterleave", "Window")
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> Array:
@@ -378,11 +380,35 @@ def known_size(dataset: Any) -> int | None:
     return size if size >= 0 else None
 
 
-def is_batched(dataset: Any) -> bool:
-    """Whether the last thing done to a tf.data.Dataset, but for what does not change elements, was to batch it."""
-    while type(dataset).__name__.lstrip("_") in ("PrefetchDataset", "OptionsDataset", "CacheDataset", "TakeDataset"):
-        dataset = getattr(dataset, "_input_dataset", None)
-    return "BatchDataset" in type(dataset).__name__
+def is_batched(dataset: Any, is_mapped: bool = False) -> bool:
+    """Whether the elements of a tf.data.Dataset are batches: it was batched, and not taken apart again since.
+
+    Args:
+        dataset: walked back through what was done to it.
+        is_mapped: a function is applied to its elements afterwards: single numbers batched before it were not samples
+            but the tokens of a text, cut into sequences.
+    """
+    name = type(dataset).__name__.strip("_").removesuffix("Dataset")
+    if name in MAKE_SAMPLES:
+        return False
+    sources = dataset._inputs()
+    if name.lower().endswith("batch"):
+        return not (is_mapped and is_of_tokens(sources[0]))
+    if name == "GroupByWindow":  # bucket_by_sequence_length too
+        return True
+    if name == "DirectedInterleave":  # the first says whose turn it is
+        sources = sources[1:]
+    return any(is_batched(source, is_mapped or name.endswith("Map")) for source in sources)
+
+
+def is_of_tokens(dataset: Any) -> bool:
+    """Whether each element is one number or text, and none that counts rows (as `to_tf_dataset` of datasets has)."""
+    spec = dataset.element_spec
+    if not isinstance(spec, tf.TensorSpec) or spec.shape.rank != 0:
+        return False
+    while dataset._inputs():
+        dataset = dataset._inputs()[0]
+    return type(dataset).__name__ != "_RangeDataset"
 
 
 def as_dataset(source: Source) -> Any:
