@@ -14,7 +14,7 @@ import pytest
 import tf_worker_job
 from tf_models import Linear, losses, make_data, make_model, make_trainer, weights
 
-from paceline import TFTrainer, UnsupportedOption
+from paceline import GradientAccumulator, TFTrainer, TFTrainingArguments, UnsupportedOption
 from paceline.tf.framework import keras, tf
 
 DATA = make_data(26)
@@ -97,6 +97,28 @@ def test_an_own_update_cannot_be_left_out_on_replicas(tmp_path: Path, mirrored: 
         trainer.train()
 
 
+def test_gradients_add_up_on_each_replica(mirrored: Any) -> None:
+    with mirrored.scope():
+        accumulator = GradientAccumulator()
+        assert int(accumulator.step) == 0
+
+    def add_one() -> Any:
+        accumulator([tf.constant([1.0])])
+        return tf.identity(accumulator.step), accumulator.gradients[0]
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def add() -> Any:
+        return mirrored.run(add_one)
+
+    add()
+    _, sums = add()
+    assert int(accumulator.step) == 2
+    assert [value.numpy().tolist() for value in mirrored.experimental_local_results(sums)] == [[2.0], [2.0]]
+    accumulator.reset()
+    assert int(accumulator.step) == 0
+    assert [value.numpy().tolist() for value in mirrored.experimental_local_results(add()[1])] == [[1.0], [1.0]]
+
+
 def test_the_strategy_is_that_of_the_model(tmp_path: Path, mirrored: Any) -> None:
     with mirrored.scope():
         model = Linear()
@@ -106,6 +128,8 @@ def test_the_strategy_is_that_of_the_model(tmp_path: Path, mirrored: Any) -> Non
     made = make_trainer(tmp_path, None, DATA, model_init=make_model, strategy=mirrored)
     made.train()
     assert made.n_replicas == 2
+    args = TFTrainingArguments(str(tmp_path))
+    assert args._setup_strategy is args.strategy
     assert made.state.global_step == 4
 
 

@@ -96,9 +96,9 @@ class TFTrainingArguments(TrainingArguments):
         return self.__dict__["_strategy"]
 
     @property
-    def _setup_strategy(self) -> tuple[Any, int]:
-        """The strategy and the number of GPUs, under the name some scripts touch to start it."""
-        return self.strategy, self.n_gpu
+    def _setup_strategy(self) -> Any:
+        """The strategy, under the name some scripts touch to start it."""
+        return self.strategy
 
     @property
     def n_replicas(self) -> int:

@@ -115,7 +115,11 @@ class GradientAccumulator:
 
     @property
     def step(self) -> Any:
-        """Calls since the last reset: an int64 variable."""
+        """Calls since the last reset: an int64 scalar."""
+        return self._count().value()
+
+    def _count(self) -> Any:
+        """The variable that counts the calls."""
         if self._steps is None:
             self._steps = make_sum(tf.constant(0, tf.int64), aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
         return self._steps
@@ -138,23 +142,23 @@ class GradientAccumulator:
             ValueError: there are more or fewer of them than before.
         """
         if not self._sums:
-            _ = self.step
+            self._count()
             self._sums = [None if item is None else make_sum(tf.zeros_like(item)) for item in gradients]
         if len(gradients) != len(self._sums):
             raise ValueError(f"GradientAccumulator: {len(self._sums)} gradients before, {len(gradients)} now.")
         for total, item in zip(self._sums, gradients, strict=True):
             if total is not None and item is not None:
                 total.assign_add(tf.convert_to_tensor(item))
-        self.step.assign_add(1)
+        self._count().assign_add(1)
 
     def reset(self) -> None:
         """Begin anew from zero."""
         if not self._sums:
             return
-        self.step.assign(0)
+        self._count().assign(0)
         for total in self._sums:
             if total is not None:
-                total.assign(tf.zeros_like(total))
+                total.assign(tf.zeros(total.shape, total.dtype), read_value=False)  # outside replicas it has none
 
 
 def make_sum(value: Any, aggregation: Any = None) -> Any:
