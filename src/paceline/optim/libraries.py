@@ -336,6 +336,7 @@ FROM_LIBRARIES: dict[str, OptimizerEntry] = {
         adam_settings,
         devices=frozenset({"xla"}),
         package="torch_xla",
+        note="with `parallel='xla'`",
     ),
     "adamw_torch_npu_fused": OptimizerEntry(
         partial(load_foreign, "torch_npu.optim", "NpuFusedAdamW", "install Ascend's torch_npu"),
