@@ -95,3 +95,9 @@ def test_each_part_of_the_data_is_counted_once(mesh: Mesh) -> None:
     assert [mesh.data_coordinates(rank) for rank in speakers] == [(n, mesh.data_size) for n in range(mesh.data_size)]
     assert {mesh.noise_rank(rank) for rank in ranks} == set(range(mesh.pp * mesh.data_size * mesh.num_parts))
     assert mesh.noise_rank(0) == 0
+
+
+def test_what_accelerate_says_of_its_exchange_of_heads_is_noted() -> None:
+    said = {"sp_size": 2, "sp_backend": "deepspeed"}
+    plan = resolve(options(parallelism_config=said), world_size=2, micro_batches_per_epoch=10)
+    assert any("sp_backend change nothing here" in note for note in plan.notes)

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from paceline import TrainingArguments
 from paceline.callbacks.speed import Speedometer, format_seconds, length_of, samples_per_update
 from paceline.core.state import TrainerState
 
@@ -54,6 +55,14 @@ def test_samples_per_update():
     assert samples_per_update(args, TrainerState()) == 24
     assert samples_per_update(args, TrainerState(train_batch_size=2)) == 12
     assert samples_per_update(SimpleNamespace(), TrainerState()) == 1
+
+
+def test_samples_per_update_of_batches_that_are_split():
+    args = TrainingArguments(
+        "x", per_device_train_batch_size=10, gradient_accumulation_steps=2, accelerator_config={"split_batches": True}
+    )
+    state = TrainerState(train_batch_size=3)  # of the process that has most
+    assert samples_per_update(SimpleNamespace(**{**vars(args), "world_size": 4}), state) == 20
 
 
 @pytest.mark.parametrize(

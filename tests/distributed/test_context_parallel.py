@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.args.errors import UnsupportedOption
+from paceline.distributed import ulysses
 from paceline.distributed.context_parallel import ContextParallel, Pass, with_target
 from paceline.distributed.parts_check import difference
 
@@ -195,3 +196,18 @@ def test_differences_are_those_of_single_tokens(mesh: DeviceMesh, said: str, fou
     assert difference(torch.tensor(torch.nan), torch.tensor(0.0), present) == ""  # a mean over no target
     present[0, 3] = False
     assert difference((whole,), (lost,), present) == said
+
+
+def test_heads_may_share_a_mask_of_tokens_and_are_dealt_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one process of two does; the exchange itself is in `test_mesh`."""
+    for name in ("tokens_for_heads", "heads_for_tokens"):
+        monkeypatch.setattr(ulysses, name, lambda tensor, size, group: tensor)
+    query = torch.randn(3, 2, 8, 4)
+    mask = torch.ones(8, 8).tril().bool()
+    expected = nn.functional.scaled_dot_product_attention(query, query, query, mask)
+    torch.testing.assert_close(ulysses.attend_by_heads(query, query, query, mask, 2, None), expected)
+    torch.testing.assert_close(ulysses.attend_by_heads(query, query, query, None, 2, None), expected)
+    with pytest.raises(UnsupportedOption, match=r"'sp': 3}: 2 attention heads .* make sp a divisor, or cut with cp"):
+        ulysses.attend_by_heads(query, query, query, None, 3, None)
+    with pytest.raises(UnsupportedOption, match=r"'sp': 2}: .*of shape \(3, 8, 4\)"):
+        ulysses.attend_by_heads(query[:, 0], query, query, None, 2, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from small_models import Classifier, classification, make_trainer
 from paceline import Trainer
 from paceline.hub.card import BEGIN, END, is_hub_id
 from paceline.hub.history import evaluations_of
+from paceline.published import precision_of
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 
@@ -220,3 +222,18 @@ def test_an_adapter(tmp_path: Path, hub: Hub) -> None:
     assert "of them trained" in content
     assert content.count("### Framework versions") == 1
     assert "More Information Needed" not in content
+
+
+@pytest.mark.parametrize(
+    ("precision", "formats", "expected"),
+    [
+        ("full", None, "float32"),
+        ("bf16", None, "mixed, bf16"),
+        ("full", "outputs returned in bf16", "mixed (outputs returned in bf16)"),
+        ("full", "outputs returned in fp32", "float32 (outputs returned in fp32)"),
+        ("fp16", "outputs returned in fp16", "mixed, fp16 (outputs returned in fp16)"),
+    ],
+)
+def test_the_formats_of_the_numbers(precision: str, formats: str | None, expected: str) -> None:
+    plan: Any = SimpleNamespace(precision=precision, shard_precision=formats)
+    assert precision_of(plan) == expected

@@ -4,6 +4,7 @@ Without TensorFlow these tests are left out, but in CI, where that is an error.
 """
 
 import os
+from typing import Any
 
 import pytest
 
@@ -23,3 +24,9 @@ elif os.environ.get("CI") == "true":
     raise pytest.UsageError("tensorflow is missing: the extra `dev` installs it")
 else:
     collect_ignore_glob.append("test_*.py")
+
+
+@pytest.fixture(scope="session")
+def mirrored() -> Any:
+    """One for all tests: two in one process would take each other's exchanges for their own."""
+    return tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])

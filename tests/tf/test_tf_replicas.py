@@ -21,11 +21,6 @@ DATA = make_data(26)
 OPTIONS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.5, "num_train_epochs": 2}
 
 
-@pytest.fixture(scope="module")
-def mirrored() -> Any:
-    return tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
-
-
 def train(folder: Path, strategy: Any = None, make: Any = make_model, **options: Any) -> TFTrainer:
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
         model = make()

@@ -34,8 +34,7 @@ class Listener(TrainerCallback):
         pass
 
 
-def make(folder: Path, replicas: int = 1, seed: int = 0, size: int = 22, **options: Any) -> TFTrainer:
-    strategy = tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"]) if replicas == 2 else None
+def make(folder: Path, strategy: Any = None, seed: int = 0, size: int = 22, **options: Any) -> TFTrainer:
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
         model = make_reader()
     options = {"optim": "sgd", "data_collator": pad_rows, "strategy": strategy, **options}
@@ -102,17 +101,19 @@ def test_what_cannot_be_traced_again_is_said_and_left(tmp_path: Path, caplog: py
 @pytest.mark.parametrize(
     "options",
     [
-        {"replicas": 2},
-        {"replicas": 2, "gradient_accumulation_steps": 2, "optim": "adamw_torch"},
+        {"strategy": "mirrored"},
+        {"strategy": "mirrored", "gradient_accumulation_steps": 2, "optim": "adamw_torch"},
         {"callbacks": [Listener], "gradient_accumulation_steps": 2},
         {"xla": True},
         {"auto_find_batch_size": True, "per_device_train_batch_size": 8},
     ],
     ids=["replicas", "replicas, accumulated", "heard", "xla", "in parts"],
 )
-def test_runs_that_stop_anywhere_resume_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_runs_that_stop_anywhere_resume_to_the_bit(tmp_path: Path, mirrored: Any, options: dict[str, Any]) -> None:
     """Two epochs, each with a last batch that is not full, stopped again and again."""
     common: dict[str, Any] = {"num_train_epochs": 2, "seed": 1, **options}
+    if "strategy" in common:
+        common["strategy"] = mirrored
     whole = make(tmp_path / "whole", **common)
     whole.train()
     for step in range(1, whole.state.global_step, 3):

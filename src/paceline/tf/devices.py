@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from paceline.tf.framework import tf
@@ -78,11 +79,21 @@ def make_strategy(args: Any) -> Any:
         if tpu is not None:
             return tpu
     if cluster_of(os.environ.get("TF_CONFIG"))[0] > 1:
-        return tf.distribute.MultiWorkerMirroredStrategy()
+        return the_only("MultiWorkerMirroredStrategy")
     gpus = [] if args.use_cpu else tf.config.list_logical_devices("GPU")
     if len(gpus) > 1:
-        return tf.distribute.MirroredStrategy()
+        return the_only("MirroredStrategy")
     return tf.distribute.OneDeviceStrategy(gpus[0].name if gpus else "/device:CPU:0")
+
+
+@cache
+def the_only(name: str) -> Any:
+    """The one strategy of this kind in this process.
+
+    Each numbers its exchanges from 100 on, in one table of TensorFlow's: the second one's would be taken for those of
+    the first, and fail by "Shape mismatch in the collective instance".
+    """
+    return getattr(tf.distribute, name)()
 
 
 def make_tpu_strategy(args: Any) -> Any:
