@@ -52,6 +52,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("file lines", "args/sections.py"): "a table of fields: every option, documented beside its default",
     ("module state", "args/*"): "memoised readings of a class's types and signature: pure, and asked once per option",
     ("module state", "drop_in.py:*install"): "the record of what was replaced in other modules, to put it back",
+    ("module state", "tf/devices.py:the_only"): "strategies share a table of TensorFlow's process, whatever holds them",
     ("environment variables", "distributed/random.py:enable_full_determinism"): "libraries read them nowhere else",
 }
 
