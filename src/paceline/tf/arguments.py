@@ -18,33 +18,53 @@ from paceline.args.training import TrainingArguments
 ONE_PROGRAM = "TensorFlow shares the work through tf.distribute: hand a strategy to TFTrainer; leave it out"
 NO_WORKERS = "TensorFlow loads data in threads: use tf.data with num_parallel_calls and prefetch; leave it out"
 NO_COMPILE = "TensorFlow compiles with XLA: set xla=True; leave it out"
+NO_CHECKPOINTING = "wrap layers in tf.recompute_grad; leave it out"
 # name: (whether the value asks for nothing, what to do instead)
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "accelerator_config": (lambda value: not getattr(value, "changed", dict)(), ONE_PROGRAM),
-    "activation_checkpointing": (is_off, "wrap layers in tf.recompute_grad; leave it out"),
+    "activation_checkpointing": (is_off, NO_CHECKPOINTING),
+    "activation_checkpointing_kwargs": (is_off, NO_CHECKPOINTING),
     "average_tokens_across_devices": (bool, "all replicas share one count here; leave it out"),
     "bf16_full_eval": (is_off, "bf16=True computes in bfloat16, in evaluation too; leave it out"),
     "checkpoint_format": (lambda value: value in (None, "full"), ONE_PROGRAM),
     "compile_regions": (is_off, NO_COMPILE),
+    "dataloader_in_order": (bool, NO_WORKERS),
     "dataloader_num_workers": (is_off, NO_WORKERS),
+    "ddp_backend": (is_off, ONE_PROGRAM),
+    "ddp_broadcast_buffers": (is_default(None), ONE_PROGRAM),
+    "ddp_bucket_cap_mb": (is_off, ONE_PROGRAM),
+    "ddp_comm_hook": (is_off, ONE_PROGRAM),
+    "ddp_find_unused_parameters": (is_off, ONE_PROGRAM),
+    "ddp_static_graph": (is_off, ONE_PROGRAM),
+    "ddp_timeout": (is_default(1800), ONE_PROGRAM),
     "debug": (is_off, "tf.debugging.enable_check_numerics finds where a NaN comes from; leave it out"),
     "deepspeed": (is_off, ONE_PROGRAM),
     "eval_accumulation_steps": (lambda value: value in (None, 1), "results move to the host batch by batch"),
+    "eval_use_gather_object": (is_off, "each worker evaluates every sample, and nothing is gathered; leave it out"),
     "fp16_full_eval": (is_off, "fp16=True computes in float16, in evaluation too; leave it out"),
     "fsdp": (is_off, ONE_PROGRAM),
     "fsdp_config": (is_off, ONE_PROGRAM),
     "half_precision_backend": (lambda value: value != "apex", "Apex is of torch; leave it out"),
+    "liger_kernel_config": (is_off, NO_COMPILE),
     "neftune_noise_alpha": (is_off, "add the noise in the model; leave it out"),
     "optim_target_modules": (is_off, "low-rank optimizers are of the torch side; leave it out"),
     "output_store": (is_off, "upload the output folder when the run has ended; leave it out"),
+    "parallel": (is_off, ONE_PROGRAM),
     "parallelism_config": (is_off, ONE_PROGRAM),
+    "pipeline_config": (is_off, ONE_PROGRAM),
     "skip_memory_metrics": (is_default(True), "leave it at True; the progress display shows the memory in use"),
     "torch_compile": (is_off, NO_COMPILE),
     "torch_empty_cache_steps": (is_off, "TensorFlow keeps its own memory; leave it out"),
+    "tp_plan": (is_off, ONE_PROGRAM),
+    "tpu_num_cores": (
+        is_default(None),
+        "a TPUStrategy takes all cores: hand one with a device_assignment to TFTrainer; leave it out",
+    ),
     "train_sampling_strategy": (
         is_default("random", "sequential", "group_by_length"),
         "use 'random', 'sequential' or 'group_by_length'",
     ),
+    "use_cache": (is_off, "set it in the model's config, which is left as it is"),
     "use_liger_kernel": (is_off, NO_COMPILE),
 }
 

@@ -33,7 +33,7 @@ from paceline.hub import publishing
 from paceline.hub.described import CardFacts, CheckpointForm
 from paceline.hub.names import HubNames
 from paceline.tf import saving, training
-from paceline.tf.arguments import TFTrainingArguments
+from paceline.tf.arguments import TFTrainingArguments, check_tensorflow
 from paceline.tf.batches import make_padding
 from paceline.tf.columns import columns_of
 from paceline.tf.devices import World, choose_strategy, current_world
@@ -108,6 +108,7 @@ class TFTrainer(HubNames):
         if not isinstance(self.args, TFTrainingArguments):
             raise TypeError(f"`args` is {type(args).__name__}; a TFTrainingArguments is needed.")
         check(self.args)
+        check_tensorflow(self.args)
         apply_log_level(self.args)
         if (model is None) == (model_init is None):
             raise ValueError("TFTrainer needs `model` or `model_init`, one of the two.")
