@@ -37,7 +37,10 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ddp_find_unused_parameters": (is_off, ONE_PROGRAM),
     "ddp_static_graph": (is_off, ONE_PROGRAM),
     "ddp_timeout": (is_default(1800), ONE_PROGRAM),
-    "debug": (is_off, "tf.debugging.enable_check_numerics finds where a NaN comes from; leave it out"),
+    "debug": (
+        lambda value: "tpu_metrics_debug" not in value,
+        "these are counters of torch_xla, and tf.profiler shows what a TPU does; leave tpu_metrics_debug out",
+    ),
     "deepspeed": (is_off, ONE_PROGRAM),
     "eval_accumulation_steps": (lambda value: value in (None, 1), "results move to the host batch by batch"),
     "eval_use_gather_object": (is_off, "each worker evaluates every sample, and nothing is gathered; leave it out"),
@@ -157,7 +160,13 @@ def check_tensorflow(args: TFTrainingArguments) -> None:
     for name, (asks_nothing, remedy) in UNSUPPORTED.items():
         value = getattr(args, name)
         if not asks_nothing(value):
-            raise UnsupportedOption(f"{name}={value!r} is not supported with TensorFlow: {remedy}.")
+            shown = [str(item) for item in value] if isinstance(value, list) else value
+            raise UnsupportedOption(f"{name}={shown!r} is not supported with TensorFlow: {remedy}.")
+    if args.xla and "underflow_overflow" in args.debug:
+        raise UnsupportedOption(
+            "debug='underflow_overflow' is not supported with xla=True, which compiles the layers away: leave one of "
+            "them out."
+        )
     if args.poly_power <= 0:
         raise ValueError(f"poly_power={args.poly_power} is not possible: it must be above 0.")
     if args.poly_power != 1.0 and args.lr_scheduler_type not in (SchedulerType.LINEAR, SchedulerType.POLYNOMIAL):

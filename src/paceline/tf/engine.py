@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from paceline.tf.devices import cluster_of
 from paceline.tf.framework import keras, plain, tf
 from paceline.tf.objective import NUM_COUNTS, TOKENS, Objective, count
 from paceline.tf.optimizers import make_sum
+from paceline.tf.overflow import Watch
 from paceline.tf.traces import describe
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class TFEngine:
         is_retried: an update that runs out of memory is made again in smaller parts, so nothing of it may be applied
             before all its gradients are there.
         xla: compile forward and backward with XLA.
+        watch: looks for inf and NaN in each forward pass; None: nobody does.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class TFEngine:
         skips_non_finite: bool = False,
         is_retried: bool = False,
         xla: bool = False,
+        watch: Watch | None = None,
     ) -> None:
+        self.watch = watch
         self.strategy, self.objective, self.optimizer = strategy, objective, optimizer
         self.model = objective.model
         self.training_step, self.apply_gradients = training_step, apply_gradients
@@ -117,7 +121,7 @@ class TFEngine:
         totals = np.sum(counts, axis=0)
         if totals[TOKENS] == 0:
             return self._skip()
-        with told_plainly():
+        with nullcontext() if self.watch is None else self.watch.told(), told_plainly():
             if len(batches) == 1 and emit is None and not self.is_in_parts:
                 loss, norm, rate, applied, outputs = self._call(FUSED, batches[0], totals)
                 kept = [outputs]
@@ -248,7 +252,8 @@ class TFEngine:
     def _run_fused(self, features: Any, labels: Any, counts: Any, with_outputs: bool) -> tuple[Any, ...]:
         self.num_traces += 1
         self._counts = counts
-        results = self.distributed_training_steps((features, labels))
+        with self._watching():
+            results = self.distributed_training_steps((features, labels))
         loss, norm, rate, applied, outputs = results
         first = [self.local(value)[0] for value in (loss, norm, rate, applied)]
         return (*first, self._gathered(outputs) if with_outputs else None)
@@ -265,8 +270,12 @@ class TFEngine:
     def _run_accumulate(self, features: Any, labels: Any, counts: Any, with_outputs: bool) -> Any:
         self.num_traces += 1
         self._counts = counts
-        outputs = self.run_replicas(self._accumulate_one, features, labels)
+        with self._watching():
+            outputs = self.run_replicas(self._accumulate_one, features, labels)
         return self._gathered(outputs) if with_outputs else None
+
+    def _watching(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.watch is None else self.watch.watching()
 
     def _run_clip(self) -> tuple[Any, Any]:
         self.num_traces += 1
@@ -305,6 +314,7 @@ class TFEngine:
     def gradients(self, features: Any, labels: Any, num_items: Any, run_model: Callable[..., Any]) -> list[Any]:
         """Gradients of this replica's part of the update's loss, the body of `TFTrainer.training_step`."""
         function = self._compiled if self._compiled is not None else self._differentiate
+        run_model = run_model if self.watch is None else self.watch.through(run_model)
         values, loss, outputs = function(features, labels, num_items, run_model, self._own, self._totals)
         self._traced_loss, self._traced_outputs = loss, outputs
         return list(values)

@@ -31,6 +31,7 @@ from paceline.tf.engine import TFEngine, has_loss_scale
 from paceline.tf.feed import TFFeed
 from paceline.tf.following import FollowingSchedule
 from paceline.tf.framework import keras
+from paceline.tf.overflow import Watch
 from paceline.tf.precision import in_precision
 from paceline.tf.randomness import hold_generators, seed_everything
 from paceline.tf.snapshot import rewind, take_snapshot
@@ -176,8 +177,25 @@ def make_engine(trainer: TFTrainer, plan: Plan) -> TFEngine:
         skips_non_finite=plan.nonfinite_policy == "skip",
         is_retried=plan.auto_find_batch_size,
         xla=trainer.args.xla,
+        watch=make_watch(trainer),
     )
     return trainer.engine
+
+
+def make_watch(trainer: TFTrainer) -> Watch | None:
+    """What looks for inf and NaN, where `debug` asks for it.
+
+    Raises:
+        UnsupportedOption: on a TPU, which cannot ask the host on the way.
+    """
+    if "underflow_overflow" not in trainer.args.debug:
+        return None
+    if type(trainer.strategy).__name__.startswith("TPU"):
+        raise UnsupportedOption(
+            "debug='underflow_overflow' is not supported on a TPU, which reports nothing before an update has ended: "
+            "try the same batches with use_cpu=True, or leave it out."
+        )
+    return Watch(trainer.model)
 
 
 def make_loop(trainer: TFTrainer, run: Run) -> Loop:
