@@ -30,7 +30,6 @@ def test_defaults_are_those_of_the_reference() -> None:
         ("activation_checkpointing", True, "recompute_grad"),
         ("neftune_noise_alpha", 5.0, "in the model"),
         ("train_sampling_strategy", "batch_rebalance", "'sequential' or 'group_by_length'"),
-        ("bf16_full_eval", True, "bf16=True"),
         ("average_tokens_across_devices", False, "leave it out"),
     ],
 )

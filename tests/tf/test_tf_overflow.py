@@ -53,7 +53,7 @@ def test_numbers_and_traces_stay(tmp_path: Path) -> None:
     assert not any("__call__" in vars(kind) for kind in kinds)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_first_layer_is_named(tmp_path: Path, accumulation: int) -> None:
     layers = [keras.Input((8,)), keras.layers.Dense(4, name="wide"), Logarithm(name="log"), keras.layers.Dense(3)]
     trainer = make_trainer(
@@ -78,7 +78,7 @@ def test_modules_weights_features_and_losses_are_named(tmp_path: Path) -> None:
         make_trainer(tmp_path, make_model(), (bad, Y), **WATCHED).train()
     model = make_model()
     model.layers[1].kernel.assign(np.full((16, 3), np.inf))
-    with pytest.raises(ValueError, match="inf or NaN in the weight .*kernel"):
+    with pytest.raises(ValueError, match=r"inf or NaN in the weight .*kernel"):
         make_trainer(tmp_path, model, (X, Y), **WATCHED).train()
     options = {"compute_loss_func": lambda outputs, labels: tf.reduce_mean(outputs) / 0.0, **WATCHED}
     with pytest.raises(ValueError, match="inf or NaN in the loss"):

@@ -25,7 +25,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "activation_checkpointing": (is_off, NO_CHECKPOINTING),
     "activation_checkpointing_kwargs": (is_off, NO_CHECKPOINTING),
     "average_tokens_across_devices": (bool, "all replicas share one count here; leave it out"),
-    "bf16_full_eval": (is_off, "bf16=True computes in bfloat16, in evaluation too; leave it out"),
     "checkpoint_format": (lambda value: value in (None, "full"), ONE_PROGRAM),
     "compile_regions": (is_off, NO_COMPILE),
     "dataloader_in_order": (bool, NO_WORKERS),
@@ -42,9 +41,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "these are counters of torch_xla, and tf.profiler shows what a TPU does; leave tpu_metrics_debug out",
     ),
     "deepspeed": (is_off, ONE_PROGRAM),
-    "eval_accumulation_steps": (lambda value: value in (None, 1), "results move to the host batch by batch"),
     "eval_use_gather_object": (is_off, "each worker evaluates every sample, and nothing is gathered; leave it out"),
-    "fp16_full_eval": (is_off, "fp16=True computes in float16, in evaluation too; leave it out"),
     "fsdp": (is_off, ONE_PROGRAM),
     "fsdp_config": (is_off, ONE_PROGRAM),
     "half_precision_backend": (lambda value: value != "apex", "Apex is of torch; leave it out"),
@@ -55,7 +52,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "parallel": (is_off, ONE_PROGRAM),
     "parallelism_config": (is_off, ONE_PROGRAM),
     "pipeline_config": (is_off, ONE_PROGRAM),
-    "skip_memory_metrics": (is_default(True), "leave it at True; the progress display shows the memory in use"),
     "torch_compile": (is_off, NO_COMPILE),
     "torch_empty_cache_steps": (is_off, "TensorFlow keeps its own memory; leave it out"),
     "tp_plan": (is_off, ONE_PROGRAM),
@@ -76,7 +72,10 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 class TFTrainingArguments(TrainingArguments):
     """The options of a run with TensorFlow: those of `TrainingArguments`, and five more.
 
-    Options that only torch can honour are refused, each with what to use instead. Making arguments imports no
+    Options that only torch can honour are refused, each with what to use instead. `bf16_full_eval` and
+    `fp16_full_eval` compute evaluations under Keras' mixed policies, where the weights keep their type;
+    `skip_memory_metrics=False` measures the memory of the CPU; `debug="underflow_overflow"` looks at the forward
+    passes of updates. Making arguments imports no
     TensorFlow; `strategy` and what depends on it do, at first use.
 
     Raises:
@@ -167,6 +166,12 @@ def check_tensorflow(args: TFTrainingArguments) -> None:
             "debug='underflow_overflow' is not supported with xla=True, which compiles the layers away: leave one of "
             "them out."
         )
+    for half, other in (("bf16", "fp16"), ("fp16", "bf16")):
+        if getattr(args, half) and getattr(args, f"{other}_full_eval"):
+            raise UnsupportedOption(
+                f"{half}=True with {other}_full_eval=True is not supported with TensorFlow: layers that compute in one "
+                f"16-bit type are not switched to the other. Set {half}_full_eval, or leave {other}_full_eval out."
+            )
     if args.poly_power <= 0:
         raise ValueError(f"poly_power={args.poly_power} is not possible: it must be above 0.")
     if args.poly_power != 1.0 and args.lr_scheduler_type not in (SchedulerType.LINEAR, SchedulerType.POLYNOMIAL):

@@ -20,7 +20,7 @@ from paceline.tf.batches import Array, map_leaves, separate, size_of, to_array
 from paceline.tf.engine import place, told_plainly
 from paceline.tf.framework import tf
 from paceline.tf.objective import NUM_COUNTS, Objective, count
-from paceline.tf.precision import in_precision
+from paceline.tf.precision import evaluation_precision, in_precision
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +54,24 @@ class Predictor:
         is_single = strategy.num_replicas_in_sync == 1
         self._run = tf.function(self._trace, reduce_retracing=True, jit_compile=True if xla and is_single else None)
 
-    def __call__(self, batch: tuple[Any, Any]) -> tuple[float | None, Any]:
-        """The sum of a batch's losses (None without labels), and its predictions as arrays."""
+    def __call__(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        """What each replica makes of a batch, losses and predictions, on its device."""
         with told_plainly():
-            losses, outputs = self._run(*place(self.strategy, batch, None))
-        sizes = [size for size in self._sizes(size_of(batch[0])) if size]
-        loss = None if losses[0] is None else float(sum(float(value) for value in losses))
-        parts = [map_leaves(to_host, output) for output in outputs[: len(sizes)]]
+            results: tuple[Any, Any] = self._run(*place(self.strategy, batch, None))
+            return results
+
+    def read(self, size: int, results: tuple[Any, Any]) -> tuple[float | None, Any]:
+        """The sum of a batch's losses (None without labels), and its predictions as arrays.
+
+        Args:
+            size: samples in the batch.
+            results: what the call returned for it.
+        """
+        losses, outputs = results
+        sizes = [part for part in self._sizes(size) if part]
+        with told_plainly():
+            loss = None if losses[0] is None else float(sum(float(value) for value in losses))
+            parts = [map_leaves(to_host, output) for output in outputs[: len(sizes)]]
         return loss, parts[0] if len(parts) == 1 else tf.nest.map_structure(lambda *rows: join(rows), *parts)
 
     def _sizes(self, size: int) -> list[int]:
@@ -149,14 +160,23 @@ class Gathering:
         self.called: dict[str, Any] = {}  # what metrics that are called for each batch returned last
         self.loss, self.weight, self.num_samples = 0.0, 0.0, 0
         names = ("predictions", "label_ids", "inputs", "losses")
+        self.host_every = trainer.args.eval_accumulation_steps or 1
+        self.waiting: list[tuple[Any, Any, bool, Any]] = []  # batches whose results are on the device
         self.kept = {name: RowCollector(trainer.args.eval_do_concat_batches, spill=spill) for name in names}
 
     def add(self, batch: Any, is_last: bool) -> None:
-        """Run the model over a batch."""
-        trainer = self.trainer
-        features, labels = separate(batch, trainer.label_names)
-        size = size_of(features)
-        loss, outputs = trainer.predictor((features, labels))
+        """Run the model over a batch; results of as many as `eval_accumulation_steps` move to the host together."""
+        features, labels = separate(batch, self.trainer.label_names)
+        self.waiting.append((features, labels, is_last, self.trainer.predictor((features, labels))))
+        if is_last or len(self.waiting) >= self.host_every:
+            waiting, self.waiting = self.waiting, []
+            for results in waiting:
+                self.take(*results)
+
+    def take(self, features: Any, labels: Any, is_last: bool, results: Any) -> None:
+        """Move the results of a batch to the host, and keep what is asked for."""
+        trainer, size = self.trainer, size_of(features)
+        loss, outputs = trainer.predictor.read(size, results)
         own = float(count(features, labels)[trainer.objective.kind])
         self.num_samples += size
         if loss is not None:
@@ -198,7 +218,8 @@ def run_evaluation(
     args = trainer.args
     limit = None if args.eval_spill_gb == float("inf") else int(args.eval_spill_gb * 2**30)
     # always: the model is traced once, for the evaluations in a run and those before and after it
-    with Spill(limit, args.output_dir) as spill, in_precision(trainer.model, args.mixed_precision):
+    precision = evaluation_precision(args)
+    with Spill(limit, args.output_dir) as spill, in_precision(trainer.model, *precision):
         seen = Gathering(trainer, loss_only, spill)
         for batch, is_last in with_last(batches):
             if trainer.run is not None and trainer.run.signals.requested is not None:

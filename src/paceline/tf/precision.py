@@ -12,8 +12,13 @@ POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
 
 @contextmanager
-def in_precision(model: Any, precision: str) -> Iterator[None]:
+def in_precision(model: Any, precision: str, option: str | None = None) -> Iterator[None]:
     """While entered, a Keras 3 model computes in the precision of the plan; its layers have their own back afterwards.
+
+    Args:
+        model: of any kind, where there is nothing to change.
+        precision: "bf16", "fp16", or another for that of the model.
+        option: that asked for it, for the error; None: the one of the precision's name.
 
     Raises:
         ValueError: the model is not of Keras 3 and was not built under the policy.
@@ -24,9 +29,9 @@ def in_precision(model: Any, precision: str) -> Iterator[None]:
         return
     if not isinstance(model, keras.Model):
         raise ValueError(
-            f"{precision}=True: a {type(model).__name__} computes in the types of its own variables. Build it with "
-            f"{policy.removeprefix('mixed_')} inside (tf_keras: set its global policy to '{policy}' before), or leave "
-            f"{precision} out."
+            f"{option or precision}=True: a {type(model).__name__} computes in the types of its own variables. Build "
+            f"it with {policy.removeprefix('mixed_')} inside (tf_keras: set its global policy to '{policy}' before), or "
+            f"leave {option or precision} out."
         )
     layers = [layer for layer in model._flatten_layers() if layer.dtype_policy.name == "float32"]
     before = [layer.dtype_policy for layer in layers]
@@ -37,6 +42,14 @@ def in_precision(model: Any, precision: str) -> Iterator[None]:
     finally:
         for layer, own in zip(layers, before, strict=True):
             layer.dtype_policy = own
+
+
+def evaluation_precision(args: Any) -> tuple[str, str | None]:
+    """The precision of evaluations, and the option that asked for it if it is not that of the training."""
+    for precision in POLICIES:
+        if getattr(args, f"{precision}_full_eval"):
+            return precision, f"{precision}_full_eval"
+    return args.mixed_precision, None
 
 
 def computes_in(model: Any, policy: str) -> bool:

@@ -6,6 +6,7 @@ Who owns what:
     objective                      how the model is called, and what its loss means
     engine                         the compiled update; made anew by each `train`
     predictor                      the compiled forward pass, for all evaluations
+    memory_stages                  what each stage took, where `skip_memory_metrics=False` asks for it
     run                            plan, data, engine, loop and signals of a run in progress; None outside `train`
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 from paceline.args.adopt import apply_log_level
 from paceline.args.rules import check
 from paceline.callbacks.defaults import with_defaults
+from paceline.callbacks.memory_stages import MemoryStages
 from paceline.callbacks.reporters import find_reporters
 from paceline.callbacks.reporters.tensorboard import TensorBoardCallback
 from paceline.core.events import CallbackHandler, TrainerCallback
@@ -49,6 +51,22 @@ from paceline.tf.schedules import schedule_of
 from paceline.tf.sources import Source, as_dataset, lengths_of, make_source, source_of_batches
 
 logger = logging.getLogger(__name__)
+
+
+def checked_arguments(args: Any) -> TFTrainingArguments:
+    """The arguments of a TFTrainer, as they are now; all defaults for None.
+
+    Raises:
+        TypeError: they are of another kind.
+        ValueError: a rule is broken, or an option asks for what only torch can do.
+    """
+    found = TFTrainingArguments(output_dir="tmp_trainer") if args is None else args
+    if not isinstance(found, TFTrainingArguments):
+        raise TypeError(f"`args` is {type(args).__name__}; a TFTrainingArguments is needed.")
+    check(found)
+    check_tensorflow(found)
+    apply_log_level(found)
+    return found
 
 
 class TFTrainer(HubNames):
@@ -104,14 +122,11 @@ class TFTrainer(HubNames):
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         strategy: Any = None,
     ) -> None:
-        self.args = TFTrainingArguments(output_dir="tmp_trainer") if args is None else args
-        if not isinstance(self.args, TFTrainingArguments):
-            raise TypeError(f"`args` is {type(args).__name__}; a TFTrainingArguments is needed.")
-        check(self.args)
-        check_tensorflow(self.args)
-        apply_log_level(self.args)
+        self.args = checked_arguments(args)
         if (model is None) == (model_init is None):
             raise ValueError("TFTrainer needs `model` or `model_init`, one of the two.")
+        self.memory_stages = MemoryStages(not self.args.skip_memory_metrics)  # of the CPU; it loads no torch
+        self.memory_stages.start("init")
         check_metric(compute_metrics, self.args.batch_eval_metrics)
         check_model(model)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -135,6 +150,7 @@ class TFTrainer(HubNames):
         if self.args.should_save:
             make_output_folder(str(self.args.output_dir))
         publishing.prepare(self)
+        self.memory_stages.stop("init")
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
     # ---- the model
@@ -267,7 +283,8 @@ class TFTrainer(HubNames):
         Raises:
             KeyboardInterrupt: Ctrl-C, after a checkpoint was written (where saving is on).
         """
-        return training.train(self, resume_from_checkpoint)
+        with self.memory_stages.measuring("train"):
+            return training.train(self, resume_from_checkpoint)
 
     def run_model(self, features: Any, labels: Any, training: bool) -> tuple[Any, Any]:
         """(loss, predictions) of a batch on one replica, traced. Override for another loss.
@@ -315,10 +332,13 @@ class TFTrainer(HubNames):
     def _evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         source = source_of_batches(self.get_eval_tfdataset(data))
         start = time.time()
-        output = self._predict_all(source, "Evaluation", None if self.compute_metrics is not None else True, prefix)
-        metrics = self._timed(output, prefix, start, source.num_batches)
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        loss_only = None if self.compute_metrics is not None else True
+        with self.memory_stages.measuring("eval"):
+            output = self._predict_all(source, "Evaluation", loss_only, prefix)
+            metrics = self._timed(output, prefix, start, source.num_batches)
+            self.log(metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            metrics.update(self.memory_stages.stop("eval"))
         self._share_control()
         return metrics
 
@@ -330,9 +350,11 @@ class TFTrainer(HubNames):
         """Predict: one row per sample, in their order; the labels where there are any, and then metrics too."""
         source = source_of_batches(self.get_test_tfdataset(test_dataset))
         start = time.time()
-        output = self._predict_all(source, "Prediction", None, metric_key_prefix)
-        metrics = self._timed(output, metric_key_prefix, start, source.num_batches)
-        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+        with self.memory_stages.measuring("test"):
+            output = self._predict_all(source, "Prediction", None, metric_key_prefix)
+            metrics = self._timed(output, metric_key_prefix, start, source.num_batches)
+            self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
+            metrics.update(self.memory_stages.stop("test"))
         self._share_control()
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 

@@ -281,6 +281,7 @@ def finish(trainer: TFTrainer, run: Run) -> TrainOutput:
     metrics = speed_metrics("train", loop.start_time, num_samples=loop.num_samples, num_steps=num_updates)
     metrics["total_flos"] = state.total_flos
     metrics["train_loss"] = train_loss
+    metrics.update(trainer.memory_stages.stop("train"))
     trainer.log(metrics)
     if args.load_best_model_at_end and state.best_model_checkpoint is not None and run.signals.requested is None:
         load_best(trainer, Path(state.best_model_checkpoint))

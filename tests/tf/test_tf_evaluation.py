@@ -1,0 +1,84 @@
+"""Options of evaluations with TensorFlow: when results move to the host, in which precision, what memory they took."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tf_models import Linear, losses, make_data, make_model, make_trainer, weights
+
+from paceline import EvalPrediction, TFTrainingArguments, UnsupportedOption
+from paceline.tf.framework import tf
+
+DATA = make_data(10)
+
+
+def test_results_move_to_the_host_together(tmp_path: Path) -> None:
+    """As many batches as eval_accumulation_steps, and the rest with the last; in their order."""
+    found = []
+    for steps, expected in ((None, "crcrcrcrcr"), (2, "ccrrccrrcr"), (8, "cccccrrrrr")):
+        trainer = make_trainer(tmp_path, Linear(), DATA, eval_accumulation_steps=steps, per_device_eval_batch_size=2)
+        calls: list[str] = []
+        predictor = trainer.predictor
+
+        class Heard:
+            def __call__(self, batch: Any, calls: list[str] = calls, predictor: Any = predictor) -> Any:
+                calls.append("c")
+                return predictor(batch)
+
+            def read(self, *given: Any, calls: list[str] = calls, predictor: Any = predictor) -> Any:
+                calls.append("r")
+                return predictor.read(*given)
+
+            def __getattr__(self, name: str, predictor: Any = predictor) -> Any:
+                return getattr(predictor, name)
+
+        trainer.predictor = Heard()  # type: ignore[assignment]
+        output = trainer.predict(DATA)
+        assert "".join(calls) == expected
+        assert np.array_equal(output.label_ids, DATA[1])
+        found.append((output.predictions, output.metrics["test_loss"]))
+    assert all(np.array_equal(rows, found[0][0]) and loss == found[0][1] for rows, loss in found)
+
+
+@pytest.mark.slow
+def test_evaluations_in_16_bits(tmp_path: Path) -> None:
+    """The training is as it was without; only the evaluation computes so."""
+    runs = {}
+    for name in ("full", "bf16_full_eval", "fp16_full_eval"):
+        options = {} if name == "full" else {name: True}
+        seen: list[Any] = []
+
+        def accuracy(prediction: EvalPrediction, seen: list[Any] = seen) -> dict[str, float]:
+            seen.append(prediction.predictions)
+            return {}
+
+        runs[name] = trainer = make_trainer(
+            tmp_path, make_model(), DATA, eval_dataset=DATA, compute_metrics=accuracy, eval_strategy="epoch", **options
+        )
+        trainer.train()
+        assert trainer.model.layers[0].dtype_policy.name == "float32"
+        half = {"bf16_full_eval": tf.bfloat16, "fp16_full_eval": tf.float16}.get(name, tf.float32)
+        rows = tf.constant(seen[0])
+        assert np.array_equal(tf.cast(tf.cast(rows, half), rows.dtype), rows)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(runs["full"].evaluate()["eval_loss"], abs=0.02)
+        assert trainer.predictor.num_traces == runs["full"].predictor.num_traces
+        assert losses(trainer) == losses(runs["full"])
+        assert np.array_equal(weights(trainer.model), weights(runs["full"].model))
+    with pytest.raises(ValueError, match=r"bf16_full_eval=True: a Linear computes in .* or leave bf16_full_eval out"):
+        make_trainer(tmp_path, Linear(), DATA, bf16_full_eval=True).evaluate(DATA)
+    with pytest.raises(UnsupportedOption, match=r"bf16=True with fp16_full_eval=True.*leave fp16_full_eval out"):
+        TFTrainingArguments(str(tmp_path), bf16=True, fp16_full_eval=True)
+
+
+@pytest.mark.slow
+def test_memory_of_each_stage(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, make_model(), DATA, eval_dataset=DATA, skip_memory_metrics=False)
+    trained = trainer.train().metrics
+    assert {"before_init_mem_cpu", "init_mem_cpu_alloc_delta", "train_mem_cpu_peaked_delta"} <= set(trained)
+    assert set(trained) <= set(trainer.state.log_history[-1]) | {"step"}
+    assert not any("gpu" in name for name in trained)
+    assert trainer.evaluate()["eval_mem_cpu_peaked_delta"] >= 0
+    assert "test_mem_cpu_alloc_delta" in trainer.predict(DATA).metrics
+    plain = make_trainer(tmp_path, make_model(), DATA)
+    assert not any("mem" in name for name in plain.train().metrics)
