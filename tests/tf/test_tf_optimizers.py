@@ -17,9 +17,10 @@ from tf_models import Linear, make_data, make_model, make_trainer, values, weigh
 from paceline import AdamWeightDecay, GradientAccumulator, WarmUp, create_optimizer
 from paceline.core.schedules import multiplier
 from paceline.optim.greedy import GreedyLR
+from paceline.tf.arguments import OPTIMIZERS
 from paceline.tf.following import GreedySchedule, PlateauSchedule
 from paceline.tf.framework import keras, tf
-from paceline.tf.optimizers import OPTIMIZERS, undecayed_variables
+from paceline.tf.optimizers import undecayed_variables
 from paceline.tf.schedules import StepSchedule
 
 DATA = make_data(8)

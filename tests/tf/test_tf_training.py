@@ -491,10 +491,63 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         TFTrainer(accuracy, args)
     with pytest.raises(ValueError, match="Set max_steps"):
         make_trainer(tmp_path, make_model(), samples).train()
-    with pytest.raises(ValueError, match="optim='lomo' is not supported"):
-        make_trainer(tmp_path, make_model(), DATA, optim="lomo").train()
     with pytest.raises(ValueError, match=r"tpu_name='no-such-tpu': this TPU cannot be reached.*leave tpu_name out"):
         _ = TFTrainingArguments(str(tmp_path), tpu_name="no-such-tpu").strategy
+
+
+def test_a_strategy_and_an_optimizer_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"strategy='mirrored' is a str; an object is needed, such as tf\.distribute"):
+        make_trainer(tmp_path, Linear(), DATA, strategy="mirrored")
+    with pytest.raises(ValueError, match=r"optim='lomo' is not supported with TensorFlow: choose one of auto, .*"):
+        TFTrainingArguments(str(tmp_path), optim="lomo")
+    args = TFTrainingArguments(str(tmp_path))
+    args.optim = "lomo"
+    with pytest.raises(UnsupportedOption, match="optim='lomo'"):
+        TFTrainer(Linear(), args)
+
+
+def test_data_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    x, y = DATA
+    lists = {"x": x.tolist(), "labels": y.tolist()}
+    trainer = make_trainer(tmp_path, Linear(), lists, eval_dataset=lists)
+    for call in (trainer.train, trainer.evaluate, lambda: trainer.predict({"x": x, "labels": y.tolist()})):
+        with pytest.raises(TypeError, match=r"A dict with Python lists \(.*'labels'\) .*np\.asarray.*from_dict"):
+            call()
+    with pytest.raises(TypeError, match="A dict cannot be read as data"):
+        trainer.predict({"a": object()})
+    samples = [dict(zip(("x", "labels"), row, strict=True)) for row in zip(x, y, strict=True)]
+    several = make_trainer(tmp_path, Linear(), DATA, eval_dataset={"a": samples, "b": (x[:6], y[:6])})
+    assert several.evaluate("b")["eval_loss"] == several.evaluate()["eval_b_loss"]
+    with pytest.raises(ValueError, match=r"eval_dataset='c': the TFTrainer has no .* name, but those of 'a', 'b'"):
+        several.evaluate("c")
+    for alone in (DATA, {"x": x, "labels": y}, None):
+        with pytest.raises(ValueError, match=r"eval_dataset='x': .* but no dict of them\."):
+            make_trainer(tmp_path, Linear(), DATA, eval_dataset=alone).evaluate("x")
+
+
+@pytest.mark.slow
+def test_labels_that_a_compiled_loss_counts(tmp_path: Path) -> None:
+    """-100 is left out by the default loss, and by one that was told to."""
+    x, y = DATA[0], DATA[1].copy()
+    y[::3] = -100
+    counting = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    for loss in (counting, "sparse_categorical_crossentropy"):
+        model = make_model()
+        model.compile(loss=loss)
+        trainer = make_trainer(tmp_path, model, (x, y))
+        for call in (trainer.train, lambda trainer=trainer: trainer.evaluate((x, y))):
+            with pytest.raises(ValueError, match=r"A label is -100, and the loss counts it: .*ignore_class=-100"):
+                call()
+    model = make_model()
+    model.compile(loss="mse")  # which asks nothing of labels, and would give some number
+    with pytest.raises(ValueError, match="A label is -100"):
+        make_trainer(tmp_path, model, (x, np.repeat(y[:, None], CLASSES, 1))).train()
+    model, plain = make_model(), make_model()
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-100))
+    runs = [make_trainer(tmp_path, each, (x, y)) for each in (model, plain)]
+    for run in runs:
+        run.train()
+    assert losses(runs[0]) == pytest.approx(losses(runs[1]), abs=1e-6)
 
 
 def test_a_tpu_that_is_not_there_is_said(

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,23 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "use_cache": (is_off, "set it in the model's config, which is left as it is"),
     "use_liger_kernel": (is_off, NO_COMPILE),
+}
+
+# name in `optim` -> (Keras class, whether it takes Adam's betas and epsilon)
+OPTIMIZERS: Mapping[str, tuple[str, bool]] = {
+    "auto": ("AdamW", True),
+    "adamw_torch": ("AdamW", True),
+    "adamw_torch_fused": ("AdamW", True),
+    "adamw_torch_xla": ("AdamW", True),
+    "adam": ("Adam", True),
+    "nadam": ("Nadam", True),
+    "sgd": ("SGD", False),
+    "rmsprop": ("RMSprop", False),
+    "adagrad": ("Adagrad", False),
+    "adafactor": ("Adafactor", False),
+    "lion_32bit": ("Lion", False),
+    "muon": ("Muon", False),
+    "schedule_free_adamw": ("ScheduleFreeAdamW", True),
 }
 
 
@@ -166,6 +183,7 @@ def check_tensorflow(args: TFTrainingArguments) -> None:
             "debug='underflow_overflow' is not supported with xla=True, which compiles the layers away: leave one of "
             "them out."
         )
+    check_optimizer(args)
     for half, other in (("bf16", "fp16"), ("fp16", "bf16")):
         if getattr(args, half) and getattr(args, f"{other}_full_eval"):
             raise UnsupportedOption(
@@ -182,3 +200,16 @@ def check_tensorflow(args: TFTrainingArguments) -> None:
     for name in ("tpu_zone", "gcp_project"):
         if getattr(args, name) is not None and args.tpu_name is None:
             raise ValueError(f"{name}={getattr(args, name)!r} says where a named TPU is: set tpu_name too.")
+
+
+def check_optimizer(args: Any) -> None:
+    """Refuse an optimizer that Keras lacks.
+
+    Raises:
+        UnsupportedOption: `optim` names it.
+    """
+    if str(args.optim) not in OPTIMIZERS:
+        raise UnsupportedOption(
+            f"optim={str(args.optim)!r} is not supported with TensorFlow: choose one of {', '.join(OPTIMIZERS)}, or "
+            "leave it out and pass optimizers=(a Keras optimizer, None)."
+        )

@@ -132,8 +132,14 @@ def choose_strategy(given: Any, model: Any, args: Any) -> Any:
     """The strategy of a run: the one handed over, else the one in whose scope the model was built, else the arguments'.
 
     Raises:
+        TypeError: what was given is no strategy.
         ValueError: the model was built outside the scope of a strategy of several replicas.
     """
+    if given is not None and not isinstance(given, tf.distribute.Strategy):
+        raise TypeError(
+            f"strategy={given!r} is a {type(given).__name__}; an object is needed, such as "
+            "tf.distribute.MirroredStrategy(), with the model built in its scope. Leave it out for args.strategy."
+        )
     built_in = strategy_of(model)
     strategy = given if given is not None else built_in if built_in is not None else args.strategy
     if model is not None and strategy.num_replicas_in_sync > 1 and built_in is not strategy:

@@ -20,10 +20,10 @@ import numpy as np
 from paceline.args.errors import UnsupportedOption
 from paceline.core.contracts import Emit, StepOutput
 from paceline.core.journal import NOT_COMPUTED
-from paceline.tf.batches import Array, map_leaves, rows, share_out, size_of
+from paceline.tf.batches import IGNORE_INDEX, Array, map_leaves, rows, share_out, size_of
 from paceline.tf.devices import cluster_of
 from paceline.tf.framework import keras, plain, tf
-from paceline.tf.objective import NUM_COUNTS, TOKENS, Objective, count
+from paceline.tf.objective import NO_IGNORE_INDEX, NUM_COUNTS, TOKENS, Objective, count
 from paceline.tf.optimizers import make_sum
 from paceline.tf.overflow import Watch
 from paceline.tf.traces import describe
@@ -127,6 +127,8 @@ class TFEngine:
                 kept = [outputs]
             else:
                 loss, norm, rate, applied, kept = self._step_in_parts(batches, totals, emit)
+        for _, labels in batches:
+            self.objective.check_labels(labels)
         self.unread.append((loss, norm, rate, applied))
         return StepOutput((loss,), norm, applied, kept if self.keep_outputs else ())
 
@@ -484,7 +486,9 @@ def told_plainly() -> Iterator[None]:
         if found is None:
             raise
         raise ValueError(
-            f"A label is {found[1]}, and the model tells {found[2]} classes apart: labels lie from 0 to "
+            NO_IGNORE_INDEX
+            if found[1] == str(IGNORE_INDEX)
+            else f"A label is {found[1]}, and the model tells {found[2]} classes apart: labels lie from 0 to "
             f"{int(found[2]) - 1}; -100 is left out of the loss."
         ) from error
     except (ValueError, TypeError, AttributeError, KeyError, NotImplementedError) as error:

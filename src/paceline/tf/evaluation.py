@@ -58,7 +58,8 @@ class Predictor:
         """What each replica makes of a batch, losses and predictions, on its device."""
         with told_plainly():
             results: tuple[Any, Any] = self._run(*place(self.strategy, batch, None))
-            return results
+        self.objective.check_labels(batch[1])
+        return results
 
     def read(self, size: int, results: tuple[Any, Any]) -> tuple[float | None, Any]:
         """The sum of a batch's losses (None without labels), and its predictions as arrays.

@@ -21,6 +21,13 @@ BY_NAME = {"samples": SAMPLES, "tokens": TOKENS, "shifted_tokens": SHIFTED}
 NUM_COUNTS = 4
 
 
+NO_IGNORE_INDEX = (
+    "A label is -100, and the loss counts it: none of Keras or TensorFlow leaves labels out by itself. Compile the "
+    "model with keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-100), or without a loss "
+    "(the default one leaves -100 out), or pass a compute_loss_func that does."
+)
+
+
 def count(features: Any, labels: Any) -> Array:
     """What a batch can weigh, float64 of shape (4,): samples, targets, targets but the first of each row, rows.
 
@@ -63,6 +70,7 @@ class Objective:
         self.model, self.compute_loss_func, self.loss_weight = model, compute_loss_func, loss_weight
         self.label_smoothing = label_smoothing
         self.kind = TOKENS
+        self.counts_ignored = False  # the model was compiled with a loss that leaves no label out
         self.parameters = parameters_of(model.call if hasattr(model, "call") else model.__call__)
         self.takes_labels = "labels" in self.parameters
         self.takes_count = compute_loss_func is not None and "num_items_in_batch" in parameters_of(compute_loss_func)
@@ -100,8 +108,22 @@ class Objective:
             return self.compute_loss_func(outputs, labels)
         compiled = getattr(self.model, "loss", None)
         if compiled is not None and not callable(getattr(compiled, "numpy", None)):
+            self.counts_ignored = counts_ignored(compiled)
             return compiled_loss(compiled, outputs, labels, self.label_smoothing)
         return default_loss(predictions_of(outputs), main_labels(labels), self.model, self.label_smoothing)
+
+    def check_labels(self, labels: Any) -> None:
+        """Refuse -100 where the loss would count it; known when the model has been traced.
+
+        Raises:
+            ValueError: there is one.
+        """
+        found = main_labels(labels) if self.counts_ignored else None
+        if found is None:
+            return
+        array = to_array(found)
+        if array.dtype.kind == "i" and np.any(array == IGNORE_INDEX):
+            raise ValueError(NO_IGNORE_INDEX)
 
     # ---- weighing the loss
 
@@ -237,6 +259,14 @@ def compiled_loss(loss: Any, outputs: Any, labels: Any, label_smoothing: float) 
         )
     function = keras.losses.get(loss) if isinstance(loss, str) else loss
     return (function.call if hasattr(function, "call") else function)(main_labels(labels), predictions_of(outputs))
+
+
+def counts_ignored(loss: Any) -> bool:
+    """Whether a loss that a model was compiled with is one of Keras that counts labels of -100; one's own may not."""
+    if not isinstance(loss, str) and not (getattr(loss, "__module__", None) or "").startswith(("keras.", "tf_keras.")):
+        return False
+    config = loss.get_config() if hasattr(loss, "get_config") else {}
+    return bool(config.get("ignore_class") != IGNORE_INDEX)
 
 
 def default_loss(outputs: Any, labels: Any, model: Any, label_smoothing: float) -> Any:

@@ -7,33 +7,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from paceline.args.errors import UnsupportedOption
 from paceline.core.optimizer_options import typed_options
 from paceline.core.spelling import nearest
+from paceline.tf.arguments import OPTIMIZERS, check_optimizer
 from paceline.tf.framework import keras, tf
 from paceline.tf.schedules import WarmUp
 
 _UNDECAYED_NAME = re.compile(r"bias|layer_?norm|rms_?norm|(batch|group)_?norm|(^|[/_.])norm([/_.]|$)", re.IGNORECASE)
-
-# name in `optim` -> (Keras class, whether it takes Adam's betas and epsilon)
-OPTIMIZERS: Mapping[str, tuple[str, bool]] = {
-    "auto": ("AdamW", True),
-    "adamw_torch": ("AdamW", True),
-    "adamw_torch_fused": ("AdamW", True),
-    "adamw_torch_xla": ("AdamW", True),
-    "adam": ("Adam", True),
-    "nadam": ("Nadam", True),
-    "sgd": ("SGD", False),
-    "rmsprop": ("RMSprop", False),
-    "adagrad": ("Adagrad", False),
-    "adafactor": ("Adafactor", False),
-    "lion_32bit": ("Lion", False),
-    "muon": ("Muon", False),
-    "schedule_free_adamw": ("ScheduleFreeAdamW", True),
-}
 
 
 class AdamWeightDecay(keras.optimizers.AdamW):  # type: ignore[misc]
@@ -241,13 +224,8 @@ def make_optimizer(args: Any, model: Any, learning_rate: Any) -> Any:
         UnsupportedOption: Keras has no such optimizer.
         TypeError: an option that it does not take.
     """
-    name = str(args.optim)
-    if name not in OPTIMIZERS:
-        raise UnsupportedOption(
-            f"optim={name!r} is not supported with TensorFlow: choose one of {', '.join(OPTIMIZERS)}, or pass "
-            "optimizers=(a Keras optimizer, None)."
-        )
-    kind, is_adam = OPTIMIZERS[name]
+    check_optimizer(args)
+    kind, is_adam = OPTIMIZERS[str(args.optim)]
     settings: dict[str, Any] = {"learning_rate": learning_rate}
     if is_adam:
         settings.update(beta_1=args.adam_beta1, beta_2=args.adam_beta2, epsilon=args.adam_epsilon)

@@ -30,8 +30,8 @@ def in_precision(model: Any, precision: str, option: str | None = None) -> Itera
     if not isinstance(model, keras.Model):
         raise ValueError(
             f"{option or precision}=True: a {type(model).__name__} computes in the types of its own variables. Build "
-            f"it with {policy.removeprefix('mixed_')} inside (tf_keras: set its global policy to '{policy}' before), or "
-            f"leave {option or precision} out."
+            f"it with {policy.removeprefix('mixed_')} inside (tf_keras: set its global policy to '{policy}' before), "
+            f"or leave {option or precision} out."
         )
     layers = [layer for layer in model._flatten_layers() if layer.dtype_policy.name == "float32"]
     before = [layer.dtype_policy for layer in layers]

@@ -14,7 +14,7 @@ from paceline.hub.card_text import settings_of
 from paceline.hub.described import CardFacts, CheckpointForm
 from paceline.tf.framework import tf
 from paceline.tf.saving import INDEX_FILE, VARIABLES, save_model
-from paceline.tf.sources import make_source
+from paceline.tf.sources import is_columns, make_source
 
 if TYPE_CHECKING:
     from paceline.tf.trainer import TFTrainer
@@ -40,7 +40,7 @@ def write_model(model: Any, checkpoint: Path, folder: Path) -> Callable[[], dict
 def card_facts(trainer: TFTrainer) -> CardFacts:
     """What a card says of this Trainer's model."""
     args, model, given = trainer.args, trainer.model, trainer.eval_dataset
-    is_several = isinstance(given, dict) and not trainer._is_columns(given)
+    is_several = isinstance(given, dict) and not is_columns(given)
     return CardFacts(
         model=model,
         kind=type(model).__name__,

@@ -256,8 +256,15 @@ def make_source(
             return collate_samples([data[number] for number in numbers.tolist()])
 
         return Indexed(len(data), take, **options)
-    if callable(data) or hasattr(data, "__iter__"):
+    if (callable(data) or hasattr(data, "__iter__")) and not isinstance(data, Mapping):
         return Stream(data, collate_samples, batch_size=batch_size, drop_last=drop_last)
+    lists = [name for name, column in data.items() if is_list(column)] if isinstance(data, Mapping) else []
+    if lists:
+        raise TypeError(
+            f"A dict with Python lists ({', '.join(map(repr, lists))}) cannot be read as data: make arrays of them, "
+            "{name: np.asarray(column) for name, column in data.items()}, or, where rows differ in length, use "
+            "datasets.Dataset.from_dict(data)."
+        )
     raise TypeError(
         f"A {type(data).__name__} cannot be read as data: pass arrays (features, labels), a list of samples, a "
         "tf.data.Dataset, a datasets.Dataset, a PyDataset, or a function that returns an iterator of samples."
@@ -288,6 +295,34 @@ def lengths_of(data: Any, column: str, input_name: str | None) -> Sequence[int]:
             return [len(value) for value in features]
         return find_lengths(features, column, input_name)
     return find_lengths(data, column, input_name)
+
+
+def is_list(column: Any) -> bool:
+    """Whether a value of a dict is a column as a Python list: of numbers, texts, or lists of them; not of samples."""
+    return isinstance(column, list) and all(isinstance(row, int | float | str | list) for row in column[:1])
+
+
+def is_columns(data: Any) -> bool:
+    """Whether a dict holds the columns of one data set, rather than several data sets by name."""
+    return isinstance(data, dict) and all(hasattr(value, "shape") or is_list(value) for value in data.values())
+
+
+def named_dataset(default: Any, asked: Any) -> Any:
+    """The evaluation set that was asked for: itself, the one of that name in a dict of them, or None for the default.
+
+    Raises:
+        ValueError: there is none; the message lists the names that there are.
+    """
+    if isinstance(asked, str):
+        names = list(default) if isinstance(default, Mapping) and not is_columns(default) else []
+        if asked not in names:
+            there = f"those of {', '.join(map(repr, names))}" if names else "no dict of them"
+            raise ValueError(f"eval_dataset={asked!r}: the TFTrainer has no evaluation set of that name, but {there}.")
+        return default[asked]
+    data = default if asked is None else asked
+    if data is None:
+        raise ValueError("Evaluation needs an `eval_dataset`: pass one to TFTrainer, or to evaluate().")
+    return data
 
 
 def is_arrays(data: Any) -> bool:

@@ -48,7 +48,15 @@ from paceline.tf.optimizers import make_optimizer
 from paceline.tf.precision import POLICIES
 from paceline.tf.published import card_facts, checkpoint_form
 from paceline.tf.schedules import schedule_of
-from paceline.tf.sources import Source, as_dataset, lengths_of, make_source, source_of_batches
+from paceline.tf.sources import (
+    Source,
+    as_dataset,
+    is_columns,
+    lengths_of,
+    make_source,
+    named_dataset,
+    source_of_batches,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -227,11 +235,7 @@ class TFTrainer(HubNames):
     def get_eval_tfdataset(self, eval_dataset: Any = None) -> Any:
         """An evaluation set as a tf.data.Dataset of batches: a data set, the name of one in `self.eval_dataset`, or
         None for that."""
-        data = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(data, str):
-            data = self.eval_dataset[data]
-        if data is None:
-            raise ValueError("Evaluation needs an `eval_dataset`: pass one to TFTrainer, or to evaluate().")
+        data = named_dataset(self.eval_dataset, eval_dataset)
         return as_dataset(self._source(data, self.args.per_device_eval_batch_size))
 
     def get_test_tfdataset(self, test_dataset: Any) -> Any:
@@ -316,18 +320,22 @@ class TFTrainer(HubNames):
     # ---- evaluation and prediction
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Evaluate, every sample once; for a dict of data sets, each under `{prefix}_{name}`."""
+        """Evaluate, every sample once; for a dict of data sets, each under `{prefix}_{name}`.
+
+        Args:
+            eval_dataset: a data set, a dict of several, the name of one in `self.eval_dataset`, or None for all that.
+            metric_key_prefix: of the metrics' names.
+
+        Raises:
+            ValueError: there is no evaluation set, or none of that name.
+        """
         data = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(data, dict) and not self._is_columns(data):
+        if isinstance(data, dict) and not is_columns(data):
             metrics: dict[str, float] = {}
             for name, one in data.items():
                 metrics.update(self._evaluate_one(one, f"{metric_key_prefix}_{name}"))
             return metrics
         return self._evaluate_one(data, metric_key_prefix)
-
-    def _is_columns(self, data: dict[str, Any]) -> bool:
-        """Whether a dict holds the columns of one data set, rather than several data sets by name."""
-        return all(hasattr(value, "shape") for value in data.values())
 
     def _evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         source = source_of_batches(self.get_eval_tfdataset(data))
