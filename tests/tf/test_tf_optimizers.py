@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,8 +91,8 @@ def decayed_by(optimizer: Any) -> list[str]:
     optimizer.build(model.trainable_variables)
     optimizer.apply_gradients([(tf.zeros_like(v), v) for v in model.trainable_variables])
     after = [v.value.numpy() for v in model.trainable_variables]
-    names = ["/".join(v.path.split("/")[-2:]) for v in model.trainable_variables]
-    return [name.split("_")[0] for name, a, b in zip(names, before, after, strict=True) if not np.array_equal(a, b)]
+    names = [re.sub(r"_\w+/|_\d+/", "/", "/".join(v.path.split("/")[-2:])) for v in model.trainable_variables]
+    return [name for name, a, b in zip(names, before, after, strict=True) if not np.array_equal(a, b)]
 
 
 def test_what_weight_decay_leaves_alone() -> None:
@@ -99,11 +100,38 @@ def test_what_weight_decay_leaves_alone() -> None:
     kept = [v.path.split("/")[-1] for v in undecayed_variables(model)]
     assert kept == ["bias", "gamma", "beta", "bias"]
     assert [v.name for v in undecayed_variables(Linear())] == ["bias:0"]
-    assert len(decayed_by(AdamWeightDecay(0.1, weight_decay_rate=0.1))) == 2
-    assert len(decayed_by(AdamWeightDecay(0.1, weight_decay_rate=0.1, include_in_weight_decay=["bias"]))) == 4 + 0
-    assert len(decayed_by(AdamWeightDecay(0.1, weight_decay_rate=0.1, exclude_from_weight_decay=["dense"]))) == 2
-    config = AdamWeightDecay(0.1, weight_decay_rate=0.1).get_config()
-    assert AdamWeightDecay.from_config(config).weight_decay_rate == 0.1
+
+
+EVERYTHING = ["dense/kernel", "dense/bias", "layer/gamma", "layer/beta", "dense/kernel", "dense/bias"]
+KERNELS = ["dense/kernel", "dense/kernel"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, EVERYTHING),  # as the reference: without lists everything is
+        ({"include_in_weight_decay": ["bias"]}, EVERYTHING),
+        ({"exclude_from_weight_decay": ["dense"]}, ["layer/gamma", "layer/beta"]),
+        ({"exclude_from_weight_decay": ["layer_norm", "bias"]}, KERNELS),
+        (
+            {"exclude_from_weight_decay": ["layer_norm", "bias"], "include_in_weight_decay": ["gamma"]},
+            ["dense/kernel", "layer/gamma", "dense/kernel"],
+        ),
+    ],
+)
+def test_adam_weight_decay_goes_by_its_lists(options: dict[str, Any], expected: list[str]) -> None:
+    optimizer = AdamWeightDecay(0.1, weight_decay_rate=0.1, **options)
+    assert decayed_by(optimizer) == expected
+    assert decayed_by(AdamWeightDecay.from_config(optimizer.get_config())) == expected
+
+
+def test_create_optimizer_leaves_out_norms_and_biases() -> None:
+    assert decayed_by(create_optimizer(0.1, 10, 0, weight_decay_rate=0.1)[0]) == KERNELS
+    including, _ = create_optimizer(0.1, 10, 0, weight_decay_rate=0.1, include_in_weight_decay=["beta"])
+    assert decayed_by(including) == [KERNELS[0], "layer/beta", KERNELS[1]]
+    spared = AdamWeightDecay(0.1, weight_decay_rate=0.1)
+    spared.exclude_from_weight_decay(var_names=["kernel"])  # Keras' own way
+    assert decayed_by(spared) == [name for name in EVERYTHING if "kernel" not in name]
 
 
 @pytest.mark.slow

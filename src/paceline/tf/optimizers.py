@@ -1,6 +1,7 @@
 """Keras optimizers by the names that `optim` takes, weight decay as AdamW has it, and gradients that add up.
 
-Biases and the weights of normalisation layers are not decayed, as on the torch side.
+A TFTrainer's own optimizers do not decay biases and the weights of normalisation layers, as on the torch side.
+`AdamWeightDecay` and `create_optimizer` leave out what their lists name, as in transformers 4.57.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ _UNDECAYED_NAME = re.compile(r"bias|layer_?norm|rms_?norm|(batch|group)_?norm|(^
 
 
 class AdamWeightDecay(keras.optimizers.AdamW):  # type: ignore[misc]
-    """Adam with decoupled weight decay that leaves out biases and normalisation layers (arXiv:1711.05101).
+    """Adam with decoupled weight decay of all variables but those that are left out by name (arXiv:1711.05101).
+
+    Names are full ones, such as `sequential/dense/kernel`, and patterns match any part of them.
 
     Args:
         learning_rate: a number or a schedule.
         beta_1, beta_2, epsilon, amsgrad: of Adam.
         weight_decay_rate: of the weights that are decayed.
-        include_in_weight_decay: patterns of names that are decayed whatever else is said.
-        exclude_from_weight_decay: patterns of names that are not; None: biases and normalisation layers.
+        include_in_weight_decay: patterns of names that are decayed though they are excluded, too.
+        exclude_from_weight_decay: patterns of names that are not decayed; None: all are.
         name: of the optimizer.
         kwargs: of Keras' AdamW, such as clipnorm.
     """
@@ -59,7 +62,7 @@ class AdamWeightDecay(keras.optimizers.AdamW):  # type: ignore[misc]
         self.weight_decay_rate = weight_decay_rate
         self.paths: dict[Any, str] = {}  # variable -> its full name; TensorFlow's own is only the last part of it
         self.included = list(include_in_weight_decay or ())
-        self.excluded = None if exclude_from_weight_decay is None else list(exclude_from_weight_decay)
+        self.excluded = list(exclude_from_weight_decay or ())
 
     def build(self, variables: Sequence[Any]) -> None:
         """Make the moments, and note the names of the variables."""
@@ -70,9 +73,9 @@ class AdamWeightDecay(keras.optimizers.AdamW):  # type: ignore[misc]
         name = self.paths.get(self._var_key(variable), name_of(variable))
         if any(re.search(pattern, name) for pattern in self.included):
             return True
-        if self.excluded is None:
-            return _UNDECAYED_NAME.search(name) is None and bool(super()._use_weight_decay(variable))
-        return not any(re.search(pattern, name) for pattern in self.excluded)
+        if any(re.search(pattern, name) for pattern in self.excluded):
+            return False
+        return bool(super()._use_weight_decay(variable))  # what its method exclude_from_weight_decay was told
 
     def get_config(self) -> dict[str, Any]:
         """The arguments that make an equal optimizer."""
@@ -171,6 +174,8 @@ def create_optimizer(
 ) -> tuple[Any, Any]:
     """AdamW (Adam without decay) under a linear warm-up and a polynomial decay.
 
+    Not decayed are variables with LayerNorm, layer_norm or bias in their names: a norm that is named otherwise is.
+
     Args:
         init_lr: the peak rate.
         num_train_steps: updates of the run.
@@ -179,7 +184,7 @@ def create_optimizer(
         adam_clipnorm, adam_global_clipnorm: of each gradient, and of all together; None: not clipped.
         weight_decay_rate: 0 gives Adam.
         power: of the decay.
-        include_in_weight_decay: names that are decayed though they are biases or of normalisation layers.
+        include_in_weight_decay: patterns of names that are decayed all the same.
 
     Returns: the optimizer, and its schedule.
     """
@@ -201,7 +206,10 @@ def create_optimizer(
     }
     if weight_decay_rate > 0.0:
         decaying = AdamWeightDecay(
-            **settings, weight_decay_rate=weight_decay_rate, include_in_weight_decay=include_in_weight_decay
+            **settings,
+            weight_decay_rate=weight_decay_rate,
+            include_in_weight_decay=include_in_weight_decay,
+            exclude_from_weight_decay=["LayerNorm", "layer_norm", "bias"],
         )
         return decaying, schedule
     return keras.optimizers.Adam(**settings), schedule
