@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tf_models import Linear, losses, make_data, make_model, make_trainer, weights
 
-from paceline import EvalPrediction, TFTrainingArguments, UnsupportedOption
+from paceline import EarlyStoppingCallback, EvalPrediction, TFTrainingArguments, TrainerCallback, UnsupportedOption
 from paceline.tf.framework import tf
 
 DATA = make_data(10)
@@ -82,3 +82,45 @@ def test_memory_of_each_stage(tmp_path: Path) -> None:
     assert "test_mem_cpu_alloc_delta" in trainer.predict(DATA).metrics
     plain = make_trainer(tmp_path, make_model(), DATA)
     assert not any("mem" in name for name in plain.train().metrics)
+
+
+class Keeper(TrainerCallback):
+    """The weights at each evaluation."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, Any] = {}
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.weights[state.global_step] = weights(kwargs["model"])
+
+
+@pytest.mark.parametrize("save_strategy", ["steps", "best"])
+def test_early_stopping_ends_with_the_best_model(tmp_path: Path, save_strategy: str) -> None:
+    """Two evaluations in a row that are no better than the second one end the run after the fourth."""
+    scores, keeper = iter([0.5, 0.3, 0.4, 0.35, 0.1, 0.1]), Keeper()
+    trainer = make_trainer(
+        tmp_path,
+        Linear(),
+        DATA,
+        eval_dataset=DATA,
+        compute_metrics=lambda prediction: {"score": next(scores)},
+        callbacks=[keeper, EarlyStoppingCallback(early_stopping_patience=2)],
+        num_train_epochs=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy=save_strategy,
+        save_steps=1,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=False,
+    )
+    output = trainer.train()
+    assert output.global_step == trainer.state.global_step == max(keeper.weights) == 4
+    assert trainer.state.max_steps == 6
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.3, 2)
+    assert Path(str(trainer.state.best_model_checkpoint)).name == "checkpoint-2"
+    assert np.array_equal(weights(trainer.model), keeper.weights[2])
+    assert not np.array_equal(keeper.weights[2], keeper.weights[4])
+    with pytest.raises(ValueError, match="EarlyStoppingCallback needs evaluations on the way"):
+        make_trainer(tmp_path / "none", Linear(), DATA, callbacks=[EarlyStoppingCallback()]).train()

@@ -139,7 +139,7 @@ def test_both_sides_agree(tmp_path: Path, kind: str) -> None:
     assert [list(row) for row in rows[0]] == [list(row) for row in rows[1]]
     for row, other in zip(rows[0][:-1], rows[1][:-1], strict=True):
         for name, value in row.items():
-            assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-4), (name, row["step"])
+            assert other[name] == pytest.approx(value, rel=0, abs=1e-4), (name, row["step"])
     files = [tmp_path / side / "checkpoint-52" / "trainer_state.json" for side in ("torch", "tf")]
     states = [json.loads(path.read_text()) for path in files]
     assert states[0].keys() == states[1].keys()
