@@ -73,14 +73,14 @@ def test_evaluations_in_16_bits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_of_each_stage(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, make_model(), DATA, eval_dataset=DATA, skip_memory_metrics=False)
+    trainer = make_trainer(tmp_path, Linear(), DATA, eval_dataset=DATA, skip_memory_metrics=False)
     trained = trainer.train().metrics
     assert {"before_init_mem_cpu", "init_mem_cpu_alloc_delta", "train_mem_cpu_peaked_delta"} <= set(trained)
     assert set(trained) <= set(trainer.state.log_history[-1]) | {"step"}
     assert not any("gpu" in name for name in trained)
     assert trainer.evaluate()["eval_mem_cpu_peaked_delta"] >= 0
     assert "test_mem_cpu_alloc_delta" in trainer.predict(DATA).metrics
-    plain = make_trainer(tmp_path, make_model(), DATA)
+    plain = make_trainer(tmp_path, Linear(), DATA)
     assert not any("mem" in name for name in plain.train().metrics)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tf_models import Linear, losses, make_data, make_model, make_reader, make_rows, make_trainer, pad_rows, weights
+from tf_models import Linear, losses, make_data, make_model, make_trainer, weights
 
 from paceline import TFTrainingArguments, UnsupportedOption
 from paceline.tf.framework import keras, tf
@@ -35,7 +35,7 @@ class Layers(tf.Module):  # type: ignore[misc]
 
 @pytest.mark.slow
 def test_numbers_and_traces_stay(tmp_path: Path) -> None:
-    kinds = [keras.layers.Dense, keras.Sequential, keras.layers.Embedding]
+    kinds = [keras.layers.Dense, keras.Sequential]
     before = [kind.__call__ for kind in kinds]
     plain = make_trainer(tmp_path / "plain", make_model(), (X, Y), eval_dataset=(X[:8], Y[:8]))
     watched = make_trainer(
@@ -48,7 +48,6 @@ def test_numbers_and_traces_stay(tmp_path: Path) -> None:
         assert (trainer.engine.num_traces, trainer.predictor.num_traces) == (1, 1)
     assert losses(watched) == pytest.approx(losses(plain), abs=1e-6)
     assert np.allclose(weights(watched.model), weights(plain.model), atol=1e-6)
-    make_trainer(tmp_path, make_reader(), make_rows(10), data_collator=pad_rows, **WATCHED).train()
     assert before == [kind.__call__ for kind in kinds]
     assert not any("__call__" in vars(kind) for kind in kinds)
 
@@ -60,10 +59,10 @@ def test_the_first_layer_is_named(tmp_path: Path, accumulation: int) -> None:
         tmp_path, keras.Sequential(layers), (X, Y), gradient_accumulation_steps=accumulation, **WATCHED
     )
     before = weights(trainer.model)
-    with pytest.raises(ValueError, match=r"inf or NaN in the output of log \(Logarithm\)") as caught:
+    with pytest.raises(ValueError, match=r"inf or NaN in the output of \S*log \(Logarithm\)") as caught:
         trainer.train()
     lines = str(caught.value).splitlines()
-    assert lines[-2].endswith("the output of wide (Dense)")
+    assert lines[-2].endswith("wide (Dense)")
     assert float(lines[-2].split()[1]) < 100
     assert np.array_equal(weights(trainer.model), before)  # nothing of that update was applied
 
@@ -86,10 +85,25 @@ def test_modules_weights_features_and_losses_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_gradients_are_named(tmp_path: Path) -> None:
+    """The square root of 0 is finite, its slope is not."""
+
+    def root(outputs: Any, labels: Any) -> Any:
+        return tf.reduce_sum(tf.sqrt(tf.nn.relu(outputs)))
+
+    model = make_model()
+    for layer in model.layers:
+        layer.kernel.assign(tf.zeros_like(layer.kernel))
+    with pytest.raises(ValueError, match=r"inf or NaN in the gradient of \S*dense_\d+/bias") as caught:
+        make_trainer(tmp_path, model, (X, Y), compute_loss_func=root, **WATCHED).train()
+    assert "The last 1 up to it" in str(caught.value)
+
+
+@pytest.mark.slow
 def test_on_two_replicas(tmp_path: Path, mirrored: Any) -> None:
     with mirrored.scope():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4), Logarithm(name="log")])
-    with pytest.raises(ValueError, match=r"inf or NaN in the output of log \(Logarithm\)"):
+    with pytest.raises(ValueError, match=r"inf or NaN in the output of \S*log \(Logarithm\)"):
         make_trainer(tmp_path, model, (X, Y), strategy=mirrored, **WATCHED).train()
 
 

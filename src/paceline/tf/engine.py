@@ -52,7 +52,7 @@ class TFEngine:
         is_retried: an update that runs out of memory is made again in smaller parts, so nothing of it may be applied
             before all its gradients are there.
         xla: compile forward and backward with XLA.
-        watch: looks for inf and NaN in each forward pass; None: nobody does.
+        watch: looks for inf and NaN in each pass; None: nobody does.
     """
 
     def __init__(
@@ -319,6 +319,8 @@ class TFEngine:
         run_model = run_model if self.watch is None else self.watch.through(run_model)
         values, loss, outputs = function(features, labels, num_items, run_model, self._own, self._totals)
         self._traced_loss, self._traced_outputs = loss, outputs
+        if self.watch is not None and not has_loss_scale(self.optimizer):
+            return self.watch.gradients(values, self.trainables)
         return list(values)
 
     def _differentiate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +20,13 @@ HEADER = f"{'abs min':8} {'abs max':8}"
 
 
 class Watch:
-    """Looks at the weights, the features, the outputs of every layer and the loss of each forward pass of an update.
+    """Looks at weights, features, the outputs of every layer, the loss and the gradients in each pass of an update.
 
-    At the first of them that holds inf or NaN the update ends, before its gradients are applied. The layers are those
-    of Keras, or the modules below a `tf.Module`; those in a loop (the cells of an RNN) are left out, what the loop
-    returns is not. They are watched while an update is traced: the model, and what is compiled for evaluations, stay
-    as they are. The extremes are computed on the device and read once for each pass.
+    At the first of them that holds inf or NaN the update ends, before its gradients are applied. Gradients of a scaled
+    loss may overflow, and are let pass. The layers are those of Keras, or the modules below a `tf.Module`; those in a
+    loop (the cells of an RNN) are left out, what the loop returns is not. They are watched while an update is traced:
+    the model, and what is compiled for evaluations, stay as they are. The extremes are computed on the device and read
+    twice for each pass.
 
     Args:
         model: to be watched.
@@ -73,7 +75,7 @@ class Watch:
 
     def _note(self, layer: Any, outputs: Any) -> None:
         if tf.compat.v1.get_default_graph() is getattr(self._seen, "graph", None):
-            self._add(f"the output of {getattr(layer, 'name', '')} ({type(layer).__name__})", outputs)
+            self._add(f"the output of {place_of(layer)} ({type(layer).__name__})", outputs)
 
     def _add(self, name: str, nest: Any, is_input: bool = False) -> None:
         for leaf in leaves(nest):
@@ -86,10 +88,27 @@ class Watch:
             return None
         self._add("the model's outputs", outputs)
         self._add("the loss", tf.convert_to_tensor(loss))
-        one = tf.numpy_function(partial(self._look, self._seen.names), [tf.stack(self._seen.rows)], tf.float32)
         self._seen.graph = None
-        # a factor, so that no gradient is computed before the look
-        return loss * tf.cast(tf.stop_gradient(tf.reshape(one, [])), loss.dtype)
+        return loss * tf.cast(self._one(), loss.dtype)
+
+    def gradients(self, values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients of variables, which are there only when all are finite; the last layer's are looked at first.
+
+        Those of a scaled loss may overflow, and are not to be looked at.
+        """
+        self._seen.names, self._seen.rows = [], []
+        found = [None if value is None else tf.convert_to_tensor(value) for value in values]
+        for value, variable in reversed(list(zip(found, variables, strict=True))):
+            self._add(f"the gradient of {name_of(variable)}", value)
+        one = self._one()
+        return [None if value is None else value * tf.cast(one, value.dtype) for value in found]
+
+    def _one(self) -> Any:
+        """A factor of 1 for what is to wait until the host has looked at all that was noted."""
+        if not self._seen.rows:
+            return tf.constant(1.0)
+        one = tf.numpy_function(partial(self._look, self._seen.names), [tf.stack(self._seen.rows)], tf.float32)
+        return tf.stop_gradient(tf.reshape(one, []))
 
     # ---- in each pass
 
@@ -126,6 +145,14 @@ def layers_of(model: Any) -> list[Any]:
     """A model and all layers of Keras in it, or the modules below a `tf.Module`."""
     flatten = getattr(model, "_flatten_layers", None)
     return [model, *(flatten() if callable(flatten) else getattr(model, "submodules", ()))]
+
+
+def place_of(layer: Any) -> str:
+    """Where in its model a layer is, as the names of its weights say; its own name where they do not."""
+    path = getattr(layer, "path", None)  # of Keras 3
+    folders = [name_of(weight).split("/")[:-1] for weight in getattr(layer, "weights", ())]
+    shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*folders, strict=False))
+    return str(path or "/".join(parts[0] for parts in shared) or getattr(layer, "name", ""))
 
 
 def noting(own: Any, note: Callable[[Any, Any], None]) -> Callable[..., Any]:
