@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from paceline.args.errors import UnsupportedOption
 from paceline.distributed import ulysses
 from paceline.distributed.context_parallel import ContextParallel, Pass, with_target
-from paceline.distributed.parts_check import difference
+from paceline.distributed.parts_check import difference, formats_within
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +196,24 @@ def test_differences_are_those_of_single_tokens(mesh: DeviceMesh, said: str, fou
     assert difference(torch.tensor(torch.nan), torch.tensor(0.0), present) == ""  # a mean over no target
     present[0, 3] = False
     assert difference((whole,), (lost,), present) == said
+
+
+def test_what_was_computed_in_16_bits_may_differ_by_their_rounding(mesh: DeviceMesh) -> None:
+    class Widens(nn.Sequential):
+        """As many language models do with their logits."""
+
+        def forward(self, values: Tensor) -> Tensor:
+            return super().forward(values).float()
+
+    whole, present = torch.ones(2, 5, 3), torch.ones(2, 5, dtype=torch.bool)
+    rounded = whole * (1 + 2**-8)
+    for dtype, said in [(torch.bfloat16, ""), (torch.float32, "outputs")]:
+        model = Widens(nn.Linear(3, 3)).to(dtype)
+        with formats_within(model) as formats:
+            assert model(whole.to(dtype)).dtype == torch.float32
+        assert formats == {dtype}
+        assert difference(whole, rounded, present, formats) == said
+    assert not model[0]._forward_hooks
 
 
 def test_heads_may_share_a_mask_of_tokens_and_are_dealt_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 from paceline.args.errors import UnsupportedOption
 from paceline.core.optional import require
 from paceline.distributed.last_stage import Looking
-from paceline.distributed.parts_check import IGNORED, Sample, difference
+from paceline.distributed.parts_check import IGNORED, Sample, difference, formats_within
 from paceline.distributed.ulysses import attend_by_heads
 
 GATHER = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
@@ -145,13 +145,13 @@ class ContextParallel:
         positions = self._positions(found, None) if positions is None else positions
         self._check(inputs, inputs.get("labels"), positions, (found.shape[0], found.shape[1]))
         sample = Sample.of(inputs, found, self.size)
-        with Looking(self.model, found.device):
+        with Looking(self.model, found.device), formats_within(self.model) as formats:
             in_parts = self.model(**sample.inputs)  # first: what cannot be cut is refused by name
             as_whole = self._run_whole(sample)
-            wrong = difference(as_whole, in_parts, sample.present)
+            wrong = difference(as_whole, in_parts, sample.present, formats)
             if wrong and has_mask and "position_ids" not in inputs and has_place_of_padding(self.model):
                 self.counts_present = True
-                wrong = difference(as_whole, self.model(**sample.inputs), sample.present)
+                wrong = difference(as_whole, self.model(**sample.inputs), sample.present, formats)
         if wrong:
             raise UnsupportedOption(
                 f"{self.said}: {title_of(self.model)} gives other {wrong} for a sequence in "
