@@ -53,12 +53,6 @@ class NotCausal(Takes):
         return nn.functional.scaled_dot_product_attention(x, x, x)
 
 
-def windowed() -> nn.Module:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    return MistralForCausalLM(MistralConfig(**mesh_job.SIZES, **mesh_job.HEADS, sliding_window=4))
-
-
 def stretching() -> nn.Module:
     return mesh_job.llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
 
@@ -83,7 +77,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (NoAttention, {"input_ids": IDS}, "did not call .*scaled_dot_product_attention"),
     (NotCausal, {"input_ids": IDS}, "attention that is not causal needs the attention_mask"),
     (NoAttention, {"input_ids": IDS[0]}, "whose second dimension could be cut"),
-    (windowed, {"input_ids": IDS}, "sliding_window"),
+    (lambda: mesh_job.llama(sliding_window=4), {"input_ids": IDS}, "sliding_window in its configuration, and does not"),
+    (lambda: mesh_job.llama(layer_types=["chunked_attention"] * 2), {}, "layers of the kind chunked_attention"),
     (mesh_job.llama, {"input_ids": IDS, "labels": torch.tensor([1])}, r"labels of shape \(1,\)"),
     (mesh_job.llama, {"input_ids": IDS, "attention_mask": torch.ones(1, 1, 5, 5)}, "attention_mask of 4 dimensions"),
     (mesh_job.llama, {"input_ids": IDS, "past_key_values": object()}, "generating is not supported"),
@@ -123,13 +118,13 @@ def test_a_model_of_transformers_gives_the_same(mesh: DeviceMesh, inputs: dict[s
 def test_the_masks_of_all_parts_are_that_of_the_whole(mesh: DeviceMesh, inputs: dict[str, Tensor]) -> None:
     context = ContextParallel(mesh_job.Reader(), mesh, False)
     positions = inputs.get("position_ids", torch.arange(8)[None])
-    main, masks = torch.zeros(1, 8), []
+    masks = []
     for size in (1, 2, 3):
         context.size, own = size, -(-8 // size)
         parts = []
         for rank in range(size):
             context.now = Pass(8, own, own * rank, own * size)
-            parts.append(context._mask(inputs.get("attention_mask"), positions, main))
+            parts.append(context._mask(inputs.get("attention_mask"), positions, (1, 8)))
         masks.append(torch.cat(parts, 2)[..., :8, :8])
     assert torch.equal(masks[0], masks[1])
     assert torch.equal(masks[0], masks[2])
