@@ -63,7 +63,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         is_default("random", "sequential", "group_by_length"),
         "use 'random', 'sequential' or 'group_by_length'",
     ),
-    "use_cache": (is_off, "set it in the model's config, which is left as it is"),
+    "use_cache": (is_off, "set it in the model's config, which is left as it is; leave it out"),
     "use_liger_kernel": (is_off, NO_COMPILE),
 }
 
