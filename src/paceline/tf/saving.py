@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 VARIABLES = "variables"
 INDEX_FILE = f"{VARIABLES}.index"
 KERAS_FILE = "model.keras"
+SAVED_MODEL_FILE, SAVED_VARIABLES = "saved_model.pb", "variables/variables"
 
 
 class CheckpointError(ValueError):
@@ -67,13 +68,22 @@ def restore_variables(checkpoint: Path, model: Any, optimizer: Any = None) -> No
     """
     if not (checkpoint / INDEX_FILE).is_file():
         raise CheckpointError(f"{checkpoint} holds no {INDEX_FILE}: it is no checkpoint of TensorFlow.")
+    read_variables(trackable(model, optimizer), checkpoint / VARIABLES)
+
+
+def read_variables(target: Any, path: Path) -> None:
+    """Read the variables under `path` into a `tf.train.Checkpoint` of what holds them now.
+
+    Raises:
+        CheckpointError: they are damaged, or those of another model or optimizer.
+    """
     try:
-        status = trackable(model, optimizer).read(str(checkpoint / VARIABLES))
+        status = target.read(str(path))
         status.assert_existing_objects_matched()
         status.expect_partial()
     except (AssertionError, ValueError, TypeError, tf.errors.OpError) as error:
         told = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise CheckpointError(f"{checkpoint} does not fit this model and optimizer: {told[0][:300]}") from error
+        raise CheckpointError(f"{path.parent} does not fit this model and optimizer: {told[0][:300]}") from error
 
 
 # ---- writing
@@ -233,12 +243,15 @@ def save_model(model: Any, folder: Path) -> Path:
 
 
 def load_model(model: Any, folder: Path) -> None:
-    """Read the weights of a checkpoint, or of a `model.keras`, into a model.
+    """Read the weights of a checkpoint, of a `model.keras` or of a SavedModel into a model.
 
     Raises:
         CheckpointError: there is neither, or it is that of another model.
     """
     path = folder / KERAS_FILE
+    if (folder / SAVED_MODEL_FILE).is_file() and not path.is_file():
+        read_variables(tf.train.Checkpoint(root=model), folder / SAVED_VARIABLES)
+        return
     if (folder / INDEX_FILE).is_file() or not path.is_file():
         restore_variables(folder, model)
         return
