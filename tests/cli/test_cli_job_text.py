@@ -9,8 +9,9 @@ import pytest
 from paceline.cli.config import JobConfig
 from paceline.cli.errors import UsageError
 from paceline.cli.job_data import Splits, load_data
-from paceline.cli.job_model import build_model, build_tokenizer
+from paceline.cli.job_model import build_model
 from paceline.cli.job_text import BlockCutter, check_labels, count_rows_per_call, tokenize
+from paceline.cli.job_tokenizer import build_tokenizer
 from paceline.cli.main import main
 
 LINES = [f"line {i} of the text that is read\n" for i in range(60)]

@@ -68,6 +68,8 @@ def find_job(folder: Path) -> Job:
         command, identity, settings = content["command"], content["identity"], content["settings"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    if str(command).endswith("--framework tf"):
+        raise UsageError(f"{folder} holds a run of TensorFlow: replay makes updates of runs of torch again")
     if command not in MODULES or not isinstance(identity, Mapping) or not isinstance(settings, Mapping):
         raise UsageError(f"{path} is damaged: it names no job that can be made again")
     if not isinstance(settings.get("given"), Mapping):
