@@ -66,6 +66,14 @@ def linear():
     return torch.nn.Linear(8, 3)
 
 
+def __getattr__(name):
+    if name == "finished":
+        return net()
+    if name == "module":
+        return linear()
+    raise AttributeError(name)
+
+
 class Stop(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 4 and not os.path.exists(os.path.join(args.output_dir, "checkpoint-4")):
@@ -217,6 +225,8 @@ def test_predictions_of_several_outputs_are_kept_by_their_names(config: Path) ->
         (["--model", "{module}:rows"], "missing a required argument: 'size'"),
         (["--model", "{module}:bare"], "gave a tuple; a Keras model or a callable tf.Module is needed"),
         (["--model", "{module}:linear"], "gave a Linear; a Keras model or a callable tf.Module is needed (for"),
+        (["--model", "{module}:module"], "gave a Linear; a Keras model or a callable tf.Module is needed (for"),
+        (["--framework", "torch", "--model", "{module}:finished"], "a Sequential; an nn.Module is needed; a model of"),
         (["--model", "nowhere.keras"], "model: nowhere.keras is not there: with TensorFlow give a .keras file"),
         (["--model", "{module}.py"], "is no model of Keras: with TensorFlow give a .keras file"),
         (["--model", "{{model_type: gpt2}}"], "model: unknown key 'model_type'"),

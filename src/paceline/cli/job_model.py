@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.cli.config import JobConfig
 from paceline.cli.errors import UsageError, first_line, need, suggest
-from paceline.cli.references import read_reference
+from paceline.cli.references import is_of, read_reference
 
 TASKS = {
     "causal_lm": "AutoModelForCausalLM",
@@ -40,17 +40,12 @@ def build_model(config: JobConfig, tokenizer: Any) -> nn.Module:
     if reference is not None:
         loaded = reference.load()
         is_finished = isinstance(loaded, nn.Module) and not reference.options
-        model = loaded if is_finished else reference.call(tokenizer=tokenizer)
+        model = loaded if is_finished or is_of(loaded, TENSORFLOW) else reference.call(tokenizer=tokenizer)
         if not isinstance(model, nn.Module):
-            hint = "; a model of TensorFlow: give --framework tf" if is_tensorflow(model) else ""
+            hint = "; a model of TensorFlow: give --framework tf" if is_of(model, TENSORFLOW) else ""
             raise UsageError(f"model: {reference.name} gave a {type(model).__name__}; an nn.Module is needed{hint}")
         return model
     return build_transformers_model(config, {"path": section} if isinstance(section, str) else section, tokenizer)
-
-
-def is_tensorflow(model: Any) -> bool:
-    """Whether something is a model of Keras or TensorFlow."""
-    return any(kind.__module__.partition(".")[0] in TENSORFLOW for kind in type(model).__mro__)
 
 
 def build_transformers_model(config: JobConfig, section: Mapping[str, Any], tokenizer: Any) -> nn.Module:

@@ -69,6 +69,7 @@ With TensorFlow (the extra `tf`): --framework tf, or `framework: tf` in the file
 your function, class or object; the options are those of TFTrainingArguments, `trainer` a subclass of TFTrainer; a
 function for data gives arrays as {train: (features, labels), eval: ...}; text is made into numbers by `preprocess` or
 `data_collator`. Everything else is the same.
+
 "paceline train --help WORD" lists the options that have to do with WORD."""
 
 LAUNCH = """\

@@ -12,7 +12,7 @@ from paceline.cli.errors import UsageError, check_keys, first_line
 from paceline.cli.job_data import Splits, load_data, preprocess
 from paceline.cli.job_tokenizer import build_tokenizer
 from paceline.cli.job_trainer import make_trainer
-from paceline.cli.references import read_reference
+from paceline.cli.references import is_of, read_reference
 from paceline.tf.arguments import TFTrainingArguments
 from paceline.tf.batches import KNOWN_LABELS
 from paceline.tf.framework import keras
@@ -119,7 +119,7 @@ def build_model(config: JobConfig, tokenizer: Any) -> Any:
     assert reference is not None
     loaded = reference.load()
     is_finished = hasattr(type(loaded), "trainable_variables") and not reference.options
-    model = loaded if is_finished else reference.call(tokenizer=tokenizer)
+    model = loaded if is_finished or is_of(loaded, ("torch",)) else reference.call(tokenizer=tokenizer)
     try:
         check_model(model)
     except TypeError as error:
