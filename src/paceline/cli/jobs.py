@@ -29,7 +29,10 @@ logger = logging.getLogger(__name__)
 JOB_NAME = "job.json"
 STATE_NAME = "trainer_state.json"
 SAVED_BY_TENSORFLOW = ("model.keras", "saved_model.pb")
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", *SAVED_BY_TENSORFLOW)
+WEIGHT_FILES = (
+    "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors",
+    "tf_model.h5", *SAVED_BY_TENSORFLOW,
+)  # fmt: skip
 REMEDY = "give another --output_dir, or --fresh to start over"
 Say = Callable[[str], None]
 Show = Callable[[Any], str]  # a sample of the training set, for a person to read

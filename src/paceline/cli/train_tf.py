@@ -16,7 +16,7 @@ from paceline.cli.references import is_of, read_reference
 from paceline.tf.arguments import TFTrainingArguments
 from paceline.tf.batches import KNOWN_LABELS
 from paceline.tf.framework import keras
-from paceline.tf.objective import check_model
+from paceline.tf.objective import build_by_itself, check_model
 from paceline.tf.saving import KERAS_FILE
 from paceline.tf.trainer import TFTrainer
 
@@ -46,6 +46,7 @@ def build_trainer(config: JobConfig, args: TFTrainingArguments) -> tuple[TFTrain
     tokenizer = build_tokenizer(config)
     with strategy.scope():
         model = build_model(config, tokenizer) if path is None else load_model(path)
+        build_by_itself(model)
     splits = load_data(config, tokenizer, args.seed)
     check_arrays(splits)
     if config.get("preprocess") is not None:

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 VARIABLES = "variables"
 INDEX_FILE = f"{VARIABLES}.index"
 KERAS_FILE = "model.keras"
+PRETRAINED_FILE = "tf_model.h5"  # of save_pretrained
 SAVED_MODEL_FILE, SAVED_VARIABLES = "saved_model.pb", "variables/variables"
 
 
@@ -243,22 +244,22 @@ def save_model(model: Any, folder: Path) -> Path:
 
 
 def load_model(model: Any, folder: Path) -> None:
-    """Read the weights of a checkpoint, of a `model.keras` or of a SavedModel into a model.
+    """Read the weights of a checkpoint, or of what `save_model` wrote, into a model.
 
     Raises:
         CheckpointError: there is neither, or it is that of another model.
     """
-    path = folder / KERAS_FILE
-    if (folder / SAVED_MODEL_FILE).is_file() and not path.is_file():
+    path = next((folder / name for name in (KERAS_FILE, PRETRAINED_FILE) if (folder / name).is_file()), None)
+    if path is None and (folder / SAVED_MODEL_FILE).is_file():
         read_variables(tf.train.Checkpoint(root=model), folder / SAVED_VARIABLES)
         return
-    if (folder / INDEX_FILE).is_file() or not path.is_file():
+    if path is None or (folder / INDEX_FILE).is_file():
         restore_variables(folder, model)
         return
     try:
         if isinstance(model, keras.Model) or not hasattr(model, "load_weights"):
             model.set_weights(keras.saving.load_model(path, compile=False).get_weights())
-        else:  # of tf_keras, whose files Keras 3 does not read
+        else:  # of tf_keras, whose files Keras 3 does not read; transformers' TF models are too
             model.load_weights(str(path))
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
