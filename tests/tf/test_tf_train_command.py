@@ -30,6 +30,23 @@ def two():
     return keras.Model(inputs, {"digit": keras.layers.Dense(3)(inputs), "other": keras.layers.Dense(2)(inputs)})
 
 
+def reader():
+    inputs = keras.Input((None,), dtype="int32")
+    means = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(20, 8)(inputs))
+    return keras.Model(inputs, keras.layers.Dense(2)(means))
+
+
+def masked():
+    inputs = {name: keras.Input((None,), dtype="int32", name=name) for name in ("input_ids", "attention_mask")}
+    weights = keras.ops.cast(inputs["attention_mask"], "float32")[..., None]
+    means = keras.ops.sum(keras.layers.Embedding(20, 8)(inputs["input_ids"]) * weights, axis=1)
+    return keras.Model(inputs, keras.layers.Dense(2)(means))
+
+
+def spell(rows, tokenizer):
+    return {"ids": tokenizer(rows["text"], padding="max_length", max_length=4, truncation=True)["input_ids"]}
+
+
 def loss(outputs, labels):
     return keras.losses.sparse_categorical_crossentropy(labels, outputs["digit"], from_logits=True)
 
@@ -218,6 +235,43 @@ def test_predictions_of_several_outputs_are_kept_by_their_names(config: Path) ->
     }
 
 
+@pytest.fixture
+def texts(config: Path) -> Path:
+    """A job over a file of texts of different lengths with labels, and a tokenizer of words beside it."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    pytest.importorskip("datasets")
+    words = ["<pad>", "<unknown>", "good", "bad", "very", "film"]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "<unknown>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", unk_token="<unknown>")
+    tokenizer.save_pretrained(str(config.parent / "words"))
+    rows = [{"text": "very " * (i % 3) + ("good film" if i % 2 else "bad"), "label": i % 2} for i in range(48)]
+    (config.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    text = config.read_text(encoding="utf-8").replace("max_steps: 8", "num_train_epochs: 12")
+    text += "data: {train: rows.jsonl, eval_fraction: 0.25}\ntokenizer: words\n"
+    dropped = ("data: train_", "model: {")
+    config.write_text("\n".join(line for line in text.splitlines() if not line.startswith(dropped)), encoding="utf-8")
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["reader", "masked", "preprocessed"])
+def test_text_becomes_what_the_model_takes(texts: Path, model: str) -> None:
+    module = module_of(texts)
+    words = ["--model", f"{module}:{'reader' if model == 'preprocessed' else model}"]
+    if model == "preprocessed":
+        words += ["--preprocess", f"{{factory: '{module}:spell', batched: true}}"]
+    assert main(["train", str(texts), *words]) == 0
+    assert results(texts.parent / "run")["eval_accuracy"] == 1
+    assert (texts.parent / "run" / "tokenizer_config.json").is_file()
+
+
+def test_text_without_labels_needs_a_language_model(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (texts.parent / "rows.jsonl").write_text('{"text": "good film"}\n' * 20, encoding="utf-8")
+    assert main(["train", str(texts), "--model", f"{module_of(texts)}:reader"]) == 2
+    assert "is text without a label, which is cut into blocks for language models" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -231,7 +285,6 @@ def test_predictions_of_several_outputs_are_kept_by_their_names(config: Path) ->
         (["--model", "{module}.py"], "is no model of Keras: with TensorFlow give a .keras file"),
         (["--model", "{{model_type: gpt2}}"], "model: unknown key 'model_type'"),
         (["--data", "{module}:bare"], "two arrays were given, and a pair stands for (train, eval)"),
-        (["--data", "{{train: a.txt, block_size: 8}}"], "data.block_size: text is cut into blocks for models of torch"),
         (["--trainer", "{module}:Trainer"], "is no subclass of paceline.TFTrainer"),
         (["--fsdp", "full_shard"], "fsdp='full_shard' is not supported with TensorFlow"),
         (["--xla=perhaps"], "xla='perhaps'"),
@@ -257,4 +310,4 @@ def test_a_file_that_is_no_model_and_text_that_is_no_number(config: Path, capsys
     assert "broken.keras cannot be loaded" in capsys.readouterr().err
     (folder / "rows.jsonl").write_text('{"text": "good", "label": 1}\n' * 20, encoding="utf-8")
     assert main(["train", str(config), "--data", "{train: rows.jsonl, eval_fraction: 0.2}"]) == 2
-    assert "the train set holds only text: give 'preprocess'" in capsys.readouterr().err
+    assert "the train set holds only text: give 'tokenizer'" in capsys.readouterr().err

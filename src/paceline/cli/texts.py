@@ -67,8 +67,8 @@ evaluate, or predict on the test set.
 
 With TensorFlow (the extra `tf`): --framework tf, or `framework: tf` in the file. Then the model is a .keras file or
 your function, class or object; the options are those of TFTrainingArguments, `trainer` a subclass of TFTrainer; a
-function for data gives arrays as {train: (features, labels), eval: ...}; text is made into numbers by `preprocess` or
-`data_collator`. Everything else is the same.
+function for data gives arrays as {train: (features, labels), eval: ...}; text without labels is cut into blocks for
+language models of transformers only. Everything else is the same.
 
 "paceline train --help WORD" lists the options that have to do with WORD."""
 

@@ -10,19 +10,20 @@ from paceline.args.errors import UnsupportedOption
 from paceline.cli.config import JobConfig
 from paceline.cli.errors import UsageError, check_keys, first_line
 from paceline.cli.job_data import Splits, load_data, preprocess
+from paceline.cli.job_text import LABEL_NAMES, tokenize
 from paceline.cli.job_tokenizer import build_tokenizer
 from paceline.cli.job_trainer import make_trainer
 from paceline.cli.references import is_of, read_reference
 from paceline.tf.arguments import TFTrainingArguments
 from paceline.tf.batches import KNOWN_LABELS
+from paceline.tf.columns import columns_of
 from paceline.tf.framework import keras
-from paceline.tf.objective import build_by_itself, check_model
+from paceline.tf.objective import build_by_itself, check_model, is_functional, shifts
 from paceline.tf.saving import KERAS_FILE
 from paceline.tf.trainer import TFTrainer
 
 KERAS_SUFFIX = ".keras"
 FORMS = f"a {KERAS_SUFFIX} file, a folder that holds {KERAS_FILE}, or package.module:name"
-TEXT_KEYS = ("text_column", "block_size")
 
 # what training raises where the configuration cannot be honoured
 REFUSALS = (UnsupportedOption,)
@@ -36,7 +37,6 @@ def build_trainer(config: JobConfig, args: TFTrainingArguments) -> tuple[TFTrain
     Raises:
         UsageError: the configuration cannot be honoured.
     """
-    check_sections(config)
     path = find_model(config)
     try:
         strategy = args.strategy  # before all else: several workers have to meet before anything is computed
@@ -49,27 +49,14 @@ def build_trainer(config: JobConfig, args: TFTrainingArguments) -> tuple[TFTrain
         build_by_itself(model)
     splits = load_data(config, tokenizer, args.seed)
     check_arrays(splits)
+    columns = columns_in(splits)
     if config.get("preprocess") is not None:
         preprocess(config, splits, tokenizer)
+    tokenize_text(config, splits, model, tokenizer, columns_in(splits) - columns)
     if config.get("data_collator") is None:
         check_text(splits, args.label_names)
     trainer: TFTrainer = make_trainer(config, TFTrainer, model=model, args=args, splits=splits, tokenizer=tokenizer)
     return trainer, splits
-
-
-def check_sections(config: JobConfig) -> None:
-    """Refuse what is done with torch only.
-
-    Raises:
-        UsageError: naming the key.
-    """
-    data = config.get("data")
-    for key in TEXT_KEYS if isinstance(data, Mapping) and "factory" not in data else ():
-        if data.get(key) is not None:
-            raise UsageError(
-                f"data.{key}: text is cut into blocks for models of torch only; with TensorFlow give 'preprocess', a "
-                "function that makes numbers of it"
-            )
 
 
 def find_model(config: JobConfig) -> Path | None:
@@ -146,6 +133,34 @@ def check_arrays(splits: Splits) -> None:
         )
 
 
+def columns_in(splits: Splits) -> set[str]:
+    """The columns of all splits that are tables of `datasets`."""
+    return {column for dataset in splits.given().values() for column in getattr(dataset, "column_names", None) or ()}
+
+
+def tokenize_text(config: JobConfig, splits: Splits, model: Any, tokenizer: Any, made: set[str]) -> None:
+    """Text into token ids, as the model takes them; the tokenizer makes nothing else from now on, when it pads too.
+
+    Args:
+        made: columns that `preprocess` added. A model that does not tell the names of its inputs may take those.
+
+    Raises:
+        UsageError: as `tokenize`.
+    """
+    inputs = columns_of(model, None)
+    first = getattr(tokenizer, "model_input_names", None)
+    is_single = inputs is None and is_functional(model) and not isinstance(model.input, list | tuple)
+    if first and is_single:  # a model of one input has no place for a mask
+        tokenizer.model_input_names = first = first[:1]
+    before = splits.given()
+    makes_blocks = shifts(model) or type(model).__name__.endswith("MaskedLM")
+    tokenize(config, splits, model, tokenizer, made if inputs is None else inputs, makes_blocks)
+    for name, dataset in splits.given().items():
+        if first and is_single and dataset is not before[name]:
+            kept = [column for column in dataset.column_names if column in (*first, *LABEL_NAMES)]
+            setattr(splits, name, dataset.select_columns(kept))
+
+
 def check_text(splits: Splits, label_names: Sequence[str] | None) -> None:
     """Refuse a data set with nothing to compute with: columns of text are left out of batches.
 
@@ -159,6 +174,6 @@ def check_text(splits: Splits, label_names: Sequence[str] | None) -> None:
         found = [getattr(kind, "dtype", None) for column, kind in kinds.items() if column not in labels]
         if found and all(kind in ("string", "large_string") for kind in found):
             raise UsageError(
-                f"data: the {name} set holds only text: give 'preprocess', a function that makes numbers of it, or a "
-                "'data_collator' that does"
+                f"data: the {name} set holds only text: give 'tokenizer', or a function that makes numbers of it as "
+                "'preprocess' or 'data_collator'"
             )

@@ -13,6 +13,7 @@ from paceline.cli.job_trainer import make_trainer
 from paceline.data.collators import DefaultDataCollator
 from paceline.distributed.random import set_seed
 from paceline.model.outputs import ModelOutputError
+from paceline.model.signature import innermost, read_signature
 from paceline.trainer import Trainer
 
 # what training raises where the configuration cannot be honoured
@@ -31,7 +32,7 @@ def build_trainer(config: JobConfig, args: TrainingArguments) -> tuple[Trainer, 
     splits = load_data(config, tokenizer, args.seed)
     if config.get("preprocess") is not None:
         preprocess(config, splits, tokenizer)
-    is_blocks = tokenize(config, splits, model, tokenizer)
+    is_blocks = tokenize(config, splits, innermost(model), tokenizer, read_signature(model).names)
     # blocks have nothing to pad, so no padding token is needed
     collator = DefaultDataCollator() if is_blocks else None
     trainer: Trainer = make_trainer(
