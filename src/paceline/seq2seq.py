@@ -18,6 +18,7 @@ from paceline.core.outputs import PredictionOutput, TrainOutput
 from paceline.core.streaming import StreamingMetric
 from paceline.data.batches import batch_size_of
 from paceline.data.sampling import make_train_sampler
+from paceline.distributed.precision import narrow
 from paceline.evaluation import labels_in
 from paceline.model import generation
 from paceline.trainer import Trainer
@@ -268,7 +269,8 @@ class Seq2SeqTrainer(Trainer):
         """The token ids that the model generates for a batch on the device."""
         given = generation.select_inputs(inputs, self.label_names or self.objective.label_names)
         if self.args.fp16_full_eval or self.args.bf16_full_eval:
-            given = generation.cast_inputs(given, torch.float16 if self.args.fp16_full_eval else torch.bfloat16)
+            # `generate` calls a model's encoder without its `forward`, where inputs are cast else
+            given = narrow(given, torch.float16 if self.args.fp16_full_eval else torch.bfloat16, kept=())
         if self.strategy.in_step:
             settings = generation.go_on_together(self.model, settings)
         call = partial(generation.call_generate, self.model, given, settings)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from paceline.args.errors import UnsupportedOption
 from paceline.distributed import ulysses
 from paceline.distributed.context_parallel import ContextParallel, Pass, with_target
-from paceline.distributed.parts_check import difference
+from paceline.distributed.parts_check import difference, formats_within
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +53,6 @@ class NotCausal(Takes):
         return nn.functional.scaled_dot_product_attention(x, x, x)
 
 
-def windowed() -> nn.Module:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    return MistralForCausalLM(MistralConfig(**mesh_job.SIZES, **mesh_job.HEADS, sliding_window=4))
-
-
 def stretching() -> nn.Module:
     return mesh_job.llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
 
@@ -83,10 +77,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (NoAttention, {"input_ids": IDS}, "did not call .*scaled_dot_product_attention"),
     (NotCausal, {"input_ids": IDS}, "attention that is not causal needs the attention_mask"),
     (NoAttention, {"input_ids": IDS[0]}, "whose second dimension could be cut"),
-    (windowed, {"input_ids": IDS}, "sliding_window"),
+    (lambda: mesh_job.llama(sliding_window=4), {"input_ids": IDS}, "sliding_window in its configuration, and does not"),
+    (lambda: mesh_job.llama(layer_types=["chunked_attention"] * 2), {}, "layers of the kind chunked_attention"),
     (mesh_job.llama, {"input_ids": IDS, "labels": torch.tensor([1])}, r"labels of shape \(1,\)"),
     (mesh_job.llama, {"input_ids": IDS, "attention_mask": torch.ones(1, 1, 5, 5)}, "attention_mask of 4 dimensions"),
-    (mesh_job.llama, {"input_ids": IDS, "past_key_values": object()}, "generating is not supported"),
+    (mesh_job.llama, {"input_ids": IDS, "past_key_values": object()}, "a pass that goes on from past_key_values"),
 ]
 
 
@@ -123,13 +118,13 @@ def test_a_model_of_transformers_gives_the_same(mesh: DeviceMesh, inputs: dict[s
 def test_the_masks_of_all_parts_are_that_of_the_whole(mesh: DeviceMesh, inputs: dict[str, Tensor]) -> None:
     context = ContextParallel(mesh_job.Reader(), mesh, False)
     positions = inputs.get("position_ids", torch.arange(8)[None])
-    main, masks = torch.zeros(1, 8), []
+    masks = []
     for size in (1, 2, 3):
         context.size, own = size, -(-8 // size)
         parts = []
         for rank in range(size):
             context.now = Pass(8, own, own * rank, own * size)
-            parts.append(context._mask(inputs.get("attention_mask"), positions, main))
+            parts.append(context._mask(inputs.get("attention_mask"), positions, (1, 8)))
         masks.append(torch.cat(parts, 2)[..., :8, :8])
     assert torch.equal(masks[0], masks[1])
     assert torch.equal(masks[0], masks[2])
@@ -196,6 +191,24 @@ def test_differences_are_those_of_single_tokens(mesh: DeviceMesh, said: str, fou
     assert difference(torch.tensor(torch.nan), torch.tensor(0.0), present) == ""  # a mean over no target
     present[0, 3] = False
     assert difference((whole,), (lost,), present) == said
+
+
+def test_what_was_computed_in_16_bits_may_differ_by_their_rounding(mesh: DeviceMesh) -> None:
+    class Widens(nn.Sequential):
+        """As many language models do with their logits."""
+
+        def forward(self, values: Tensor) -> Tensor:
+            return super().forward(values).float()
+
+    whole, present = torch.ones(2, 5, 3), torch.ones(2, 5, dtype=torch.bool)
+    rounded = whole * (1 + 2**-8)
+    for dtype, said in [(torch.bfloat16, ""), (torch.float32, "outputs")]:
+        model = Widens(nn.Linear(3, 3)).to(dtype)
+        with formats_within(model) as formats:
+            assert model(whole.to(dtype)).dtype == torch.float32
+        assert formats == {dtype}
+        assert difference(whole, rounded, present, formats) == said
+    assert not model[0]._forward_hooks
 
 
 def test_heads_may_share_a_mask_of_tokens_and_are_dealt_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:

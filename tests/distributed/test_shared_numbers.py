@@ -2,7 +2,7 @@
 
 One start of real processes (gloo) goes through all scenarios of `tests/support/shared_job.py`; each is compared with
 the same global batch on one process. With PACELINE_WRITE_DOCS=1 the slow test writes its tables of docs/invariance.md;
-`test_mesh.py` writes those of models with attention.
+`test_mesh.py` writes those of models with attention, and `test_xla.py` those of XLA devices.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import processes
 import pytest
 import shared_job
 import torch
+import xla_job
 from invariance import Matrix, check_complete, check_same
 
+from paceline.args.errors import UnsupportedOption
 from paceline.args.sharding import read_sharding
 
 Found = dict[str, Any]
@@ -65,11 +67,14 @@ def test_every_engine_and_the_tables_of_the_docs(tmp_path: Path) -> None:
 
 def test_the_page_has_every_scenario_and_engine() -> None:
     Matrix(HEADING, COLUMNS).check_page(shared_job.SCENARIOS)
+    Matrix(xla_job.HEADING, xla_job.COLUMNS.values()).check_page(xla_job.SCENARIOS)
 
 
 def test_what_is_wrong_with_a_sharding_is_said() -> None:
     with pytest.raises(ValueError, match="'half_shard' is unknown"):
         read_sharding("half_shard", None)
+    with pytest.raises(UnsupportedOption, match="fsdp='no_shard' is not supported: set parallel='ddp'"):
+        read_sharding("no_shard", None)
     with pytest.raises(ValueError, match="no setting 'wrap'"):
         read_sharding(True, {"wrap": 1})
     with pytest.raises(ValueError, match="keep one"):

@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import processes
 import pytest
 import shared_job
 import torch
 import xla_job
+from invariance import Matrix, check_complete, check_same
 
 if importlib.util.find_spec("torch_xla") is None:
     pytest.skip("needs torch_xla", allow_module_level=True)
@@ -61,23 +61,21 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**found, "steady": xla_job.steady(folder / "steady")}
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "checkpointed"])
-def test_numbers_are_those_of_a_cpu(on_devices: Found, on_cpu: dict[str, Any], layout: str) -> None:
-    names = [name for name in on_cpu if name in on_devices[layout]]
-    assert "plain" in names
-    for name in names:
-        found, expected = on_devices[layout][name], on_cpu[name]
-        for value in ("learning_rate", "global_step", "epoch", "tokens", "scheduler_steps", "count"):
-            assert found.get(value) == expected.get(value), f"{name}: {value}"
-        if expected["gradient"] is not None:
-            torch.testing.assert_close(found["gradient"], expected["gradient"], rtol=1e-5, atol=1e-7)
-        difference = (found["weights"].double() - expected["weights"].double()).norm()
-        assert difference <= 1e-6 * expected["weights"].norm(), name
-        for value in ("loss", "grad_norm", "eval_loss", "test_loss"):
-            assert found[value] == pytest.approx(expected[value], rel=1e-5, nan_ok=True), f"{name}: {value}"
-        for value in ("predictions", "labels"):
-            if value in expected:
-                np.testing.assert_allclose(found[value], expected[value], rtol=1e-4, atol=1e-5)
+def test_numbers_are_those_of_a_cpu(on_devices: Found, on_cpu: dict[str, Any]) -> None:
+    matrix = Matrix(xla_job.HEADING, xla_job.COLUMNS.values())
+    for name, layouts in xla_job.SCENARIOS.items():
+        columns = [[on_devices[each][name]] if each in layouts else [] for each in xla_job.COLUMNS]
+        matrix.add(name, columns, on_cpu[name])
+    check_complete(on_cpu["twenty_updates"])
+    if os.environ.get("PACELINE_WRITE_DOCS"):
+        matrix.write()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_updates_of_one_shape_have_the_numbers_of_a_cpu(
+    on_devices: Found, on_cpu: dict[str, Any], layout: str
+) -> None:
+    check_same([on_devices[layout]["steady"]], on_cpu["steady"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

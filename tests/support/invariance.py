@@ -89,9 +89,15 @@ class Matrix:
         self.greatest: dict[str, dict[str, float]] = {title: dict.fromkeys(LIMITS, 0.0) for title in self.titles}
 
     def add(self, scenario: str, columns: list[list[Result]], one: Result) -> None:
-        """Check what the processes of each column found in a scenario, and keep how far it is from that of one."""
+        """Check what the processes of each column found in a scenario, and keep how far it is from that of one.
+
+        A column of no process has not run it.
+        """
         cells = []
         for title, several in zip(self.titles, columns, strict=True):
+            if not several:
+                cells.append("")
+                continue
             check_same(several, one)
             cells.append(power(max(differences(found, one)["weights"] for found in several)))
             for name, difference in (item for found in several for item in differences(found, one).items()):
@@ -121,7 +127,7 @@ class Matrix:
         assert (weights[0], everything[0]) == (expected[0][0], expected[1][0])
         assert [row[0] for row in cells(weights)] == [name.replace("_", " ") for name in scenarios]
         assert [row[0] for row in cells(everything)] == self.titles
-        assert all(float(cell) <= LIMITS["weights"] for row in cells(weights) for cell in row[1:])
+        assert all(float(cell) <= LIMITS["weights"] for row in cells(weights) for cell in row[1:] if cell)
         for row in cells(everything):
             assert all(float(cell) <= limit for cell, limit in zip(row[1:], LIMITS.values(), strict=True))
 

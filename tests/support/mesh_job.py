@@ -42,6 +42,23 @@ def qwen(**options: Any) -> torch.nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS, **options))
 
 
+def mistral() -> torch.nn.Module:
+    """Each token attends to the last four."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**SIZES, **HEADS, sliding_window=4))
+
+
+def gemma() -> torch.nn.Module:
+    """Each token attends to the last three in the first layer, and to all in the second."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    layers = ["sliding_attention", "full_attention"]
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **HEADS, sliding_window=3, layer_types=layers))
+
+
 class Reader(nn.Module):
     """A causal language model of plain modules: targets come shifted, positions come from outside."""
 
@@ -176,8 +193,11 @@ DATA: dict[str, Any] = {
     "targets at the end": with_prompts,
     "full": of_one_length,
     "packed": packed,
+    "windows": packed,
+    "windows of some layers": padded_on_the_left,
 }
-IN_PARTS = {"opt": opt, "full": llama, "packed": llama}  # of sequences, only
+# of sequences, only
+IN_PARTS = {"opt": opt, "full": llama, "packed": llama, "windows": mistral, "windows of some layers": gemma}
 REFUSED = {"convolved": Convolved, "sum of losses": SumOfLosses}
 FEW = ("tied llama", "own module", "targets at the end")  # on every mesh
 LONG = ("tied llama",)  # enough updates to tell whether weights stay the same

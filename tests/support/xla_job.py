@@ -39,9 +39,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-# of shared_job's; the others differ in how data is read, which is no matter of devices
-SCENARIOS = ("plain", "accumulated", "scaled_by_the_model", "mean_over_samples", "without_targets", "predictions")
-ONLY_SINGLE = ("mean_over_samples", "without_targets")  # compiling takes most of the time
+# of shared_job's, and the layouts they run on, not each on all, for compiling takes most of the time; the
+# others differ in how data is read, which is no matter of devices
+SCENARIOS: dict[str, tuple[str, ...]] = {
+    "plain": tuple(LAYOUTS),
+    "accumulated": ("single", "data", "fsdp"),
+    "scaled_by_the_model": ("single", "data", "fsdp"),
+    "mean_over_samples": ("single",),
+    "without_targets": ("single",),
+    "predictions": ("single", "data", "fsdp"),
+    "twenty_updates": tuple(LAYOUTS),
+}
+# of the page of the docs: what a layout is called there, and its devices
+HEADING = "XLA devices"
+COLUMNS = {"single": ("xla", 1), "data": ("xla", 2), "fsdp": ("xla fsdp", 2), "checkpointed": ("xla fsdp+recompute", 2)}
 
 
 class CountCompilations(TrainerCallback):
@@ -126,9 +137,7 @@ def main() -> None:
         shared_job.in_force.clear()
         shared_job.in_force.update(use_cpu=False, **LAYOUTS[layout])
         folder = file.parent / layout
-        names = [name for name in SCENARIOS if layout == "single" or name not in ONLY_SINGLE]
-        if layout == "checkpointed":
-            names = ["plain"]
+        names = [name for name, layouts_of in SCENARIOS.items() if layout in layouts_of]
         results[layout] = {name: shared_job.SCENARIOS[name](folder / name, 1) for name in names}
         if layout != "checkpointed":
             results[layout] |= {name: run(folder / name) for name, run in OWN.items()}

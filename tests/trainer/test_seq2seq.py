@@ -669,13 +669,6 @@ def test_other_precisions_and_checkpointing(tmp_path: Path, option: str) -> None
     assert trainer.predict(task(4)).predictions.shape == (4, 20)
 
 
-def test_floating_point_inputs_meet_the_weights_type() -> None:
-    batch = {"features": torch.ones(2, 3), "ids": torch.ones(2, dtype=torch.int64), "name": "a"}
-    cast = generation.cast_inputs(batch, torch.bfloat16)
-    assert cast["features"].dtype == torch.bfloat16
-    assert cast["ids"] is batch["ids"]
-
-
 def speech(num_samples: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(2)
     return [

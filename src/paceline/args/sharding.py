@@ -13,6 +13,7 @@ from paceline.args.shard_precision import NAME as PRECISION
 from paceline.args.shard_precision import ShardPrecision, check_policy_fits, read_policy
 
 WORDS = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
+WITHOUT_SHARDS = "is not supported: set parallel='ddp', and leave fsdp out."
 # settings of FSDP 1, or of accelerate's plugin, that fully_shard cannot be told -> what happens anyway, and the remedy
 GONE: dict[str, tuple[str, str]] = {
     "activation_checkpointing": ("false", "set activation_checkpointing=True beside fsdp"),
@@ -107,6 +108,8 @@ def read_sharding(fsdp: Any, config: Any) -> Sharding:
         UnsupportedOption: a setting that fully_shard has no counterpart of.
     """
     words = [] if fsdp is True or not is_asked(fsdp) else [str(word).lower() for word in split_words(fsdp)]
+    if "no_shard" in words:
+        raise UnsupportedOption(f"fsdp={fsdp!r} {WITHOUT_SHARDS}")
     unknown = [word for word in words if word not in (*WORDS, "true")]
     if unknown:
         raise ValueError(f"fsdp={fsdp!r}: {unknown[0]!r} is unknown; use True, or words of {', '.join(WORDS)}.")
@@ -163,7 +166,7 @@ def read_strategy(settings: Mapping[str, Any], words: Sequence[str]) -> tuple[bo
         if value is None or value == "":
             continue
         if text in ("NO_SHARD", "3") and name == "sharding_strategy":
-            raise UnsupportedOption(f"{shown} is not supported: set parallel='ddp', and leave fsdp out.")
+            raise UnsupportedOption(f"{shown} {WITHOUT_SHARDS}")
         if text in STRATEGIES and (name == "sharding_strategy" or not text.isdigit()):
             said[shown], is_one = STRATEGIES[text]
             hybrid += [] if is_one else [shown]

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -28,12 +29,14 @@ from torch.utils._pytree import tree_map
 from paceline.args.errors import UnsupportedOption
 from paceline.core.optional import require
 from paceline.distributed.last_stage import Looking
-from paceline.distributed.parts_check import IGNORED, Sample, difference
+from paceline.distributed.parts_check import IGNORED, Sample, difference, formats_within
+from paceline.distributed.sequence_masks import has_windows, is_plain, mask_of, with_itself, within
 from paceline.distributed.ulysses import attend_by_heads
 
 GATHER = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
 NAME = "paceline_context"  # of the attention that models of transformers are given
 INPUTS = ("input_ids", "inputs_embeds")
+KINDS = {"full_attention", "sliding_attention"}  # of layers
 
 
 @dataclass
@@ -50,6 +53,7 @@ class Pass:
         has_gradient: it is a pass of training.
         num_attended: how often attention was asked for.
         mask: what all tokens attend to, where they attend by heads and to other than those before them.
+        windows: masks of layers that attend to the last tokens only, by their number.
     """
 
     length: int
@@ -61,6 +65,7 @@ class Pass:
     has_gradient: bool = False
     num_attended: int = 0
     mask: Tensor | None = field(default=None, repr=False)
+    windows: dict[int, Tensor] = field(default_factory=dict, repr=False)
     mode: Any = field(default=None, repr=False)
 
 
@@ -145,13 +150,13 @@ class ContextParallel:
         positions = self._positions(found, None) if positions is None else positions
         self._check(inputs, inputs.get("labels"), positions, (found.shape[0], found.shape[1]))
         sample = Sample.of(inputs, found, self.size)
-        with Looking(self.model, found.device):
+        with Looking(self.model, found.device), formats_within(self.model) as formats:
             in_parts = self.model(**sample.inputs)  # first: what cannot be cut is refused by name
             as_whole = self._run_whole(sample)
-            wrong = difference(as_whole, in_parts, sample.present)
+            wrong = difference(as_whole, in_parts, sample.present, formats)
             if wrong and has_mask and "position_ids" not in inputs and has_place_of_padding(self.model):
                 self.counts_present = True
-                wrong = difference(as_whole, self.model(**sample.inputs), sample.present)
+                wrong = difference(as_whole, self.model(**sample.inputs), sample.present, formats)
         if wrong:
             raise UnsupportedOption(
                 f"{self.said}: {title_of(self.model)} gives other {wrong} for a sequence in "
@@ -168,11 +173,17 @@ class ContextParallel:
             inputs["use_cache"] = False
         if not self.is_of_transformers:
             self._fill_in(inputs, sample)
+        with self.uncut():
+            return self.model(**inputs)
+
+    @contextmanager
+    def uncut(self) -> Iterator[None]:
+        """While this is entered, the model takes whole sequences, as without this: of use to generate."""
         self.is_whole = True
         try:
             if self._usual_attention == "eager":
                 self.model.set_attn_implementation("eager")  # type: ignore[operator]
-            return self.model(**inputs)
+            yield
         finally:
             self.is_whole = False
             if self._usual_attention == "eager":
@@ -186,7 +197,7 @@ class ContextParallel:
             self.now = Pass(length, length, 0, length)
             told = inputs.get("position_ids")
             told = positions if told is None else told
-            inputs["attention_mask"] = self._mask(inputs.get("attention_mask"), told, sample.main)
+            inputs["attention_mask"] = self._mask(inputs.get("attention_mask"), told, (number, length))
         own: dict[str, Any] = {"position_ids": positions}
         if isinstance(inputs.get("labels"), Tensor):
             own["shift_labels"] = shifted(inputs["labels"])
@@ -217,7 +228,7 @@ class ContextParallel:
         if isinstance(labels, Tensor):
             inputs.setdefault("shift_labels", shifted(labels))
             now.is_scaled = inputs.get("num_items_in_batch") is not None
-        mask = self._told_mask(inputs.get("attention_mask"), positions, main)
+        mask = self._told_mask(inputs.get("attention_mask"), positions, (number, length))
         targets = inputs.get("shift_labels")
         inputs = {name: self._part(name, value, length) for name, value in inputs.items()}
         inputs["position_ids"] = self._cut(positions, 1, 0)
@@ -253,7 +264,10 @@ class ContextParallel:
                 "leave it out."
             )
         if inputs.get("past_key_values") is not None:
-            raise UnsupportedOption(f"{self.said}: generating is not supported; set predict_with_generate=False.")
+            raise UnsupportedOption(
+                f"{self.said}: a pass that goes on from past_key_values is not supported; leave it out, or generate by "
+                "predict_with_generate=True, which cuts no sequence."
+            )
 
     def _part(self, name: str, value: Any, length: int) -> Any:
         """An input's part, where it has an entry for each token."""
@@ -269,41 +283,26 @@ class ContextParallel:
             tensor = torch.cat([tensor, tensor.new_full(shape, filler)], dimension)
         return tensor.narrow(dimension, self.now.offset, self.now.own).contiguous()
 
-    def _told_mask(self, given: Any, positions: Tensor, main: Tensor) -> Tensor:
+    def _told_mask(self, given: Any, positions: Tensor, shape: tuple[int, int]) -> Tensor:
         """What the model is called with: (batch, 1, own, all)."""
+        now = self.now
         if not (self.by_heads and self.is_of_transformers):
-            return self._mask(given, positions, main)
+            return self._mask(given, positions, shape)
         # of the right shape only: the attention has another one, or none, with which torch has its fastest kernels.
         # Looking at it waits for the device, once for each pass
         if not is_plain(given, positions):
-            self.now.mask = self._mask(given, positions, main, of_all=True)
-        return main.new_ones((), dtype=torch.bool).expand(main.shape[0], 1, self.now.own, self.now.total)
+            now.mask = mask_of(given, positions, now.total, (0, now.total), self.said)
+        return positions.new_ones((), dtype=torch.bool).expand(shape[0], 1, now.own, now.total)
 
-    def _mask(self, given: Any, positions: Tensor, main: Tensor, of_all: bool = False) -> Tensor:
-        """What the tokens here (or all of them) attend to, of all: (batch, 1, own, all), True where they do."""
-        total = self.now.total
-        keys = torch.arange(total, device=main.device)
-        rows = (0, total) if of_all else (self.now.offset, self.now.own)
-        queries = keys.narrow(0, *rows)
-        allowed = (keys[None, :] <= queries[:, None])[None, None]
-        if isinstance(given, Tensor):
-            if given.dim() != 2:
-                raise UnsupportedOption(
-                    f"{self.said} with an attention_mask of {given.dim()} dimensions is not "
-                    "supported: give one number for each token."
-                )
-            present = nn.functional.pad(given.bool(), (0, total - given.shape[1]), value=False)
-            allowed = allowed & present[:, None, None, :]
-        elif positions.shape[1] > 1:  # several texts in one row, told apart by positions that begin anew
-            texts = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
-            texts = nn.functional.pad(texts, (0, total - texts.shape[1]), value=-1)
-            here = texts.narrow(1, *rows)
-            allowed = allowed & (here[:, None, :, None] == texts[:, None, None, :])
+    def _mask(self, given: Any, positions: Tensor, shape: tuple[int, int]) -> Tensor:
+        """What the tokens here attend to, of all: (batch, 1, own, all), True where they do."""
+        rows = (self.now.offset, self.now.own)
+        mask = mask_of(given, positions, self.now.total, rows, self.said)
         if not self.is_of_transformers:
-            # a token that has nothing to attend to is padding on the left: it attends to itself, its output is not
-            # used. Models of transformers make the first token's loss of it, so there it has nothing, as without this
-            allowed = allowed | ((keys[None, :] == queries[:, None]) & ~allowed.any(-1, keepdim=True))
-        return allowed.expand(main.shape[0], -1, -1, -1)
+            # padding on the left attends to itself, its output is not used. Models of transformers make the first
+            # token's loss of it, so there it has nothing, as without this
+            mask = with_itself(mask, rows)
+        return mask.expand(shape[0], -1, -1, -1)
 
     def _after(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         """The loss of the whole sequences; the outputs too, where somebody looks at them."""
@@ -315,6 +314,11 @@ class ContextParallel:
                 f"{self.said}: {title_of(self.model)} did not call "
                 "torch.nn.functional.scaled_dot_product_attention, so its tokens would see their own part of a "
                 "sequence only; leave it out."
+            )
+        if not now.windows and has_windows(getattr(self.model, "config", None)):
+            raise UnsupportedOption(
+                f"{self.said}: {title_of(self.model)} has a sliding_window in its configuration, and does not hand it "
+                "to its attention; leave it out."
             )
         makes_loss = now.targets is not None
         if isinstance(outputs, MutableMapping):
@@ -387,7 +391,7 @@ class ContextParallel:
         options: Mapping[str, Any],
     ) -> Any:
         """In the place of transformers' own, which is `attention`; the mask has come through the model."""
-        refused = [n for n in ("sliding_window", "softcap", "s_aux", "position_bias") if options.get(n) is not None]
+        refused = [n for n in ("softcap", "s_aux", "position_bias") if options.get(n) is not None]
         if refused or attention_mask is None or attention_mask.shape[-1] != self.now.total:
             what = refused[0] if refused else "masks of its own"
             raise UnsupportedOption(
@@ -396,15 +400,28 @@ class ContextParallel:
             )
 
         self.now.num_attended += 1
+        mask = self.now.mask if self.by_heads else attention_mask
+        if options.get("sliding_window") is not None:
+            mask = self._within(mask, int(options["sliding_window"]), query.device)
         if self.by_heads:
             drawn = {"dropout_p": options.get("dropout", 0.0), "scale": options.get("scaling")}
-            seen = attend_by_heads(query, key, value, self.now.mask, self.size, self.group, **drawn)
+            seen = attend_by_heads(query, key, value, mask, self.size, self.group, **drawn)
             return seen.transpose(1, 2).contiguous(), None
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
             return attention(module, query, key, value, mask, **{**options, "is_causal": False})
 
-        return self.attend(attend, query, key, value, attention_mask)
+        return self.attend(attend, query, key, value, mask)
+
+    def _within(self, mask: Tensor | None, window: int, device: torch.device) -> Tensor:
+        """The mask for a layer of which each token attends to the last ones only; made once for each pass."""
+        now = self.now
+        if window not in now.windows:
+            rows = (0, now.total) if self.by_heads else (now.offset, now.own)
+            if mask is None:
+                mask = torch.ones(now.total, now.total, dtype=torch.bool, device=device).tril()
+            now.windows[window] = within(mask, rows, window)
+        return now.windows[window]
 
 
 def attend_for_transformers(
@@ -422,13 +439,6 @@ def attend_for_transformers(
 def title_of(model: nn.Module) -> str:
     """The name of a model's class, before it was sharded."""
     return next(each.__name__ for each in type(model).__mro__ if not issubclass(each, FSDPModule))
-
-
-def is_plain(mask: Any, positions: Tensor) -> bool:
-    """Whether each token attends to all before it: nothing is padded, and there is one text in each row."""
-    if isinstance(mask, Tensor):
-        return mask.dim() == 2 and bool(mask.all())
-    return bool((positions.diff(dim=1) == 1).all())
 
 
 def has_place_of_padding(model: nn.Module) -> bool:
@@ -523,8 +533,8 @@ def check_model(model: nn.Module, names: tuple[str, ...], said: str) -> None:
             "forward take shift_labels (the target of each token, -100 for none), and make its loss of these."
         )
     kinds = set(getattr(getattr(model, "config", None), "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        others = ", ".join(sorted(kinds - {"full_attention"}))
+    if kinds - KINDS:
+        others = ", ".join(sorted(kinds - KINDS))
         raise UnsupportedOption(f"{said} has layers of the kind {others}, which are not supported; leave it out.")
     # these look at the last position of a pass, which is another in each part; no short sample tells
     rotations = sorted(rope for rope in rope_types(model) if "dynamic" in rope or rope == "longrope")

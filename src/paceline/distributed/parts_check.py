@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_leaves
 
 IGNORED = -100
@@ -65,20 +66,40 @@ class Sample:
         return cls(chosen, cut(main), present)
 
 
-def difference(expected: Any, found: Any, present: Tensor) -> str:
+@contextmanager
+def formats_within(model: nn.Module) -> Iterator[set[torch.dtype]]:
+    """The formats of floating point that the modules of a model return while this is entered.
+
+    What the model itself returns may have been widened since.
+    """
+    seen: set[torch.dtype] = set()
+
+    def note(module: nn.Module, args: Any, outputs: Any) -> None:
+        seen.update(tensor.dtype for tensor in values_of(outputs))
+
+    hooks = [module.register_forward_hook(note) for module in model.modules() if module is not model]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def difference(expected: Any, found: Any, present: Tensor, formats: Collection[torch.dtype] = ()) -> str:
     """What differs between the outputs of the whole and those of the parts, on any process: "" for nothing.
 
-    Compared are losses and all outputs that have an entry for each token; those of padding are left out.
+    Compared are losses and all outputs that have an entry for each token; those of padding are left out. `formats` are
+    those in which the outputs were computed, beside their own.
     """
     wrong = ""
     left, right = values_of(expected), values_of(found)
     if len(left) != len(right):
         wrong = "outputs"
     for one, other in zip(left, right, strict=False):
-        if one.dim() == 0 and not is_close(one[None, None], other.reshape(1, 1)):
+        if one.dim() == 0 and not is_close(one[None, None], other.reshape(1, 1), formats):
             wrong = wrong or "losses"
         if one.dim() > 1 and one.shape[:2] == present.shape:
-            here = one.shape == other.shape and is_close(one[present], other[present])
+            here = one.shape == other.shape and is_close(one[present], other[present], formats)
             wrong = wrong if here else "outputs"
     flag = torch.tensor(float(bool(wrong)), device=present.device)
     distributed.all_reduce(flag, distributed.ReduceOp.MAX)
@@ -91,7 +112,7 @@ def values_of(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def is_close(expected: Tensor, found: Tensor) -> bool:
+def is_close(expected: Tensor, found: Tensor, formats: Collection[torch.dtype]) -> bool:
     """Whether (entries, ...) are the same, entry by entry, but for rounding. Entries without a number are left out."""
     left, right = expected.flatten(1).float(), found.flatten(1).float()
     known = left.isfinite().all(1)
@@ -99,15 +120,15 @@ def is_close(expected: Tensor, found: Tensor) -> bool:
         return True  # a mean over no target
     size = left[known].norm(dim=1).mean()
     worst = (left - right)[known].norm(dim=1).nan_to_num(nan=torch.inf).max()
-    return bool(worst <= tolerance_of(expected) * size + 1e-9)
+    return bool(worst <= tolerance_of(expected, formats) * size + 1e-9)
 
 
-def tolerance_of(tensor: Tensor) -> float:
+def tolerance_of(tensor: Tensor, formats: Collection[torch.dtype]) -> float:
     """How far rounding may bring one token's values apart, relative to their size."""
-    kind, dtype = tensor.device.type, tensor.dtype
+    kind, used = tensor.device.type, {tensor.dtype, *formats}
     if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    if dtype.itemsize < 4:
+        used.add(torch.get_autocast_dtype(kind))
+    if min(dtype.itemsize for dtype in used) < 4:
         return TOLERANCE_16_BIT
     is_rounded = kind == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return TOLERANCE_TF32 if is_rounded else TOLERANCE

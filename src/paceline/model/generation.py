@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from paceline.args.errors import UnsupportedOption, did_you_mean, wrong_value
@@ -302,12 +301,6 @@ def select_inputs(inputs: Mapping[str, Any], label_names: Iterable[str]) -> dict
     if decoder_ids is not None and decoder_ids.shape in shapes:
         names |= {"decoder_input_ids", "decoder_attention_mask"}
     return {name: value for name, value in inputs.items() if name not in names}
-
-
-def cast_inputs(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Floating-point inputs in the type of the weights: `generate` calls a model's encoder without its `forward`."""
-    is_cast = {name: isinstance(value, Tensor) and value.is_floating_point() for name, value in inputs.items()}
-    return {name: value.to(dtype) if is_cast[name] else value for name, value in inputs.items()}
 
 
 def read_rows(generated: Any, num_samples: int) -> Any:

@@ -1,0 +1,68 @@
+"""What the tokens of sequences in parts attend to: masks of truth values, True where they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.args.errors import UnsupportedOption
+
+
+def is_plain(mask: Any, positions: Tensor) -> bool:
+    """Whether each token attends to all before it: nothing is padded, and there is one text in each row."""
+    if isinstance(mask, Tensor):
+        return mask.dim() == 2 and bool(mask.all())
+    return bool((positions.diff(dim=1) == 1).all())
+
+
+def mask_of(given: Any, positions: Tensor, total: int, rows: tuple[int, int], said: str) -> Tensor:
+    """What some tokens attend to, of all: (batch or 1, 1, tokens, all).
+
+    Args:
+        given: the attention_mask of the whole sequences, (batch, length); None: `positions` that begin anew begin
+            another text.
+        positions: (batch, length).
+        total: tokens of the whole sequences, with what was added to make them divisible.
+        rows: where the tokens begin, and how many they are.
+        said: how the cut was asked for, for the error.
+
+    Raises:
+        UnsupportedOption: a mask of another shape.
+    """
+    keys = torch.arange(total, device=positions.device)
+    allowed = (keys[None, :] <= keys.narrow(0, *rows)[:, None])[None, None]
+    if isinstance(given, Tensor):
+        if given.dim() != 2:
+            raise UnsupportedOption(
+                f"{said} with an attention_mask of {given.dim()} dimensions is not supported: give one number for each "
+                "token."
+            )
+        present = nn.functional.pad(given.bool(), (0, total - given.shape[1]), value=False)
+        return allowed & present[:, None, None, :]
+    if positions.shape[1] == 1:
+        return allowed
+    texts = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
+    texts = nn.functional.pad(texts, (0, total - texts.shape[1]), value=-1)
+    return allowed & (texts.narrow(1, *rows)[:, None, :, None] == texts[:, None, None, :])
+
+
+def with_itself(mask: Tensor, rows: tuple[int, int]) -> Tensor:
+    """The mask, in which a token that has nothing to attend to attends to itself."""
+    keys = torch.arange(mask.shape[-1], device=mask.device)
+    is_own = keys[None, :] == keys.narrow(0, *rows)[:, None]
+    return mask | (is_own & ~mask.any(-1, keepdim=True))
+
+
+def within(mask: Tensor, rows: tuple[int, int], window: int) -> Tensor:
+    """The mask, in which a token attends to the last `window` tokens only, itself among them."""
+    keys = torch.arange(mask.shape[-1], device=mask.device)
+    return mask & (keys[None, :] > keys.narrow(0, *rows)[:, None] - window)
+
+
+def has_windows(config: Any) -> bool:
+    """Whether layers of a model of transformers attend to the last tokens only, by its configuration."""
+    layers = getattr(config, "layer_types", None)
+    is_asked = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return bool("sliding_attention" in layers if layers else is_asked)
