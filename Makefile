@@ -1,9 +1,12 @@
 # make demo                 train a small language model on real text (makes .venv first)
 # make demo PYTHON=python   with another interpreter; a torch it can import is kept
 # make test                 lint, types and every test but the slow ones
+# make test WORKERS=4       in so many processes, a GB of memory each (2 by default)
 # make test-slow            the slow ones
 # make test-xla             those of XLA devices, in an environment of their own (6 GB)
 # Written for make 3.81, which macOS ships.
+
+WORKERS ?= 2
 
 # the first Python that is new enough; python.org, Debian, conda and pyenv name it differently
 FIND_PYTHON = for p in python3 python python3.14 python3.13 python3.12 python3.11; do \
@@ -41,12 +44,12 @@ lint:
 	@$(VENV)/python -m mypy
 
 test: lint
-	@$(VENV)/python -m pytest -m "not slow and not xla"
+	@$(VENV)/python -m pytest -m "not slow and not xla" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # pytest's status 5: no test of that kind
 test-slow:
 	@$(SETUP) --extras dev,libraries,optimizers,trackers,stores,deepspeed
-	@$(VENV)/python -m pytest -m "slow and not xla" || test $$? -eq 5
+	@$(VENV)/python -m pytest -m "slow and not xla" --durations 20 || test $$? -eq 5
 
 # Where torch_xla cannot be had (status 75), the tests are skipped in .venv, by a reason that is expected (status 5: none
 # ran). A failure of theirs is one.

@@ -70,9 +70,22 @@ def test_a_section_that_is_a_name_becomes_a_mapping(tmp_path: Path):
     assert read(tmp_path, text, "--data.block_size", "8").get("data") == {"train": "a.txt", "block_size": 8}
 
 
+def test_the_framework_is_of_the_file_or_the_command_line(tmp_path: Path):
+    assert read(tmp_path, FULL).framework == "torch"
+    text = f"{FULL}framework: tf\n"
+    config = read(tmp_path, text, "--xla", "--poly_power", "2")
+    assert (config.framework, config.arguments["xla"], config.arguments["poly_power"]) == ("tf", True, "2")
+    assert read(tmp_path, text, "--framework", "torch").framework == "torch"
+    assert read(tmp_path, FULL + "xla: true\n", "--framework=tf").framework == "tf"
+    with pytest.raises(UsageError, match="poly_power is an option of TensorFlow: give --framework tf"):
+        read(tmp_path, FULL + "poly_power: 2\n")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("framework: jax", "framework: jax: one of torch, tf is possible"),
+        ("framwork: tf", "unknown key 'framwork'; did you mean 'framework'"),
         ("modle: x", "unknown key 'modle'; did you mean 'model'"),
         ("learning_rat: 1", "did you mean 'learning_rate'"),
         ("arguments: {max_stps: 1}", "arguments: unknown key 'max_stps'; did you mean 'max_steps'"),

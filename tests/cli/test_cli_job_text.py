@@ -9,9 +9,11 @@ import pytest
 from paceline.cli.config import JobConfig
 from paceline.cli.errors import UsageError
 from paceline.cli.job_data import Splits, load_data
-from paceline.cli.job_model import build_model, build_tokenizer
+from paceline.cli.job_model import build_model
 from paceline.cli.job_text import BlockCutter, check_labels, count_rows_per_call, tokenize
+from paceline.cli.job_tokenizer import build_tokenizer
 from paceline.cli.main import main
+from paceline.model.signature import read_signature
 
 LINES = [f"line {i} of the text that is read\n" for i in range(60)]
 GPT = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 32}
@@ -43,7 +45,7 @@ def config(folder: Path, **sections: Any) -> JobConfig:
 def make_text(folder: Path, tokenizer: Any, **data: Any) -> tuple[Splits, bool]:
     job = config(folder, model=GPT, data=data)
     splits = load_data(job, tokenizer, 0)
-    return splits, tokenize(job, splits, build_model(job, tokenizer), tokenizer)
+    return splits, tokenize(job, splits, build_model(job, tokenizer), tokenizer, ())
 
 
 def test_lines_are_joined_and_cut_into_blocks(tmp_path: Path, tokenizer: Any):
@@ -72,7 +74,8 @@ def test_data_that_the_model_can_take_is_left_alone(tmp_path: Path, tokenizer: A
     rows = datasets.Dataset.from_list([{"text": "a", "inputs_embeds": [0.0]}])
     job = config(tmp_path, data="unused")
     splits = Splits(rows)
-    assert not tokenize(job, splits, build_model(config(tmp_path, model=GPT), tokenizer), tokenizer)
+    model = build_model(config(tmp_path, model=GPT), tokenizer)
+    assert not tokenize(job, splits, model, tokenizer, read_signature(model).names)
     assert splits.train is rows
 
 
@@ -81,13 +84,13 @@ def test_rows_of_several_lengths_get_a_padding_token(tmp_path: Path, tokenizer: 
     copy = type(tokenizer).from_pretrained(tokenizer.name_or_path)
     job = config(tmp_path, model={**GPT, "task": "sequence_classification"}, data={"train": "a.csv"})
     model: Any = build_model(job, copy)
-    tokenize(job, load_data(job, copy, 0), model, copy)
+    tokenize(job, load_data(job, copy, 0), model, copy, ())
     assert copy.pad_token == "<|end|>"
     assert model.config.pad_token_id == copy.pad_token_id
     assert "has no padding token" in caplog.text
     copy.pad_token = copy.eos_token = None
     with pytest.raises(UsageError, match="no padding token and no end token"):
-        tokenize(job, load_data(job, copy, 0), model, copy)
+        tokenize(job, load_data(job, copy, 0), model, copy, ())
 
 
 def test_rows_with_labels_stay_rows(tmp_path: Path, tokenizer: Any):

@@ -42,6 +42,9 @@ def test_the_module_can_be_run():
         (["demo", "--seconds", "-3"], "--seconds -3: give a number above 0"),
         (["demo", "digits", "--prompt", "x"], "--prompt has a meaning only for"),
         (["demo", "--modle.x", "1"], "no option --modle.x"),
+        (["demo", "digits", "--xla"], "xla is an option of TensorFlow: give --framework tf too"),
+        (["train", "job.yaml", "--poly_powr", "2"], "did you mean 'poly_power'"),
+        (["train", "job.yaml", "--framwork", "tf"], "did you mean 'framework'"),
         (["train"], "train needs a file"),
         (["train", "nowhere.yaml"], "nowhere.yaml cannot be read"),
     ],
@@ -67,6 +70,29 @@ def test_a_word_after_help_lists_the_options_about_it():
 
 def test_every_option_can_be_looked_up():
     assert all(f"--{name} " in help_on("train", ["--help", name]) for name in Options.__dataclass_fields__)
+
+
+def test_the_options_of_tensorflow_say_so():
+    assert "--xla (default False; with --framework tf)" in help_on("train", ["--help", "xla"])
+    assert "--tf32 (default None)" in help_on("train", ["--help", "tf32"])
+
+
+@pytest.mark.parametrize(
+    ("missing", "words", "message"),
+    [
+        ("tensorflow", ["--framework", "tf"], 'pip install "paceline[tf]"'),
+        ("torch", [], 'pip install "paceline[torch]"; a job of TensorFlow: give --framework tf'),
+    ],
+)
+def test_a_framework_that_is_missing_is_said_in_one_line(tmp_path: Path, missing: str, words: list[str], message: str):
+    path = tmp_path / "job.yaml"
+    path.write_text(f"output_dir: {tmp_path}/run\nmodel: somewhere:net\ndata: somewhere:data\n", encoding="utf-8")
+    code = f"import sys; sys.modules[{missing!r}] = None; from paceline.cli.main import main; "
+    code += f"sys.exit(main({['train', str(path), *words]!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert message in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_ctrl_c_outside_training_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

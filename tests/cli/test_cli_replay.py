@@ -197,3 +197,11 @@ def test_digits_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "--help"]) == 0
     assert "--step N" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["variables.index", "checkpoint-2/variables.index", "job.json"])
+def test_a_run_of_tensorflow_is_said_to_be_one(tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text('{"command": "train --framework tf", "identity": {}, "settings": {}}')
+    assert main(["replay", str(tmp_path), "--step", "1"]) == 2
+    assert "holds a run of TensorFlow: replay makes updates of runs of torch" in capsys.readouterr().err

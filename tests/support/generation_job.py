@@ -1,6 +1,6 @@
 """Evaluations on generated text by several processes.
 
-    python generation_job.py FOLDER ENGINE...       ENGINE: as `parallel` takes it, or "zero3"
+    python generation_job.py FOLDER ENGINE...       ENGINE: as `parallel` takes it ("tp=2"), or "zero3"
 
 Each process writes `FOLDER/ENGINE-RANK.pt`: a dict by kind of model.
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from paceline import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
+MESHES = ("tp=2", "cp=2", "sp=2")  # for causal language models with a plan: T5 is none
 ZERO3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 
 
@@ -81,7 +82,8 @@ def main() -> None:
     folder, rank, size = Path(sys.argv[1]), os.environ["RANK"], int(os.environ["WORLD_SIZE"])
     for engine in sys.argv[2:]:
         options: dict[str, Any] = {"deepspeed": ZERO3} if engine == "zero3" else {"parallel": engine}
-        results = {name: run(folder / f"{engine}-{name}", name, size, **options) for name in MODELS}
+        names, parts = (["llama"], 1) if engine in MESHES else (list(MODELS), size)  # parts read different data
+        results = {name: run(folder / f"{engine}-{name}", name, parts, **options) for name in names}
         torch.save(results, folder / f"{engine}-{rank}.pt")
 
 

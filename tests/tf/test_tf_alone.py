@@ -24,6 +24,11 @@ assert values(first.state.log_history)[:-1] == values(second.state.log_history)[
 assert (weights(first.model) == weights(second.model)).all()
 from paceline.cli.main import main
 assert main(["verify", str(folder)]) == 0
+job = folder / "job.yaml"
+(folder / "own.py").write_text("import tf_models\\ndef data(): return {'train': tf_models.make_data(20)}")
+job.write_text("{framework: tf, model: tf_models:make_model, data: own:data, max_steps: 4, report_to: jsonl}")
+assert main(["train", str(job), "--output_dir", str(folder / "job")]) == 0
+assert main(["train", str(job), "--output_dir", str(folder / "other"), "--framework", "torch"]) == 2
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 read = EventAccumulator(str(folder / "logs"))
 read.Reload()

@@ -17,7 +17,7 @@ from tf_models import Linear, losses, make_data, make_model, make_trainer, value
 from paceline import TFTrainer, TrainerCallback
 from paceline.core.folders import list_checkpoints, verify
 from paceline.tf.framework import keras, tf
-from paceline.tf.saving import CheckpointError
+from paceline.tf.saving import CheckpointError, load_model, save_model
 
 DATA = make_data(26)
 
@@ -145,6 +145,16 @@ def test_models_are_saved_as_they_allow(tmp_path: Path) -> None:
     assert (tmp_path / "own" / "own").read_text() == "saved"
     assert (tmp_path / "own" / "checkpoint-7" / "own").read_text() == "saved"
     assert verify(tmp_path / "own" / "checkpoint-7") == []
+
+
+def test_the_weights_of_a_saved_model_are_read(tmp_path: Path) -> None:
+    module, other = Linear(), Linear()
+    module.weight.assign(tf.random.stateless_normal(module.weight.shape, [0, 1]))
+    save_model(module, tmp_path)
+    load_model(other, tmp_path)
+    assert np.array_equal(other.weight, module.weight)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        load_model(Linear(outputs=2), tmp_path)
 
 
 def test_only_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

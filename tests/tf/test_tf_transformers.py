@@ -8,7 +8,7 @@ import pytest
 from tf_environments import make_environment, run_in
 
 JOB = '''
-import importlib.util, shutil, sys
+import importlib.util, json, shutil, sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from paceline import TFTrainer, KerasMetricCallback
+from paceline.cli.main import main
 from paceline.tf.framework import tf
 from tf_models import losses, make_trainer, values, weights
 
@@ -101,6 +102,25 @@ for name, (kind, config, labels) in TASKS.items():
         assert abs(mean - expected.metrics["test_loss"]) < 1e-5, (mean, expected.metrics)
     print(name, "went on to the bit")
 
+# the command trains one that a file describes, and finds what it saved
+(folder / "own.py").write_text("""
+import numpy as np
+from transformers import BertConfig, TFBertForSequenceClassification
+tokens = np.random.default_rng(0).integers(2, 50, (20, 8))
+def make(): return TFBertForSequenceClassification(BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1,
+                                                             num_attention_heads=2, intermediate_size=32))
+def data(): return {part: {"input_ids": tokens, "labels": tokens[:, 0] % 2} for part in ("train", "eval")}
+""")
+job = folder / "job.yaml"
+job.write_text(f"{{framework: tf, model: own:make, data: own:data, max_steps: 3, output_dir: {folder}/job}}")
+assert main(["train", str(job)]) == 0
+results = Path(folder, "job", "eval_results.json")
+before = json.loads(results.read_text())["eval_loss"]
+assert main(["train", str(job), "--do_eval"]) == 0
+after = json.loads(results.read_text())["eval_loss"]
+assert abs(after - before) < 1e-6, (before, after)
+print("trained by the command")
+
 # a metric over what the model generates, in Keras' own fit
 seen = []
 
@@ -137,4 +157,5 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     python = make_environment(tmp_path / "environment", ["transformers==4.57.6", f"tf-keras=={release}.*"])
     told = run_in(python, JOB, str(tmp_path), timeout=300)
     assert [f"{name} went on to the bit" in told for name in ("bert", "gpt2", "t5")] == [True] * 3
+    assert "trained by the command" in told
     assert "generated" in told

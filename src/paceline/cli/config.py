@@ -6,6 +6,7 @@
     preprocess: package.module:function
     data_collator, compute_metrics, compute_loss_func, preprocess_logits_for_metrics, trainer: package.module:name
     callbacks: [package.module:Class, ...]
+    framework: tf                                # default: torch
     arguments: {learning_rate: 3e-4, ...}        # or the same names at the top level
 """
 
@@ -22,7 +23,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from paceline.args.serialize import read_mapping
 from paceline.cli.errors import UsageError, suggest
-from paceline.cli.options import Given, Known, argument_names, parse_options
+from paceline.cli.options import Given, Known, argument_names, check_framework, parse_options, read_framework
 from paceline.cli.references import REFERENCE
 
 # the sections, and the key that a plain string stands for
@@ -50,11 +51,13 @@ class JobConfig:
         path: the file; modules and data beside it can be named.
         sections: what stands under the keys of `SECTIONS`, and `callbacks`.
         arguments: options of `TrainingArguments`, unchecked.
+        framework: `torch` or `tf`.
     """
 
     path: Path
     sections: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
+    framework: str = "torch"
 
     @property
     def folder(self) -> Path:
@@ -64,6 +67,14 @@ class JobConfig:
     def get(self, name: str) -> Any:
         return self.sections.get(name)
 
+    def find_file(self, name: str) -> Path | None:
+        """A file or folder that is named: in the configuration's folder, else in the current one."""
+        for base in (self.folder, Path.cwd()):
+            found = base / Path(name).expanduser()
+            if found.exists():
+                return found
+        return None
+
 
 def read_job(words: Sequence[str]) -> tuple[JobConfig, bool]:
     """The job of `paceline train CONFIG.yaml --option value ...`, and whether to start over.
@@ -71,11 +82,13 @@ def read_job(words: Sequence[str]) -> tuple[JobConfig, bool]:
     Raises:
         UsageError: there is no such file, key or option.
     """
-    given = parse_options(words, Known(("CONFIG.yaml",), {"fresh": True}, (*SECTIONS, *OTHER_NAMES)))
+    own = {"fresh": True, "framework": False}
+    given = parse_options(words, Known(("CONFIG.yaml",), own, (*SECTIONS, *OTHER_NAMES)))
     if not given.positional:
         raise UsageError("train needs a file: paceline train CONFIG.yaml (`paceline train --help` shows one)")
     config = read_config(Path(given.positional[0]))
     apply_overrides(config, given)
+    check_framework(config.framework, config.arguments)
     return config, bool(given.own.get("fresh"))
 
 
@@ -124,7 +137,9 @@ def make_config(content: Mapping[str, Any], path: Path) -> JobConfig:
     names = argument_names()
     for key, value in content.items():
         name = OTHER_NAMES.get(str(key), str(key))
-        if name == "arguments":
+        if name == "framework":
+            config.framework = read_framework("framework:", value)
+        elif name == "arguments":
             _add_arguments(config, value, names)
         elif name in SECTIONS or name == "callbacks":
             if name in config.sections:
@@ -133,7 +148,7 @@ def make_config(content: Mapping[str, Any], path: Path) -> JobConfig:
         elif name in names:
             _add_argument(config, name, value)
         else:
-            known = {*SECTIONS, *OTHER_NAMES, "callbacks", "arguments", *names}
+            known = {*SECTIONS, *OTHER_NAMES, "callbacks", "framework", "arguments", *names}
             raise UsageError(f"unknown key {name!r}{suggest(name, known)}")
     check_sections(config)
     return config
@@ -146,6 +161,7 @@ def apply_overrides(config: JobConfig, given: Given) -> None:
         UsageError: `--section.key` names a section or key that there is not.
     """
     config.arguments.update(given.arguments)
+    config.framework = read_framework("--framework", given.own.get("framework", config.framework))
     for section, key, text in given.sections:
         section = OTHER_NAMES.get(section, section)
         value = parse_value(f"--{section}{'.' if key else ''}{key}", text)

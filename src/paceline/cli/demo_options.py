@@ -8,11 +8,10 @@ from typing import Any
 
 from paceline.args.training import TrainingArguments
 from paceline.cli.errors import UsageError, suggest
-from paceline.cli.options import Known, parse_options
+from paceline.cli.options import Known, check_framework, parse_options, read_framework
 from paceline.tf.arguments import TFTrainingArguments
 
 JOBS = ("text", "digits")
-FRAMEWORKS = ("torch", "tf")
 DEFAULT_PROMPT = "The for statement"
 DEFAULT_SECONDS = 90.0
 
@@ -53,9 +52,8 @@ def read_demo_options(words: Sequence[str]) -> DemoOptions:
         if job != "text" and name in given.own:
             raise UsageError(f"--{name} has a meaning only for `paceline demo text`")
     own = given.own
-    framework = own.get("framework", "torch")
-    if framework not in FRAMEWORKS:
-        raise UsageError(f"--framework {framework}: one of {', '.join(FRAMEWORKS)} is possible")
+    framework = read_framework("--framework", own.get("framework", "torch"))
+    check_framework(framework, given.arguments)
     if framework == "tf" and job != "digits":
         raise UsageError("--framework tf: with TensorFlow there is `paceline demo digits`")
     return DemoOptions(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -43,3 +44,35 @@ def need(module: str, extra: str, why: str) -> ModuleType:
         return require(module, extra)
     except ImportError as error:
         raise UsageError(f"{why}: {error}") from error
+
+
+def load_part(module: str, hint: str = "") -> ModuleType:
+    """Import a module of this package that stands on torch or TensorFlow.
+
+    Raises:
+        UsageError: what it stands on is missing; the message names the extra that installs it, then says `hint`.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if error.name == "torch":
+            raise UsageError(f'torch is needed here: pip install "paceline[torch]"{hint}') from error
+        if not is_message(error):
+            raise
+        raise UsageError(str(error)) from error
+
+
+def check_keys(where: str, section: Iterable[str], known: Collection[str]) -> None:
+    """Refuse a key that a section does not have.
+
+    Raises:
+        UsageError: there is one; the nearest known one is named.
+    """
+    for key in section:
+        if key not in known:
+            raise UsageError(f"{where}: unknown key {key!r}{suggest(str(key), (*known, 'factory'))}")
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.callbacks.progress import make_bar
-from paceline.checkpoint.streaming import open_weights, write_stream
-from paceline.cli.errors import UsageError
+from paceline.cli.errors import UsageError, load_part
+from paceline.cli.jobs import is_of_tensorflow
 from paceline.cli.options import Known, parse_options
 from paceline.core import folders
 from paceline.core.manifest import MANIFEST_NAME
@@ -86,7 +86,13 @@ def export(checkpoint: Path, output: Path, *, max_shard_bytes: int, files_from: 
     """
     if os.path.lexists(output) and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} is there already: name a folder that is new or empty")
-    source = open_weights(checkpoint)
+    if is_of_tensorflow(checkpoint):
+        raise UsageError(
+            f"{checkpoint} is of TensorFlow: export makes safetensors of models of torch. TFTrainer.save_model writes "
+            "the model (a run of `paceline train` has it as model.keras), and tf.train.Checkpoint reads the variables"
+        )
+    streaming = load_part("paceline.checkpoint.streaming")
+    source = streaming.open_weights(checkpoint)
     start, total = time.perf_counter(), source.num_bytes()
     make_room(output, total)
     bar = make_bar(total // 10**6, "exporting", "MB")
@@ -101,7 +107,7 @@ def export(checkpoint: Path, output: Path, *, max_shard_bytes: int, files_from: 
         with folders.staged(output) as temporary:
             for path in chosen_files(checkpoint, files_from):
                 shutil.copyfile(path, temporary / path.name)
-            write_stream(source, temporary, max_shard_bytes=max_shard_bytes, progress=advance)
+            streaming.write_stream(source, temporary, max_shard_bytes=max_shard_bytes, progress=advance)
     finally:
         bar.close()
     seconds = max(time.perf_counter() - start, 1e-9)

@@ -10,7 +10,6 @@ from typing import Any
 
 from paceline.cli.config import JobConfig
 from paceline.cli.errors import UsageError, need, suggest
-from paceline.cli.job_model import find_file
 from paceline.cli.references import Reference, read_reference, require_reference
 
 SPLITS = {
@@ -140,7 +139,7 @@ def find_paths(config: JobConfig, where: str, value: Any) -> list[Path]:
     for name in names:
         if not isinstance(name, str):
             raise UsageError(f"{where}: {name!r} is not the name of a file")
-        found = find_file(config, name)
+        found = config.find_file(name)
         if found is not None:
             paths.append(found)
             continue

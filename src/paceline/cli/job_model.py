@@ -1,16 +1,15 @@
-"""The model and the tokenizer that a configuration names."""
+"""The model of torch that a configuration names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from paceline.cli.config import JobConfig
-from paceline.cli.errors import UsageError, need, suggest
-from paceline.cli.references import read_reference
+from paceline.cli.errors import UsageError, first_line, need, suggest
+from paceline.cli.references import is_of, read_reference
 
 TASKS = {
     "causal_lm": "AutoModelForCausalLM",
@@ -24,51 +23,8 @@ TASKS = {
     "audio_classification": "AutoModelForAudioClassification",
     "speech_seq2seq": "AutoModelForSpeechSeq2Seq",
 }
-TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "vocab.json", "vocab.txt", "spiece.model")
+TENSORFLOW = ("keras", "tf_keras", "tensorflow")
 OWN_KEYS = ("path", "task", "model_type")
-
-
-def find_file(config: JobConfig, name: str) -> Path | None:
-    """A file or folder named in a configuration: in the configuration's folder, else in the current one."""
-    for base in (config.folder, Path.cwd()):
-        found = base / Path(name).expanduser()
-        if found.exists():
-            return found
-    return None
-
-
-def build_tokenizer(config: JobConfig) -> Any:
-    """The tokenizer (or processor): the section's, else the one beside the model's weights, else None.
-
-    Raises:
-        UsageError: the one named cannot be loaded.
-    """
-    section = config.get("tokenizer")
-    reference = read_reference("tokenizer", section)
-    if reference is not None:
-        return reference.call()
-    if section is not None:
-        if isinstance(section, Mapping):
-            _check_keys("tokenizer", section, ("path",))
-            section = section.get("path")
-        return load_tokenizer(config, "tokenizer", str(section))
-    model = config.get("model")
-    name = model.get("path") if isinstance(model, Mapping) else model
-    if not isinstance(name, str) or read_reference("model", model) is not None:
-        return None
-    folder = find_file(config, name)
-    if folder is not None and not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        return None
-    return load_tokenizer(config, "model", name)
-
-
-def load_tokenizer(config: JobConfig, where: str, name: str) -> Any:
-    """A tokenizer of transformers, by folder or name."""
-    transformers = need("transformers", "transformers", where)
-    try:
-        return transformers.AutoTokenizer.from_pretrained(str(find_file(config, name) or name))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{where}: no tokenizer can be loaded from {name!r}: {_first_line(error)}") from error
 
 
 def build_model(config: JobConfig, tokenizer: Any) -> nn.Module:
@@ -84,9 +40,10 @@ def build_model(config: JobConfig, tokenizer: Any) -> nn.Module:
     if reference is not None:
         loaded = reference.load()
         is_finished = isinstance(loaded, nn.Module) and not reference.options
-        model = loaded if is_finished else reference.call(tokenizer=tokenizer)
+        model = loaded if is_finished or is_of(loaded, TENSORFLOW) else reference.call(tokenizer=tokenizer)
         if not isinstance(model, nn.Module):
-            raise UsageError(f"model: {reference.name} gave a {type(model).__name__}; an nn.Module is needed")
+            hint = "; a model of TensorFlow: give --framework tf" if is_of(model, TENSORFLOW) else ""
+            raise UsageError(f"model: {reference.name} gave a {type(model).__name__}; an nn.Module is needed{hint}")
         return model
     return build_transformers_model(config, {"path": section} if isinstance(section, str) else section, tokenizer)
 
@@ -99,11 +56,13 @@ def build_transformers_model(config: JobConfig, section: Mapping[str, Any], toke
     transformers.utils.logging.disable_progress_bar()  # one per checkpoint would tear the display apart
     settings = {key: value for key, value in section.items() if key not in OWN_KEYS}
     if "path" in section:
-        name = str(find_file(config, str(section["path"])) or section["path"])
+        name = str(config.find_file(str(section["path"])) or section["path"])
+        if name.endswith(".keras"):
+            raise UsageError(f"model: {section['path']} is a Keras model: give --framework tf")
         try:
             shape = transformers.AutoConfig.from_pretrained(name)
         except (OSError, ValueError) as error:
-            raise UsageError(f"model: {section['path']!r} cannot be loaded: {_first_line(error)}") from error
+            raise UsageError(f"model: {section['path']!r} cannot be loaded: {first_line(error)}") from error
         apply_settings(shape, settings)
         return find_class(transformers, shape, section).from_pretrained(name, config=shape)  # type: ignore[no-any-return]
     model_type = str(section["model_type"])
@@ -166,13 +125,3 @@ def _task_of(transformers: Any, class_name: str) -> str | None:
         if class_name.endswith(auto_name.removeprefix("AutoModel")):
             return task
     return None
-
-
-def _check_keys(where: str, section: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for key in section:
-        if key not in known:
-            raise UsageError(f"{where}: unknown key {key!r}{suggest(str(key), (*known, 'factory'))}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

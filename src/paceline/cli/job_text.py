@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from paceline.cli.config import JobConfig
 from paceline.cli.errors import UsageError, suggest
 from paceline.cli.job_data import Splits, map_rows
-from paceline.model.signature import innermost, read_signature
 
 logger = logging.getLogger(__name__)
 
@@ -18,21 +17,29 @@ LABEL_NAMES = ("label", "labels")
 BLOCKS_PER_CALL = 256  # the tail of each call is dropped: half a block in 256 on average
 
 
-def tokenize(config: JobConfig, splits: Splits, model: Any, tokenizer: Any) -> bool:
+def tokenize(
+    config: JobConfig, splits: Splits, model: Any, tokenizer: Any, inputs: Iterable[str], makes_blocks: bool = True
+) -> bool:
     """Turn text columns into token ids where the data has text and no ids yet.
 
     With a label column each row is one sample, cut at `block_size`; without one, the rows are joined and cut into
     blocks, and the labels are the tokens themselves.
 
+    Args:
+        model: of any framework; what is read of it is its `config`, where it has one.
+        inputs: columns that it takes; data that has one of them is ready.
+        makes_blocks: whether it compares each output with the next label, or takes no labels.
+
     Returns:
         Whether the samples are blocks, all of one length.
 
     Raises:
-        UsageError: there is no tokenizer, no such column, or too little text for one block.
+        UsageError: there is no tokenizer, no such column, too little text for one block, or no labels and a model that
+            blocks are not for.
     """
     section = config.get("data")
     settings = section if isinstance(section, Mapping) and "factory" not in section else {}
-    inputs = {"input_ids", *read_signature(model).names} - {*LABEL_NAMES, "text"}
+    inputs = {"input_ids", *inputs} - {*LABEL_NAMES, "text"}
     is_blocks = False
     for name, dataset in splits.given().items():
         column = find_text_column(dataset, settings.get("text_column"), inputs)
@@ -49,6 +56,11 @@ def tokenize(config: JobConfig, splits: Splits, model: Any, tokenizer: Any) -> b
             ensure_padding(tokenizer, model)
             cut = RowTokenizer(tokenizer, column, size)
             dataset = map_rows(dataset, cut, f"Tokenising {name}", num_proc, [column], batched=True)
+        elif not makes_blocks:
+            raise UsageError(
+                f"data: the {name} set is text without a label, which is cut into blocks for language models of "
+                f"transformers; for a {type(model).__name__} give 'preprocess', a function that makes inputs and labels"
+            )
         else:
             is_blocks = True
             dataset = make_blocks(dataset, name, tokenizer, column, size, splits.is_lines, num_proc, model)
@@ -98,7 +110,7 @@ def find_block_size(wanted: Any, model: Any, tokenizer: Any) -> int:
     Raises:
         UsageError: it is no number above 1, or the model has fewer positions.
     """
-    shape = getattr(innermost(model), "config", None)
+    shape = getattr(model, "config", None)
     positions = getattr(shape, "max_position_embeddings", None)
     limit = positions if isinstance(positions, int) and positions > 0 else None
     if wanted is None:
@@ -122,7 +134,7 @@ def ensure_padding(tokenizer: Any, model: Any) -> None:
             raise UsageError("tokenizer: it has no padding token and no end token; add one and save it again")
         tokenizer.pad_token = tokenizer.eos_token
         logger.warning("The tokenizer has no padding token: its end token %r is used.", tokenizer.eos_token)
-    shape = getattr(innermost(model), "config", None)
+    shape = getattr(model, "config", None)
     if shape is not None and getattr(shape, "pad_token_id", None) is None:
         shape.pad_token_id = tokenizer.pad_token_id
 
@@ -137,7 +149,7 @@ def make_blocks(
         dataset, DocumentTokenizer(tokenizer, column, end), f"Tokenising {name}", num_proc, columns, batched=True
     )
     rows = count_rows_per_call(dataset, size)
-    cut = BlockCutter(size, has_labels=not type(innermost(model)).__name__.endswith("MaskedLM"))
+    cut = BlockCutter(size, has_labels=not type(model).__name__.endswith("MaskedLM"))
     blocks = map_rows(dataset, cut, f"Cutting {name} into blocks", num_proc, True, batched=True, batch_size=rows)
     if hasattr(blocks, "__len__") and len(blocks) == 0:
         tokens = sum(map(len, dataset["input_ids"]))

@@ -28,7 +28,11 @@ logger = logging.getLogger(__name__)
 
 JOB_NAME = "job.json"
 STATE_NAME = "trainer_state.json"
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "model.keras")
+SAVED_BY_TENSORFLOW = ("model.keras", "saved_model.pb")
+WEIGHT_FILES = (
+    "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors",
+    "tf_model.h5", *SAVED_BY_TENSORFLOW,
+)  # fmt: skip
 REMEDY = "give another --output_dir, or --fresh to start over"
 Say = Callable[[str], None]
 Show = Callable[[Any], str]  # a sample of the training set, for a person to read
@@ -151,6 +155,11 @@ def asks_to_resume(resume: str | bool | None) -> bool:
 def named_checkpoint(resume: str | bool | None) -> Path | None:
     """The checkpoint that `resume_from_checkpoint` names; None where it leaves the choice, or asks for none."""
     return Path(str(resume)) if asks_to_resume(resume) and str(resume).lower() != "true" else None
+
+
+def is_of_tensorflow(checkpoint: Path) -> bool:
+    """Whether a folder holds what a TFTrainer wrote: a checkpoint, or a saved model."""
+    return any((checkpoint / name).is_file() for name in ("variables.index", *SAVED_BY_TENSORFLOW))
 
 
 def check_resume(resume: str | bool | None, folder: Path) -> None:

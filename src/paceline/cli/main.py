@@ -12,7 +12,7 @@ from paceline.cli import texts
 from paceline.cli.config import read_job
 from paceline.cli.demo_options import read_demo_options
 from paceline.cli.display import AboveBars
-from paceline.cli.errors import UsageError, is_message, suggest
+from paceline.cli.errors import UsageError, is_message, load_part, suggest
 from paceline.cli.replay_options import read_replay_options
 
 COMMANDS = ("demo", "train", "launch", "verify", "export", "replay")
@@ -82,7 +82,7 @@ def run_demo(words: list[str]) -> int:
     """`paceline demo [text|digits]`."""
     options = read_demo_options(words)  # a wrong option is said before torch is loaded
     name = f"demo_{options.job}" if options.framework == "torch" else f"demo_{options.job}_{options.framework}"
-    job = importlib.import_module(f"paceline.cli.{name}")
+    job = load_part(f"paceline.cli.{name}")
     return int(job.run(options))
 
 
@@ -104,7 +104,7 @@ def run_export(words: list[str]) -> int:
 def run_replay(words: list[str]) -> int:
     """`paceline replay RUN --step N`."""
     options = read_replay_options(words)
-    return int(importlib.import_module("paceline.cli.replay").run(options))
+    return int(load_part("paceline.cli.replay").run(options))
 
 
 def run_train(words: list[str]) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_origin
 
-from paceline.args.coercion import FALSE_WORDS, TRUE_WORDS, own_hints, union_members
+from paceline.args.coercion import FALSE_WORDS, TRUE_WORDS, hints_of, own_hints, union_members
 from paceline.args.older_names import OLDER_NAMES
-from paceline.args.sections import Options
 from paceline.cli.errors import UsageError, suggest
+from paceline.tf.arguments import TFTrainingArguments
+
+FRAMEWORKS = ("torch", "tf")
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,40 @@ class Given:
 
 
 def argument_fields() -> dict[str, dataclasses.Field[Any]]:
-    """The options of `TrainingArguments` by name."""
-    return {item.name: item for item in dataclasses.fields(Options)}
+    """The options of `TrainingArguments` by name, and those that `TFTrainingArguments` adds."""
+    return {item.name: item for item in dataclasses.fields(TFTrainingArguments)}
 
 
 def argument_names() -> set[str]:
-    """Every option that `TrainingArguments` takes, older names included."""
+    """Every option that the arguments of a framework take, older names included."""
     return set(argument_fields()) | set(OLDER_NAMES)
+
+
+def is_of_tensorflow(name: str) -> bool:
+    """Whether an option is one of `TFTrainingArguments` alone."""
+    return name not in own_hints() and name in argument_fields()
+
+
+def read_framework(where: str, value: Any) -> str:
+    """What to train with: `torch` or `tf`.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if value not in FRAMEWORKS:
+        raise UsageError(f"{where} {value}: one of {', '.join(FRAMEWORKS)} is possible")
+    return str(value)
+
+
+def check_framework(framework: str, names: Iterable[str]) -> None:
+    """Whether a framework has these options; those that only torch can honour, the arguments refuse by themselves.
+
+    Raises:
+        UsageError: one of them is of TensorFlow, and this is torch.
+    """
+    for name in names:
+        if framework != "tf" and is_of_tensorflow(name):
+            raise UsageError(f"{name} is an option of TensorFlow: give --framework tf too, or leave it out")
 
 
 def parse_options(words: Sequence[str], known: Known) -> Given:
@@ -66,7 +95,7 @@ def parse_options(words: Sequence[str], known: Known) -> Given:
     """
     given = Given()
     # not the fields' own `type`: transformers' parser, where a program used it, has replaced those
-    hints = own_hints()
+    hints = {**hints_of(TFTrainingArguments), **own_hints()}
     rest = list(words)
     while rest:
         word = rest.pop(0)

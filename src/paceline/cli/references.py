@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -126,6 +126,11 @@ def require_reference(where: str, value: Any) -> Reference:
             "package.module:name and keyword arguments)"
         )
     return reference
+
+
+def is_of(value: Any, packages: Collection[str]) -> bool:
+    """Whether an object is of a class of one of these packages, or of a subclass. None of them is imported."""
+    return any(kind.__module__.partition(".")[0] in packages for kind in type(value).__mro__)
 
 
 def read_signature(target: Any) -> inspect.Signature | None:

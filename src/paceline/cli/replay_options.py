@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.errors import UsageError
-from paceline.cli.jobs import JOB_NAME, Job
+from paceline.cli.jobs import JOB_NAME, Job, is_of_tensorflow
 from paceline.cli.options import Known, parse_options
+from paceline.core import folders
 
 MODULES = {"train": "train", "demo": "demo_text", "demo digits": "demo_digits"}
 DEFAULT_SHOWN = 3
@@ -58,6 +59,9 @@ def find_job(folder: Path) -> Job:
     path = folder / JOB_NAME
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}")
+    of_tensorflow = f"{folder} holds a run of TensorFlow: replay makes updates of runs of torch again"
+    if any(is_of_tensorflow(place) for place in (folder, *folders.list_checkpoints(folder))):
+        raise UsageError(of_tensorflow)
     if not path.is_file():
         raise UsageError(
             f"{folder} was not made by `paceline train` or `paceline demo` (it has no {JOB_NAME}); for a run of your "
@@ -68,6 +72,8 @@ def find_job(folder: Path) -> Job:
         command, identity, settings = content["command"], content["identity"], content["settings"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    if str(command).endswith("--framework tf"):
+        raise UsageError(of_tensorflow)
     if command not in MODULES or not isinstance(identity, Mapping) or not isinstance(settings, Mapping):
         raise UsageError(f"{path} is damaged: it names no job that can be made again")
     if not isinstance(settings.get("given"), Mapping):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from paceline.cli.options import argument_fields
+from paceline.cli.options import argument_fields, is_of_tensorflow
 
 HELP = """\
-paceline: trains any PyTorch module
+paceline: trains any PyTorch module, and Keras models with TensorFlow
 
   paceline demo                 train a small language model on real text, about two minutes
   paceline demo digits          classify handwritten digits (needs scikit-learn)
@@ -64,6 +64,12 @@ Modules are looked for in the configuration's folder, the current folder, and wh
 files in the configuration's folder, then the current folder. The command line wins over the file.
 A run goes on where it stopped; --fresh starts over. --do_eval and --do_predict without --do_train only
 evaluate, or predict on the test set.
+
+With TensorFlow (the extra `tf`): --framework tf, or `framework: tf` in the file. Then the model is a .keras file or
+your function, class or object; the options are those of TFTrainingArguments, `trainer` a subclass of TFTrainer; a
+function for data gives arrays as {train: (features, labels), eval: ...}; text without labels is cut into blocks for
+language models of transformers only. Everything else is the same.
+
 "paceline train --help WORD" lists the options that have to do with WORD."""
 
 LAUNCH = """\
@@ -133,6 +139,6 @@ def list_options(words: Iterable[str]) -> str:
         if not any(word in name or word.replace("_", " ") in text.lower() for word in wanted):
             continue
         default = "[]" if callable(item.default_factory) else str(item.default)
-        lines.append(f"  --{name} (default {default})")
+        lines.append(f"  --{name} (default {default}{'; with --framework tf' if is_of_tensorflow(name) else ''})")
         lines += textwrap.wrap(text, width=108, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines) if lines else f"no option has to do with {' or '.join(wanted)}"

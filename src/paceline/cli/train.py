@@ -6,18 +6,15 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.args.errors import UnsupportedOption
 from paceline.args.training import TrainingArguments
-from paceline.cli.config import SECTIONS, JobConfig
+from paceline.cli.config import JobConfig
 from paceline.cli.display import say
-from paceline.cli.errors import UsageError
-from paceline.cli.job_data import Splits, load_data, preprocess, split_settings
-from paceline.cli.job_model import build_model, build_tokenizer
-from paceline.cli.job_text import tokenize
+from paceline.cli.errors import UsageError, load_part
+from paceline.cli.job_data import Splits, split_settings
 from paceline.cli.jobs import (
     Job,
     Say,
@@ -25,6 +22,7 @@ from paceline.cli.jobs import (
     asks_to_resume,
     bring_job,
     is_finished,
+    is_of_tensorflow,
     kept,
     named_checkpoint,
     open_job,
@@ -32,15 +30,18 @@ from paceline.cli.jobs import (
     train_job,
     write_results,
 )
-from paceline.cli.references import Reference, put_on_path, read_reference, require_reference
-from paceline.data.collators import DefaultDataCollator
-from paceline.distributed.random import set_seed
+from paceline.cli.references import put_on_path, read_reference
 from paceline.hub.publishing import push_saved_model
-from paceline.model.outputs import ModelOutputError
-from paceline.trainer import Trainer
+from paceline.tf.arguments import TFTrainingArguments
+
+if TYPE_CHECKING:
+    from paceline.tf.trainer import TFTrainer
+    from paceline.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
+# the framework -> whose job it is, as job.json says
+COMMANDS = {"torch": "train", "tf": "train --framework tf"}
 STAGES = ("do_train", "do_eval", "do_predict")
 # what a checkpoint has to do with; other sections may change from start to start
 IDENTITY = ("model", "tokenizer", "data", "preprocess", "trainer")
@@ -54,6 +55,7 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
         UsageError: the configuration cannot be honoured.
     """
     put_on_path(config.folder, Path.cwd())
+    framework = load_framework(config)
     check_references(config)
     stages = choose_stages(config.arguments)
     args = make_arguments(config)
@@ -61,13 +63,14 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     identity = {name: config.get(name) for name in IDENTITY if config.get(name) is not None}
     bring_job(args, fresh, say)
     resume = resume_of(args)
-    job = open_job(folder, "train", identity, fresh=fresh, say=say, resume=resume)
+    check_checkpoint(config.framework, named_checkpoint(resume))
+    job = open_job(folder, COMMANDS[config.framework], identity, fresh=fresh, say=say, resume=resume)
     length = {"max_steps": args.max_steps, "num_train_epochs": args.num_train_epochs}
     if stages == ("do_train", "do_eval") and resume is None and is_finished(job, length):
         show_finished(job, args, say)
         return 0
     say(f"paceline train {config.path.name}: everything goes to {args.output_store or folder}/")
-    trainer, splits = build_trainer(config, args)
+    trainer, splits = framework.build_trainer(config, args)
     check_splits(splits, args, stages, config.arguments)
     if "do_train" in stages:
         job.settings["arguments"] = args.to_sanitized_dict()
@@ -75,7 +78,7 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
         job.settings["given"] = {"path": str(config.path), "sections": config.sections, "arguments": given}
         try:
             code = train_job(trainer, job, length, say, resume)
-        except (UnsupportedOption, ModelOutputError) as error:
+        except framework.REFUSALS as error:
             raise UsageError(str(error)) from error
         if code:
             return code
@@ -92,6 +95,16 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     return 0
 
 
+def load_framework(config: JobConfig) -> Any:
+    """The module that puts a Trainer together, of torch or of TensorFlow; nothing of the other one is loaded.
+
+    Raises:
+        UsageError: the framework is not installed.
+    """
+    hint = "; a job of TensorFlow: give --framework tf" if config.framework == "torch" else ""
+    return load_part(f"paceline.cli.train_{config.framework}", hint)
+
+
 def check_references(config: JobConfig) -> None:
     """Find wrong names before anything is moved, loaded or computed."""
     for name, value in config.sections.items():
@@ -102,6 +115,16 @@ def check_references(config: JobConfig) -> None:
                 reference = split_settings(reference)[0]
             if reference is not None:
                 reference.check()
+
+
+def check_checkpoint(framework: str, checkpoint: Path | None) -> None:
+    """Refuse a named checkpoint of TensorFlow in a job of torch; the other way round TFTrainer does.
+
+    Raises:
+        UsageError: it is one.
+    """
+    if framework == "torch" and checkpoint is not None and is_of_tensorflow(checkpoint):
+        raise UsageError(f"resume_from_checkpoint: {checkpoint} is of TensorFlow: give --framework tf")
 
 
 def choose_stages(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -141,37 +164,10 @@ def make_arguments(config: JobConfig) -> TrainingArguments:
         UsageError: an unknown option, or a value that is not possible.
     """
     try:
-        return TrainingArguments(**{"output_dir": f"runs/{config.path.stem}", **config.arguments})
+        kind = TFTrainingArguments if config.framework == "tf" else TrainingArguments
+        return kind(**{"output_dir": f"runs/{config.path.stem}", **config.arguments})
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
-
-
-def build_trainer(config: JobConfig, args: TrainingArguments) -> tuple[Trainer, Splits]:
-    """Model, data, functions and callbacks, put together. The seed is set before the model is made."""
-    set_seed(args.seed)
-    tokenizer = build_tokenizer(config)
-    model = build_model(config, tokenizer)
-    splits = load_data(config, tokenizer, args.seed)
-    if config.get("preprocess") is not None:
-        preprocess(config, splits, tokenizer)
-    is_blocks = tokenize(config, splits, model, tokenizer)
-    functions = {name: bind(config, name, tokenizer) for name in SECTIONS if is_function(name)}
-    if functions["data_collator"] is None and is_blocks:
-        functions["data_collator"] = DefaultDataCollator()  # nothing to pad, so no padding token is needed
-    trainer_class = find_trainer(config)
-    try:
-        trainer = trainer_class(
-            model=model,
-            args=args,
-            train_dataset=splits.train,
-            eval_dataset=splits.eval,
-            processing_class=tokenizer,
-            callbacks=[make_callback(i, value) for i, value in enumerate(config.get("callbacks") or [])],
-            **functions,
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    return trainer, splits
 
 
 def rebuild(job: Job, overrides: Mapping[str, Any]) -> tuple[Trainer, Show | None]:
@@ -184,7 +180,7 @@ def rebuild(job: Job, overrides: Mapping[str, Any]) -> tuple[Trainer, Show | Non
     config = JobConfig(Path(given["path"]), given["sections"], {**given["arguments"], **overrides})
     put_on_path(config.folder, Path.cwd())
     check_references(config)
-    trainer, splits = build_trainer(config, make_arguments(config))
+    trainer, splits = load_framework(config).build_trainer(config, make_arguments(config))
     check_splits(splits, trainer.args, ("do_train",), {})
     decode = getattr(trainer.processing_class, "decode", None)
     if not callable(decode):
@@ -196,39 +192,7 @@ def rebuild(job: Job, overrides: Mapping[str, Any]) -> tuple[Trainer, Show | Non
     return trainer, show
 
 
-def is_function(section: str) -> bool:
-    """Whether a section names a function that the Trainer takes under the same name."""
-    return section not in ("model", "tokenizer", "data", "preprocess", "trainer")
-
-
-def bind(config: JobConfig, name: str, tokenizer: Any) -> Any:
-    """The function that a section names, or None."""
-    value = config.get(name)
-    return None if value is None else require_reference(name, value).bind(tokenizer=tokenizer)
-
-
-def find_trainer(config: JobConfig) -> type[Trainer]:
-    """The class to train with: a subclass of `Trainer`, or itself."""
-    value = config.get("trainer")
-    if value is None:
-        return Trainer
-    reference = require_reference("trainer", value)
-    found = reference.load()
-    if not isinstance(found, type) or not issubclass(found, Trainer):
-        raise UsageError(f"trainer: {reference.name} is no subclass of paceline.Trainer")
-    if reference.options:
-        raise UsageError(f"trainer: {', '.join(reference.options)}: a trainer takes its settings from 'arguments'")
-    return found
-
-
-def make_callback(index: int, value: Any) -> Any:
-    """An entry of `callbacks`: a class (instantiated), or an instance."""
-    reference: Reference = require_reference(f"callbacks[{index}]", value)
-    found = reference.load()
-    return reference.call() if isinstance(found, type) or reference.options else found
-
-
-def save_training(trainer: Trainer, splits: Splits, job: Job, evaluates: bool) -> None:
+def save_training(trainer: Trainer | TFTrainer, splits: Splits, job: Job, evaluates: bool) -> None:
     """Keep the model, the history and the metrics."""
     metrics = write_results(trainer, job, evaluates=evaluates and splits.eval is not None)
     rows = [row for row in trainer.state.log_history if "train_runtime" in row and "train_loss" in row]
@@ -240,13 +204,13 @@ def save_training(trainer: Trainer, splits: Splits, job: Job, evaluates: bool) -
         push_saved_model(trainer, "End of training")
 
 
-def report(trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
+def report(trainer: Trainer | TFTrainer, split: str, metrics: dict[str, float]) -> None:
     """Print metrics and keep them in a file."""
     trainer.log_metrics(split, metrics)
     trainer.save_metrics(split, metrics)
 
 
-def load_weights(trainer: Trainer, job: Job, resume: str | bool | None, say: Say) -> None:
+def load_weights(trainer: Trainer | TFTrainer, job: Job, resume: str | bool | None, say: Say) -> None:
     """Weights for a run that does not train: of a named checkpoint, else the job's result, else the model's own."""
     source = named_checkpoint(resume)
     if source is None and (resume is None or asks_to_resume(resume)):
@@ -258,18 +222,21 @@ def load_weights(trainer: Trainer, job: Job, resume: str | bool | None, say: Say
     trainer._load_from_checkpoint(str(source))
 
 
-def predict(trainer: Trainer, splits: Splits, folder: Path, say: Say) -> None:
+def predict(trainer: Trainer | TFTrainer, splits: Splits, folder: Path, say: Say) -> None:
     """Predict on the test set, and keep predictions and metrics."""
     output = trainer.predict(splits.test)
     report(trainer, "test", output.metrics or {})
-    arrays = {"predictions": output.predictions, "label_ids": output.label_ids}
-    kept = {}
-    for name, value in arrays.items():
-        for i, array in enumerate(value if isinstance(value, tuple) else (value,)):
-            if isinstance(array, np.ndarray):
-                kept[f"{name}_{i}" if isinstance(value, tuple) else name] = array
+    kept = {**named_arrays("predictions", output.predictions), **named_arrays("label_ids", output.label_ids)}
     np.savez_compressed(folder / PREDICTIONS_FILE, allow_pickle=False, **kept)
     say(f"Predictions: {folder / PREDICTIONS_FILE}")
+
+
+def named_arrays(name: str, value: Any) -> dict[str, Any]:
+    """The arrays among predictions or labels: `name`, or `name_0`, `name_KEY` of those in a tuple or a mapping."""
+    if isinstance(value, np.ndarray):
+        return {name: value}
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple) else ()
+    return {f"{name}_{key}": array for key, array in items if isinstance(array, np.ndarray)}
 
 
 def show_finished(job: Job, args: TrainingArguments, say: Say) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -172,11 +173,17 @@ class ContextParallel:
             inputs["use_cache"] = False
         if not self.is_of_transformers:
             self._fill_in(inputs, sample)
+        with self.uncut():
+            return self.model(**inputs)
+
+    @contextmanager
+    def uncut(self) -> Iterator[None]:
+        """While this is entered, the model takes whole sequences, as without this: of use to generate."""
         self.is_whole = True
         try:
             if self._usual_attention == "eager":
                 self.model.set_attn_implementation("eager")  # type: ignore[operator]
-            return self.model(**inputs)
+            yield
         finally:
             self.is_whole = False
             if self._usual_attention == "eager":
@@ -257,7 +264,10 @@ class ContextParallel:
                 "leave it out."
             )
         if inputs.get("past_key_values") is not None:
-            raise UnsupportedOption(f"{self.said}: generating is not supported; set predict_with_generate=False.")
+            raise UnsupportedOption(
+                f"{self.said}: a pass that goes on from past_key_values is not supported; leave it out, or generate by "
+                "predict_with_generate=True, which cuts no sequence."
+            )
 
     def _part(self, name: str, value: Any, length: int) -> Any:
         """An input's part, where it has an entry for each token."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -43,6 +45,12 @@ class MeshParallel(FullyShardedData):
                 f"({self.mesh.describe()}) are not supported: load the model on every process, and leave them out."
             )
         self.plan, self.checkpoints = args.tp_plan, bool(args.activation_checkpointing)
+        self.context: ContextParallel | None = None
+
+    def run_within(self, model: nn.Module, function: Callable[[], Any]) -> Any:
+        """As with shards; where sequences are in parts, each process takes whole ones here."""
+        with self.context.uncut() if self.context is not None else nullcontext():
+            return super().run_within(model, function)
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         if self.mesh.tp > 1:
@@ -52,6 +60,7 @@ class MeshParallel(FullyShardedData):
             super()._shard(model, mesh)
         if self.mesh.num_parts > 1:
             by_heads = self.mesh.sp > 1
-            ContextParallel(model, sequence_mesh(self.mesh, self.device.type), self.checkpoints, by_heads)
+            own_mesh = sequence_mesh(self.mesh, self.device.type)
+            self.context = ContextParallel(model, own_mesh, self.checkpoints, by_heads)
             kind = "sequence parallel, by heads" if by_heads else "context parallel"
             logger.info("Each process has a part of every sequence, of %d (%s).", self.mesh.num_parts, kind)

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 VARIABLES = "variables"
 INDEX_FILE = f"{VARIABLES}.index"
 KERAS_FILE = "model.keras"
+PRETRAINED_FILE = "tf_model.h5"  # of save_pretrained
+SAVED_MODEL_FILE, SAVED_VARIABLES = "saved_model.pb", "variables/variables"
 
 
 class CheckpointError(ValueError):
@@ -67,13 +69,22 @@ def restore_variables(checkpoint: Path, model: Any, optimizer: Any = None) -> No
     """
     if not (checkpoint / INDEX_FILE).is_file():
         raise CheckpointError(f"{checkpoint} holds no {INDEX_FILE}: it is no checkpoint of TensorFlow.")
+    read_variables(trackable(model, optimizer), checkpoint / VARIABLES)
+
+
+def read_variables(target: Any, path: Path) -> None:
+    """Read the variables under `path` into a `tf.train.Checkpoint` of what holds them now.
+
+    Raises:
+        CheckpointError: they are damaged, or those of another model or optimizer.
+    """
     try:
-        status = trackable(model, optimizer).read(str(checkpoint / VARIABLES))
+        status = target.read(str(path))
         status.assert_existing_objects_matched()
         status.expect_partial()
     except (AssertionError, ValueError, TypeError, tf.errors.OpError) as error:
         told = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise CheckpointError(f"{checkpoint} does not fit this model and optimizer: {told[0][:300]}") from error
+        raise CheckpointError(f"{path.parent} does not fit this model and optimizer: {told[0][:300]}") from error
 
 
 # ---- writing
@@ -233,19 +244,22 @@ def save_model(model: Any, folder: Path) -> Path:
 
 
 def load_model(model: Any, folder: Path) -> None:
-    """Read the weights of a checkpoint, or of a `model.keras`, into a model.
+    """Read the weights of a checkpoint, or of what `save_model` wrote, into a model.
 
     Raises:
         CheckpointError: there is neither, or it is that of another model.
     """
-    path = folder / KERAS_FILE
-    if (folder / INDEX_FILE).is_file() or not path.is_file():
+    path = next((folder / name for name in (KERAS_FILE, PRETRAINED_FILE) if (folder / name).is_file()), None)
+    if path is None and (folder / SAVED_MODEL_FILE).is_file():
+        read_variables(tf.train.Checkpoint(root=model), folder / SAVED_VARIABLES)
+        return
+    if path is None or (folder / INDEX_FILE).is_file():
         restore_variables(folder, model)
         return
     try:
         if isinstance(model, keras.Model) or not hasattr(model, "load_weights"):
             model.set_weights(keras.saving.load_model(path, compile=False).get_weights())
-        else:  # of tf_keras, whose files Keras 3 does not read
+        else:  # of tf_keras, whose files Keras 3 does not read; transformers' TF models are too
             model.load_weights(str(path))
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise CheckpointError(f"{path} does not fit this model: {error}") from error

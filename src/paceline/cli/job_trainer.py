@@ -1,0 +1,71 @@
+"""The Trainer of a job, put together: the class, the functions and the callbacks that a configuration names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.cli.config import SECTIONS, JobConfig
+from paceline.cli.errors import UsageError
+from paceline.cli.job_data import Splits
+from paceline.cli.references import Reference, require_reference
+
+
+def make_trainer(
+    config: JobConfig, base: type, *, model: Any, args: Any, splits: Splits, tokenizer: Any, data_collator: Any = None
+) -> Any:
+    """A Trainer of the class that the configuration names, which is `base` or a subclass.
+
+    Args:
+        data_collator: where the configuration names none.
+
+    Raises:
+        UsageError: a name cannot be found, or the parts contradict each other.
+    """
+    functions = {name: bind(config, name, tokenizer) for name in SECTIONS if is_function(name)}
+    if functions["data_collator"] is None:
+        functions["data_collator"] = data_collator
+    trainer_class = find_trainer(config, base)
+    try:
+        return trainer_class(
+            model=model,
+            args=args,
+            train_dataset=splits.train,
+            eval_dataset=splits.eval,
+            processing_class=tokenizer,
+            callbacks=[make_callback(i, value) for i, value in enumerate(config.get("callbacks") or [])],
+            **functions,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def is_function(section: str) -> bool:
+    """Whether a section names a function that the Trainer takes under the same name."""
+    return section not in ("model", "tokenizer", "data", "preprocess", "trainer")
+
+
+def bind(config: JobConfig, name: str, tokenizer: Any) -> Any:
+    """The function that a section names, or None."""
+    value = config.get(name)
+    return None if value is None else require_reference(name, value).bind(tokenizer=tokenizer)
+
+
+def find_trainer(config: JobConfig, base: type) -> Any:
+    """The class to train with: a subclass of `base`, or itself."""
+    value = config.get("trainer")
+    if value is None:
+        return base
+    reference = require_reference("trainer", value)
+    found = reference.load()
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise UsageError(f"trainer: {reference.name} is no subclass of paceline.{base.__name__}")
+    if reference.options:
+        raise UsageError(f"trainer: {', '.join(reference.options)}: a trainer takes its settings from 'arguments'")
+    return found
+
+
+def make_callback(index: int, value: Any) -> Any:
+    """An entry of `callbacks`: a class (instantiated), or an instance."""
+    reference: Reference = require_reference(f"callbacks[{index}]", value)
+    found = reference.load()
+    return reference.call() if isinstance(found, type) or reference.options else found

@@ -1,0 +1,179 @@
+"""What `paceline train --framework tf` does with TensorFlow alone: the TFTrainer, its model and its data. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.args.errors import UnsupportedOption
+from paceline.cli.config import JobConfig
+from paceline.cli.errors import UsageError, check_keys, first_line
+from paceline.cli.job_data import Splits, load_data, preprocess
+from paceline.cli.job_text import LABEL_NAMES, tokenize
+from paceline.cli.job_tokenizer import build_tokenizer
+from paceline.cli.job_trainer import make_trainer
+from paceline.cli.references import is_of, read_reference
+from paceline.tf.arguments import TFTrainingArguments
+from paceline.tf.batches import KNOWN_LABELS
+from paceline.tf.columns import columns_of
+from paceline.tf.framework import keras
+from paceline.tf.objective import build_by_itself, check_model, is_functional, shifts
+from paceline.tf.saving import KERAS_FILE
+from paceline.tf.trainer import TFTrainer
+
+KERAS_SUFFIX = ".keras"
+FORMS = f"a {KERAS_SUFFIX} file, a folder that holds {KERAS_FILE}, or package.module:name"
+
+# what training raises where the configuration cannot be honoured
+REFUSALS = (UnsupportedOption,)
+
+
+def build_trainer(config: JobConfig, args: TFTrainingArguments) -> tuple[TFTrainer, Splits]:
+    """Model, data, functions and callbacks, put together. The seed is set before the model is made.
+
+    The model is made in the scope of `args.strategy`, so that all devices that it names share the work.
+
+    Raises:
+        UsageError: the configuration cannot be honoured.
+    """
+    path = find_model(config)
+    try:
+        strategy = args.strategy  # before all else: several workers have to meet before anything is computed
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    keras.utils.set_random_seed(args.seed)
+    tokenizer = build_tokenizer(config)
+    with strategy.scope():
+        model = build_model(config, tokenizer) if path is None else load_model(path)
+        build_by_itself(model)
+    splits = load_data(config, tokenizer, args.seed)
+    check_arrays(splits)
+    columns = columns_in(splits)
+    if config.get("preprocess") is not None:
+        preprocess(config, splits, tokenizer)
+    tokenize_text(config, splits, model, tokenizer, columns_in(splits) - columns)
+    if config.get("data_collator") is None:
+        check_text(splits, args.label_names)
+    trainer: TFTrainer = make_trainer(config, TFTrainer, model=model, args=args, splits=splits, tokenizer=tokenizer)
+    return trainer, splits
+
+
+def find_model(config: JobConfig) -> Path | None:
+    """The file that the section `model` names; None where it names a function, class or object.
+
+    Raises:
+        UsageError: it names none of these, or the file is not there.
+    """
+    section = config.get("model")
+    if section is None:
+        raise UsageError(f"'model' is missing: {FORMS}")
+    if read_reference("model", section) is not None:
+        return None
+    if isinstance(section, Mapping):
+        check_keys("model", section, ("path",))
+        section = section.get("path")
+    found = config.find_file(str(section))
+    if found is not None and found.is_dir() and (found / KERAS_FILE).is_file():
+        return found / KERAS_FILE
+    if found is None or found.is_dir() or found.suffix != KERAS_SUFFIX:
+        what = "is not there" if found is None else "is no model of Keras"
+        raise UsageError(f"model: {section} {what}: with TensorFlow give {FORMS}")
+    return found
+
+
+def load_model(path: Path) -> Any:
+    """A model from a `.keras` file, with the loss that it was compiled with.
+
+    Raises:
+        UsageError: it cannot be loaded.
+    """
+    try:
+        return keras.saving.load_model(path)
+    except (ValueError, TypeError, KeyError, OSError, ImportError) as error:
+        raise UsageError(
+            f"model: {path} cannot be loaded: {first_line(error)[:300]} (with layers or losses of your own in it, give "
+            "package.module:name of a function that loads it)"
+        ) from error
+
+
+def build_model(config: JobConfig, tokenizer: Any) -> Any:
+    """The model that a function or class gives, or the object itself that is named.
+
+    Raises:
+        UsageError: it is no model of TensorFlow.
+    """
+    reference = read_reference("model", config.get("model"))
+    assert reference is not None
+    loaded = reference.load()
+    is_finished = hasattr(type(loaded), "trainable_variables") and not reference.options
+    model = loaded if is_finished or is_of(loaded, ("torch",)) else reference.call(tokenizer=tokenizer)
+    try:
+        check_model(model)
+    except TypeError as error:
+        raise UsageError(
+            f"model: {reference.name} gave a {type(model).__name__}; a Keras model or a callable tf.Module is needed "
+            "(for a module of torch leave out --framework tf)"
+        ) from error
+    if model is None:
+        raise UsageError(f"model: {reference.name} gave nothing; a Keras model or a callable tf.Module is needed")
+    return model
+
+
+def check_arrays(splits: Splits) -> None:
+    """Refuse `(features, labels)` where splits are told apart.
+
+    Raises:
+        UsageError: that is what a function gave.
+    """
+    if all(hasattr(data, "shape") and hasattr(data, "dtype") for data in (splits.train, splits.eval)):
+        raise UsageError(
+            "data: two arrays were given, and a pair stands for (train, eval): return {'train': (features, labels)}, "
+            "or ((features, labels), (features, labels))"
+        )
+
+
+def columns_in(splits: Splits) -> set[str]:
+    """The columns of all splits that are tables of `datasets`."""
+    return {column for dataset in splits.given().values() for column in getattr(dataset, "column_names", None) or ()}
+
+
+def tokenize_text(config: JobConfig, splits: Splits, model: Any, tokenizer: Any, made: set[str]) -> None:
+    """Text into token ids, as the model takes them; the tokenizer makes nothing else from now on, when it pads too.
+
+    Args:
+        made: columns that `preprocess` added. A model that does not tell the names of its inputs may take those.
+
+    Raises:
+        UsageError: as `tokenize`.
+    """
+    inputs = columns_of(model, None)
+    first = getattr(tokenizer, "model_input_names", None)
+    is_single = inputs is None and is_functional(model) and not isinstance(model.input, list | tuple)
+    if first and is_single:  # a model of one input has no place for a mask
+        tokenizer.model_input_names = first = first[:1]
+    before = splits.given()
+    makes_blocks = shifts(model) or type(model).__name__.endswith("MaskedLM")
+    tokenize(config, splits, model, tokenizer, made if inputs is None else inputs, makes_blocks)
+    for name, dataset in splits.given().items():
+        if first and is_single and dataset is not before[name]:
+            kept = [column for column in dataset.column_names if column in (*first, *LABEL_NAMES)]
+            setattr(splits, name, dataset.select_columns(kept))
+
+
+def check_text(splits: Splits, label_names: Sequence[str] | None) -> None:
+    """Refuse a data set with nothing to compute with: columns of text are left out of batches.
+
+    Raises:
+        UsageError: all columns beside the labels are text.
+    """
+    labels = {*(label_names or ()), *(name for known in KNOWN_LABELS for name in known)}
+    for name, dataset in splits.given().items():
+        features = getattr(dataset, "features", None)
+        kinds = features if isinstance(features, Mapping) else {}
+        found = [getattr(kind, "dtype", None) for column, kind in kinds.items() if column not in labels]
+        if found and all(kind in ("string", "large_string") for kind in found):
+            raise UsageError(
+                f"data: the {name} set holds only text: give 'tokenizer', or a function that makes numbers of it as "
+                "'preprocess' or 'data_collator'"
+            )
