@@ -77,7 +77,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (NoAttention, {"input_ids": IDS}, "did not call .*scaled_dot_product_attention"),
     (NotCausal, {"input_ids": IDS}, "attention that is not causal needs the attention_mask"),
     (NoAttention, {"input_ids": IDS[0]}, "whose second dimension could be cut"),
-    (lambda: mesh_job.llama(sliding_window=4), {"input_ids": IDS}, "sliding_window in its configuration, and does not"),
+    (lambda: mesh_job.llama(sliding_window=4), {"input_ids": IDS}, "sliding_window in its configuration, and"),
     (lambda: mesh_job.llama(layer_types=["chunked_attention"] * 2), {}, "layers of the kind chunked_attention"),
     (mesh_job.llama, {"input_ids": IDS, "labels": torch.tensor([1])}, r"labels of shape \(1,\)"),
     (mesh_job.llama, {"input_ids": IDS, "attention_mask": torch.ones(1, 1, 5, 5)}, "attention_mask of 4 dimensions"),
@@ -224,3 +224,13 @@ def test_heads_may_share_a_mask_of_tokens_and_are_dealt_out_evenly(monkeypatch: 
         ulysses.attend_by_heads(query, query, query, None, 3, None)
     with pytest.raises(UnsupportedOption, match=r"'sp': 2}: .*of shape \(3, 8, 4\)"):
         ulysses.attend_by_heads(query[:, 0], query, query, None, 2, None)
+
+
+@pytest.mark.parametrize("block", [1, 3, 8, 100])
+@pytest.mark.parametrize("window", [1, 3, 8, 20])
+def test_windows_in_blocks_are_those_of_a_mask(window: int, block: int) -> None:
+    query, key, value = torch.randn(3, 2, 2, 11, 4)
+    places = torch.arange(11)
+    mask = (places <= places[:, None]) & (places > places[:, None] - window)
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, mask)
+    torch.testing.assert_close(ulysses.attend_in_blocks(query, key, value, window, block), expected)

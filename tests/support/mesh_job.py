@@ -193,11 +193,15 @@ DATA: dict[str, Any] = {
     "targets at the end": with_prompts,
     "full": of_one_length,
     "packed": packed,
-    "windows": packed,
+    "windows": of_one_length,
+    "windows of packed": packed,
     "windows of some layers": padded_on_the_left,
 }
 # of sequences, only
-IN_PARTS = {"opt": opt, "full": llama, "packed": llama, "windows": mistral, "windows of some layers": gemma}
+IN_PARTS = {
+    "opt": opt, "full": llama, "packed": llama,
+    "windows": mistral, "windows of packed": mistral, "windows of some layers": gemma,
+}  # fmt: skip
 REFUSED = {"convolved": Convolved, "sum of losses": SumOfLosses}
 FEW = ("tied llama", "own module", "targets at the end")  # on every mesh
 LONG = ("tied llama",)  # enough updates to tell whether weights stay the same

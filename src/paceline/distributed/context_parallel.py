@@ -11,7 +11,6 @@ attention is found out so.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,9 +27,10 @@ from torch.utils._pytree import tree_map
 
 from paceline.args.errors import UnsupportedOption
 from paceline.core.optional import require
+from paceline.distributed.context_link import context_of, set_context
 from paceline.distributed.last_stage import Looking
 from paceline.distributed.parts_check import IGNORED, Sample, difference, formats_within
-from paceline.distributed.sequence_masks import has_windows, is_plain, mask_of, with_itself, within
+from paceline.distributed.sequence_masks import is_plain, mask_of, narrowest_window, with_itself, within
 from paceline.distributed.ulysses import attend_by_heads
 
 GATHER = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
@@ -53,7 +53,8 @@ class Pass:
         has_gradient: it is a pass of training.
         num_attended: how often attention was asked for.
         mask: what all tokens attend to, where they attend by heads and to other than those before them.
-        windows: masks of layers that attend to the last tokens only, by their number.
+        has_window: a layer attended to the last tokens only.
+        windows: masks of such layers, by the number of tokens.
     """
 
     length: int
@@ -65,18 +66,9 @@ class Pass:
     has_gradient: bool = False
     num_attended: int = 0
     mask: Tensor | None = field(default=None, repr=False)
+    has_window: bool = False
     windows: dict[int, Tensor] = field(default_factory=dict, repr=False)
     mode: Any = field(default=None, repr=False)
-
-
-class Link:
-    """From an attention module to what it is part of. It keeps nothing alive; a copy of the module has an empty one."""
-
-    def __init__(self, context: ContextParallel | None = None) -> None:
-        self.find: Any = weakref.ref(context) if context is not None else lambda: None
-
-    def __reduce__(self) -> Any:
-        return Link, ()
 
 
 class ContextParallel:
@@ -99,6 +91,7 @@ class ContextParallel:
         self.model, self.now = model, Pass(0, 0, 0, 0)
         self.names = parameter_names(model)
         check_model(model, self.names, self.said)
+        set_context(model, self)
         self.is_of_transformers = hasattr(model, "set_attn_implementation")
         self.is_whole = False  # the pass now is one that is not cut
         self.counts_present = False  # positions are those among the tokens that are there
@@ -124,7 +117,7 @@ class ContextParallel:
         registry.register(NAME, attend_for_transformers)
         masks.AttentionMaskInterface.register(NAME, masks.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
         for module in self.model.modules():
-            module.paceline_context = Link(self)  # type: ignore[assignment]
+            set_context(module, self)
         self._usual_attention = str(self.model.config._attn_implementation)  # type: ignore[union-attr]
         self.model.set_attn_implementation(NAME)  # type: ignore[operator]
 
@@ -315,10 +308,10 @@ class ContextParallel:
                 "torch.nn.functional.scaled_dot_product_attention, so its tokens would see their own part of a "
                 "sequence only; leave it out."
             )
-        if not now.windows and has_windows(getattr(self.model, "config", None)):
+        if not now.has_window and now.length > narrowest_window(getattr(self.model, "config", None)):
             raise UnsupportedOption(
                 f"{self.said}: {title_of(self.model)} has a sliding_window in its configuration, and does not hand it "
-                "to its attention; leave it out."
+                "to its attention: set it to None there if its tokens attend to all before them, or leave it out."
             )
         makes_loss = now.targets is not None
         if isinstance(outputs, MutableMapping):
@@ -400,12 +393,14 @@ class ContextParallel:
             )
 
         self.now.num_attended += 1
-        mask = self.now.mask if self.by_heads else attention_mask
-        if options.get("sliding_window") is not None:
-            mask = self._within(mask, int(options["sliding_window"]), query.device)
+        mask, window = self.now.mask if self.by_heads else attention_mask, options.get("sliding_window")
+        self.now.has_window |= window is not None
+        if window is not None and mask is not None:
+            mask = self._within(mask, window)
         if self.by_heads:
             drawn = {"dropout_p": options.get("dropout", 0.0), "scale": options.get("scaling")}
-            seen = attend_by_heads(query, key, value, mask, self.size, self.group, **drawn)
+            window = window if window is not None and window < self.now.total else None  # else it leaves nothing out
+            seen = attend_by_heads(query, key, value, mask, self.size, self.group, window, **drawn)
             return seen.transpose(1, 2).contiguous(), None
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
@@ -413,14 +408,11 @@ class ContextParallel:
 
         return self.attend(attend, query, key, value, mask)
 
-    def _within(self, mask: Tensor | None, window: int, device: torch.device) -> Tensor:
+    def _within(self, mask: Tensor, window: int) -> Tensor:
         """The mask for a layer of which each token attends to the last ones only; made once for each pass."""
         now = self.now
         if window not in now.windows:
-            rows = (0, now.total) if self.by_heads else (now.offset, now.own)
-            if mask is None:
-                mask = torch.ones(now.total, now.total, dtype=torch.bool, device=device).tril()
-            now.windows[window] = within(mask, rows, window)
+            now.windows[window] = within(mask, (0, now.total) if self.by_heads else (now.offset, now.own), window)
         return now.windows[window]
 
 
@@ -429,8 +421,7 @@ def attend_for_transformers(
 ) -> Any:
     """What models of transformers call: in parts where the module is in such a pass, else as it is there."""
     attention: Any = require("transformers.integrations.sdpa_attention", "transformers").sdpa_attention_forward
-    link = getattr(module, "paceline_context", None)
-    context = link.find() if isinstance(link, Link) else None
+    context = context_of(module)
     if context is None or context.is_whole:
         return attention(module, query, key, value, attention_mask, **options)
     return context.attend_for_transformers(attention, module, query, key, value, attention_mask, options)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.args.errors import UnsupportedOption
+from paceline.distributed.context_link import context_of
 from paceline.distributed.context_parallel import ContextParallel
 from paceline.distributed.device_mesh import sequence_mesh
 from paceline.distributed.fsdp import FullyShardedData
@@ -45,11 +46,11 @@ class MeshParallel(FullyShardedData):
                 f"({self.mesh.describe()}) are not supported: load the model on every process, and leave them out."
             )
         self.plan, self.checkpoints = args.tp_plan, bool(args.activation_checkpointing)
-        self.context: ContextParallel | None = None
 
     def run_within(self, model: nn.Module, function: Callable[[], Any]) -> Any:
         """As with shards; where sequences are in parts, each process takes whole ones here."""
-        with self.context.uncut() if self.context is not None else nullcontext():
+        context = context_of(model)  # of this or an earlier run of the model
+        with context.uncut() if context is not None else nullcontext():
             return super().run_within(model, function)
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -60,7 +61,6 @@ class MeshParallel(FullyShardedData):
             super()._shard(model, mesh)
         if self.mesh.num_parts > 1:
             by_heads = self.mesh.sp > 1
-            own_mesh = sequence_mesh(self.mesh, self.device.type)
-            self.context = ContextParallel(model, own_mesh, self.checkpoints, by_heads)
+            ContextParallel(model, sequence_mesh(self.mesh, self.device.type), self.checkpoints, by_heads)
             kind = "sequence parallel, by heads" if by_heads else "context parallel"
             logger.info("Each process has a part of every sequence, of %d (%s).", self.mesh.num_parts, kind)

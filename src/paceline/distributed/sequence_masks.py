@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -61,8 +62,9 @@ def within(mask: Tensor, rows: tuple[int, int], window: int) -> Tensor:
     return mask & (keys[None, :] > keys.narrow(0, *rows)[:, None] - window)
 
 
-def has_windows(config: Any) -> bool:
-    """Whether layers of a model of transformers attend to the last tokens only, by its configuration."""
-    layers = getattr(config, "layer_types", None)
-    is_asked = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    return bool("sliding_attention" in layers if layers else is_asked)
+def narrowest_window(config: Any) -> float:
+    """The tokens that a model of transformers attends to in the layers that see fewest, by its configuration."""
+    window, layers = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if window is None or not ("sliding_attention" in layers if layers else getattr(config, "use_sliding_window", True)):
+        return math.inf
+    return float(window)

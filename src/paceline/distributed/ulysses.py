@@ -15,6 +15,7 @@ from torch.distributed import _functional_collectives as functional
 
 from paceline.args.errors import UnsupportedOption
 
+BLOCK = 1024  # queries that are worth a call of their own
 
 def exchange(tensor: Tensor, size: int, group: Any) -> Tensor:
     """Send the n-th of `size` equal pieces of the first dimension to the n-th process; differentiable."""
@@ -37,7 +38,14 @@ def heads_for_tokens(tensor: Tensor, size: int, group: Any) -> Tensor:
 
 
 def attend_by_heads(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, size: int, group: Any, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    size: int,
+    group: Any,
+    window: int | None = None,
+    **options: Any,
 ) -> Tensor:
     """torch's attention to whole sequences, of parts: (batch, heads, own tokens, features), and the same comes out.
 
@@ -46,6 +54,7 @@ def attend_by_heads(
         mask: (all tokens, all tokens), or (batch or 1, 1 or heads, all tokens, all tokens), True where they attend;
             None: causal.
         size, group: the processes that have the other parts.
+        window: without a mask: tokens attend to so many only, themselves among them; None: to all before them.
         options: of `torch.nn.functional.scaled_dot_product_attention`.
 
     Raises:
@@ -70,8 +79,33 @@ def attend_by_heads(
         mask = mask.chunk(size, 1)[torch.distributed.get_rank(group)]
     query, key, value = (tokens_for_heads(each, size, group) for each in (query, key, value))
     groups = query.shape[1] // key.shape[1]
-    if groups > 1 and mask is not None:  # no kernel takes both: without this, all scores would be held
+    if groups > 1 and not (mask is None and window is None):
+        # no kernel takes groups and a mask: without this, all scores would be held
         key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
     options["enable_gqa"] = groups > 1
-    attention = nn.functional.scaled_dot_product_attention
-    return heads_for_tokens(attention(query, key, value, mask, is_causal=mask is None, **options), size, group)
+    if mask is None and window is not None:
+        seen = attend_in_blocks(query, key, value, window, **options)
+    else:
+        attention = nn.functional.scaled_dot_product_attention
+        seen = attention(query, key, value, mask, is_causal=mask is None, **options)
+    return heads_for_tokens(seen, size, group)
+
+
+def attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, window: int, block: int = BLOCK, **options: Any
+) -> Tensor:
+    """torch's attention of each token to the last `window` ones, of (batch, heads, tokens, features).
+
+    Queries go in blocks of `block` or `window` tokens, whichever is more, each with the keys that it needs: a mask of
+    all tokens by all would be as large as the scores that the kernels do not hold.
+    """
+    length, block = query.shape[2], max(block, window)
+    parts = []
+    for start in range(0, length, block):
+        first, end = max(start - window + 1, 0), min(start + block, length)
+        keys = torch.arange(first, end, device=query.device)
+        rows = keys[start - first :, None]
+        mask = (keys <= rows) & (keys > rows - window)
+        near, seen = (each.narrow(2, first, end - first) for each in (key, value))
+        parts.append(nn.functional.scaled_dot_product_attention(query[:, :, start:end], near, seen, mask, **options))
+    return torch.cat(parts, 2)
