@@ -73,6 +73,15 @@ def test_a_stage_that_fails_does_not_go_on() -> None:
     assert pickle.loads(pickle.dumps(stages)).is_on
 
 
+def test_a_stage_that_nobody_can_end_keeps_no_thread() -> None:
+    stages = MemoryStages(True)
+    stages.start("init")
+    thread = stages._sampler._thread
+    del stages
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_off() -> None:
     stages = MemoryStages(False, "cuda")
     with stages.measuring("train"):

@@ -8,7 +8,7 @@ import pytest
 from tf_models import Linear, losses, make_data, make_model, make_trainer, weights
 
 from paceline import EarlyStoppingCallback, EvalPrediction, TFTrainingArguments, TrainerCallback, UnsupportedOption
-from paceline.tf.framework import tf
+from paceline.tf.framework import keras, tf
 
 DATA = make_data(10)
 
@@ -67,8 +67,30 @@ def test_evaluations_in_16_bits(tmp_path: Path) -> None:
         assert np.array_equal(weights(trainer.model), weights(runs["full"].model))
     with pytest.raises(ValueError, match=r"bf16_full_eval=True: a Linear computes in .* or leave bf16_full_eval out"):
         make_trainer(tmp_path, Linear(), DATA, bf16_full_eval=True).evaluate(DATA)
+    with pytest.raises(ValueError, match="bf16_full_eval=True: a Linear computes in"):  # before the first update
+        make_trainer(tmp_path, Linear(), DATA, eval_dataset=DATA, bf16_full_eval=True, eval_strategy="epoch").train()
     with pytest.raises(UnsupportedOption, match=r"bf16=True with fp16_full_eval=True.*leave fp16_full_eval out"):
         TFTrainingArguments(str(tmp_path), bf16=True, fp16_full_eval=True)
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        model = make_model()
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    with pytest.raises(ValueError, match="bf16_full_eval=True: the model was built under the policy 'mixed_float16'"):
+        make_trainer(tmp_path, model, DATA, bf16_full_eval=True).evaluate(DATA)
+
+
+def test_the_precision_of_an_evaluation_is_that_of_the_arguments_then(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, make_model(), DATA)
+    full = trainer.predict(DATA).predictions
+    trainer.args.bf16_full_eval = True
+    short = trainer.predict(DATA).predictions
+    traces = trainer.predictor.num_traces
+    trainer.args.bf16_full_eval = False
+    assert np.array_equal(trainer.predict(DATA).predictions, full)
+    assert not np.array_equal(short, full)
+    assert np.allclose(short, full, atol=0.05)
+    assert trainer.predictor.num_traces == traces  # each is traced once
 
 
 @pytest.mark.slow

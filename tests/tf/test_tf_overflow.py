@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tf_models import Linear, losses, make_data, make_model, make_trainer, weights
 
-from paceline import TFTrainingArguments, UnsupportedOption
+from paceline import TFTrainer, TFTrainingArguments, UnsupportedOption
 from paceline.tf.framework import keras, tf
 
 X, Y = make_data(12)
@@ -112,3 +112,15 @@ def test_where_it_cannot_look(tmp_path: Path) -> None:
         TFTrainingArguments(str(tmp_path), debug="underflow_overflow", xla=True)
     with pytest.raises(UnsupportedOption, match=r"debug=\['tpu_metrics_debug'\].*leave tpu_metrics_debug out"):
         TFTrainingArguments(str(tmp_path), debug="tpu_metrics_debug")
+
+
+def test_an_update_of_ones_own_that_cannot_be_watched(tmp_path: Path) -> None:
+    class Own(TFTrainer):
+        def training_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> list[Any]:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self.model(features) ** 2)
+            return list(tape.gradient(loss, self.model.trainable_variables))
+
+    trainer = make_trainer(tmp_path, make_model(), (X, Y), kind=Own, **WATCHED)
+    with pytest.raises(UnsupportedOption, match=r"debug='underflow_overflow' .* call super\(\), or leave debug out"):
+        trainer.train()

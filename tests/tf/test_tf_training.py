@@ -525,6 +525,12 @@ def test_data_that_cannot_be_read_is_said(tmp_path: Path) -> None:
             make_trainer(tmp_path, Linear(), DATA, eval_dataset=alone).evaluate("x")
 
 
+def leaves_out(labels: Any, outputs: Any) -> Any:
+    """A loss of one's own."""
+    chosen = labels != -100
+    return tf.where(chosen, keras.losses.sparse_categorical_crossentropy(tf.where(chosen, labels, 0), outputs, True), 0)
+
+
 @pytest.mark.slow
 def test_labels_that_a_compiled_loss_counts(tmp_path: Path) -> None:
     """-100 is left out by the default loss, and by one that was told to."""
@@ -538,6 +544,9 @@ def test_labels_that_a_compiled_loss_counts(tmp_path: Path) -> None:
         for call in (trainer.train, lambda trainer=trainer: trainer.evaluate((x, y))):
             with pytest.raises(ValueError, match=r"A label is -100, and the loss counts it: .*ignore_class=-100"):
                 call()
+    model = make_model()
+    model.compile(loss=leaves_out)
+    make_trainer(tmp_path, model, (x, y)).train()
     model = make_model()
     model.compile(loss="mse")  # which asks nothing of labels, and would give some number
     with pytest.raises(ValueError, match="A label is -100"):

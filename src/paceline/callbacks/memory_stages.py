@@ -86,6 +86,12 @@ class MemoryStages:
                 self._sampler.stop()
                 self.current = None
 
+    def __del__(self) -> None:
+        """End the thread of a stage that nobody will end: that of a Trainer whose constructor raised."""
+        sampler = vars(self).get("_sampler")
+        if sampler is not None:
+            sampler.end()
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_sampler"} | {"current": None}
 
@@ -114,9 +120,13 @@ class Sampler:
         if self._device is not None:
             self._device.look()
 
+    def end(self) -> None:
+        """Let the thread end at its next look."""
+        self._is_over.set()
+
     def stop(self) -> int:
         """End the thread. Returns the highest number of bytes seen, by the thread or by the kernel."""
-        self._is_over.set()
+        self.end()
         self._thread.join()
         self._look()
         noted = noted_peak()

@@ -91,9 +91,9 @@ class TFTrainingArguments(TrainingArguments):
 
     Options that only torch can honour are refused, each with what to use instead. `bf16_full_eval` and
     `fp16_full_eval` compute evaluations under Keras' mixed policies, where the weights keep their type;
-    `skip_memory_metrics=False` measures the memory of the CPU; `debug="underflow_overflow"` looks at the forward
-    passes of updates. Making arguments imports no
-    TensorFlow; `strategy` and what depends on it do, at first use.
+    `skip_memory_metrics=False` measures the memory of the CPU; `debug="underflow_overflow"` looks at weights, features,
+    layers and losses of updates, and at gradients where the loss is not scaled. Making arguments imports no TensorFlow;
+    `strategy` and what depends on it do, at first use.
 
     Raises:
         UnsupportedOption: an option that asks for what the TensorFlow side does not do.

@@ -36,9 +36,14 @@ def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
         return {name: map_leaves(function, value) for name, value in nest.items()}
     if isinstance(nest, tuple):
         return tuple(map_leaves(function, value) for value in nest)
-    if isinstance(nest, list) and nest and not isinstance(nest[0], int | float | str | bytes | list):
+    if is_list_of_arrays(nest):
         return [map_leaves(function, value) for value in nest]
     return function(nest)
+
+
+def is_list_of_arrays(nest: Any) -> bool:
+    """Whether a list is a nest of arrays, and no array that is written as a list."""
+    return isinstance(nest, list) and bool(nest) and not isinstance(nest[0], int | float | str | bytes | list)
 
 
 def leaves(nest: Any) -> Iterator[Any]:

@@ -121,16 +121,24 @@ class TFEngine:
         totals = np.sum(counts, axis=0)
         if totals[TOKENS] == 0:
             return self._skip()
+        self._check_labels(batches)
+        was_known = self.objective.counts_ignored
         with nullcontext() if self.watch is None else self.watch.told(), told_plainly():
             if len(batches) == 1 and emit is None and not self.is_in_parts:
                 loss, norm, rate, applied, outputs = self._call(FUSED, batches[0], totals)
                 kept = [outputs]
             else:
                 loss, norm, rate, applied, kept = self._step_in_parts(batches, totals, emit)
-        for _, labels in batches:
-            self.objective.check_labels(labels)
+        if not was_known:
+            self._check_labels(batches)
+        if self.watch is not None:
+            self.watch.check_used()
         self.unread.append((loss, norm, rate, applied))
         return StepOutput((loss,), norm, applied, kept if self.keep_outputs else ())
+
+    def _check_labels(self, batches: Sequence[Any]) -> None:
+        for _, labels in batches:
+            self.objective.check_labels(labels)
 
     def _step_in_parts(self, batches: Sequence[Any], totals: Array, emit: Emit | None) -> tuple[Any, ...]:
         if self.own_updates:

@@ -51,13 +51,14 @@ class Predictor:
         self._own: Any = None
         self._loss: Any = None
         self.num_traces = 0
+        self.precision = ""  # of the evaluation: each has a trace of its own
         is_single = strategy.num_replicas_in_sync == 1
         self._run = tf.function(self._trace, reduce_retracing=True, jit_compile=True if xla and is_single else None)
 
     def __call__(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         """What each replica makes of a batch, losses and predictions, on its device."""
         with told_plainly():
-            results: tuple[Any, Any] = self._run(*place(self.strategy, batch, None))
+            results: tuple[Any, Any] = self._run(*place(self.strategy, batch, None), self.precision)
         self.objective.check_labels(batch[1])
         return results
 
@@ -80,7 +81,7 @@ class Predictor:
         bounds = [size * part // num for part in range(num + 1)]
         return [stop - start for start, stop in itertools.pairwise(bounds)]
 
-    def _trace(self, features: Any, labels: Any, counts: Any) -> tuple[Any, Any]:
+    def _trace(self, features: Any, labels: Any, counts: Any, precision: str) -> tuple[Any, Any]:
         self.num_traces += 1
         self._counts = counts
         losses, outputs = self.distributed_prediction_steps((features, labels))
@@ -218,8 +219,9 @@ def run_evaluation(
     """
     args = trainer.args
     limit = None if args.eval_spill_gb == float("inf") else int(args.eval_spill_gb * 2**30)
-    # always: the model is traced once, for the evaluations in a run and those before and after it
+    # always: the model is traced once for each precision, for evaluations in a run and those before and after it
     precision = evaluation_precision(args)
+    trainer.predictor.precision = precision[0]
     with Spill(limit, args.output_dir) as spill, in_precision(trainer.model, *precision):
         seen = Gathering(trainer, loss_only, spill)
         for batch, is_last in with_last(batches):

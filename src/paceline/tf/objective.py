@@ -24,7 +24,8 @@ NUM_COUNTS = 4
 NO_IGNORE_INDEX = (
     "A label is -100, and the loss counts it: none of Keras or TensorFlow leaves labels out by itself. Compile the "
     "model with keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-100), or without a loss "
-    "(the default one leaves -100 out), or pass a compute_loss_func that does."
+    "(the default one leaves -100 out), or pass a compute_loss_func that does. Where -100 is a number to be met, give "
+    "labels of floating point."
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.args.errors import UnsupportedOption
 from paceline.tf.batches import Array, leaves
 from paceline.tf.framework import plain, tf
 from paceline.tf.optimizers import name_of
@@ -30,10 +31,14 @@ class Watch:
 
     Args:
         model: to be watched.
+
+    Attributes:
+        is_used: an update went through it.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.is_used = False
         self._report: str | None = None
         self._seen = threading.local()  # of the pass being traced: replicas are traced in threads of their own
 
@@ -44,21 +49,22 @@ class Watch:
         """While entered, what is traced notes the outputs of all layers."""
         kinds = {type(layer): type(layer).__call__ for layer in layers_of(self.model)}
         before = {kind: vars(kind).get("__call__") for kind in kinds}
-        for kind, own in kinds.items():
-            kind.__call__ = noting(own, self._note)
         try:
+            for kind, own in kinds.items():
+                kind.__call__ = noting(own, self._note)
             yield
         finally:
             for kind, own in before.items():
-                if own is None:
+                if own is None and "__call__" in vars(kind):
                     del kind.__call__
-                else:
+                elif own is not None:
                     kind.__call__ = own
 
     def through(self, run_model: Callable[..., Any]) -> Callable[..., Any]:
         """A `run_model` whose loss is there only when all that was noted on the way to it is finite."""
 
         def run(features: Any, labels: Any, training: bool) -> tuple[Any, Any]:
+            self.is_used = True
             self._begin(features)
             loss, outputs = run_model(features, labels, training)
             return self._end(loss, outputs), outputs
@@ -109,6 +115,19 @@ class Watch:
             return tf.constant(1.0)
         one = tf.numpy_function(partial(self._look, self._seen.names), [tf.stack(self._seen.rows)], tf.float32)
         return tf.stop_gradient(tf.reshape(one, []))
+
+    def check_used(self) -> None:
+        """To be called when an update was made.
+
+        Raises:
+            UnsupportedOption: it went another way, of a subclass.
+        """
+        if not self.is_used:
+            raise UnsupportedOption(
+                "debug='underflow_overflow' looks at what TFTrainer.training_step does, and this Trainer's own "
+                "training_step, apply_gradients or distributed_training_steps does not lead there: call super(), or "
+                "leave debug out."
+            )
 
     # ---- in each pass
 

@@ -21,12 +21,18 @@ def in_precision(model: Any, precision: str, option: str | None = None) -> Itera
         option: that asked for it, for the error; None: the one of the precision's name.
 
     Raises:
-        ValueError: the model is not of Keras 3 and was not built under the policy.
+        ValueError: the model is not of Keras 3 and was not built under the policy, or was built under another.
     """
     policy = POLICIES.get(precision)
     if policy is None or computes_in(model, policy):
         yield
         return
+    others = [other for other in POLICIES.values() if computes_in(model, other)]
+    if others:
+        raise ValueError(
+            f"{option or precision}=True: the model was built under the policy {others[0]!r}, and layers that compute "
+            f"in one 16-bit type are not switched to the other. Leave {option or precision} out."
+        )
     if not isinstance(model, keras.Model):
         raise ValueError(
             f"{option or precision}=True: a {type(model).__name__} computes in the types of its own variables. Build "

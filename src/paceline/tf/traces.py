@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.resuming import is_same
+from paceline.tf.batches import is_list_of_arrays
 from paceline.tf.framework import tf
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def describe(nest: Any) -> Any:
         return {"dict": [[name, describe(value)] for name, value in nest.items()]}
     if isinstance(nest, tuple):
         return {"tuple": [describe(value) for value in nest]}
-    if isinstance(nest, list) and nest and not isinstance(nest[0], int | float | str | bytes | list):
+    if is_list_of_arrays(nest):
         return {"list": [describe(value) for value in nest]}
     tensor = tf.convert_to_tensor(nest)
     return {"shape": list(tensor.shape), "dtype": tensor.dtype.name}

@@ -32,7 +32,7 @@ from paceline.tf.feed import TFFeed
 from paceline.tf.following import FollowingSchedule
 from paceline.tf.framework import keras
 from paceline.tf.overflow import Watch
-from paceline.tf.precision import in_precision
+from paceline.tf.precision import evaluation_precision, in_precision
 from paceline.tf.randomness import hold_generators, seed_everything
 from paceline.tf.snapshot import rewind, take_snapshot
 from paceline.tf.sources import source_of_batches
@@ -81,8 +81,6 @@ def train(trainer: TFTrainer, resume: str | bool | None) -> TrainOutput:
     """The body of `TFTrainer.train`."""
     args = trainer.args
     check_tensorflow(args)
-    if str(args.eval_strategy) != "no" and trainer.eval_dataset is None:
-        raise ValueError(f"eval_strategy='{args.eval_strategy}' needs an eval_dataset: pass one to TFTrainer.")
     if args.auto_find_batch_size and trainer.world.world_size > 1:
         raise UnsupportedOption(
             f"auto_find_batch_size=True is not supported with {trainer.world.world_size} workers, of which one alone "
@@ -90,6 +88,7 @@ def train(trainer: TFTrainer, resume: str | bool | None) -> TrainOutput:
         )
     seed_everything(args)
     trainer.remake_model()
+    check_evaluations(trainer)
     with trainer.strategy.scope():
         hold_generators(trainer.model, args.seed)
     checkpoint = choose_checkpoint(args, resume)
@@ -127,6 +126,21 @@ def train(trainer: TFTrainer, resume: str | bool | None) -> TrainOutput:
     if signals.is_keyboard:
         raise KeyboardInterrupt(f"stopped at step {trainer.state.global_step}; the run can be resumed from there")
     return output
+
+
+def check_evaluations(trainer: TFTrainer) -> None:
+    """Tell now what the first evaluation could not have, and not when many updates have been made.
+
+    Raises:
+        ValueError: there is no data for it, or the model cannot compute in its precision.
+    """
+    args = trainer.args
+    if str(args.eval_strategy) == "no":
+        return
+    if trainer.eval_dataset is None:
+        raise ValueError(f"eval_strategy='{args.eval_strategy}' needs an eval_dataset: pass one to TFTrainer.")
+    with in_precision(trainer.model, *evaluation_precision(args)):
+        pass
 
 
 def choose_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
