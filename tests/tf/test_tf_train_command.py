@@ -73,6 +73,11 @@ def bare():
     return rows(8)
 
 
+def named():
+    x, labels = rows(8)
+    return {"x": x}, labels
+
+
 def metrics(prediction):
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
@@ -284,7 +289,8 @@ def test_text_without_labels_needs_a_language_model(texts: Path, capsys: pytest.
         (["--model", "nowhere.keras"], "model: nowhere.keras is not there: with TensorFlow give a .keras file"),
         (["--model", "{module}.py"], "is no model of Keras: with TensorFlow give a .keras file"),
         (["--model", "{{model_type: gpt2}}"], "model: unknown key 'model_type'"),
-        (["--data", "{module}:bare"], "two arrays were given, and a pair stands for (train, eval)"),
+        (["--data", "{module}:bare"], "features and labels were given, and a pair stands for (train, eval)"),
+        (["--data", "{module}:named"], "features and labels were given, and a pair stands for (train, eval)"),
         (["--trainer", "{module}:Trainer"], "is no subclass of paceline.TFTrainer"),
         (["--fsdp", "full_shard"], "fsdp='full_shard' is not supported with TensorFlow"),
         (["--xla=perhaps"], "xla='perhaps'"),

@@ -57,7 +57,7 @@ def argument_names() -> set[str]:
     return set(argument_fields()) | set(OLDER_NAMES)
 
 
-def is_of_tensorflow(name: str) -> bool:
+def is_option_of_tensorflow(name: str) -> bool:
     """Whether an option is one of `TFTrainingArguments` alone."""
     return name not in own_hints() and name in argument_fields()
 
@@ -80,7 +80,7 @@ def check_framework(framework: str, names: Iterable[str]) -> None:
         UsageError: one of them is of TensorFlow, and this is torch.
     """
     for name in names:
-        if framework != "tf" and is_of_tensorflow(name):
+        if framework != "tf" and is_option_of_tensorflow(name):
             raise UsageError(f"{name} is an option of TensorFlow: give --framework tf too, or leave it out")
 
 

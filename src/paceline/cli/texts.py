@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from paceline.cli.options import argument_fields, is_of_tensorflow
+from paceline.cli.options import argument_fields, is_option_of_tensorflow
 
 HELP = """\
 paceline: trains any PyTorch module, and Keras models with TensorFlow
@@ -139,6 +139,7 @@ def list_options(words: Iterable[str]) -> str:
         if not any(word in name or word.replace("_", " ") in text.lower() for word in wanted):
             continue
         default = "[]" if callable(item.default_factory) else str(item.default)
-        lines.append(f"  --{name} (default {default}{'; with --framework tf' if is_of_tensorflow(name) else ''})")
+        condition = "; with --framework tf" if is_option_of_tensorflow(name) else ""
+        lines.append(f"  --{name} (default {default}{condition})")
         lines += textwrap.wrap(text, width=108, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines) if lines else f"no option has to do with {' or '.join(wanted)}"

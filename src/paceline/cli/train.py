@@ -56,9 +56,11 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     """
     put_on_path(config.folder, Path.cwd())
     framework = load_framework(config)
-    check_references(config)
     stages = choose_stages(config.arguments)
     args = make_arguments(config)
+    if config.framework == "tf":
+        framework.connect(args)
+    check_references(config)
     folder = Path(str(args.output_dir))
     identity = {name: config.get(name) for name in IDENTITY if config.get(name) is not None}
     bring_job(args, fresh, say)

@@ -37,11 +37,7 @@ def build_trainer(config: JobConfig, args: TFTrainingArguments) -> tuple[TFTrain
     Raises:
         UsageError: the configuration cannot be honoured.
     """
-    path = find_model(config)
-    try:
-        strategy = args.strategy  # before all else: several workers have to meet before anything is computed
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    path, strategy = find_model(config), connect(args)
     keras.utils.set_random_seed(args.seed)
     tokenizer = build_tokenizer(config)
     with strategy.scope():
@@ -57,6 +53,18 @@ def build_trainer(config: JobConfig, args: TFTrainingArguments) -> tuple[TFTrain
         check_text(splits, args.label_names)
     trainer: TFTrainer = make_trainer(config, TFTrainer, model=model, args=args, splits=splits, tokenizer=tokenizer)
     return trainer, splits
+
+
+def connect(args: TFTrainingArguments) -> Any:
+    """The strategy. Several workers have to meet before anything is computed, as modules may that a job names.
+
+    Raises:
+        UsageError: the devices that the arguments or TF_CONFIG name cannot be had.
+    """
+    try:
+        return args.strategy
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(first_line(error)) from error
 
 
 def find_model(config: JobConfig) -> Path | None:
@@ -126,11 +134,16 @@ def check_arrays(splits: Splits) -> None:
     Raises:
         UsageError: that is what a function gave.
     """
-    if all(hasattr(data, "shape") and hasattr(data, "dtype") for data in (splits.train, splits.eval)):
+    if is_array(splits.eval) and (is_array(splits.train) or isinstance(splits.train, Mapping)):
         raise UsageError(
-            "data: two arrays were given, and a pair stands for (train, eval): return {'train': (features, labels)}, "
-            "or ((features, labels), (features, labels))"
+            "data: features and labels were given, and a pair stands for (train, eval): return "
+            "{'train': (features, labels)}, or ((features, labels), (features, labels))"
         )
+
+
+def is_array(data: Any) -> bool:
+    """Whether it is an array or a tensor, and no table."""
+    return hasattr(data, "shape") and hasattr(data, "dtype")
 
 
 def columns_in(splits: Splits) -> set[str]:
