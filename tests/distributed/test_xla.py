@@ -62,7 +62,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_numbers_are_those_of_a_cpu(on_devices: Found, on_cpu: dict[str, Any]) -> None:
-    matrix = Matrix(xla_job.HEADING, xla_job.COLUMNS.values())
+    matrix = Matrix(xla_job.HEADING, xla_job.COLUMNS.values(), xla_job.LIMITS)
     for name, layouts in xla_job.SCENARIOS.items():
         columns = [[on_devices[each][name]] if each in layouts else [] for each in xla_job.COLUMNS]
         matrix.add(name, columns, on_cpu[name])
@@ -75,7 +75,7 @@ def test_numbers_are_those_of_a_cpu(on_devices: Found, on_cpu: dict[str, Any]) -
 def test_many_updates_of_one_shape_have_the_numbers_of_a_cpu(
     on_devices: Found, on_cpu: dict[str, Any], layout: str
 ) -> None:
-    check_same([on_devices[layout]["steady"]], on_cpu["steady"])
+    check_same([on_devices[layout]["steady"]], on_cpu["steady"], xla_job.LIMITS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

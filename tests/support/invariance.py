@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def differences(found: Result, one: Result) -> dict[str, float]:
     return {name: relative(found[name], one[name]) for name in present}
 
 
-def check_same(several: list[Result], one: Result) -> None:
+def check_same(several: list[Result], one: Result, limits: Mapping[str, float] = LIMITS) -> None:
     """What several processes found is what one found."""
     for rank, found in enumerate(several):
         for name in EXACT:
@@ -57,7 +57,7 @@ def check_same(several: list[Result], one: Result) -> None:
             if name in one:
                 np.testing.assert_allclose(found[name], one[name], rtol=1e-4, atol=1e-5)
         for name, difference in differences(found, one).items():
-            assert difference <= LIMITS[name], f"{name} of process {rank}"
+            assert difference <= limits[name], f"{name} of process {rank}"
 
 
 def check_complete(one: Result) -> None:
@@ -80,10 +80,13 @@ class Matrix:
     Args:
         heading: of the part of the page.
         columns: engine and number of processes.
+        limits: of what is compared.
     """
 
-    def __init__(self, heading: str, columns: Iterable[tuple[str, int]]) -> None:
-        self.heading = heading
+    def __init__(
+        self, heading: str, columns: Iterable[tuple[str, int]], limits: Mapping[str, float] = LIMITS
+    ) -> None:
+        self.heading, self.limits = heading, limits
         self.titles = [f"{engine.upper()} x {size}" for engine, size in columns]
         self.weights: dict[str, list[str]] = {}
         self.greatest: dict[str, dict[str, float]] = {title: dict.fromkeys(LIMITS, 0.0) for title in self.titles}
@@ -98,7 +101,7 @@ class Matrix:
             if not several:
                 cells.append("")
                 continue
-            check_same(several, one)
+            check_same(several, one, self.limits)
             cells.append(power(max(differences(found, one)["weights"] for found in several)))
             for name, difference in (item for found in several for item in differences(found, one).items()):
                 self.greatest[title][name] = max(self.greatest[title][name], difference)
@@ -119,17 +122,25 @@ class Matrix:
         part = "\n\n".join(paragraphs).rstrip("\n") + "\n"
         PAGE.write_text(before + heading + part + "".join(others), "utf-8")
 
-    def check_page(self, scenarios: Iterable[str]) -> None:
-        """The page has every scenario and engine, and no difference that is too large."""
+    def check_page(self, scenarios: Iterable[str], blanks: Collection[tuple[str, int]] = ()) -> None:
+        """The page has every scenario and engine, and no difference that is too large.
+
+        Args:
+            scenarios: all of them, in order.
+            blanks: the scenario and the column of what was not run.
+        """
+        scenarios = list(scenarios)
         part = PAGE.read_text("utf-8").partition(f"## {self.heading}\n")[2].partition("\n## ")[0]
         weights, everything = (each.strip().splitlines() for each in part.split("\n\n") if each.startswith("|"))
         expected = [each.splitlines() for each in self.tables()]
         assert (weights[0], everything[0]) == (expected[0][0], expected[1][0])
         assert [row[0] for row in cells(weights)] == [name.replace("_", " ") for name in scenarios]
         assert [row[0] for row in cells(everything)] == self.titles
-        assert all(float(cell) <= LIMITS["weights"] for row in cells(weights) for cell in row[1:] if cell)
+        for name, row in zip(scenarios, cells(weights), strict=True):
+            for column, cell in enumerate(row[1:]):
+                assert cell == "" if (name, column) in blanks else float(cell) <= self.limits["weights"]
         for row in cells(everything):
-            assert all(float(cell) <= limit for cell, limit in zip(row[1:], LIMITS.values(), strict=True))
+            assert all(float(cell) <= limit for cell, limit in zip(row[1:], self.limits.values(), strict=True))
 
 
 def table(head: list[str], rows: dict[str, list[str]]) -> str:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import invariance
 import shared_job
 import torch
 from shared_job import found, split, train
@@ -52,6 +53,7 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
 }
 # of the page of the docs: what a layout is called there, and its devices
 HEADING = "XLA devices"
+LIMITS = {**invariance.LIMITS, "weights": 1e-6}
 COLUMNS = {"single": ("xla", 1), "data": ("xla", 2), "fsdp": ("xla fsdp", 2), "checkpointed": ("xla fsdp+recompute", 2)}
 
 
