@@ -91,6 +91,10 @@ def test_what_would_not_be_exact_is_refused(mesh: DeviceMesh, make: Any, inputs:
         call_in_parts(make(), mesh, inputs)
 
 
+def test_a_window_that_is_as_long_as_the_text_leaves_nothing_out(mesh: DeviceMesh) -> None:
+    assert call_in_parts(mesh_job.llama(sliding_window=5), mesh, {"input_ids": IDS}).logits.shape[1] == 5
+
+
 def test_activations_of_an_own_module_are_not_made_again(mesh: DeviceMesh) -> None:
     with pytest.raises(UnsupportedOption, match="activation_checkpointing=True with parallel"):
         ContextParallel(mesh_job.Reader(), mesh, True)

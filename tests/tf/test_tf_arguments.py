@@ -11,6 +11,7 @@ import pytest
 
 import paceline
 from paceline import TFTrainingArguments, TrainingArguments, UnsupportedOption
+from paceline.tf import devices
 from paceline.tf.arguments import UNSUPPORTED
 
 
@@ -127,3 +128,13 @@ def test_a_missing_tensorflow_is_said() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.count('pip install "paceline[tf]"') == 2
+
+
+def test_a_process_has_one_mirrored_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices.tf.config, "list_logical_devices", lambda kind: [object(), object()])
+    monkeypatch.setattr(devices.tf.distribute, "MirroredStrategy", object)
+    try:
+        first, second = (devices.make_strategy(TFTrainingArguments(str(tmp_path), use_cpu=False)) for _ in range(2))
+    finally:
+        devices.the_only.cache_clear()
+    assert first is second

@@ -295,6 +295,8 @@ def test_text_without_labels_needs_a_language_model(texts: Path, capsys: pytest.
         (["--fsdp", "full_shard"], "fsdp='full_shard' is not supported with TensorFlow"),
         (["--xla=perhaps"], "xla='perhaps'"),
         (["--tpu_name", "nowhere"], "tpu_name='nowhere': this TPU cannot be reached"),
+        # before what the job names is imported
+        (["--tpu_name", "nowhere", "--model", "nowhere:net"], "tpu_name='nowhere': this TPU cannot be reached"),
         (["--learning_rate", "fast"], "learning_rate='fast'"),
         (["--framework", "torch", "--xla"], "xla is an option of TensorFlow: give --framework tf too"),
         (["--resume_from_checkpoint", "nowhere"], "there is no folder nowhere"),

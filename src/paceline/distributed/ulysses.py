@@ -17,6 +17,7 @@ from paceline.args.errors import UnsupportedOption
 
 BLOCK = 1024  # queries that are worth a call of their own
 
+
 def exchange(tensor: Tensor, size: int, group: Any) -> Tensor:
     """Send the n-th of `size` equal pieces of the first dimension to the n-th process; differentiable."""
     pieces = [tensor.shape[0] // size] * size

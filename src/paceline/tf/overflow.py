@@ -131,11 +131,11 @@ class Watch:
 
     # ---- in each pass
 
-    def _look(self, names: Sequence[str], rows: Array) -> Array:
+    def _look(self, names: Sequence[str], rows: Array) -> np.float32:
         """1; or the error, of which TensorFlow makes one of its own."""
         bad = np.flatnonzero(rows[:, 2])
         if len(bad) == 0:
-            return np.float32(1.0)  # type: ignore[return-value]
+            return np.float32(1.0)
         first = int(bad[0])
         lines = [f"{rows[i, 0]:8.2e} {rows[i, 1]:8.2e} {names[i]}" for i in range(first + 1)][-MAX_ROWS:]
         self._report = (
