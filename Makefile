@@ -2,7 +2,7 @@
 # make demo PYTHON=python   with another interpreter; a torch it can import is kept
 # make test                 lint, types and every test but the slow ones
 # make test WORKERS=4       in so many processes, a GB of memory each (2 by default)
-# make test-slow            the slow ones
+# make test-slow            the slow ones, in so many processes too
 # make test-xla             those of XLA devices, in an environment of their own (6 GB)
 # Written for make 3.81, which macOS ships.
 
@@ -25,7 +25,7 @@ SETUP := $(PYTHON) tools/environment.py $(SETUP_FLAGS)
 # modules are run with -m: tools that came with a kept torch's environment have no script here
 VENV := .venv/bin
 
-.PHONY: help demo digits test test-slow test-xla lint docs clean
+.PHONY: help demo digits environment environment-slow environment-xla test test-slow test-xla lint docs clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -38,26 +38,37 @@ digits:
 	@$(SETUP) --extras demo
 	@$(VENV)/python -m paceline demo digits
 
-lint:
+environment:
 	@$(SETUP) --extras dev
+
+environment-slow:
+	@$(SETUP) --extras dev,libraries,optimizers,trackers,stores,deepspeed
+
+environment-xla:
+	@$(PYTHON) tools/environment_xla.py
+
+lint: environment
 	@$(VENV)/python -m ruff check .
+	@$(VENV)/python -m ruff format --check --quiet .
 	@$(VENV)/python -m mypy
 
+# a worker runs all tests of a file; conftest.py has the longest files first
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: lint
-	@$(VENV)/python -m pytest -m "not slow and not xla" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@$(VENV)/python -m pytest -m "not slow and not xla" $(PARALLEL)
 
 # pytest's status 5: no test of that kind
-test-slow:
-	@$(SETUP) --extras dev,libraries,optimizers,trackers,stores,deepspeed
-	@$(VENV)/python -m pytest -m "slow and not xla" --durations 20 || test $$? -eq 5
+test-slow: environment-slow
+	@$(VENV)/python -m pytest -m "slow and not xla" $(PARALLEL) --durations 20 || test $$? -eq 5
 
 # Where torch_xla cannot be had (status 75), the tests are skipped in .venv, by a reason that is expected (status 5: none
 # ran). A failure of theirs is one.
 test-xla:
 	@$(PYTHON) tools/environment_xla.py; status=$$?; \
-	if test $$status -eq 0; then .venv-xla/bin/python -m pytest -m xla tests/distributed/test_xla.py; \
+	if test $$status -eq 0; then .venv-xla/bin/python -m pytest -m xla tests/pytorch/distributed/test_xla.py; \
 	elif test $$status -eq 75; then $(SETUP) --extras dev && \
-		{ $(VENV)/python -m pytest -m xla tests/distributed/test_xla.py || test $$? -eq 5; }; \
+		{ $(VENV)/python -m pytest -m xla tests/pytorch/distributed/test_xla.py || test $$? -eq 5; }; \
 	else exit $$status; fi
 
 # the parts of the documentation that are made from the code
