@@ -160,11 +160,11 @@ def train(name: str, model: Any, data: Any, folder: Path, between: int, saves: i
 
 def verification(folder: Path, name: str) -> Measured:
     """Bytes of a checkpoint, and how fast they are checked (from the page cache)."""
-    checkpoint = max(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+    checkpoint = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     size = sum(path.stat().st_size for path in checkpoint.rglob("*"))
     if name == "transformers":
         return {"checkpoint_bytes": size}
-    from paceline.core.folders import verify
+    from paceline.checkpoint.folders import verify
 
     start = time.perf_counter()
     problems = verify(checkpoint)

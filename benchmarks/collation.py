@@ -66,9 +66,7 @@ def make_samples(generator: random.Random) -> dict[str, list[Sample]]:
         "pairs": [{**text, "labels": text["input_ids"][::2]} for text in texts],
         "whole": whole,
         "words": [{**text, "offset_mapping": offsets} for text in whole],
-        "choices": [
-            {"labels": 1, **{name: [choice[name] for choice in row] for name in row[0]}} for row in choices
-        ],
+        "choices": [{"labels": 1, **{name: [choice[name] for choice in row] for name in row[0]}} for row in choices],
     }
 
 

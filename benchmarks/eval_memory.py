@@ -215,9 +215,7 @@ def main() -> None:
         return {**pairs, "growth": runs[1]["peak_mb"] / runs[0]["peak_mb"], **values}
 
     measured = take_turns(contenders, arguments.rounds, measure)
-    rows = {
-        name: {key: summarize([run[key] for run in runs]) for key in runs[0]} for name, runs in measured.items()
-    }
+    rows = {name: {key: summarize([run[key] for run in runs]) for key in runs[0]} for name, runs in measured.items()}
     limits = [
         target(
             f"growth of the peak from {sizes[0]} to {sizes[1]} samples, {name}",

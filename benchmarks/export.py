@@ -118,8 +118,8 @@ def measure(name: str, checkpoint: Path) -> Measured:
     """Export once."""
     from safetensors.torch import save_file
 
-    from paceline.checkpoint.named import read_whole_model
     from paceline.cli.export import export
+    from paceline.pytorch.checkpoint.fqn_state import read_whole_model
 
     with tempfile.TemporaryDirectory(dir=checkpoint.parent) as folder:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What importing costs, in CPU time, beside `import torch`.
+"""What importing costs beside `import torch`: CPU time, and the time that passes.
 
 Each statement runs in a fresh process, the bytecode being compiled before; the time is that of the statement alone, not
 of the interpreter's start.
@@ -35,7 +35,7 @@ NEEDS = {
     "transformers Trainer": "transformers",
     "import paceline": "paceline",
 }
-LIMIT_RATIO, LIMIT_MILLISECONDS = 1.15, 100.0
+LIMIT_RATIO, LIMIT_MILLISECONDS = 1.10, 100.0
 
 
 def time_statement(statement: str) -> dict[str, float]:
@@ -62,17 +62,18 @@ def main() -> None:
     for name in contenders:  # bytecode and file caches
         measure(name)
     measured = take_turns(contenders, arguments.rounds, measure)
-    over_torch = ratios(measured, "cpu_ms", "import torch")
+    over_torch, waits = (ratios(measured, key, "import torch") for key in ("cpu_ms", "wall_ms"))
     rows: dict[str, Any] = {
         name: {
             "statement": STATEMENTS[name],
             "cpu_ms": summarize([row["cpu_ms"] for row in measured[name]]),
             "wall_ms": summarize([row["wall_ms"] for row in measured[name]]),
             "over_torch": over_torch.get(name),
+            "wall_over_torch": waits.get(name),
         }
         for name in contenders
     }
-    ratio = (rows.get("paceline Trainer", {}).get("over_torch") or {}).get("median")
+    ratio = (rows.get("paceline Trainer", {}).get("wall_over_torch") or {}).get("median")
     alone = rows.get("import paceline", {}).get("cpu_ms", {}).get("median")
     write_result(
         arguments,
@@ -82,7 +83,7 @@ def main() -> None:
             "rows": rows,
             "measured": measured,
             "targets": [
-                target("CPU time of importing paceline's Trainer over `import torch`", ratio, LIMIT_RATIO, "x"),
+                target("time that importing paceline's Trainer takes, over `import torch`", ratio, LIMIT_RATIO, "x"),
                 target("CPU time of `import paceline`", alone, LIMIT_MILLISECONDS, "ms"),
             ],
         },

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -20,6 +21,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from history import find_commit
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LIBRARIES = ("torch", "transformers", "accelerate", "lightning", "tensorflow", "keras", "numpy")
@@ -165,28 +168,16 @@ def accelerator_name() -> str | None:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of paceline, with its commit, and of everything it is compared with."""
-    found = {"paceline": paceline_version()}
+    """Versions of paceline and of everything it is compared with."""
+    found = {"paceline": importlib.import_module("paceline").__version__}
     for name in LIBRARIES:
         if is_installed(name):
             found[name] = importlib.metadata.version(name)
     return found
 
 
-def paceline_version() -> str:
-    import paceline
-
-    folder = Path(paceline.__file__ or ".").resolve().parent
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude", "*"]
-    try:
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return paceline.__version__
-    return f"{paceline.__version__} ({commit})"
-
-
 def write_result(arguments: argparse.Namespace, name: str, content: Mapping[str, Any]) -> Path:
-    """Write `<output>/<name>.json`: the numbers, where they were taken, and by which command."""
+    """Write `<output>/<name>.json`: the numbers, where they were taken, of which commit, and by which command."""
     words = [word for word in sys.argv[1:] if word != str(arguments.output) and word != "--output"]
     result = {
         "benchmark": name,
@@ -194,6 +185,7 @@ def write_result(arguments: argparse.Namespace, name: str, content: Mapping[str,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "quick": arguments.quick,
         "rounds": arguments.rounds,
+        **find_commit(),
         "machine": describe_machine(),
         "versions": library_versions(),
         **content,

@@ -161,7 +161,7 @@ def run_contender(name: str, stage: str, folder: Path, quick: bool) -> Measured:
 
 def measure_verification(num_mb: int) -> float:
     """Gigabytes a second that are verified of a checkpoint just written."""
-    from paceline.core import folders
+    from paceline.checkpoint import folders
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "checkpoint-1")

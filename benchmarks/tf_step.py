@@ -1,12 +1,13 @@
 """What a step costs with TensorFlow: TFTrainer, Keras' fit and a bare tf.function loop on one model.
 
-A Keras model of four layers, batches of 128 from arrays in memory in an order drawn anew in each epoch, clipping by the
-global norm, a linear schedule, AdamW, two threads. All contenders train in one process and take turns of one epoch (40
-steps), the others waiting: what else runs on the machine meets them alike. A ratio is taken within a turn, and the
+A Keras model, batches from arrays in memory in an order drawn anew in each epoch, clipping by the global norm, a linear
+schedule, AdamW, two threads. `dense` is four layers and batches of 128; `small` four layers whose step takes about a
+millisecond; `transformer` one block of attention over 64 tokens. All contenders train in one process and take turns of
+one epoch, the others waiting: what else runs on the machine meets them alike. A ratio is taken within a turn, and the
 median over the turns is given, of wall time and of the CPU time of the process with all its threads. The first turns,
 in which functions are traced, do not count.
 
-    python benchmarks/tf_step.py [--quick] [--rounds 15] [--contenders loop paceline fit]
+    python benchmarks/tf_step.py [--model dense|small|transformer] [--quick] [--rounds 15]
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from measure import (
@@ -30,9 +32,8 @@ from measure import (
     write_result,
 )
 
-STEPS, QUICK_STEPS = 40, 5  # of an epoch, which is a turn
+QUICK_STEPS = 5
 WARM_TURNS = 2
-FEATURES, HIDDEN, CLASSES, BATCH_SIZE = 512, 1024, 32, 128
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-3, 0.01, 1.0
 LIMIT_LOOP, LIMIT_FIT = 1.05, 1.0
 NEEDS = {"loop": "tensorflow", "paceline": "tensorflow", "fit": "tensorflow"}
@@ -40,16 +41,77 @@ KEYS = {"wall_ms": "wall time", "cpu_ms": "CPU time"}
 MINUTES_OF_A_TURN = 5
 
 
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Attributes:
+        features, hidden, classes: widths of the layers; of the transformer, `features` is the number of tokens.
+        batch_size: samples of an update.
+        num_steps: of a turn, which is an epoch.
+        is_text: a transformer block over tokens, instead of dense layers.
+    """
+
+    features: int
+    hidden: int
+    classes: int
+    batch_size: int
+    num_steps: int
+    is_text: bool = False
+
+    def make_model(self) -> Any:
+        import keras
+
+        keras.utils.set_random_seed(0)
+        if self.is_text:
+            return self.make_transformer()
+        layers = [keras.layers.Dense(self.hidden, activation="relu") for _ in range(3)]
+        return keras.Sequential([keras.Input((self.features,)), *layers, keras.layers.Dense(self.classes)])
+
+    def make_transformer(self) -> Any:
+        """One block: attention of four heads and two layers, each behind a norm; a class for every token."""
+        from keras import Input, Model, layers
+
+        tokens = Input((self.features,), dtype="int32")
+        x = layers.Embedding(self.classes, self.hidden)(tokens)
+        normed = layers.LayerNormalization()(x)
+        x = x + layers.MultiHeadAttention(4, self.hidden // 4)(normed, normed, use_causal_mask=True)
+        wide = layers.Dense(4 * self.hidden, activation="gelu")(layers.LayerNormalization()(x))
+        x = x + layers.Dense(self.hidden)(wide)
+        return Model(tokens, layers.Dense(self.classes)(layers.LayerNormalization()(x)))
+
+    def make_data(self) -> tuple[Any, Any]:
+        import numpy as np
+
+        choice = np.random.default_rng(1)
+        size = self.num_steps * self.batch_size
+        if self.is_text:
+            tokens = choice.integers(0, self.classes, (size, self.features))
+            return tokens.astype(np.int32), (tokens + 1) % self.classes
+        return choice.normal(size=(size, self.features)).astype(np.float32), choice.integers(0, self.classes, size)
+
+    @property
+    def num_parameters(self) -> int:
+        return int(self.make_model().count_params())
+
+
+TASKS = {
+    "dense": Task(512, 1024, 32, batch_size=128, num_steps=40),
+    "small": Task(64, 256, 10, batch_size=32, num_steps=200),
+    "transformer": Task(64, 128, 256, batch_size=16, num_steps=40, is_text=True),
+}
+
+
 class Turns:
     """Lets contenders, each on a thread of its own, run one after the other, a turn at a time.
 
     Args:
         names: of the contenders, in their order.
-        num_steps: of a turn.
+        task: what they train.
     """
 
-    def __init__(self, names: list[str], num_steps: int) -> None:
-        self.names, self.num_steps = names, num_steps
+    def __init__(self, names: list[str], task: Task) -> None:
+        self.names, self.task = names, task
         self.gates = {name: threading.Semaphore(0) for name in names}
         self.taken: dict[str, list[Measured]] = {name: [] for name in names}
         self.ended: set[str] = set()
@@ -66,7 +128,8 @@ class Turns:
     def end(self, name: str) -> None:
         """Note what the turn took, let the next contender run, and wait."""
         wall, cpu = time.perf_counter() - self.started[0], time.process_time() - self.started[1]
-        self.taken[name].append({"wall_ms": 1e3 * wall / self.num_steps, "cpu_ms": 1e3 * cpu / self.num_steps})
+        steps = self.task.num_steps
+        self.taken[name].append({"wall_ms": 1e3 * wall / steps, "cpu_ms": 1e3 * cpu / steps})
         self.pass_on(name)
         self.begin(name)
 
@@ -77,13 +140,13 @@ class Turns:
         if following is not None:
             self.gates[following].release()
 
-    def run(self, contenders: dict[str, Callable[[Callable[[], None], int, int], None]], epochs: int) -> None:
+    def run(self, contenders: dict[str, Callable[[Callable[[], None], int, Task], None]], epochs: int) -> None:
         """Run them all for so many turns."""
 
         def work(name: str) -> None:
             try:
                 self.begin(name)
-                contenders[name](lambda: self.end(name), epochs, self.num_steps)
+                contenders[name](lambda: self.end(name), epochs, self.task)
             except BaseException as error:
                 self.failed = self.failed or error
             self.ended.add(name)
@@ -100,22 +163,6 @@ class Turns:
             raise self.failed
 
 
-def make_model() -> Any:
-    import keras
-
-    keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(HIDDEN, activation="relu") for _ in range(3)]
-    return keras.Sequential([keras.Input((FEATURES,)), *layers, keras.layers.Dense(CLASSES)])
-
-
-def make_data(num_steps: int) -> tuple[Any, Any]:
-    import numpy as np
-
-    choice = np.random.default_rng(1)
-    size = num_steps * BATCH_SIZE
-    return choice.normal(size=(size, FEATURES)).astype(np.float32), choice.integers(0, CLASSES, size)
-
-
 def make_optimizer(model: Any, num_steps: int, **options: Any) -> Any:
     """AdamW under a linear schedule; weights decay, biases do not."""
     import keras
@@ -129,14 +176,15 @@ def make_optimizer(model: Any, num_steps: int, **options: Any) -> Any:
 # ---- the contenders: each trains a fresh model for so many epochs, and says when one is done
 
 
-def by_hand(done: Callable[[], None], epochs: int, num_steps: int) -> None:
+def by_hand(done: Callable[[], None], epochs: int, task: Task) -> None:
     """The loop that a careful person writes."""
     import numpy as np
+
     import tensorflow as tf
 
-    x, y = make_data(num_steps)
-    model = make_model()
-    optimizer = make_optimizer(model, epochs * num_steps)
+    x, y = task.make_data()
+    model = task.make_model()
+    optimizer = make_optimizer(model, epochs * task.num_steps)
     optimizer.build(model.trainable_variables)
 
     @tf.function  # type: ignore[untyped-decorator, unused-ignore]
@@ -152,14 +200,14 @@ def by_hand(done: Callable[[], None], epochs: int, num_steps: int) -> None:
     for epoch in range(epochs):
         order = np.random.default_rng(epoch).permutation(len(x))
         losses = []
-        for start in range(0, len(x), BATCH_SIZE):
-            rows = order[start : start + BATCH_SIZE]
+        for start in range(0, len(x), task.batch_size):
+            rows = order[start : start + task.batch_size]
             losses.append(step(tf.convert_to_tensor(x[rows]), tf.convert_to_tensor(y[rows]))[0])
         print(epoch, float(np.mean([loss.numpy() for loss in losses])))
         done()
 
 
-def by_paceline(done: Callable[[], None], epochs: int, num_steps: int) -> None:
+def by_paceline(done: Callable[[], None], epochs: int, task: Task) -> None:
     import paceline
 
     class Handover(paceline.TrainerCallback):
@@ -171,58 +219,62 @@ def by_paceline(done: Callable[[], None], epochs: int, num_steps: int) -> None:
         args = paceline.TFTrainingArguments(
             output_dir=folder,
             num_train_epochs=epochs,
-            per_device_train_batch_size=BATCH_SIZE,
+            per_device_train_batch_size=task.batch_size,
             learning_rate=LEARNING_RATE,
             weight_decay=WEIGHT_DECAY,
             max_grad_norm=MAX_NORM,
-            logging_steps=num_steps,
+            logging_steps=task.num_steps,
             save_strategy="no",
             stop_signals=False,
             disable_tqdm=True,
         )
-        trainer = paceline.TFTrainer(make_model(), args, make_data(num_steps), callbacks=[Handover()])
+        trainer = paceline.TFTrainer(task.make_model(), args, task.make_data(), callbacks=[Handover()])
         trainer.train()
-        assert trainer.state.global_step == epochs * num_steps
+        assert trainer.state.global_step == epochs * task.num_steps
 
 
-def by_fit(done: Callable[[], None], epochs: int, num_steps: int) -> None:
+def by_fit(done: Callable[[], None], epochs: int, task: Task) -> None:
     import keras
 
     class Handover(keras.callbacks.Callback):  # type: ignore[misc]
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             done()
 
-    model = make_model()
-    optimizer = make_optimizer(model, epochs * num_steps, global_clipnorm=MAX_NORM)
+    model = task.make_model()
+    optimizer = make_optimizer(model, epochs * task.num_steps, global_clipnorm=MAX_NORM)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, jit_compile=False)
-    x, y = make_data(num_steps)
-    model.fit(x, y, batch_size=BATCH_SIZE, epochs=epochs, verbose=0, callbacks=[Handover()])
+    x, y = task.make_data()
+    model.fit(x, y, batch_size=task.batch_size, epochs=epochs, verbose=0, callbacks=[Handover()])
 
 
-CONTENDERS: dict[str, Callable[[Callable[[], None], int, int], None]] = {
+CONTENDERS: dict[str, Callable[[Callable[[], None], int, Task], None]] = {
     "loop": by_hand,
     "paceline": by_paceline,
     "fit": by_fit,
 }
 
 
-def child(names: list[str], rounds: int, num_steps: int) -> None:
-    turns = Turns(names, num_steps)
+def child(names: list[str], rounds: int, task: Task) -> None:
+    turns = Turns(names, task)
     turns.run(CONTENDERS, WARM_TURNS + rounds)
     report_from_child({name: taken[WARM_TURNS:] for name, taken in turns.taken.items()})
 
 
 def main() -> None:
     parser = make_parser(__doc__ or "", rounds=15)
+    parser.add_argument("--model", choices=TASKS, default="dense", help="what is trained")
     arguments = parser.parse_args()
-    num_steps = QUICK_STEPS if arguments.quick else STEPS
+    task = TASKS[arguments.model]
+    if arguments.quick:
+        task = replace(task, num_steps=QUICK_STEPS)
     rounds = 1 if arguments.quick else arguments.rounds
     contenders = choose_contenders(NEEDS, arguments.contenders)
     if arguments.child:
-        child(contenders, rounds, num_steps)
+        child(contenders, rounds, task)
         return
-    passed = ["--child", "all", "--rounds", str(rounds), *(["--quick"] if arguments.quick else [])]
+    passed = ["--child", "all", "--rounds", str(rounds), "--model", arguments.model]
+    passed += ["--quick"] if arguments.quick else []
     measured = run_child(__file__, [*passed, "--contenders", *contenders], num_threads=2)
     over = {(key, base): ratios(measured, key, base) for key in KEYS for base in ("loop", "fit")}
     rows = {
@@ -233,21 +285,18 @@ def main() -> None:
         for name in contenders
     }
 
+    suffix = "" if arguments.model == "dense" else f", {arguments.model}"
+
     def limit(name: str, key: str, base: str, value: float) -> dict[str, Any]:
         found = over[key, base].get("paceline")
-        return target(f"{name}, {KEYS[key]}", found["median"] if found else None, value, "times")
+        return target(f"{name}{suffix}, {KEYS[key]}", found["median"] if found else None, value, "times")
 
-    targets = [
-        limit(name, key, base, value)
-        for key in KEYS
-        for name, base, value in (
-            ("TFTrainer over a bare tf.function loop", "loop", LIMIT_LOOP),
-            ("TFTrainer over Keras' fit", "fit", LIMIT_FIT),
-        )
-    ]
-    num_parameters = FEATURES * HIDDEN + 2 * HIDDEN**2 + HIDDEN * CLASSES + 3 * HIDDEN + CLASSES
-    settings = {"steps": num_steps, "batch_size": BATCH_SIZE, "parameters": num_parameters}
-    write_result(arguments, "tf_step", {"settings": settings, "rows": rows, "targets": targets})
+    limits = [("TFTrainer over a bare tf.function loop", "loop", LIMIT_LOOP)] if arguments.model == "dense" else []
+    limits.append(("TFTrainer over Keras' fit", "fit", LIMIT_FIT))
+    targets = [limit(name, key, base, value) for key in KEYS for name, base, value in limits]
+    settings = {"steps": task.num_steps, "batch_size": task.batch_size, "parameters": task.num_parameters}
+    name = "tf_step" if arguments.model == "dense" else f"tf_step_{arguments.model}"
+    write_result(arguments, name, {"settings": settings, "rows": rows, "targets": targets})
 
 
 if __name__ == "__main__":

@@ -12,15 +12,28 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+# they measure imports or peaks of memory, or hold engines of DeepSpeed
+FRESH = ("import_time.py", "eval_memory.py", "export.py", "shared_overhead.py", "tf_step.py")
 NEEDS = {"transformers.Trainer": "transformers", "lightning": "lightning", "accelerate loop": "accelerate"}
 PEERS = [name for name, module in NEEDS.items() if importlib.util.find_spec(module) is not None]
 
 
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a script in the folder: they import each other."""
+    monkeypatch.syspath_prepend(FOLDER)
+
+
 def run(script: str, *arguments: str) -> str:
-    command = [sys.executable, str(FOLDER / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    """Run it with all that it starts: forked, but where what is measured is that of a fresh interpreter."""
+    words = [str(FOLDER / script), *arguments]
+    if script in FRESH:
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    else:
+        done = warm.run(words, is_nested=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -97,8 +110,7 @@ def test_gpt2_124m(tmp_path: Path) -> None:
     run("report.py", "--results", str(tmp_path), "--page", str(page), "--check")
 
 
-def test_gpt2_has_124_million_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
+def test_gpt2_has_124_million_parameters() -> None:
     gpt2 = load("gpt2_124m")
     with torch.device("meta"):
         whole, tiny = gpt2.GPT2(gpt2.Shape()), gpt2.GPT2(gpt2.TINY)
@@ -118,6 +130,75 @@ def test_an_unknown_contender_is_named(tmp_path: Path) -> None:
 
 def test_the_page_says_what_the_results_say() -> None:
     run("report.py", "--check")
+
+
+def test_a_stale_result_is_listed() -> None:
+    report = load("report")
+    unknown = {"benchmark": "collation", "commit": None}
+    assert report.list_stale({"collation": unknown}) == ["python benchmarks/collation.py"]
+
+
+def commit_all(root: Path, *files: str) -> str:
+    """Append a line to each file, commit, and return the commit."""
+    for name in files:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        with (root / name).open("a") as file:
+            file.write("line\n")
+    command = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@b.invalid"]
+    subprocess.run([*command, "add", "."], check=True)
+    subprocess.run([*command, "commit", "--quiet", "--allow-empty", "-m", "one"], check=True)
+    done = subprocess.run([*command, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_a_result_is_held_against_the_code_since_its_commit(tmp_path: Path) -> None:
+    history = load("history")
+    covered, other = "src/paceline/pytorch/data/collators.py", "src/paceline/pytorch/data/stream.py"
+    assert history.find_commit(tmp_path) == {"commit": None, "is_clean": None}
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    result = {"benchmark": "collation", "commit": commit_all(tmp_path, covered, other), "is_clean": True}
+    assert history.find_commit(tmp_path) == {"commit": result["commit"], "is_clean": True}
+
+    def age(**changes: Any) -> tuple[int | None, bool | None]:
+        found = history.find_age({**result, **changes}, tmp_path)
+        return found.commits, found.is_stale
+
+    assert age() == (0, False)
+    assert age(is_clean=False) == (0, True)  # nobody knows what was measured
+    assert age(commit="0" * 40) == age(commit=None) == (None, None)
+    commit_all(tmp_path, other)
+    assert age() == (1, False)
+    (tmp_path / covered).write_text("not committed\n")
+    assert age() == (1, True)
+    assert not history.find_commit(tmp_path)["is_clean"]
+    commit_all(tmp_path, covered)
+    assert age() == (2, True)
+    assert age(benchmark="export") == (2, False)
+
+
+def test_the_page_says_how_old_a_result_is() -> None:
+    history = load("history")
+    result = {"commit": "a" * 40, "is_clean": True}
+    known, stale, lost = ages = history.Age(1, False), history.Age(12, True), history.Age(None, None)
+    assert history.describe(result, known) == "of aaaaaaa, 1 commit ago"
+    assert history.describe({**result, "is_clean": False}, stale) == (
+        "of aaaaaaa with changes that are not in it, 12 commits ago"
+    )
+    assert "how long ago cannot be told" in history.describe(result, lost)
+    assert history.describe({"commit": None}, lost) == "of an unknown commit"
+    limits = [history.describe_limit(True, age) for age in ages]
+    assert limits == ["yes", "to be measured again (was: yes)", "yes (of today's code: not known)"]
+    pages = [f"| {limit} |\n{history.describe(result, age)}: x" for limit, age in zip(limits, ages, strict=True)]
+    assert len({history.without_history(page) for page in pages}) == 1
+
+
+def test_what_a_benchmark_covers_exists() -> None:
+    history, report = load("history"), load("report")
+    assert set(history.COVERS) == set(report.SECTIONS) == set(report.TO_RUN)
+    package = FOLDER.parent / "src" / "paceline"
+    for name, patterns in history.COVERS.items():
+        assert (FOLDER.parent / history.covered_paths(name)[0]).is_file()
+        assert [pattern for pattern in patterns if not any(package.glob(pattern.removeprefix(":!")))] == []
 
 
 def test_ratios_are_paired() -> None:
@@ -197,6 +278,7 @@ def test_checkpoint_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # DeepSpeed compiles a part of itself when it is used for the first time
 def test_shared_overhead(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "shared_overhead", "--quick")
     assert list(result["rows"]) == ["ddp", "fsdp", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else [])]

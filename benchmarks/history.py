@@ -1,0 +1,114 @@
+"""Which commit a result is of, how long ago that was, and whether the code it measured has changed since."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_LOOP = ("core/loop.py", "core/events.py", "core/state.py", "core/schedules.py")
+_STEP = (*_LOOP, "pytorch/*.py", "pytorch/data", ":!pytorch/data/coll*", "pytorch/model", "pytorch/optim")
+_STEP += (":!pytorch/seq2seq.py", ":!pytorch/replay.py", ":!pytorch/model_card.py")
+_STEP += ("pytorch/distributed/precision.py", "pytorch/distributed/strategy.py", "pytorch/distributed/window.py")
+_TF_STEP = ("tensorflow", *_LOOP)
+_SAVE = ("checkpoint", "pytorch/checkpoint", "pytorch/rollback.py")
+
+# benchmark -> the code in src/paceline that its numbers depend on, beside the benchmark itself; patterns of git
+COVERS: dict[str, tuple[str, ...]] = {
+    "step_overhead": (*_STEP, *_SAVE),
+    "import_time": ("*.py", ":!cli", ":!tensorflow", ":!drop_in.py"),
+    "gpt2_124m": _STEP,
+    "eval_memory": ("core/metrics.py", "core/streaming.py", "pytorch/evaluation"),
+    "checkpoint_save": _SAVE,
+    "sharded_save": (*_SAVE, "pytorch/distributed/fsdp.py"),
+    "export": ("pytorch/checkpoint", "checkpoint/manifest.py", "cli/export.py"),
+    "resume_time": (*_SAVE, "pytorch/session.py", "pytorch/data", ":!pytorch/data/coll*"),
+    "collation": ("pytorch/data/coll*", "pytorch/data/padding.py"),
+    "shared_overhead": (*_STEP, "pytorch/distributed"),
+    "tf_step": _TF_STEP,
+    "tf_step_small": _TF_STEP,
+    "tf_step_transformer": _TF_STEP,
+}
+SCRIPTS = {"tf_step_small": "tf_step", "tf_step_transformer": "tf_step"}  # of benchmarks that share one
+
+
+@dataclass(frozen=True)
+class Age:
+    """How far back a result lies.
+
+    Attributes:
+        commits: since the one it is of; None: this is no clone that has that commit.
+        is_stale: whether code that it covers has changed since, in the working tree too, or was not that of the commit
+            when it was measured; None: cannot be told.
+    """
+
+    commits: int | None
+    is_stale: bool | None
+
+
+def git(*arguments: str, root: Path = ROOT) -> subprocess.CompletedProcess[str] | None:
+    """Returns what git answered; None where there is no git."""
+    try:
+        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+    except OSError:
+        return None
+
+
+def covered_paths(benchmark: str) -> list[str]:
+    """Patterns of git, from the root of the repository."""
+    paths = [
+        f":!src/paceline/{path.removeprefix(':!')}" if path.startswith(":!") else f"src/paceline/{path}"
+        for path in COVERS[benchmark]
+    ]
+    return [f"benchmarks/{SCRIPTS.get(benchmark, benchmark)}.py", *paths]
+
+
+def find_commit(root: Path = ROOT) -> dict[str, Any]:
+    """The commit of the working tree and whether its code is as committed; results, which benchmarks write, apart."""
+    head = git("rev-parse", "HEAD", root=root)
+    if head is None or head.returncode != 0:
+        return {"commit": None, "is_clean": None}
+    changed = git("status", "--porcelain", "--", "src", "benchmarks/*.py", root=root)
+    return {"commit": head.stdout.strip(), "is_clean": changed is not None and not changed.stdout.strip()}
+
+
+def find_age(result: dict[str, Any], root: Path = ROOT) -> Age:
+    """How far back a result lies, by the history in this clone."""
+    commit = result.get("commit")
+    known = git("cat-file", "-e", f"{commit}^{{commit}}", root=root) if commit else None
+    if known is None or known.returncode != 0:
+        return Age(None, None)
+    count = git("rev-list", "--count", f"{commit}..HEAD", root=root)
+    difference = git("diff", "--quiet", commit, "--", *covered_paths(result["benchmark"]), root=root)
+    if count is None or difference is None or difference.returncode not in (0, 1):
+        return Age(None, None)
+    return Age(int(count.stdout), difference.returncode == 1 or not result.get("is_clean"))
+
+
+def describe(result: dict[str, Any], age: Age) -> str:
+    """`of abc1234, 12 commits ago`, in plain words where that is not known."""
+    if not result.get("commit"):
+        return "of an unknown commit"
+    name = f"of {result['commit'][:7]}" + ("" if result.get("is_clean") else " with changes that are not in it")
+    if age.commits is None:
+        return f"{name}, how long ago cannot be told (its history is not in this clone)"
+    return f"{name}, {age.commits} commit{'' if age.commits == 1 else 's'} ago"
+
+
+def describe_limit(is_met: bool, age: Age) -> str:
+    """Whether a limit was kept, and whether that is of today's code."""
+    kept = "yes" if is_met else "**no**"
+    if age.is_stale is None:
+        return f"{kept} (of today's code: not known)"
+    return f"to be measured again (was: {kept})" if age.is_stale else kept
+
+
+def without_history(page: str) -> str:
+    """A page without what depends on the history of the clone: how old the results are and which became stale."""
+    page = re.sub(r", (\d+ commits? ago|how long ago cannot be told \(.*?\)):", ":", page)
+    page = re.sub(r"to be measured again \(was: (.*?)\)", r"\1", page)
+    return page.replace(" (of today's code: not known)", "")
