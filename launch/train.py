@@ -1,6 +1,6 @@
 """The script that the files of this folder start: a small model on digits. Put your model and data in its place.
 
-    paceline launch --nproc-per-node 2 launch/train.py --use_cpu --output_dir runs/digits --resume_from_checkpoint auto
+paceline launch --nproc-per-node 2 launch/train.py --use_cpu --output_dir runs/digits --resume_from_checkpoint auto
 """
 
 import torch

@@ -16,15 +16,28 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import hypothesis
+import interrupts
 import numpy as np
 import pytest
 import torch
 from hub_server import Hub, point_to, serving
 
+interrupts.restore()
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("paceline", derandomize=True, deadline=None, database=None, max_examples=50)
 hypothesis.settings.load_profile("paceline")
 
+# Files of minutes, longest first: workers that take whole files start with them, and end together.
+LONGEST = (
+    "pytorch/distributed/test_shared_numbers.py",
+    "compat/drop_in/test_libraries.py",
+    "crash/test_kills.py",
+    "pytorch/distributed/test_mesh.py",
+    "pytorch/distributed/test_deepspeed.py",
+    "benchmarks/test_benchmarks.py",
+    "tensorflow/test_tf_import_order.py",
+    "pytorch/checkpoint/test_hostile_files.py",
+)
 EXPECTED_SKIPS = Path(__file__).with_name("expected_skips.txt")
 unexpected_skips = pytest.StashKey[list[str]]()
 cache_folder = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
@@ -35,10 +48,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[cache_folder] = folder
     # nothing is left in the user's cache, nothing is found there
     os.environ["HF_HOME"] = os.environ["XDG_CACHE_HOME"] = folder.name
+    # of all workers together: what DeepSpeed compiles takes a minute
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{folder.name}/torch_extensions")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[cache_folder].cleanup()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(autouse=True)

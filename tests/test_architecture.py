@@ -22,38 +22,109 @@ from paceline.core.optional import is_installed
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "paceline"
 PATHS = sorted(path for path in PACKAGE.rglob("*.py") if not any(part.startswith(".") for part in path.parts))
+TEST_PATHS = sorted((ROOT / "tests").rglob("*.py"))
 
 # low to high: a module imports only from its own layer and from those before it
 LAYERS = [
     {"args"},
     {"core"},
-    {"callbacks", "data", "model", "optim", "distributed", "hub", "tf"},
     {"checkpoint"},
-    {"engine", "evaluation", "predictions", "snapshot", "progress"}
-    | {"shared_engine", "shared_evaluation", "shared_resuming", "window_engine"},
-    {"accelerate_view", "assembly", "counting", "hooks", "loaders", "published"}
-    | {"replaying", "saving", "sharded_saving", "subclassing", "training", "uploads"},
-    {"trainer"},
-    {"seq2seq", "drop_in"},
+    {"callbacks", "hub"},
+    {"pytorch.data", "pytorch.model", "pytorch.optim", "pytorch.distributed"},
+    {"pytorch.checkpoint"},
+    {"pytorch.side_effects", "pytorch.loss_probe", "pytorch.loss_audit", "pytorch.sync", "pytorch.engine"}
+    | {"pytorch.evaluation"},
+    {"pytorch", "tensorflow"},
+    {"compat"},
+    {"facades"},
+    {"drop_in", "compat.drop_in", "compat.older_imports"},
     {"cli", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+TOP_PACKAGES = {"args", "core", "checkpoint", "callbacks", "hub", "pytorch", "tensorflow", "compat", "cli"}
+DOORS = {"__init__", "__main__", "drop_in"}
+OTHER_FRAMEWORK = {"pytorch": "paceline.tensorflow", "tensorflow": "paceline.pytorch"}
+# the classes that users name; all else is below them
+FACADES = {"paceline.pytorch.trainer", "paceline.pytorch.seq2seq", "paceline.tensorflow.trainer"}
+
+# give each part of a facade what it works on: a second file of the facade
+ASSEMBLIES = {"paceline.pytorch.parts", "paceline.tensorflow.parts"}
 
 # what a layer may import beside the standard library, when it is imported itself; all else goes through
 # core.optional.require
-THIRD_PARTY = {"args": {"yaml"}, "core": {"numpy"}, "callbacks": {"numpy"}, "hub": set()}
+THIRD_PARTY = {"args": {"yaml"}, "core": {"numpy"}, "checkpoint": set(), "callbacks": {"numpy"}, "hub": set()}
 DEFAULT_THIRD_PARTY = {"numpy", "safetensors", "torch", "yaml"}
 
-FILE_LINES, FUNCTION_LINES, NESTING, COMPLEXITY = 400, 50, 4, 12
-FILE_LINES_OF = {"trainer.py": 500}
+FILE_LINES, FUNCTION_LINES, NESTING, COMPLEXITY = 400, 50, 4, 16
+FILE_LINES_OF = {"pytorch/trainer.py": 500}
+MOST_ASSIGNED = 3
+MOST_ANY = 0.10
+MOST_MODULES = 200  # of the package, which the import of the Trainer loads
 
 # Every exception to a rule, with its reason; * stands for any text. One that is no longer needed fails.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("file lines", "args/sections.py"): "a table of fields: every option, documented beside its default",
+    ("file lines", "core/events.py"): "each event twice, for those who hear it and those who fire it",
     ("module state", "args/*"): "memoised readings of a class's types and signature: pure, and asked once per option",
-    ("module state", "drop_in.py:*install"): "the record of what was replaced in other modules, to put it back",
-    ("module state", "tf/devices.py:the_only"): "strategies share a table of TensorFlow's process, whatever holds them",
-    ("environment variables", "distributed/random.py:enable_full_determinism"): "libraries read them nowhere else",
+    ("module state", "compat/drop_in.py:*install"): "the record of what was replaced in other modules, to put it back",
+    ("module state", "tensorflow/devices.py:the_only"): "strategies share a table of TensorFlow's process",
+    ("environment variables", "pytorch/distributed/random.py:enable_full_determinism"): "libraries read them there",
+    ("complexity", "core/loop.py:Loop.run_epoch"): "an epoch, read top to bottom; each call would cost every step",
+    ("complexity", "pytorch/engine.py:Engine.*"): "an optimizer step, read top to bottom; each call costs every step",
+    (
+        "complexity",
+        "pytorch/sync.py:ProcessSync.synchronize",
+    ): "one exchange of numbers, packed and unpacked in one place",
+    ("complexity", "tensorflow/objective.py:Objective.kind_of"): "a table of the shapes of losses and labels",
+    ("parts never see the Trainer", "callbacks/jit_checkpoint.py:*.set_trainer"): "a name of the Hugging Face library",
+    ("parts never see the Trainer", "core/state.py:TrainerState.init_training_references"): "a public name, as there",
+    ("parts never see the Trainer", "pytorch/replay.py:replay"): "a public function that is given a Trainer",
+    ("one owner", "args/secrets.py:*"): "a log record, which is masked for those who read it next",
+    ("one owner", "cli/*"): "records and tokenizers that the command made",
+    ("one owner", "callbacks/progress.py:*"): "a bar that the callback made",
+    ("one owner", "core/events.py:*"): "the handler clears the flag whose event it fires; a decorator marks a function",
+    ("one owner", "pytorch/parts.py:*"): "a second file of the facade",
+    ("one owner", "pytorch/replay.py:StopAfter.*"): "a callback answers through the control",
+    ("one owner", "tensorflow/adapters.py:*"): "a callback answers through the control",
+    ("one owner", "tensorflow/optim/following.py:*"): "a schedule sets the rate of its optimizer",
+    ("one owner", "pytorch/data/feed.py:forget_workers"): "torch's loader, whose workers are given up",
+    ("one owner", "pytorch/data/indexed.py:*"): "torch's sampler, which draws from the loader's generator",
+    ("one owner", "pytorch/distributed/*"): "attributes of torch: parameters, modules, contexts of autograd functions",
+    ("one owner", "pytorch/loss_probe.py:*"): "a flag of DDP, put back after the probe",
+    ("one owner", "pytorch/model/checkpointing.py:*"): "the momentum of batch norm, put back after recomputing",
+    ("one owner", "pytorch/optim/layerwise.py:*"): "gradients, freed once they are applied",
+    ("one owner", "pytorch/sync.py:ProcessSync.__init__"): "the number of ranks, which the normalizer scales by",
+    ("the plan is read", "Plan.*_strategy"): "recorded in run.json; callbacks are given the live arguments",
+    ("the plan is read", "Plan.logging_first_step"): "recorded in run.json; callbacks are given the live arguments",
+    ("the plan is read", "Plan.eval_delay"): "recorded in run.json; callbacks are given the live arguments",
+    ("the plan is read", "Plan.eval_batch_size"): "recorded in run.json; an evaluation may run without a plan",
+    ("the plan is read", "Plan.eval_dtype"): "recorded in run.json; an evaluation may run without a plan",
+    ("the plan is read", "Plan.loss_weight"): "recorded in run.json; the loss is read before there is a plan",
+    ("the plan is read", "Plan.num_train_epochs"): "recorded in run.json",
+    (
+        "the plan is read",
+        "Plan.warmup_steps",
+    ): "recorded in run.json; a schedule asks get_warmup_steps",
+    ("the plan is read", "Plan.notes"): "logged with the plan",
+    ("the plan decides", "core/session.py"): "the session, which hands values on",
+    ("the plan decides", "*/session.py"): "the session, which hands values on",
+    ("the plan decides", "core/loop.py"): "max_steps and the JIT checkpoint are live: a callback may change them",
+    ("the plan decides", "core/state.py"): "a public method of the Hugging Face library's state",
+    ("the plan decides", "checkpoint/retention.py"): "makes a Retention of them, in one place",
+    ("the plan decides", "pytorch/data/loading.py"): "makes the options of the workers of them, in one place",
+    ("the plan decides", "pytorch/distributed/*"): "a strategy is made of the options that configure it alone",
+    ("the plan decides", "pytorch/optim/*"): "an optimizer is made of the options that configure it alone",
+    (
+        "the plan decides",
+        "pytorch/model/compilation.py",
+    ): "made of the options that configure it alone",
+    (
+        "the plan decides",
+        "pytorch/model/prepare.py",
+    ): "made of the options that configure it alone",
+    ("the plan decides", "tensorflow/adapters.py"): "a callback of Keras is given the arguments",
+    ("the plan decides", "tensorflow/arguments.py"): "the arguments themselves",
+    ("the plan decides", "tensorflow/devices.py"): "the devices are made of the options that name them",
 }
 
 
@@ -79,8 +150,12 @@ LOWER_FILES = [path for path in PATHS if path.parent != PACKAGE or path.name != 
 
 
 def layer_of(module: str) -> str:
-    """`paceline.core.loop` -> `core`; the package itself, which only holds lazy names, -> ``."""
-    return module.split(".")[1] if "." in module else ""
+    """Returns the layer of a module: `paceline.core.loop` -> `core`; for the package itself, of lazy names, ``."""
+    if module in FACADES:
+        return "facades"
+    parts = module.split(".")[1:]
+    inner = ".".join(parts[:2])
+    return inner if inner in RANK else ".".join(parts[:1])
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -107,6 +182,23 @@ def imports_of(path: Path) -> Iterator[tuple[str, bool]]:
                 yield (full if full in MODULES else module, is_inside)
         inside = is_inside or isinstance(node, FUNCTIONS)
         pending.extend((child, inside) for child in ast.iter_child_nodes(node))
+
+
+def imports_for_types(path: Path) -> Iterator[str]:
+    """Modules that are imported for the type checker alone."""
+    for block in filter(is_type_checking, ast.walk(tree_of(path))):
+        for node in ast.walk(block):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    yield full if full in MODULES else str(node.module)
+
+
+def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    """Parameters but `self` and `cls`, `*args` and `**kwargs`."""
+    arguments = node.args
+    found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return [argument for argument in found if argument.arg not in {"self", "cls"}]
 
 
 def functions_of(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -157,6 +249,9 @@ def find_unknown_layers() -> Findings:
     for path in LOWER_FILES:
         if layer_of(module_of(path)) not in RANK:
             yield name_of(path), "belongs to no layer: add it to LAYERS and to docs/architecture.md"
+        top = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if top not in TOP_PACKAGES | DOORS:
+            yield name_of(path), "is no package of docs/architecture.md, and no public door"
 
 
 @rule("one-way imports")
@@ -167,10 +262,10 @@ def find_upward_imports() -> Findings:
             other = layer_of(module) if module.split(".")[0] == "paceline" else ""
             if not other or is_inside or own not in RANK:
                 continue
-            if own == "tf" and other not in {"tf", "args", "core", "callbacks", "hub"}:
-                yield name_of(path), f"imports {module}: tf shares args, core, callbacks and hub only"
-            if own == "hub" and other not in {"hub", "args", "core"}:
-                yield name_of(path), f"imports {module}: hub serves every framework, and knows none"
+            if module.startswith(OTHER_FRAMEWORK.get(module_of(path).split(".")[1], "-")):
+                yield name_of(path), f"imports {module}: neither framework knows the other"
+            if {own, other} == {"callbacks", "hub"}:
+                yield name_of(path), f"imports {module}: neither package knows the other"
             if RANK.get(other, -1) > RANK[own]:
                 yield name_of(path), f"imports {module}: {own} is below {other}"
 
@@ -191,27 +286,35 @@ def find_third_party_imports() -> Findings:
 def find_function_level_imports() -> Findings:
     for path in LOWER_FILES:
         for module, is_inside in imports_of(path):
-            is_sanctioned = layer_of(module_of(path)) == "args" and module == "paceline.distributed.world"
+            is_sanctioned = layer_of(module_of(path)) == "args" and module == "paceline.pytorch.distributed.world"
             if is_inside and not is_sanctioned:
                 yield name_of(path), f"imports {module} inside a function: use core.optional.require"
 
 
 @rule("import cycles")
 def find_import_cycles() -> Findings:
-    """Between modules, and between the packages of one layer."""
+    """Between modules, imports for the type checker included, and between the packages of one layer."""
     modules: dict[str, set[str]] = {}
     for module, path in MODULES.items():
         modules[module] = {
             other for other, is_inside in imports_of(path) if other in MODULES and not is_inside and other != module
         }
+    with_types = {module: others | types_of(module) for module, others in modules.items()}
     packages: dict[str, set[str]] = {}
     for module, others in modules.items():
         own = layer_of(module)
         packages.setdefault(own, set()).update(layer_of(other) for other in others if layer_of(other) not in {own, ""})
-    for graph in (modules, packages):
+    for graph in (with_types, packages):
         cycle = find_cycle(graph)
         if cycle:
             yield cycle[0], " -> ".join(cycle)
+
+
+def types_of(module: str) -> set[str]:
+    """Modules that one imports for the type checker; those that may name a Trainer need not count it."""
+    found = {other for other in imports_for_types(MODULES[module]) if other in MODULES}
+    may_name_one = module in ASSEMBLIES or layer_of(module) == "compat"
+    return found - FACADES if may_name_one else found
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -279,12 +382,105 @@ def find_deep_functions() -> Findings:
 
 @rule("complexity")
 def find_complex_functions() -> Findings:
-    branches = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
+    """Counts branches, conditional expressions, and each `and` and `or`."""
+    branches = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.IfExp)
     for path in PATHS:
         for name, node in functions_of(path):
-            number = 1 + sum(isinstance(child, branches) for child in ast.walk(node))
+            nodes = list(ast.walk(node))
+            number = 1 + sum(isinstance(child, branches) for child in nodes)
+            number += sum(len(child.values) - 1 for child in nodes if isinstance(child, ast.BoolOp))
             if number > COMPLEXITY:
                 yield f"{name_of(path)}:{name}", f"cyclomatic complexity {number} of {COMPLEXITY}"
+
+
+@rule("packed expressions")
+def find_packed_expressions() -> Findings:
+    """No conditional expression inside another, no assignment of many things in one line."""
+    for path in PATHS:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.IfExp) and any(isinstance(part, ast.IfExp) for part in (node.body, node.orelse)):
+                yield name_of(path), f"line {node.lineno}: {ast.unparse(node)}"
+            if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Tuple):
+                continue
+            stored = sum(isinstance(target, ast.Attribute) for target in node.targets[0].elts)
+            if stored > MOST_ASSIGNED and isinstance(node.value, ast.Tuple):
+                yield name_of(path), f"line {node.lineno} assigns {stored} attributes"
+
+
+@rule("parts never see the Trainer")
+def find_trainer_parameters() -> Findings:
+    """Only the facades and `compat` are given a Trainer; `cli` is above them."""
+    for path in PATHS:
+        if module_of(path) in FACADES | ASSEMBLIES or layer_of(module_of(path)) in {"compat", "cli"}:
+            continue
+        for name, node in functions_of(path):
+            for parameter in parameters_of(node):
+                kind = ast.unparse(parameter.annotation) if parameter.annotation is not None else ""
+                if parameter.arg == "trainer" or re.search(r"\b(TF|Seq2Seq)?Trainer\b", kind):
+                    yield f"{name_of(path)}:{name}", f"is given {parameter.arg}: {kind}"
+
+
+@rule("one owner")
+def find_foreign_stores() -> Findings:
+    """No function assigns to an attribute of an object that it was given.
+
+    The loop owns `state` and `control`; a callback answers through `control`.
+    """
+    for path in PATHS:
+        for name, node in functions_of(path):
+            given = {parameter.arg for parameter in parameters_of(node)}
+            if layer_of(module_of(path)) == "callbacks":
+                given -= {"control"}
+            for child in ast.walk(node):
+                if isinstance(child, ast.Attribute) and is_stored(child) and root_of(child) in given:
+                    yield f"{name_of(path)}:{name}", f"assigns {ast.unparse(child)}"
+
+
+@rule("the plan decides")
+def find_readers_of_arguments() -> Findings:
+    """Below the session nobody reads the arguments, but for the parts that are made of them."""
+    for path in PATHS:
+        if module_of(path) in FACADES | ASSEMBLIES or layer_of(module_of(path)) in {
+            "args",
+            "compat",
+            "cli",
+            "callbacks",
+        }:
+            continue
+        names = {
+            node.attr
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in {"args", "self.args"}
+        }
+        if names:
+            yield name_of(path), f"reads {', '.join(sorted(names))}"
+
+
+@rule("the plan is read")
+def find_unread_decisions() -> Findings:
+    """A decision that nothing reads is no decision."""
+    plan = next(node for node in ast.walk(tree_of(PACKAGE / "args" / "plan.py")) if getattr(node, "name", "") == "Plan")
+    fields = {node.target.id for node in plan.body if isinstance(node, ast.AnnAssign)}  # type: ignore[attr-defined]
+    for path in PATHS:
+        if name_of(path) != "args/plan.py":
+            for node in ast.walk(tree_of(path)):
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "plan":
+                    fields.discard(node.attr)
+    yield from ((f"Plan.{field}", "has no reader but its own description") for field in sorted(fields))
+
+
+@rule("typed parameters")
+def find_untyped_parameters() -> Findings:
+    """The share of parameters that are bare `Any`."""
+    kinds = [
+        ast.unparse(parameter.annotation) if parameter.annotation is not None else "Any"
+        for path in PATHS
+        for _, node in functions_of(path)
+        for parameter in parameters_of(node)
+    ]
+    share = kinds.count("Any") / len(kinds)
+    if share > MOST_ANY:
+        yield "the package", f"{kinds.count('Any')} of {len(kinds)} parameters are Any, {share:.1%} of {MOST_ANY:.0%}"
 
 
 @rule("backend names")
@@ -292,9 +488,10 @@ def find_backend_names() -> Findings:
     """The loop, the engines and the Trainer know no backend: a strategy is one file of `distributed`."""
     names = r"(?<![a-z])(?<!process_)(ddp|fsdp|deepspeed|xla|tpu|pipeline|zero)(?![a-z])"  # is_world_process_zero
     backend = re.compile(names, re.IGNORECASE)
-    engines = {"engine.py", "window_engine.py", "shared_engine.py", "evaluation.py", "shared_evaluation.py"}
+    patterns = ["core/loop.py", "pytorch/engine.py", "pytorch/sync.py", "pytorch/evaluation/*", "pytorch/trainer.py"]
+    patterns += ["pytorch/session.py", "pytorch/checkpoint/checkpointer.py"]
     for path in PATHS:
-        if name_of(path) not in {*engines, "core/loop.py", "trainer.py", "training.py", "saving.py"}:
+        if not any(path.relative_to(PACKAGE).match(pattern) for pattern in patterns):
             continue
         source = path.read_text(encoding="utf-8").splitlines()
         for number in sorted(code_lines(path)):
@@ -321,7 +518,8 @@ def find_module_state() -> Findings:
                 called = node.func if isinstance(node, ast.Call) else None
                 if isinstance(called, ast.Attribute) and called.attr in changing and root_of(called) in shared:
                     yield place, f"calls {ast.unparse(called)}"
-            if any("cache" in ast.unparse(decorator) for decorator in function.decorator_list):
+            decorators = {ast.unparse(decorator) for decorator in function.decorator_list} - {"cached_property"}
+            if any("cache" in decorator for decorator in decorators):
                 yield place, "caches at module or class level"
 
 
@@ -363,6 +561,18 @@ def find_unknown_extras() -> Findings:
                 extra = node.args[1]
                 if isinstance(extra, ast.Constant) and extra.value not in extras:
                     yield name_of(path), f"extra {extra.value!r} is not in pyproject.toml"
+
+
+@rule("docstring openings")
+def find_indirect_docstrings() -> Findings:
+    """A docstring opens with a plain declarative sentence, in the tests too."""
+    documented = (ast.Module, ast.ClassDef, *FUNCTIONS)
+    for path in [*PATHS, *TEST_PATHS]:
+        for node in ast.walk(tree_of(path)):
+            text = ast.get_docstring(node) if isinstance(node, documented) else None
+            if text and text.split()[0] in {"What", "Whether", "Where", "How", "Who", "Which", "When"}:
+                place = f"{path.relative_to(ROOT).as_posix()}:{getattr(node, 'name', '')}"
+                yield place, f"opens with {text.split()[0]!r}"
 
 
 @rule("docstrings")
@@ -417,11 +627,74 @@ def test_arguments_load_no_framework() -> None:
     assert not loaded & {"torch", "tensorflow", "numpy", "transformers", "datasets", "accelerate"}
 
 
-def test_the_trainer_loads_torch_and_nothing_optional() -> None:
-    loaded = modules_after("from paceline import Trainer, TrainingArguments")
-    assert "torch" in loaded
-    optional = {"tensorflow", "transformers", "datasets", "accelerate", "sklearn", "pandas", "tensorboard", "peft"}
-    assert not loaded & optional
+# A module whose import takes long is loaded by those who use it: see core.optional.LateModule.
+LOADED_STAGES = """
+import json, sys, tempfile
+stages = [set(sys.modules)]
+def stage():
+    stages.append(set(sys.modules))
+import torch
+stage()
+from paceline import Trainer, TrainingArguments
+stage()
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(1, 1)
+    def forward(self, x, labels):
+        return {"loss": (self.linear(x) - labels).square().mean()}
+samples = [{"x": torch.ones(1), "labels": torch.zeros(1)} for _ in range(4)]
+model = Model()
+optimizer = torch.optim.AdamW(model.parameters())
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+for batch in torch.utils.data.DataLoader(samples, batch_size=2):
+    model(**batch)["loss"].backward()
+    optimizer.step(), schedule.step(), optimizer.zero_grad()
+stage()
+with tempfile.TemporaryDirectory() as folder:
+    options = dict(max_steps=2, save_steps=1, report_to="none", disable_tqdm=True, use_cpu=True)
+    Trainer(Model(), TrainingArguments(folder, **options), train_dataset=samples, eval_dataset=samples).train()
+    again = Trainer(Model(), TrainingArguments(folder, **options), train_dataset=samples, eval_dataset=samples)
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+    again.evaluate()
+stage()
+print(json.dumps([sorted(after - before) for before, after in zip(stages, stages[1:])]))
+"""
+
+
+def heavy_of(modules: list[str], allowed: tuple[str, ...]) -> list[str]:
+    """Those of neither the standard library, the package, nor what is allowed beside it."""
+    light = {"paceline", *sys.stdlib_module_names}
+    return [
+        name
+        for name in modules
+        if name.split(".")[0] not in light and not any(f"{name}.".startswith(f"{other}.") for other in allowed)
+    ]
+
+
+@pytest.fixture(scope="module")
+def loaded_stages() -> dict[str, list[str]]:
+    """Returns the modules that torch, the package, a loop written by hand, and a Trainer's runs load in addition."""
+    result = subprocess.run([sys.executable, "-c", LOADED_STAGES], check=True, capture_output=True, text=True)
+    return dict(zip(("torch", "import", "loop", "runs"), json.loads(result.stdout.splitlines()[-1]), strict=True))
+
+
+def test_the_import_of_the_trainer_loads_nothing_heavy(loaded_stages: dict[str, list[str]]) -> None:
+    assert not heavy_of(loaded_stages["import"], ("safetensors", "numpy.typing", "numpy._typing"))
+
+
+def test_the_import_of_the_trainer_loads_no_part_that_only_some_runs_need(loaded_stages: dict[str, list[str]]) -> None:
+    own = [name for name in loaded_stages["import"] if name.startswith("paceline")]
+    strategies = {"ddp", "fsdp", "deepspeed", "xla", "tensor_parallel", "context_parallel", "pipeline"}
+    parts = {f"paceline.pytorch.distributed.{name}" for name in strategies}
+    parts |= {"paceline.pytorch.checkpoint.shards", "paceline.args.parser", "paceline.args.yaml_text", "paceline.cli"}
+    assert not parts & set(own)
+    assert len(own) <= MOST_MODULES, "each costs half a millisecond of every start: load late what few runs need"
+
+
+def test_runs_load_what_a_loop_written_by_hand_loads(loaded_stages: dict[str, list[str]]) -> None:
+    """A run, its checkpoints, a resume and an evaluation."""
+    assert not heavy_of(loaded_stages["runs"], ("numpy.ctypeslib", "torch.utils.serialization"))
 
 
 def test_public_names_are_sorted_and_all_there() -> None:
@@ -447,7 +720,7 @@ def test_lazy_names_agree_with_what_type_checkers_see() -> None:
     }
     assert seen == paceline._HOMES
     for name, module in seen.items():
-        if module.startswith("paceline.tf.") and not is_installed("tensorflow"):
+        if module.startswith("paceline.tensorflow.") and not is_installed("tensorflow"):
             continue
         assert getattr(paceline, name) is getattr(sys.modules[str(module)], name)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 import counterparts
 
@@ -54,9 +53,9 @@ def test_examples_are_short_and_listed(path: Path) -> None:
 def run(script: Path, folder: Path) -> list[dict[str, Any]]:
     """Run an example for 20 steps, and return the rows of its log."""
     words = f"--max_steps {STEPS} --logging_steps 1 --eval_strategy no --save_strategy steps --use_cpu"
-    command = [sys.executable, str(script), "--output_dir", str(folder), *words.split()]
+    command = [str(script), "--output_dir", str(folder), *words.split()]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    done = warm.run(command, folder, environment, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (folder / "eval_results.json").exists()
     assert (folder / "model.safetensors").exists()

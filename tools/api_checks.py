@@ -1,4 +1,4 @@
-"""What paceline does with a name of the reference, found out by looking at the package and by trying."""
+"""What paceline does with a name of the Hugging Face Trainer, found out by looking at the package and by trying."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.older_names import OLDER_NAMES, Renamed
+from paceline.compat.private_names import UNCALLED
 from paceline.core.events import TrainerCallback
-from paceline.subclassing import UNCALLED
 
 paceline: Any = importlib.import_module("paceline")
 PACKAGE = Path(str(paceline.__file__)).parent
@@ -89,7 +89,7 @@ def normal(value: Any) -> str:
 
 
 def actual(function: Any) -> dict[str, str]:
-    """The parameters of a function or class of ours, as `parse` gives those of the reference."""
+    """The parameters of a function or class of ours, as `parse` gives those of the Hugging Face Trainer."""
     found = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -159,12 +159,21 @@ def parameter(owner: str, name: str, default: str) -> Finding:
 def method(owner: str, name: str, signature: Any) -> Finding:
     """A method of a class: there, only to refuse, or not called."""
     found = getattr(ours(owner), name, None)
+    if owner == "Trainer" and name in UNCALLED:
+        return uncalled(name, found)
     if found is None:
-        return Finding("refused", f"no run calls it: {UNCALLED[name]}") if name in UNCALLED else NOT_THERE
+        return NOT_THERE
     refusal = refusal_of(found)
     if refusal is not None:
         return Finding("refused", refusal)
     return SAME if signature is None or not callable(found) else compare(parse(signature), actual(found))
+
+
+def uncalled(name: str, found: Any) -> Finding:
+    """A method of the Trainer that no run calls, so that overriding it does nothing."""
+    if found is None or refusal_of(found) is not None:
+        return Finding("refused", f"no run calls it: {UNCALLED[name]}")
+    return Finding("different", f"can be called, but no run calls it: {UNCALLED[name]}")
 
 
 def refusal_of(function: Any) -> str | None:
@@ -187,6 +196,8 @@ def is_docstring(node: ast.stmt) -> bool:
 
 def member(owner: str, name: str) -> Finding:
     """A property or method, by its name alone."""
+    if owner == "Trainer" and name in UNCALLED:
+        return uncalled(name, getattr(ours(owner), name, None))
     return SAME if hasattr(ours(owner), name) else NOT_THERE
 
 
@@ -388,7 +399,7 @@ def optimizer(name: str) -> Finding:
     """A value of `optim`. A package that is not installed is no refusal: its error names the extra."""
     import torch
 
-    from paceline.optim.optimizers import OPTIMIZERS, resolve_optimizer
+    from paceline.pytorch.optim.optimizers import OPTIMIZERS, resolve_optimizer
 
     devices = OPTIMIZERS[name].devices if name in OPTIMIZERS else frozenset()
     if devices and not devices & DEVICES:
@@ -563,13 +574,13 @@ def file(name: str, run: Run) -> Finding:
 
 @functools.cache
 def tensorflow_definitions() -> dict[str, ast.AST]:
-    """Classes and functions of paceline.tf by name, and what stands in the classes by `Class.name`.
+    """Classes and functions of paceline.tensorflow by name, and what stands in the classes by `Class.name`.
 
     The names that all Trainers share are read with them.
     """
     found: dict[str, ast.AST] = {}
-    shared = [PACKAGE / "core" / "trainer_names.py", PACKAGE / "hub" / "names.py"]
-    for path in [*sorted((PACKAGE / "tf").rglob("*.py")), *shared]:
+    shared = [PACKAGE / "compat" / "trainer_names.py", PACKAGE / "compat" / "hub_names.py"]
+    for path in [*sorted((PACKAGE / "tensorflow").rglob("*.py")), *shared]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 found[node.name] = node
@@ -612,5 +623,3 @@ def look_up(owner: str | None, name: str | None) -> ast.AST | None:
         if isinstance(base, ast.ClassDef):
             pending += [ast.unparse(item).split(".")[-1] for item in base.bases if ast.unparse(item) not in seen]
     return None
-
-

@@ -15,13 +15,14 @@ from paceline.args import sections
 paceline: Any = importlib.import_module("paceline")
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "api"
+TRAINING = ("paceline.pytorch.trainer", "paceline.pytorch.seq2seq", "paceline.pytorch.replay")
 # title, file, what its modules begin with; a name goes to the first that fits
 GROUPS = (
-    ("Training", "training", ("paceline.trainer", "paceline.seq2seq", "paceline.replaying", "paceline.core.outputs")),
+    ("Training", "training", (*TRAINING, "paceline.core.outputs")),
     ("Arguments", "arguments", ("paceline.args",)),
     ("Callbacks and state", "callbacks", ("paceline.callbacks", "paceline.core.events", "paceline.core.state")),
-    ("Data", "data", ("paceline.data",)),
-    ("Optimizers and schedules", "optimizers", ("paceline.optim",)),
+    ("Data", "data", ("paceline.pytorch.data",)),
+    ("Optimizers and schedules", "optimizers", ("paceline.pytorch.optim",)),
     ("Everything else", "others", ("paceline",)),
 )
 SECTION = re.compile(r"^(Args|Attributes|Fields|Returns|Raises|Yields):$")
@@ -190,5 +191,3 @@ def markdown(text: str) -> list[str]:
             is_list = is_list and not line
             lines.append(line.removesuffix(":") if line.endswith("::") else line)  # a block of code follows
     return [*lines, ""] if lines else []
-
-

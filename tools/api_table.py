@@ -1,4 +1,4 @@
-"""docs/api_table.md: every public name of the reference, and what paceline does with it.
+"""docs/api_table.md: every public name of the Hugging Face Trainer, and what paceline does with it.
 
 The names and defaults are those of tools/api_surface.yaml. What paceline does is found out by looking: signatures and
 defaults are compared, options and their values are tried, log keys, files and attributes are those of a run. Only the
@@ -26,14 +26,14 @@ REASONS = ROOT / "tools" / "api_reasons.yaml"
 PAGE = ROOT / "docs" / "api_table.md"
 # what may have been found where a reason of this kind is kept by hand
 FITS = {"same": (MISSING,), "different": ("same", "different"), "refused": ("refused", MISSING)}
-HEAD = """# Every public name of the reference
+HEAD = """# Every public name of the Hugging Face Trainer
 
 Written by `make docs` from [the list of names](../tools/api_surface.yaml) and the package itself: signatures and
 defaults are compared, options and values are tried, log keys and files are those of a run.
 
-- **same**: the name is there, with the reference's parameters and defaults, and a value that is tried is accepted. What
-  it does is compared elsewhere, by the tests that [parity.md](parity.md) and [migration.md](migration.md) name; defects
-  that are not repeated are in the [README](../README.md).
+- **same**: the name is there, with the Hugging Face Trainer's parameters and defaults, and a value that is tried is
+  accepted. What it does is compared elsewhere, by the tests that [parity.md](parity.md) and
+  [migration.md](migration.md) name; defects that are not repeated are in the [README](../README.md).
 - **different**: the name is there and works; the note says what differs.
 - **refused**: it raises an error that names the remedy; the note is that error, or says why.
 
@@ -42,12 +42,12 @@ defaults are compared, options and values are tried, log keys and files are thos
 
 @dataclass(frozen=True)
 class Row:
-    """One name of the reference.
+    """One name of the Hugging Face Trainer.
 
     Attributes:
         section: where it belongs, the heading of a table.
         name: as users write it.
-        theirs: its signature or default in the reference, or an empty string.
+        theirs: its signature or default in the Hugging Face Trainer, or an empty string.
         finding: what paceline does with it.
     """
 
@@ -119,7 +119,7 @@ def page(found: list[Row]) -> str:
     counts = {status: sum(row.finding.status == status for row in found) for status in ("same", "different", "refused")}
     lines = [HEAD + f"Of {len(found)} names, " + ", ".join(f"{n} are {status}" for status, n in counts.items()) + ".\n"]
     for section in dict.fromkeys(row.section for row in found):
-        lines.append(f"\n## {section}\n\n| name | in the reference | here | note |\n|---|---|---|---|")
+        lines.append(f"\n## {section}\n\n| name | Hugging Face Trainer | here | note |\n|---|---|---|---|")
         for row in found:
             if row.section == section:
                 cells = (code(row.name), code(row.theirs), row.finding.status, row.finding.note)

@@ -10,8 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-from paceline.optim.libraries import EXTRA_OF
-from paceline.optim.optimizers import OPTIMIZERS
+from paceline.pytorch.optim.libraries import EXTRA_OF
+from paceline.pytorch.optim.optimizers import OPTIMIZERS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "optimizers.md"
 TABLE = re.compile(r"(<!-- optimizers: .*? -->\n).*?(<!-- end of optimizers -->)", re.DOTALL)

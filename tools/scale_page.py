@@ -36,11 +36,11 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.args.mesh import engine_of, resolve_mesh
 from paceline.args.training import TrainingArguments
-from paceline.distributed.device_mesh import build_device_mesh
-from paceline.distributed.fsdp import FullyShardedData
-from paceline.distributed.mesh import MeshParallel
-from paceline.distributed.precision import make_precision
-from paceline.distributed.world import World
+from paceline.pytorch.distributed.device_mesh import build_device_mesh
+from paceline.pytorch.distributed.fsdp import FullyShardedData
+from paceline.pytorch.distributed.mesh import MeshParallel
+from paceline.pytorch.distributed.precision import make_precision
+from paceline.pytorch.distributed.world import World
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "scale.md"
 BYTES = 4  # of a number in full precision
@@ -329,8 +329,7 @@ def write_page() -> None:
         ]
     )
     costs = {
-        case: extrapolate(one, two, shape.layers)
-        for case, one, two in zip(cases, found[::2], found[1::2], strict=True)
+        case: extrapolate(one, two, shape.layers) for case, one, two in zip(cases, found[::2], found[1::2], strict=True)
     }
     rows = [
         f"| {title} | {name} | {calls:,} | {moved / 1e9:,.2f} |"
@@ -374,9 +373,9 @@ PAGE_TEXT = """# At scale: what a step costs
 
 This page is simulated, not measured: `python tools/scale_page.py` writes it. One process of a run is made with torch's
 `fake` process group and FakeTensor, and takes a step: the strategy, `fully_shard`, DTensor, clipping and AdamW are the
-ones that train, and what they ask of the group is counted. [A test](../tests/distributed/test_scale.py) does this for a
-small model on 1,024 processes and holds shards, memory and collectives against their formulas; it also lays every
-process's share of the samples side by side.
+ones that train, and what they ask of the group is counted.
+[A test](../tests/pytorch/distributed/test_scale.py) does this for a small model on 1,024 processes and holds shards,
+memory and collectives against their formulas; it also lays every process's share of the samples side by side.
 
 The model: {billions} billion parameters ({layers} layers of width {width}), full precision, one sequence of {sequence}
 tokens for each process (for each eight, with tensor parallel), machines of eight. It is simulated with one layer and

@@ -1,10 +1,12 @@
-"""paceline: trains any PyTorch module. Names are loaded at first use: importing the package loads no torch."""
+"""paceline: trains any PyTorch module. Names are imported on first use: importing the package does not import torch."""
 
 from __future__ import annotations
 
 import gc
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from paceline.args.secrets import mask_logs
 
 if TYPE_CHECKING:
     from paceline.args.accelerator_config import AcceleratorConfig
@@ -30,23 +32,31 @@ if TYPE_CHECKING:
     from paceline.callbacks.reporters.mlflow import MLflowCallback
     from paceline.callbacks.reporters.tensorboard import TensorBoardCallback
     from paceline.callbacks.reporters.wandb import WandbCallback
+    from paceline.checkpoint.folders import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
     from paceline.core.events import CallbackHandler, TrainerCallback
-    from paceline.core.folders import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
     from paceline.core.metrics import default_compute_objective, speed_metrics
     from paceline.core.outputs import BestRun, EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
     from paceline.core.state import ExportableState, TrainerControl, TrainerState
     from paceline.core.streaming import StreamingMetric
-    from paceline.data.collate_classification import DataCollatorForMultipleChoice, DataCollatorForTokenClassification
-    from paceline.data.collate_flat import DataCollatorWithFlattening
-    from paceline.data.collate_language import (
+    from paceline.pytorch.data.collate_classification import (
+        DataCollatorForMultipleChoice,
+        DataCollatorForTokenClassification,
+    )
+    from paceline.pytorch.data.collate_flat import DataCollatorWithFlattening
+    from paceline.pytorch.data.collate_language import (
         DataCollatorForLanguageModeling,
         DataCollatorForPermutationLanguageModeling,
         DataCollatorForSOP,
         DataCollatorForWholeWordMask,
     )
-    from paceline.data.collate_seq2seq import DataCollatorForSeq2Seq
-    from paceline.data.collators import DataCollatorWithPadding, DefaultDataCollator, default_data_collator
-    from paceline.data.samplers import (
+    from paceline.pytorch.data.collate_seq2seq import DataCollatorForSeq2Seq
+    from paceline.pytorch.data.collators import (
+        DataCollatorMixin,
+        DataCollatorWithPadding,
+        DefaultDataCollator,
+        default_data_collator,
+    )
+    from paceline.pytorch.data.samplers import (
         BatchRebalanceSampler,
         DistributedLengthGroupedSampler,
         DistributedSamplerWithLoop,
@@ -55,15 +65,15 @@ if TYPE_CHECKING:
         ShardSampler,
         get_length_grouped_indices,
     )
-    from paceline.data.shuffle import ShuffleBuffer
-    from paceline.distributed.batch_size import find_executable_batch_size
-    from paceline.distributed.random import enable_full_determinism, set_seed
-    from paceline.model.check_targets import check_targets
-    from paceline.model.loss import LabelSmoother
-    from paceline.model.overflow import DebugUnderflowOverflow
-    from paceline.optim.adafactor import Adafactor, AdafactorSchedule
-    from paceline.optim.greedy import GreedyLR
-    from paceline.optim.schedulers import (
+    from paceline.pytorch.data.shuffle import ShuffleBuffer
+    from paceline.pytorch.distributed.batch_size import find_executable_batch_size
+    from paceline.pytorch.distributed.random import enable_full_determinism, set_seed
+    from paceline.pytorch.model.check_targets import check_targets
+    from paceline.pytorch.model.loss import LabelSmoother
+    from paceline.pytorch.model.overflow import DebugUnderflowOverflow
+    from paceline.pytorch.optim.adafactor import Adafactor, AdafactorSchedule
+    from paceline.pytorch.optim.greedy import GreedyLR
+    from paceline.pytorch.optim.schedulers import (
         get_adafactor_schedule,
         get_constant_schedule,
         get_constant_schedule_with_warmup,
@@ -79,56 +89,57 @@ if TYPE_CHECKING:
         get_scheduler,
         get_wsd_schedule,
     )
-    from paceline.replaying import replay
-    from paceline.seq2seq import Seq2SeqTrainer
-    from paceline.tf.arguments import TFTrainingArguments
-    from paceline.tf.keras_callbacks import KerasMetricCallback, PushToHubCallback
-    from paceline.tf.optimizers import AdamWeightDecay, GradientAccumulator, create_optimizer
-    from paceline.tf.schedules import WarmUp
-    from paceline.tf.trainer import TFTrainer
-    from paceline.trainer import Trainer
+    from paceline.pytorch.replay import replay
+    from paceline.pytorch.seq2seq import Seq2SeqTrainer
+    from paceline.pytorch.trainer import Trainer
+    from paceline.tensorflow.arguments import TFTrainingArguments
+    from paceline.tensorflow.keras_callbacks import KerasMetricCallback, PushToHubCallback
+    from paceline.tensorflow.optim.optimizers import AdamWeightDecay, GradientAccumulator, create_optimizer
+    from paceline.tensorflow.optim.schedules import WarmUp
+    from paceline.tensorflow.trainer import TFTrainer
 
 __version__ = "0.1.0"
 
-# public name -> the module that defines it
+# public name -> its module
 _HOMES = {
     "AcceleratorConfig": "paceline.args.accelerator_config",
-    "Adafactor": "paceline.optim.adafactor",
-    "AdafactorSchedule": "paceline.optim.adafactor",
-    "AdamWeightDecay": "paceline.tf.optimizers",
-    "BatchRebalanceSampler": "paceline.data.samplers",
+    "Adafactor": "paceline.pytorch.optim.adafactor",
+    "AdafactorSchedule": "paceline.pytorch.optim.adafactor",
+    "AdamWeightDecay": "paceline.tensorflow.optim.optimizers",
+    "BatchRebalanceSampler": "paceline.pytorch.data.samplers",
     "BestRun": "paceline.core.outputs",
     "CallbackHandler": "paceline.core.events",
-    "DataCollatorForLanguageModeling": "paceline.data.collate_language",
-    "DataCollatorForMultipleChoice": "paceline.data.collate_classification",
-    "DataCollatorForPermutationLanguageModeling": "paceline.data.collate_language",
-    "DataCollatorForSOP": "paceline.data.collate_language",
-    "DataCollatorForSeq2Seq": "paceline.data.collate_seq2seq",
-    "DataCollatorForTokenClassification": "paceline.data.collate_classification",
-    "DataCollatorForWholeWordMask": "paceline.data.collate_language",
-    "DataCollatorWithFlattening": "paceline.data.collate_flat",
-    "DataCollatorWithPadding": "paceline.data.collators",
+    "DataCollatorForLanguageModeling": "paceline.pytorch.data.collate_language",
+    "DataCollatorForMultipleChoice": "paceline.pytorch.data.collate_classification",
+    "DataCollatorForPermutationLanguageModeling": "paceline.pytorch.data.collate_language",
+    "DataCollatorForSOP": "paceline.pytorch.data.collate_language",
+    "DataCollatorForSeq2Seq": "paceline.pytorch.data.collate_seq2seq",
+    "DataCollatorForTokenClassification": "paceline.pytorch.data.collate_classification",
+    "DataCollatorForWholeWordMask": "paceline.pytorch.data.collate_language",
+    "DataCollatorMixin": "paceline.pytorch.data.collators",
+    "DataCollatorWithFlattening": "paceline.pytorch.data.collate_flat",
+    "DataCollatorWithPadding": "paceline.pytorch.data.collators",
     "DebugOption": "paceline.args.choices",
-    "DebugUnderflowOverflow": "paceline.model.overflow",
-    "DefaultDataCollator": "paceline.data.collators",
+    "DebugUnderflowOverflow": "paceline.pytorch.model.overflow",
+    "DefaultDataCollator": "paceline.pytorch.data.collators",
     "DefaultFlowCallback": "paceline.callbacks.flow",
-    "DistributedLengthGroupedSampler": "paceline.data.samplers",
-    "DistributedSamplerWithLoop": "paceline.data.samplers",
+    "DistributedLengthGroupedSampler": "paceline.pytorch.data.samplers",
+    "DistributedSamplerWithLoop": "paceline.pytorch.data.samplers",
     "EarlyStoppingCallback": "paceline.callbacks.early_stopping",
     "EvalLoopOutput": "paceline.core.outputs",
     "EvalPrediction": "paceline.core.outputs",
     "ExportableState": "paceline.core.state",
-    "GradientAccumulator": "paceline.tf.optimizers",
-    "GreedyLR": "paceline.optim.greedy",
+    "GradientAccumulator": "paceline.tensorflow.optim.optimizers",
+    "GreedyLR": "paceline.pytorch.optim.greedy",
     "HfArg": "paceline.args.parser",
     "HfArgumentParser": "paceline.args.parser",
     "HubStrategy": "paceline.args.choices",
     "IntervalStrategy": "paceline.args.choices",
-    "IterableDatasetShard": "paceline.data.samplers",
-    "KerasMetricCallback": "paceline.tf.keras_callbacks",
+    "IterableDatasetShard": "paceline.pytorch.data.samplers",
+    "KerasMetricCallback": "paceline.tensorflow.keras_callbacks",
     "JITCheckpointCallback": "paceline.callbacks.jit_checkpoint",
-    "LabelSmoother": "paceline.model.loss",
-    "LengthGroupedSampler": "paceline.data.samplers",
+    "LabelSmoother": "paceline.pytorch.model.loss",
+    "LengthGroupedSampler": "paceline.pytorch.data.samplers",
     "MLflowCallback": "paceline.callbacks.reporters.mlflow",
     "NotebookProgressCallback": "paceline.callbacks.notebook",
     "OptimizerNames": "paceline.args.choices",
@@ -137,57 +148,60 @@ _HOMES = {
     "PredictionOutput": "paceline.core.outputs",
     "PrinterCallback": "paceline.callbacks.printer",
     "ProgressCallback": "paceline.callbacks.progress",
-    "PushToHubCallback": "paceline.tf.keras_callbacks",
+    "PushToHubCallback": "paceline.tensorflow.keras_callbacks",
     "SaveStrategy": "paceline.args.choices",
     "SchedulerType": "paceline.args.choices",
-    "Seq2SeqTrainer": "paceline.seq2seq",
+    "Seq2SeqTrainer": "paceline.pytorch.seq2seq",
     "Seq2SeqTrainingArguments": "paceline.args.seq2seq",
-    "ShardSampler": "paceline.data.samplers",
-    "ShuffleBuffer": "paceline.data.shuffle",
+    "ShardSampler": "paceline.pytorch.data.samplers",
+    "ShuffleBuffer": "paceline.pytorch.data.shuffle",
     "StreamingMetric": "paceline.core.streaming",
-    "TFTrainer": "paceline.tf.trainer",
-    "TFTrainingArguments": "paceline.tf.arguments",
+    "TFTrainer": "paceline.tensorflow.trainer",
+    "TFTrainingArguments": "paceline.tensorflow.arguments",
     "TensorBoardCallback": "paceline.callbacks.reporters.tensorboard",
     "TrainOutput": "paceline.core.outputs",
-    "Trainer": "paceline.trainer",
+    "Trainer": "paceline.pytorch.trainer",
     "TrainerCallback": "paceline.core.events",
     "TrainerControl": "paceline.core.state",
     "TrainerState": "paceline.core.state",
     "TrainingArguments": "paceline.args.training",
     "UnsupportedOption": "paceline.args.plan",
-    "WarmUp": "paceline.tf.schedules",
+    "WarmUp": "paceline.tensorflow.optim.schedules",
     "WandbCallback": "paceline.callbacks.reporters.wandb",
-    "check_targets": "paceline.model.check_targets",
-    "create_optimizer": "paceline.tf.optimizers",
+    "check_targets": "paceline.pytorch.model.check_targets",
+    "create_optimizer": "paceline.tensorflow.optim.optimizers",
     "default_compute_objective": "paceline.core.metrics",
-    "default_data_collator": "paceline.data.collators",
-    "enable_full_determinism": "paceline.distributed.random",
-    "find_executable_batch_size": "paceline.distributed.batch_size",
-    "get_adafactor_schedule": "paceline.optim.schedulers",
-    "get_constant_schedule": "paceline.optim.schedulers",
-    "get_constant_schedule_with_warmup": "paceline.optim.schedulers",
-    "get_cosine_schedule_with_warmup": "paceline.optim.schedulers",
-    "get_cosine_with_hard_restarts_schedule_with_warmup": "paceline.optim.schedulers",
-    "get_cosine_with_min_lr_schedule_with_warmup": "paceline.optim.schedulers",
-    "get_cosine_with_min_lr_schedule_with_warmup_lr_rate": "paceline.optim.schedulers",
-    "get_greedy_schedule": "paceline.optim.schedulers",
-    "get_inverse_sqrt_schedule": "paceline.optim.schedulers",
-    "get_last_checkpoint": "paceline.core.folders",
-    "get_length_grouped_indices": "paceline.data.samplers",
-    "get_linear_schedule_with_warmup": "paceline.optim.schedulers",
-    "get_polynomial_decay_schedule_with_warmup": "paceline.optim.schedulers",
-    "get_reduce_on_plateau_schedule": "paceline.optim.schedulers",
-    "get_scheduler": "paceline.optim.schedulers",
-    "get_wsd_schedule": "paceline.optim.schedulers",
-    "replay": "paceline.replaying",
-    "rotate_checkpoints": "paceline.core.folders",
-    "set_seed": "paceline.distributed.random",
-    "sort_checkpoints": "paceline.core.folders",
+    "default_data_collator": "paceline.pytorch.data.collators",
+    "enable_full_determinism": "paceline.pytorch.distributed.random",
+    "find_executable_batch_size": "paceline.pytorch.distributed.batch_size",
+    "get_adafactor_schedule": "paceline.pytorch.optim.schedulers",
+    "get_constant_schedule": "paceline.pytorch.optim.schedulers",
+    "get_constant_schedule_with_warmup": "paceline.pytorch.optim.schedulers",
+    "get_cosine_schedule_with_warmup": "paceline.pytorch.optim.schedulers",
+    "get_cosine_with_hard_restarts_schedule_with_warmup": "paceline.pytorch.optim.schedulers",
+    "get_cosine_with_min_lr_schedule_with_warmup": "paceline.pytorch.optim.schedulers",
+    "get_cosine_with_min_lr_schedule_with_warmup_lr_rate": "paceline.pytorch.optim.schedulers",
+    "get_greedy_schedule": "paceline.pytorch.optim.schedulers",
+    "get_inverse_sqrt_schedule": "paceline.pytorch.optim.schedulers",
+    "get_last_checkpoint": "paceline.checkpoint.folders",
+    "get_length_grouped_indices": "paceline.pytorch.data.samplers",
+    "get_linear_schedule_with_warmup": "paceline.pytorch.optim.schedulers",
+    "get_polynomial_decay_schedule_with_warmup": "paceline.pytorch.optim.schedulers",
+    "get_reduce_on_plateau_schedule": "paceline.pytorch.optim.schedulers",
+    "get_scheduler": "paceline.pytorch.optim.schedulers",
+    "get_wsd_schedule": "paceline.pytorch.optim.schedulers",
+    "replay": "paceline.pytorch.replay",
+    "rotate_checkpoints": "paceline.checkpoint.folders",
+    "set_seed": "paceline.pytorch.distributed.random",
+    "sort_checkpoints": "paceline.checkpoint.folders",
     "speed_metrics": "paceline.core.metrics",
 }
 
-# without the names of the TensorFlow side, so that `import *` works where it is not installed
-__all__ = sorted(name for name, home in _HOMES.items() if not home.startswith("paceline.tf."))
+# without the TensorFlow names, so that `import *` works if it is not installed
+__all__ = sorted(name for name, home in _HOMES.items() if not home.startswith("paceline.tensorflow."))
+
+
+mask_logs("paceline")
 
 
 def __getattr__(name: str) -> Any:
@@ -196,7 +210,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    # a collection in the middle goes through all of torch's objects, half of the time that the import takes
+    # a garbage collection during the import traverses all of torch's objects, half of the import time
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -82,37 +82,37 @@ def test_right(name: str, raw: Any, kept: Any) -> None:
 
 
 WRONG: list[tuple[str, Any, str]] = [
-    ("learning_rate", "fast", "learning_rate='fast' is not possible: give a number"),
-    ("learning_rate", None, "learning_rate=None is not possible"),
-    ("learning_rate", True, "learning_rate=True is not possible: give a number"),
-    ("learning_rate", float("nan"), "learning_rate=nan is not possible"),
-    ("learning_rate", [1], "give a number"),
-    ("max_steps", 1.5, "max_steps=1.5 is not possible: give a whole number"),
-    ("max_steps", "1.5", "give a whole number"),
-    ("bf16", "perhaps", "bf16='perhaps' is not possible: give true or false"),
-    ("bf16", 2, "give true or false"),
-    ("eval_strategy", "step", r"eval_strategy='step' is not possible: choose one of no, steps, epoch; did you mean"),
-    ("eval_strategy", True, "choose one of no, steps, epoch"),
+    ("learning_rate", "fast", "learning_rate='fast' is invalid: expected a number"),
+    ("learning_rate", None, "learning_rate=None is invalid"),
+    ("learning_rate", True, "learning_rate=True is invalid: expected a number"),
+    ("learning_rate", float("nan"), "learning_rate=nan is invalid"),
+    ("learning_rate", [1], "expected a number"),
+    ("max_steps", 1.5, "max_steps=1.5 is invalid: expected a whole number"),
+    ("max_steps", "1.5", "expected a whole number"),
+    ("bf16", "perhaps", "bf16='perhaps' is invalid: expected true or false"),
+    ("bf16", 2, "expected true or false"),
+    ("eval_strategy", "step", r"eval_strategy='step' is invalid: expected one of no, steps, epoch; did you mean"),
+    ("eval_strategy", True, "expected one of no, steps, epoch"),
     ("eval_strategy", Wrong.SOMETIMES, "eval_strategy='sometimes'"),
-    ("optim", "adamw_tosch", "optim='adamw_tosch' is not possible: choose one of .*; did you mean 'adamw_torch'"),
+    ("optim", "adamw_tosch", "optim='adamw_tosch' is invalid: expected one of .*; did you mean 'adamw_torch'"),
     ("lr_scheduler_type", "cosin", "did you mean 'cosine'"),
     ("train_sampling_strategy", "grouped_by_length", "did you mean 'group_by_length'"),
-    ("log_level", "loud", "choose one of debug, info"),
-    ("loss_weight", "token", "loss_weight='token' is not possible: .*did you mean 'tokens'"),
+    ("log_level", "loud", "expected one of detail, debug, info"),
+    ("loss_weight", "token", "loss_weight='token' is invalid: .*did you mean 'tokens'"),
     ("include_for_metrics", ["input"], "did you mean 'inputs'"),
-    ("include_num_input_tokens_seen", "some", "choose one of no, all, non_padding"),
+    ("include_num_input_tokens_seen", "some", "expected one of no, all, non_padding"),
     ("ddp_backend", "ncll", "did you mean 'nccl'"),
-    ("dataloader_multiprocessing_context", "thread", "choose one of fork, spawn, forkserver"),
-    ("label_names", 5, "label_names=5 is not possible: give a list"),
+    ("dataloader_multiprocessing_context", "thread", "expected one of fork, spawn, forkserver"),
+    ("label_names", 5, "label_names=5 is invalid: expected a list"),
     ("label_names", "[1", "not valid JSON"),
-    ("run_name", ["a"], "run_name=.* is not possible: give text"),
-    ("lr_scheduler_kwargs", "{bad", "lr_scheduler_kwargs='{bad' is not possible: it is not valid JSON"),
-    ("lr_scheduler_kwargs", "num_cycles=2", "give a dict, a JSON object, or the path of a JSON file"),
+    ("run_name", ["a"], "run_name=.* is invalid: expected text"),
+    ("lr_scheduler_kwargs", "{bad", "lr_scheduler_kwargs='{bad' is invalid: it is not valid JSON"),
+    ("lr_scheduler_kwargs", "num_cycles=2", "expected a dict, a JSON object, or the path of a JSON file"),
     ("accelerator_config", {"split_batch": True}, "no setting .*split_batch"),
-    ("accelerator_config", AcceleratorConfig, "give an object"),
-    ("accelerator_config", 5, "give a dict"),
-    ("report_to", ["none", "csv"], "'none' and 'all' stand alone"),
-    ("debug", "overflow", "choose one of underflow_overflow"),
+    ("accelerator_config", AcceleratorConfig, "expected an instance"),
+    ("accelerator_config", 5, "expected a dict"),
+    ("report_to", ["none", "csv"], "'none' and 'all' cannot be combined"),
+    ("debug", "overflow", "expected one of underflow_overflow"),
 ]
 
 
@@ -130,5 +130,5 @@ def test_settings_from_files(tmp_path: Path) -> None:
     assert TrainingArguments(accelerator_config=str(file)).accelerator_config == AcceleratorConfig()
     assert AcceleratorConfig.from_json_file(file) == AcceleratorConfig()
     file.write_text("[1]")
-    with pytest.raises(ValueError, match="holds no JSON object"):
+    with pytest.raises(ValueError, match="does not contain a JSON object"):
         TrainingArguments(lr_scheduler_kwargs=str(file))

@@ -106,9 +106,9 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (zero(), {"fsdp_config": {"min_num_params": 3}}, "deepspeed and fsdp_config={'min_num_params': 3} are two ways"),
     (zero(), {"parallel": "ddp"}, "deepspeed and parallel='ddp' are two ways"),
     (zero(), {"fsdp": True}, "deepspeed and fsdp=True are two ways"),
-    (zero(stage=4), {}, r"\['stage'\]=4 is not possible: use 0, 1, 2 or 3"),
-    (zero(offload_param={"device": "cpu"}), {}, "'offload_param'. with stage=2 is not possible: use stage 3"),
-    (zero(reduce_scatter="auto"), {}, r"\['reduce_scatter'\]='auto' is not possible"),
+    (zero(stage=4), {}, r"\['stage'\]=4 is invalid: expected 0, 1, 2 or 3"),
+    (zero(offload_param={"device": "cpu"}), {}, "'offload_param'. with stage=2 is invalid: use stage 3"),
+    (zero(reduce_scatter="auto"), {}, r"\['reduce_scatter'\]='auto' is invalid"),
     ({"zero_optimisation": {"stage": 1}}, {}, "did you mean 'zero_optimization'"),
     ("nowhere.json", {}, "there is no such file"),
     ("{stage: 2}", {}, "not valid JSON"),
@@ -174,7 +174,7 @@ def test_a_schedule_follows_the_arguments_where_it_says_nothing(
 
 
 def test_another_length_of_the_schedule_is_a_contradiction() -> None:
-    with pytest.raises(ValueError, match="=10 contradicts the updates of the run=20"):
+    with pytest.raises(ValueError, match="=10 contradicts the optimizer steps of the run=20"):
         finish_schedule({"total_num_steps": 10}, 20, 0)
 
 

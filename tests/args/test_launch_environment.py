@@ -1,4 +1,4 @@
-"""What `accelerate launch` was told is taken where the arguments say nothing, and never against them."""
+"""The settings of `accelerate launch` are used for options that the arguments leave unset, and never override them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from paceline import TrainingArguments
 from paceline.args.errors import UnsupportedOption
-from paceline.args.launch_environment import read_told
+from paceline.args.launch_environment import read_launcher_config
 from paceline.args.sharding import read_sharding
 
 TWO = {"WORLD_SIZE": "2"}
@@ -222,8 +222,8 @@ def test_a_rule_that_breaks_says_where_the_value_came_from(monkeypatch: pytest.M
 
 
 def test_a_switch_that_is_neither_on_nor_off() -> None:
-    with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP='perhaps' is not possible"):
-        read_told({"ACCELERATE_USE_FSDP": "perhaps"})
+    with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP='perhaps' is invalid"):
+        read_launcher_config({"ACCELERATE_USE_FSDP": "perhaps"})
 
 
 def test_the_names_are_those_that_accelerate_sets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_the_names_are_those_that_accelerate_sets(monkeypatch: pytest.MonkeyPatc
     parsed: SimpleNamespace = launch.launch_command_parser().parse_args(words)
     parsed.num_cpu_threads_per_process = 1
     environment = {**prepare_multi_gpu_env(parsed), "WORLD_SIZE": "4"}
-    told = read_told(environment)
+    told = read_launcher_config(environment)
     assert {name: value for name, (value, _) in told.values.items()} == {
         "bf16": True, "fsdp": True, "parallelism_config": {"dp_shard_size": 2, "tp_size": 2}
     }  # fmt: skip

@@ -57,10 +57,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"parallel": {"tpp": 2}}, "'tpp' is no axis of the mesh.* did you mean 'tp'"),
     ({"parallel": {"tp": 0}}, "whole number of at least 1"),
     ({"parallel": {"tp": 1.5}}, "whole number of at least 1"),
-    ({"parallel": "tensor"}, "choose one of ddp"),
-    ({"parallel": {"tp": 2}, "parallelism_config": {"tp_size": 2}}, "both say how the processes share the work"),
-    ({"parallel": "ddp", "parallelism_config": {"tp_size": 2}}, "both say how the processes share the work"),
-    ({"parallel": {"cp": 2, "sp": 2}}, "cp and sp both cut the sequences"),
+    ({"parallel": "tensor"}, "expected one of ddp"),
+    ({"parallel": {"tp": 2}, "parallelism_config": {"tp_size": 2}}, "both set the parallelism"),
+    ({"parallel": "ddp", "parallelism_config": {"tp_size": 2}}, "both set the parallelism"),
+    ({"parallel": {"cp": 2, "sp": 2}}, "cp and sp both shard the sequences"),
     ({"parallelism_config": {"tensor": 2}}, "no setting 'tensor'"),
     ({"parallelism_config": 7}, "ParallelismConfig"),
     ({"parallel": {"tp": 4}, "fsdp": True}, "fsdp=True shards parameters"),
@@ -83,7 +83,7 @@ def test_the_plan_counts_what_reads_different_data() -> None:
     args = options(parallel={"dp_shard": 2, "tp": 2}, per_device_train_batch_size=3, gradient_accumulation_steps=5)
     plan = resolve(args, world_size=4, micro_batches_per_epoch=10)
     assert (plan.global_batch_size, plan.world_size, plan.parallel) == (30, 4, "mesh")
-    assert "30 per update = 3 x 5 micro-batches x 2 parts of the data" in plan.describe()
+    assert "30 per step = 3 x 5 micro-batches x 2 data-parallel ranks" in plan.describe()
     assert "mesh dp_shard 2 x tp 2" in plan.describe()
 
 
@@ -91,13 +91,13 @@ def test_the_plan_counts_what_reads_different_data() -> None:
 def test_each_part_of_the_data_is_counted_once(mesh: Mesh) -> None:
     ranks = range(mesh.size)
     assert len({tuple(mesh.coordinates(rank).values()) for rank in ranks}) == mesh.size
-    speakers = [rank for rank in ranks if mesh.speaks(rank)]
+    speakers = [rank for rank in ranks if mesh.is_data_leader(rank)]
     assert [mesh.data_coordinates(rank) for rank in speakers] == [(n, mesh.data_size) for n in range(mesh.data_size)]
-    assert {mesh.noise_rank(rank) for rank in ranks} == set(range(mesh.pp * mesh.data_size * mesh.num_parts))
-    assert mesh.noise_rank(0) == 0
+    assert {mesh.rng_rank(rank) for rank in ranks} == set(range(mesh.pp * mesh.data_size * mesh.num_parts))
+    assert mesh.rng_rank(0) == 0
 
 
 def test_what_accelerate_says_of_its_exchange_of_heads_is_noted() -> None:
     said = {"sp_size": 2, "sp_backend": "deepspeed"}
     plan = resolve(options(parallelism_config=said), world_size=2, micro_batches_per_epoch=10)
-    assert any("sp_backend change nothing here" in note for note in plan.notes)
+    assert any("sp_backend have no effect" in note for note in plan.notes)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.args.accelerator_config import AcceleratorConfig
 from paceline.args.errors import UnsupportedOption
 from paceline.args.older_names import OLDER_NAMES, Renamed, Retired
 from paceline.args.parser import HfArgumentParser
@@ -100,7 +103,7 @@ def test_renamed(old: str, value: Any, new: str, expected: Any, caplog: pytest.L
 RETIRED: list[tuple[str, Any, str]] = [
     ("save_safetensors", False, "always written as safetensors"),
     ("jit_mode_eval", True, "torch_compile=True"),
-    ("past_index", 2, "forward keep such a state"),
+    ("past_index", 2, "keep such a state in the model's forward"),
     ("fsdp_min_num_params", 100, "fsdp_config"),
     ("fsdp_transformer_layer_cls_to_wrap", "Block", "fsdp_config"),
     ("use_legacy_prediction_loop", True, "one prediction loop"),
@@ -136,7 +139,7 @@ def test_values_that_ask_for_nothing(old: str, value: Any) -> None:
 
 def test_the_whole_run_as_warmup_is_not_one_step() -> None:
     assert TrainingArguments(warmup_ratio=1.0).get_warmup_steps(200) == 200  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match=r"warmup_ratio=1.5 is not possible"):
+    with pytest.raises(ValueError, match=r"warmup_ratio=1.5 is invalid"):
         TrainingArguments(warmup_ratio=1.5)  # type: ignore[call-arg]
 
 
@@ -149,9 +152,9 @@ def test_both_names_at_once() -> None:
     assert both(adafactor=True, optim="adamw_torch").optim == "adafactor"
     assert both(include_inputs_for_metrics=True, include_for_metrics=["loss"]).include_for_metrics == ["loss", "inputs"]
     assert both(tpu_metrics_debug=True, debug="underflow_overflow").debug == ["underflow_overflow", "tpu_metrics_debug"]
-    with pytest.raises(ValueError, match="are one option: give eval_strategy only"):
+    with pytest.raises(ValueError, match="are the same option: give eval_strategy only"):
         both(evaluation_strategy="epoch", eval_strategy="steps")
-    with pytest.raises(ValueError, match="are one option: give optim only"):
+    with pytest.raises(ValueError, match="are the same option: give optim only"):
         both(adafactor=True, optim="sgd")
 
 
@@ -196,3 +199,72 @@ def test_every_renamed_option_can_be_read() -> None:
     for name, entry in OLDER_NAMES.items():
         if isinstance(entry, Renamed):
             getattr(args, name)
+
+
+# ---- a subclass's own fields under older names
+
+
+@dataclass
+class OlderFields(TrainingArguments):
+    """As libraries declare them for version 4."""
+
+    warmup_ratio: float = 0.1
+    evaluation_strategy: str = "steps"
+    per_gpu_train_batch_size: int | None = None
+    group_by_length: bool = True
+    no_cuda: bool = False
+    dispatch_batches: bool | None = None
+    save_safetensors: bool = True
+
+
+def test_own_fields_under_older_names_act(tmp_path: Path) -> None:
+    args = OlderFields(str(tmp_path))
+    assert args.get_warmup_steps(200) == 20
+    assert args.eval_strategy == "steps"
+    assert args.train_sampling_strategy == "group_by_length"
+    assert args.per_device_train_batch_size == 8
+    assert args.warmup_ratio == 0.1
+    args = OlderFields(str(tmp_path), per_gpu_train_batch_size=3, group_by_length=False, warmup_ratio=0.5, no_cuda=True)
+    assert (args.per_device_train_batch_size, args.train_sampling_strategy) == (3, "random")
+    assert args.get_warmup_steps(200) == 100
+    assert args.use_cpu
+    args.warmup_ratio = 0.25
+    assert (args.warmup_ratio, args.get_warmup_steps(200)) == (0.25, 50)
+    args.per_gpu_train_batch_size = 5
+    assert args.train_batch_size == 5
+
+
+def test_what_was_given_wins_over_the_default_of_an_own_field(tmp_path: Path) -> None:
+    args = OlderFields(str(tmp_path), warmup_steps=7, eval_strategy="epoch", dispatch_batches=False)
+    assert args.get_warmup_steps(200) == 7
+    assert args.eval_strategy == "epoch"
+    plain = OlderFields(str(tmp_path), warmup_steps=0, eval_strategy="no", train_sampling_strategy="random")
+    assert (plain.get_warmup_steps(200), plain.eval_strategy, plain.train_sampling_strategy) == (0, "no", "random")
+    with pytest.raises(ValueError, match="are the same option: give eval_strategy only"):
+        OlderFields(str(tmp_path), eval_strategy="epoch", evaluation_strategy="no")
+    config = AcceleratorConfig(split_batches=True)
+    both = OlderFields(str(tmp_path), accelerator_config=config, dispatch_batches=False)
+    assert (both.accelerator_config.split_batches, both.accelerator_config.dispatch_batches) == (True, False)
+
+
+def test_own_fields_survive_a_file(tmp_path: Path) -> None:
+    args = OlderFields(str(tmp_path), warmup_ratio=0.5, dispatch_batches=False)
+    args.to_json(tmp_path / "args.json")
+    again = OlderFields.from_json(tmp_path / "args.json")
+    assert again.to_dict() == args.to_dict()
+    line = ["--warmup_ratio", "0.3", "--output_dir", "x"]
+    (parsed,) = HfArgumentParser(OlderFields).parse_args_into_dataclasses(line)
+    assert parsed.get_warmup_steps(100) == 30
+
+
+def test_an_own_field_of_a_retired_name_is_told_of_where_it_asks_for_something(tmp_path: Path, caplog: Any) -> None:
+    OlderFields(str(tmp_path))
+    assert not [record for record in caplog.records if "own field" in record.getMessage()]
+    OlderFields(str(tmp_path), save_safetensors=False)
+    told = [record.getMessage() for record in caplog.records if "own field" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("OlderFields has its own field save_safetensors: only its own code acts on it.")
+
+
+def test_our_own_options_have_no_older_names() -> None:
+    assert not OLDER_NAMES.keys() & {item.name for item in fields(TrainingArguments)}

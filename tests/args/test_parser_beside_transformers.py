@@ -143,7 +143,7 @@ LINES: list[tuple[Any, str]] = [
 
 
 def outcome(parser_class: Any, kind: Any, words: list[str], **keywords: Any) -> Any:
-    """What a parser makes of a command line, as plain values with their types; or the kind of its refusal."""
+    """Returns the values that a parser reads from a command line, with their types; or the type of its error."""
     try:
         made = parser_class(kind).parse_args_into_dataclasses(words, look_for_args_file=False, **keywords)
     except SystemExit as stop:
@@ -242,3 +242,118 @@ def test_their_parser_on_every_option_of_ours() -> None:
         assert mine == other, line
         refused += [item.name] if isinstance(mine, str) else []
     assert len(refused) < 45
+
+
+# ---- the boolean options of training arguments, on every command line that a script may have
+
+
+def own_fields(base: Any) -> Any:
+    """A user's subclass, with truth values of its own."""
+
+    @dataclass
+    class Own(base):  # type: ignore[misc]
+        pack: bool = False
+        shuffle_documents: bool = True
+        use_lora: Optional[bool] = None  # noqa: UP045
+        freeze: bool = field(default=True, metadata={"help": "Why."})
+
+    Own.__annotations__ = {"pack": bool, "shuffle_documents": bool, "use_lora": Optional[bool], "freeze": bool}  # noqa: UP045
+    return Own
+
+
+def read_flags(parser: Any, words: list[str]) -> Any:
+    """Returns the values that a parser reads before it makes a dataclass; None if it refuses the command line."""
+    try:
+        namespace, remaining = parser.parse_known_args(words)
+    except SystemExit:
+        return None
+    return None if remaining else namespace
+
+
+def switches_of(parser: Any) -> dict[str, Any]:
+    """The options of a parser that take a truth value."""
+    return {
+        action.dest: action
+        for action in parser._actions
+        if action.const is True or getattr(action.type, "__name__", "") == "string_to_bool"
+    }
+
+
+@pytest.mark.parametrize("name", ["TrainingArguments", "Seq2SeqTrainingArguments"])
+@pytest.mark.parametrize("is_subclass", [False, True])
+def test_every_boolean_option_as_a_flag(name: str, is_subclass: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bare, with a value and negated, through both parsers: what the reference's own arguments take, ours take alike.
+
+    An own option of paceline, and one that the reference wants a value for, may be bare as well.
+    """
+    import paceline
+
+    kinds = [getattr(package, name) for package in (transformers, paceline)]
+    theirs, ours = [own_fields(kind) if is_subclass else kind for kind in kinds]
+    reference = transformers.HfArgumentParser(theirs)
+    switches = switches_of(reference)
+    assert {"gradient_checkpointing", "bf16", "tf32", "fsdp", "remove_unused_columns"} <= switches.keys()
+    for parser in (HfArgumentParser(ours), transformers.HfArgumentParser(ours)):
+        for option in switches_of(parser).keys() | switches.keys():
+            for words in ([f"--{option}"], [f"--{option}", "true"], [f"--{option}", "0"], [f"--no_{option}"]):
+                expected = read_flags(reference, words)
+                found = read_flags(parser, words)
+                if len(words) == 1 and option != "use_lora" and words[0] == f"--{option}":
+                    assert getattr(found, option) is True, words
+                if expected is not None:
+                    assert found is not None, words
+                    as_given = getattr(expected, option), getattr(found, option)
+                    assert to_value(option, as_given[0]) == to_value(option, as_given[1]), words
+                elif option in switches and words[-1] != f"--{option}":
+                    assert found is None, words
+    capsys.readouterr()  # usage lines of the refusals
+
+
+def to_value(option: str, given: Any) -> Any:
+    """The value of an option, of which text is read when the arguments are made."""
+    if isinstance(given, str) and option == "include_num_input_tokens_seen":
+        return given in ("true", "1")
+    return given
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--gradient_checkpointing",
+        "--activation_checkpointing --bf16 --use_cpu --no_remove_unused_columns",
+        "--gradient_checkpointing false --disable_tqdm true",
+        "--include_num_input_tokens_seen",
+        "--fsdp",
+        "--load_best_model_at_end --eval_strategy epoch --save_strategy epoch --greater_is_better false",
+        "--log_level detail",
+    ],
+)
+def test_arguments_from_flags(line: str) -> None:
+    import paceline
+
+    words = ["--output_dir", "out", *line.split()]
+    names = ("gradient_checkpointing", "activation_checkpointing", "bf16", "remove_unused_columns", "disable_tqdm")
+    names += ("include_num_input_tokens_seen", "load_best_model_at_end", "greater_is_better", "metric_for_best_model")
+    (theirs,) = transformers.HfArgumentParser(transformers.TrainingArguments).parse_args_into_dataclasses(
+        words, look_for_args_file=False
+    )
+    for parser_class in (HfArgumentParser, transformers.HfArgumentParser):
+        (ours,) = parser_class(paceline.TrainingArguments).parse_args_into_dataclasses(words, look_for_args_file=False)
+        assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
+        assert bool(ours.fsdp) == bool(theirs.fsdp)
+
+
+def test_boolean_options_for_tensorflow_as_flags() -> None:
+    """Those of `TrainingArguments`, and its own: each bare flag is true, or refused by name."""
+    from paceline.args.errors import UnsupportedOption
+    from paceline.tensorflow.arguments import TFTrainingArguments
+
+    for parser in (HfArgumentParser(TFTrainingArguments), transformers.HfArgumentParser(TFTrainingArguments)):
+        assert "xla" in switches_of(parser)
+        for option in switches_of(parser):
+            assert getattr(read_flags(parser, [f"--{option}"]), option) is True
+        (made,) = parser.parse_args_into_dataclasses(["--xla", "--no_remove_unused_columns"], look_for_args_file=False)
+        assert (made.xla, made.remove_unused_columns) == (True, False)
+        with pytest.raises(UnsupportedOption, match="activation_checkpointing=True"):
+            parser.parse_args_into_dataclasses(["--gradient_checkpointing"], look_for_args_file=False)

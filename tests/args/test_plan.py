@@ -68,7 +68,7 @@ def test_rounded_shares_still_fall_on_evaluations() -> None:
     options: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
     plan = plan_of(25, num_train_epochs=1, eval_steps=0.1, save_steps=0.2, **options)
     assert (plan.eval_steps, plan.save_steps) == (3, 6)  # Alone, 0.2 of 25 would be 5: between two evaluations.
-    assert any("each falls on an evaluation" in note for note in plan.notes)
+    assert any("each coincides with an evaluation" in note for note in plan.notes)
 
 
 @given(st.integers(1, 3000), st.integers(1, 9), st.integers(1, 9))
@@ -119,7 +119,6 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "f1"},
         {"metric_for_best_model": "f1", "greater_is_better": True, "save_strategy": "best"},
     ),
-    ({"save_strategy": "best", "eval_strategy": "epoch"}, {"metric_for_best_model": "loss"}),
     (
         {"logging_first_step": True, "eval_on_start": True, "eval_delay": 2.5, "auto_find_batch_size": True},
         {"logging_first_step": True, "eval_on_start": True, "eval_delay": 2.5, "auto_find_batch_size": True},
@@ -170,11 +169,11 @@ def test_halving_keeps_every_sample_of_an_update(size: int, accumulation: int) -
 
 
 NOTES: list[tuple[dict[str, Any], int | None, str]] = [
-    ({"gradient_accumulation_steps": 8}, 100, "The last update of each epoch takes 4 of 8 micro-batches"),
+    ({"gradient_accumulation_steps": 8}, 100, "The last optimizer step of each epoch takes 4 of 8 micro-batches"),
     ({"max_steps": 25}, 10, "max_steps=25 decides the length of the run, 2.50 epochs"),
-    ({"logging_steps": 0.1}, 100, "logging_steps=0.1 of 300 updates: every 30."),
-    ({}, 10, "logging_steps=500 is more than the 30 updates of the run"),
-    ({"warmup_steps": 0.5}, 10, "warmup_steps=0.5 of 30 updates: 15."),
+    ({"logging_steps": 0.1}, 100, "logging_steps=0.1 of 300 steps: every 30."),
+    ({}, 10, "logging_steps=500 is more than the 30 steps of the run"),
+    ({"warmup_steps": 0.5}, 10, "warmup_steps=0.5 of 30 steps: 15."),
     ({"warmup_steps": 100}, 10, "still rising when the run ends"),
     ({"num_train_epochs": 0}, 10, "nothing is trained"),
 ]
@@ -205,14 +204,14 @@ def test_description() -> None:
     text = resolve(args, world_size=2, micro_batches_per_epoch=100, samples_per_epoch=1600).describe()
     for part in (
         "150 (3 epochs, 1,600 samples each), 50 per epoch",
-        "32 per update = 8 x 2 micro-batches x 2 processes",
+        "32 per step = 8 x 2 micro-batches x 2 processes",
         "gradients not clipped, seed 42, data seed 7",
-        "every 500 updates",
+        "every 500 steps",
         "at each end of an epoch",
     ):
         assert part in text
     assert "unknown length" in plan_of(None, max_steps=5).describe()
-    assert "best yet" in plan_of(save_strategy="best", eval_strategy="epoch").describe()
+    assert "best yet" in plan_of(save_strategy="best", eval_strategy="epoch", metric_for_best_model="loss").describe()
     assert "never" in plan_of().describe()
 
 
@@ -244,7 +243,7 @@ def test_batches_that_are_split_over_processes() -> None:
     assert "split_batches=True: 8 samples in a micro-batch of all processes, at most 3 on each." in plan.notes
     with pytest.raises(ValueError, match=r"per_device_train_batch_size=8 .*over 16 processes.* to 16 or more"):
         plan_of(world_size=16, accelerator_config={"split_batches": True})
-    assert "16 per update = at most 3 x 2 micro-batches x 3 processes" in plan.describe()
+    assert "16 per step = at most 3 x 2 micro-batches x 3 processes" in plan.describe()
     split = {"accelerator_config": {"split_batches": True}, "per_device_eval_batch_size": 2, "world_size": 4}
     with pytest.raises(ValueError, match=r"per_device_eval_batch_size=2 .*over 4 processes"):
         plan_of(**split, eval_strategy="steps")

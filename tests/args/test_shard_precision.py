@@ -36,13 +36,13 @@ def test_a_policy_is_read(value: Any, expected: ShardPrecision | None) -> None:
 
 
 @pytest.mark.parametrize(("value", "message"), [
-    ("bf8", "'bf8' is not possible; choose from bf16, fp16, fp32"),
+    ("bf8", "'bf8' is invalid; expected one of bf16, fp16, fp32"),
     ({"params_dtype": "bf16"}, "has no 'params_dtype'; it takes param_dtype, reduce_dtype"),
-    ({"param_dtype": torch.float64}, "float64 is not possible"),
-    ({"param_dtype": "bf16", "cast_forward_inputs": "yes"}, "cast_forward_inputs is True or False"),
-    (16, "give 'bf16', 'fp16', 'fp32', a dict of"),
-    ("fp8", "is not supported: fp8 is no format to hold whole weights in"),
-    ({"param_dtype": "bf16", "buffer_dtype": "bf16"}, "leaves buffers alone; leave 'buffer_dtype' out"),
+    ({"param_dtype": torch.float64}, "float64 is invalid"),
+    ({"param_dtype": "bf16", "cast_forward_inputs": "yes"}, "expected True or False for cast_forward_inputs"),
+    (16, "expected 'bf16', 'fp16', 'fp32', a dict of"),
+    ("fp8", "is not supported: fp8 is not a dtype for full weights"),
+    ({"param_dtype": "bf16", "buffer_dtype": "bf16"}, "does not cast buffers; leave 'buffer_dtype' out"),
 ])  # fmt: skip
 def test_what_is_no_policy_is_said(value: Any, message: str) -> None:
     with pytest.raises((ValueError, UnsupportedOption), match=message):
@@ -57,7 +57,7 @@ def arguments(folder: Path, policy: Any, **options: Any) -> TrainingArguments:
 @pytest.mark.parametrize(("policy", "options", "message"), [
     ("bf16", {"fp16": True}, r"\['mixed_precision_policy'\]='bf16' and fp16=True contradict"),
     ("fp16", {"bf16": True}, r"\['mixed_precision_policy'\]='fp16' and bf16=True contradict"),
-    ("fp16", {}, "and fp16=False contradict each other: gradients vanish in float16 without loss scaling"),
+    ("fp16", {}, "and fp16=False contradict each other: gradients underflow in fp16 without loss scaling"),
     ({"param_dtype": "bf16", "reduce_dtype": "fp16"}, {"bf16": True}, "without loss scaling"),
     ("bf16", {"bf16_full_eval": True}, "and bf16_full_eval=True contradict each other"),
     ("fp32", {"fp16_full_eval": True}, "and fp16_full_eval=True contradict each other"),
@@ -69,10 +69,10 @@ def test_a_contradiction_names_both(tmp_path: Path, policy: Any, options: dict[s
 
 
 @pytest.mark.parametrize(("policy", "options", "numbers"), [
-    ("bf16", {}, "mixed_precision_policy (weights are gathered in bf16, gradients exchanged in bf16, outputs returned"),
+    ("bf16", {}, "mixed_precision_policy (weights are gathered in bf16, gradients reduced in bf16, outputs returned"),
     ({"param_dtype": "bf16", "cast_forward_inputs": False}, {"bf16": True},
-     "bf16 precision, mixed_precision_policy (weights are gathered in bf16, gradients exchanged in bf16, inputs as"),
-    ({"reduce_dtype": "bf16"}, {}, "mixed_precision_policy (gradients exchanged in bf16)"),
+     "bf16 precision, mixed_precision_policy (weights are gathered in bf16, gradients reduced in bf16, inputs as"),
+    ({"reduce_dtype": "bf16"}, {}, "mixed_precision_policy (gradients reduced in bf16)"),
     ("fp16", {"fp16": True}, "fp16 precision, mixed_precision_policy (weights are gathered in fp16"),
 ])  # fmt: skip
 def test_the_plan_names_it(tmp_path: Path, policy: Any, options: dict[str, Any], numbers: str) -> None:
@@ -83,7 +83,7 @@ def test_the_plan_names_it(tmp_path: Path, policy: Any, options: dict[str, Any],
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_mesh_without_shards_has_no_use_for_it(tmp_path: Path, size: int) -> None:
     parallel = {"dp_shard": -1, **({"tp": 2} if size == 2 else {})}
-    with pytest.raises(ValueError, match=r"has formats for shards, and parallel=.* makes none"):
+    with pytest.raises(ValueError, match=r"sets dtypes of shards, and parallel=.* shards nothing"):
         resolve(arguments(tmp_path, "bf16", parallel=parallel), world_size=size, micro_batches_per_epoch=4)
 
 
@@ -94,7 +94,7 @@ def test_shards_that_lie_over_parts_of_sequences_have_a_use_for_it(tmp_path: Pat
 
 
 def test_one_process_is_told_that_it_is_one(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="fsdp shards a model over several processes, and this is one"):
+    with pytest.raises(ValueError, match="fsdp needs several processes, and there is one"):
         resolve(arguments(tmp_path, "bf16", parallel="fsdp"), world_size=1, micro_batches_per_epoch=4)
 
 

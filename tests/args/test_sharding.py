@@ -57,13 +57,13 @@ def test_what_cannot_be_told_is_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(("config", "message"), [
-    ({"auto_wrap_policy": "nonsense"}, "choose one of TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP"),
+    ({"auto_wrap_policy": "nonsense"}, "expected one of TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP"),
     ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "needs fsdp_config\\['min_num_params'\\]"),
     ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "min_num_params": 5}, "contradict each other"),
     ({"auto_wrap_policy": "NO_WRAP", "transformer_layer_cls_to_wrap": "A"}, "contradict each other"),
-    ({"offload_params": "none"}, "use True or False"),
-    ({"xla": "perhaps"}, "use True or False"),
-    ({"sharding_strategy": "HALF"}, "choose one of FULL_SHARD"),
+    ({"offload_params": "none"}, "expected True or False"),
+    ({"xla": "perhaps"}, "expected True or False"),
+    ({"sharding_strategy": "HALF"}, "expected one of FULL_SHARD"),
     ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, "contradict each other: keep one"),
 ])  # fmt: skip
 def test_a_value_that_cannot_be_is_said(config: dict[str, Any], message: str) -> None:
@@ -96,5 +96,5 @@ def test_xla_that_is_off_in_words_is_off() -> None:
 
 
 def test_shards_beside_deepspeed_are_refused_for_one_reason(tmp_path: Any) -> None:
-    with pytest.raises(UnsupportedOption, match="its parts are put together"):
+    with pytest.raises(UnsupportedOption, match="its shards are consolidated"):
         TrainingArguments(str(tmp_path), deepspeed={"zero_optimization": {"stage": 2}}, checkpoint_format="sharded")

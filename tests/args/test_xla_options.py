@@ -1,4 +1,4 @@
-"""How XLA devices are asked for, and which settings contradict that."""
+"""The options that select XLA devices, and the settings that contradict them."""
 
 from typing import Any
 
@@ -20,9 +20,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fsdp_config": BOTH}, "set fsdp=True too"),
     ({"fsdp_config": BOTH, "fsdp": True, "use_cpu": True}, "PJRT_DEVICE=CPU"),
     ({"parallel": "xla", "use_cpu": True}, "PJRT_DEVICE=CPU"),
-    ({"parallel": "xla", "fsdp": True}, "say so with fsdp_config="),
+    ({"parallel": "xla", "fsdp": True}, "set fsdp_config="),
     ({"fsdp_config": BOTH, "fsdp": True, "tpu_num_cores": 1}, "tpu_num_cores=1 and fsdp"),
-    ({"parallel": "xla", "tpu_num_cores": 0}, "tpu_num_cores=0 is not possible"),
+    ({"parallel": "xla", "tpu_num_cores": 0}, "tpu_num_cores=0 is invalid"),
 ]
 
 

@@ -21,7 +21,7 @@ def arguments(**changes):
 
 
 def evaluations_until_stop(values, args=None, **options):
-    """How many evaluations a run makes whose metric goes through `values`, the best one tracked as the loop does."""
+    """Returns the number of evaluations of a run whose metric goes through `values`, tracked as in the loop."""
     args = args or arguments()
     callback, state, control = EarlyStoppingCallback(**options), TrainerState(), TrainerControl()
     callback.on_train_begin(args, state, control)

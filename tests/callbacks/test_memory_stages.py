@@ -1,4 +1,4 @@
-"""What each stage is said to have taken, against allocations of a known size."""
+"""The reported memory of each stage, against allocations of a known size."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_off() -> None:
 def test_without_a_way_to_read_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_stages, "process_bytes", lambda: None)
     monkeypatch.setitem(sys.modules, "psutil", None)
-    with pytest.raises(ImportError, match=r'psutil is needed here: pip install "paceline\[memory\]"'):
+    with pytest.raises(ImportError, match=r'psutil is required: pip install "paceline\[memory\]"'):
         MemoryStages(True)
     MemoryStages(False)
 

@@ -1,9 +1,12 @@
+import errno
 import json
 import math
+import re
 import socket
 import sys
 import threading
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -101,8 +104,42 @@ def test_one_process_of_the_run_writes(tmp_path, kind):
 def test_a_full_disk_does_not_stop_the_run(tmp_path, caplog):
     (tmp_path / "log.jsonl").symlink_to("/dev/full")
     run(JSONLReporter(), tmp_path, losses(1, 2))
-    assert caplog.text.count("JSONLReporter failed in on_log; the run goes on") == 1
+    assert caplog.text.count("log.jsonl could not be written") == 1
     assert "No space left" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [(JSONLReporter, "jsonl"), (CSVReporter, "csv")])
+@pytest.mark.parametrize("start", [0, 2])
+def test_no_row_is_lost_when_the_disk_refuses_for_a_while(tmp_path, monkeypatch, kind, suffix, start):
+    """Whichever open or rename of the file fails, at a start anew and at a resume: all rows are there, in order."""
+    undisturbed = tmp_path / "undisturbed"
+    run(kind(), undisturbed, losses(1, 2))
+    run(kind(), undisturbed, losses(3, 4, 5), start=start)
+    expected = re.sub(r'"time": [0-9.]+', "", (undisturbed / f"log.{suffix}").read_text())
+    for failing in range(12):
+        folder, calls = tmp_path / str(failing), iter(range(100))
+        run(kind(), folder, losses(1, 2))
+        with monkeypatch.context() as patched:
+
+            def refuse(original, calls=calls, failing=failing):
+                def call(path, *args, **kwargs):
+                    if "log" in Path(path).name and next(calls) == failing:
+                        raise OSError(errno.EIO, "Input/output error")
+                    return original(path, *args, **kwargs)
+
+                return call
+
+            for name in ("open", "rename", "replace"):
+                patched.setattr(Path, name, refuse(getattr(Path, name)))
+            run(kind(), folder, losses(3, 4, 5), start=start)
+        assert re.sub(r'"time": [0-9.]+', "", (folder / f"log.{suffix}").read_text()) == expected
+        assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in undisturbed.iterdir())
+
+
+def test_a_line_that_was_cut_off_does_not_spoil_the_next(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "lo')
+    JSONLReporter().on_log(arguments(tmp_path), TrainerState(global_step=2), TrainerControl(), logs={"loss": 2})
+    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[1])["loss"] == 2
 
 
 # ---- CSV
@@ -320,7 +357,7 @@ def test_an_entry_point_must_be_a_class(monkeypatch):
 def test_a_tracker_without_its_package_says_what_to_install(monkeypatch, name):
     (kind,) = find_reporters(name)
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=rf'{name} is needed here: pip install "paceline\[{name}\]"'):
+    with pytest.raises(ImportError, match=rf'{name} is required: pip install "paceline\[{name}\]"'):
         kind()
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline import TrainingArguments
-from paceline.callbacks.speed import Speedometer, format_seconds, length_of, samples_per_update
+from paceline.callbacks.speed import Speedometer, format_seconds, global_batch_size, length_of
 from paceline.core.state import TrainerState
 
 
@@ -50,19 +50,19 @@ def test_only_the_window_counts(clock):
     assert speed.steps_per_second == 3.0
 
 
-def test_samples_per_update():
+def test_global_batch_size():
     args = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=3, world_size=2)
-    assert samples_per_update(args, TrainerState()) == 24
-    assert samples_per_update(args, TrainerState(train_batch_size=2)) == 12
-    assert samples_per_update(SimpleNamespace(), TrainerState()) == 1
+    assert global_batch_size(args, TrainerState()) == 24
+    assert global_batch_size(args, TrainerState(train_batch_size=2)) == 12
+    assert global_batch_size(SimpleNamespace(), TrainerState()) == 1
 
 
-def test_samples_per_update_of_batches_that_are_split():
+def test_global_batch_size_of_batches_that_are_split():
     args = TrainingArguments(
         "x", per_device_train_batch_size=10, gradient_accumulation_steps=2, accelerator_config={"split_batches": True}
     )
     state = TrainerState(train_batch_size=3)  # of the process that has most
-    assert samples_per_update(SimpleNamespace(**{**vars(args), "world_size": 4}), state) == 20
+    assert global_batch_size(SimpleNamespace(**{**vars(args), "world_size": 4}), state) == 20
 
 
 @pytest.mark.parametrize(

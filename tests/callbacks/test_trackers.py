@@ -101,7 +101,7 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def written_runs(tmp_path: Path) -> list[dict[str, Any]]:
-    """What W&B wrote, in the order in which the runs were begun."""
+    """Returns the runs that W&B wrote, in the order of their start."""
     paths = list((tmp_path / "logs").rglob("*.wandb"))
     for path in paths:  # W&B's process writes on behind `finish`
         for _ in range(600):

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from shard_folders import write
 from small_models import Classifier, classification, make_trainer
 
-from paceline.checkpoint import streaming
-from paceline.checkpoint.weights import read_weights, write_weights
+from paceline.checkpoint import folders
 from paceline.cli.export import parse_size
 from paceline.cli.main import main
-from paceline.core import folders
+from paceline.pytorch.checkpoint import streaming
+from paceline.pytorch.checkpoint.weights import read_weights, write_weights
 
 
 @pytest.fixture
@@ -104,10 +104,10 @@ def test_what_cannot_be_done_is_said(run: Path, tmp_path: Path, capsys: pytest.C
     (tmp_path / "full" / "mine").write_text("")
     (tmp_path / "empty").mkdir()
     for words, text in (
-        ([str(run), str(tmp_path / "full")], "is there already: name a folder that is new or empty"),
-        ([str(run)], "export needs a checkpoint and a folder"),
+        ([str(run), str(tmp_path / "full")], "already exists: name a folder that is new or empty"),
+        ([str(run)], "export needs a checkpoint and an output folder"),
         ([str(tmp_path / "none"), str(tmp_path / "out")], "is not a folder"),
-        ([str(run), str(tmp_path / "out"), "--max-shard-size", "much"], "--max-shard-size much is no size"),
+        ([str(run), str(tmp_path / "out"), "--max-shard-size", "much"], "--max-shard-size much is not a size"),
         ([str(run), str(tmp_path / "out"), "--files-from", str(tmp_path / "none")], "--files-from"),
         ([str(tmp_path / "empty"), str(tmp_path / "out")], "holds no weights that can be exported"),
     ):
@@ -145,7 +145,8 @@ def test_a_full_disk_and_an_interrupt_leave_nothing(
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 def test_an_export_that_is_killed_is_cleared_by_the_next(run: Path, tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from paceline.checkpoint import streaming; from paceline.cli.main import main\n"
+        "import os, signal, sys; from paceline.pytorch.checkpoint import streaming\n"
+        "from paceline.cli.main import main\n"
         "streaming.octets = lambda tensor: os.kill(os.getpid(), signal.SIGKILL)\n"
         "main(sys.argv[1:])"
     )

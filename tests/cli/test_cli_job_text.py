@@ -13,7 +13,7 @@ from paceline.cli.job_model import build_model
 from paceline.cli.job_text import BlockCutter, check_labels, count_rows_per_call, tokenize
 from paceline.cli.job_tokenizer import build_tokenizer
 from paceline.cli.main import main
-from paceline.model.signature import read_signature
+from paceline.pytorch.model.signature import read_signature
 
 LINES = [f"line {i} of the text that is read\n" for i in range(60)]
 GPT = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 32}

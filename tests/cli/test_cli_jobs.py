@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from paceline.checkpoint.folders import staged
 from paceline.cli.errors import UsageError
 from paceline.cli.jobs import Job, is_finished, move_aside, noted_signals, open_job, train_job
-from paceline.core.folders import staged
 
 IDENTITY = {"model": "small", "shape": {"width": 4}}
 LENGTH = {"max_steps": 9, "num_train_epochs": 3.0}
@@ -62,7 +62,7 @@ def test_a_job_is_gone_on_with_from_its_newest_good_checkpoint(tmp_path: Path):
     again = reopen(tmp_path, say=said.append)
     assert again.checkpoint == tmp_path / "checkpoint-3"
     assert again.settings == {"max_steps": 9}
-    assert "checkpoint-6 is passed over" in said[0]
+    assert "checkpoint-6 is skipped" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_checkpoints_of_somebody_else_are_an_error_unless_they_are_asked_for(tmp
 def test_a_checkpoint_that_was_named_is_looked_at_first(tmp_path: Path):
     damaged = checkpoint(tmp_path, 3)
     (damaged / "model.safetensors").write_bytes(b"wEights")
-    none_good, nowhere = "no good checkpoint", "no folder"
+    none_good, nowhere = "no valid checkpoint", "no folder"
     for resume, message in (
         (True, none_good), ("true", none_good), ("nowhere", nowhere), (str(damaged), "is damaged"),
     ):  # fmt: skip
@@ -150,7 +150,7 @@ def test_a_stopped_run_says_where_it_goes_on(tmp_path: Path, stop: Any, code: in
     assert train_job(trainer, job, LENGTH, print) == code  # type: ignore[arg-type]
     assert trainer.resumed_from == str(tmp_path / "checkpoint-4")
     output = capsys.readouterr().out
-    assert "Going on from" in output
+    assert "Resuming from" in output
     assert "Stopped at step 5 of 9." in output
     assert "checkpoint-4 holds everything" in output
     assert reopen(tmp_path).finished is None

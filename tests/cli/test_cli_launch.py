@@ -47,7 +47,7 @@ def test_without_accelerator_the_number_is_asked_for(
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     assert main(["launch", "job.py"]) == 2
-    assert "say how many processes with --nproc-per-node" in capsys.readouterr().err
+    assert "set the number of processes with --nproc-per-node" in capsys.readouterr().err
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     assert default_options(["job.py"]) == ["--standalone", "--nproc-per-node=4"]
 

@@ -8,7 +8,7 @@ import pytest
 from paceline.cli.errors import UsageError, need
 from paceline.cli.references import Reference, put_on_path, read_reference, require_reference
 
-MODULE = '''
+MODULE = """
 class Net:
     def __init__(self, width, depth=1):
         self.width, self.depth = width, depth
@@ -23,7 +23,7 @@ def metrics(prediction, scale=1):
     return prediction * scale
 
 VALUE = 7
-'''
+"""
 
 
 @pytest.fixture

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.cli import demo_text
-from paceline.cli.corpus import Corpus
-from paceline.cli.language_model import Shape
+from paceline.cli.demo import text
+from paceline.cli.demo.corpus import Corpus
+from paceline.cli.demo.language_model import Shape
 from paceline.cli.main import main
+from paceline.cli.replay_options import read_replay_options
 from paceline.core.journal import JOURNAL_FILE, read_rows
 
 MODULE = """
@@ -79,7 +82,7 @@ def test_a_job_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str], s
     before = contents(folder)
     capsys.readouterr()
     moved = folder.rename(tmp_path / "moved")
-    assert main(["replay", str(moved), "--step", str(step), "--show", "2"]) == 0
+    assert main(["replay", str(moved), "--step", str(step), "--show", "2", "--trust"]) == 0
     out = capsys.readouterr().out
     row = read_rows(moved / JOURNAL_FILE)[step - 1]
     start = "checkpoint-10" if step > 10 else "checkpoint-5" if step > 5 else "the beginning"
@@ -99,7 +102,7 @@ def test_what_has_changed_is_not_called_exact(tmp_path: Path, capsys: pytest.Cap
     job = json.loads((folder / "job.json").read_text())
     job["settings"]["given"]["arguments"]["learning_rate"] = 0.02
     (folder / "job.json").write_text(json.dumps(job))
-    assert main(["replay", str(folder), "--step", "3"]) == 0
+    assert main(["replay", str(folder), "--step", "3", "--trust"]) == 0
     out = capsys.readouterr().out
     assert "bit-exact      no" in out
     assert "(recorded: " in out
@@ -107,7 +110,7 @@ def test_what_has_changed_is_not_called_exact(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_stream_has_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path, "replay_stream", "stream")
-    assert main(["replay", str(folder), "--step", "7"]) == 0
+    assert main(["replay", str(folder), "--step", "7", "--trust"]) == 0
     out = capsys.readouterr().out
     assert "bit-exact      yes" in out
     assert "positions in the epoch" in out
@@ -120,7 +123,7 @@ def test_wrong_steps_and_damaged_folders(tmp_path: Path, capsys: pytest.CaptureF
 
     def refused(*words: str) -> str:
         capsys.readouterr()
-        assert main(["replay", *words]) == 2
+        assert main(["replay", *words, "--trust"]) == 2
         return capsys.readouterr().err
 
     assert "holds steps 1 to 15" in refused(run, "--step", "16")
@@ -128,7 +131,7 @@ def test_wrong_steps_and_damaged_folders(tmp_path: Path, capsys: pytest.CaptureF
     assert "a whole number" in refused(run, "--step", "last")
     assert "needs a run and a step" in refused(run)
     assert "needs a run and a step" in refused("--step", "3")
-    assert "--step and --show, not --learning_rate" in refused(run, "--step", "3", "--learning_rate", "1")
+    assert "--step, --show and --trust, not --learning_rate" in refused(run, "--step", "3", "--learning_rate", "1")
     assert "there is no folder" in refused(str(tmp_path / "none"), "--step", "3")
     assert "paceline.replay(trainer, step)" in refused(str(tmp_path), "--step", "3")
     good = (folder / "job.json").read_text()
@@ -149,7 +152,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.Capt
     folder = make_run(tmp_path, "replay_damaged")
     path = folder / "checkpoint-10" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    assert main(["replay", str(folder), "--step", "12"]) == 0
+    assert main(["replay", str(folder), "--step", "12", "--trust"]) == 0
     out = capsys.readouterr().out
     assert "from checkpoint-5." in out
     assert "bit-exact      yes" in out
@@ -169,16 +172,16 @@ def test_the_demonstration_shows_its_text(
         "choose_shape": lambda vocabulary: Shape(vocabulary, context=16, width=16, layers=1, heads=2),
     }
     for name, value in small.items():
-        monkeypatch.setattr(demo_text, name, value)
+        monkeypatch.setattr(text, name, value)
     folder = tmp_path / "run"
     assert main(["demo", "--output_dir", str(folder), "--disable_tqdm", "--use_cpu", "--max_steps", "16"]) == 0
     capsys.readouterr()
-    assert main(["replay", str(folder), "--step", "11"]) == 0
+    assert main(["replay", str(folder), "--step", "11", "--trust"]) == 0
     out = capsys.readouterr().out
     assert "bit-exact      yes" in out
     assert re.search(r"  \| .*(cat|mat|dog|log|sat)", out)
-    monkeypatch.setattr(demo_text, "load_corpus", lambda: Corpus("a rhyme", corpus.train[1:], corpus.held_out))
-    assert main(["replay", str(folder), "--step", "11"]) == 2
+    monkeypatch.setattr(text, "load_corpus", lambda: Corpus("a rhyme", corpus.train[1:], corpus.held_out))
+    assert main(["replay", str(folder), "--step", "11", "--trust"]) == 2
     assert "text_sha256 was" in capsys.readouterr().err
 
 
@@ -188,7 +191,7 @@ def test_digits_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     words = ["--output_dir", str(folder), "--disable_tqdm", "--use_cpu", "--max_steps", "6", "--save_steps", "3"]
     assert main(["demo", "digits", "--save_strategy", "steps", "--eval_strategy", "no", *words]) == 0
     capsys.readouterr()
-    assert main(["replay", str(folder), "--step", "5", "--show", "1"]) == 0
+    assert main(["replay", str(folder), "--step", "5", "--show", "1", "--trust"]) == 0
     out = capsys.readouterr().out
     assert "bit-exact      yes" in out
     assert re.search(r"  \| digit \d\n(  \| [ .:+*#@]{16}\n){7}", out)
@@ -203,5 +206,56 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_of_tensorflow_is_said_to_be_one(tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]):
     (tmp_path / place).parent.mkdir(exist_ok=True)
     (tmp_path / place).write_text('{"command": "train --framework tf", "identity": {}, "settings": {}}')
+    assert main(["replay", str(tmp_path), "--step", "1", "--trust"]) == 2
+    assert "holds a run of TensorFlow: replay supports runs of torch only" in capsys.readouterr().err
+
+
+def folder_of(tmp_path: Path, command: str = "train") -> Path:
+    (tmp_path / "run").mkdir()
+    given = {
+        "path": str(tmp_path / "job.yaml"),
+        "sections": {"model": {"factory": "evil_module:make", "n": 1}, "callbacks": [{"factory": "evil_other:Call"}]},
+        "arguments": {},
+    }
+    content = {"command": command, "identity": {}, "settings": {"given": given}}
+    (tmp_path / "run" / "job.json").write_text(json.dumps(content))
+    for name in ("evil_module", "evil_other", "transformers"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
+    return tmp_path / "run"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("answer", ["", "n\n", "\n", None])
+def test_nothing_that_a_job_names_is_imported_unasked(
+    tmp_path: Path, answer: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO() if answer is None else Terminal(answer))
+    assert main(["replay", str(folder_of(tmp_path)), "--step", "1"]) == 2
+    shown = capsys.readouterr().err
+    assert "job.json makes Python import evil_module:make, evil_other:Call, with" in shown
+    assert ("give --trust" if answer is None else "nothing was run") in shown
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("answer", ["y\n", "Yes\n"])
+def test_who_trusts_a_job_says_so(tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    assert read_replay_options([str(folder_of(tmp_path)), "--step", "1"]).step == 1
+    monkeypatch.setattr(sys, "stdin", None)
+    assert read_replay_options([str(tmp_path / "run"), "--step", "1", "--trust"]).step == 1
+
+
+def test_a_demonstration_needs_no_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert read_replay_options([str(folder_of(tmp_path, "demo")), "--step", "1"]).module == "demo.text"
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"command":' * 50_000, "5", "null", '{"command": "train"}'])
+def test_a_damaged_job_is_told_as_one(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.json").write_text(content)
     assert main(["replay", str(tmp_path), "--step", "1"]) == 2
-    assert "holds a run of TensorFlow: replay makes updates of runs of torch" in capsys.readouterr().err
+    assert "job.json" in capsys.readouterr().err

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.checkpoint.folders import staged
 from paceline.cli.main import main
-from paceline.core.folders import staged
 
 
 def make(run: Path, *steps: int) -> None:
@@ -38,7 +38,7 @@ def test_a_flipped_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     (tmp_path / ".checkpoint-6.incomplete-1").mkdir()
     assert main(["verify", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "DAMAGED  model.safetensors is damaged: its content is not what was written" in out
+    assert "DAMAGED  model.safetensors is damaged: checksum mismatch" in out
     assert "not in its manifest: notes.txt" in out
     assert ".checkpoint-6.incomplete-1: being written, or left by a crash" in out
     assert "a resume takes checkpoint-2" in out

@@ -234,7 +234,7 @@ def test_add_pop_remove(caplog):
     handler = CallbackHandler([first])
     assert not caplog.records
     handler.add_callback(second)
-    assert "second StepOnly" in caplog.text
+    assert "You are adding a StepOnly" in caplog.text
     assert handler.callback_list == "StepOnly\nStepOnly"
     assert handler.pop_callback(second) is second
     assert handler.pop_callback(second) is None
@@ -462,7 +462,7 @@ def test_callbacks_added_or_removed_since(caplog):
     restore_callback_states(handler, states)
     assert handler.callbacks[0].count == 1
     assert handler.callbacks[1].early_stopping_patience == 5
-    assert "callbacks that are not there now: Exportable." in caplog.text
+    assert "not included in current configuration, left out: Exportable." in caplog.text
     assert set(callback_states(handler)) == {"Counter", "EarlyStoppingCallback"}
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.core.record import MASK, git_state, jsonable, library_versions, mask_command, write_run_record
+from paceline.args.secrets import MASK, mask_command
+from paceline.core.record import git_state, jsonable, library_versions, write_run_record
 
 
 def write(folder: Path, **changes: Any) -> dict[str, Any]:

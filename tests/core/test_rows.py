@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.disk_buffer import DiskBuffer, choose_folder, is_in_memory
 from paceline.core.rows import RowCollector
-from paceline.core.spill import Spill, choose_folder, is_in_memory
 
 DTYPES = ("float32", "float64", "float16", "int64", "bool", "<U3")
 
 
 def collect(batches: list[Any], sizes: list[int], *, limit: int | None, concatenate: bool = True) -> Any:
-    with Spill(limit) as spill:
-        collector = RowCollector(concatenate, spill=spill)
+    with DiskBuffer(limit) as disk_buffer:
+        collector = RowCollector(concatenate, disk_buffer=disk_buffer)
         for batch, size in zip(batches, sizes, strict=True):
             collector.add(batch, size)
         return collector.result()
@@ -103,9 +103,9 @@ def test_rows_are_put_at_their_places(data: Any, limit: int | None, chunk: int) 
         {"even": part * 2, "ragged": np.stack([part] * (1 + len(part)), 1), "samples": [{"id": i[None]} for i in part]}
         for part in np.split(order, cuts)
     ]
-    with Spill(limit) as spill, pytest.MonkeyPatch.context() as patch:
+    with DiskBuffer(limit) as disk_buffer, pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.core.rows.CHUNK_BYTES", chunk)
-        collector = RowCollector(spill=spill)
+        collector = RowCollector(disk_buffer=disk_buffer)
         for batch, size in zip(batches, sizes, strict=True):
             collector.add(batch, size)
         joined = collector.result(places)
@@ -182,14 +182,14 @@ def test_nothing() -> None:
 
 
 def test_the_limit_is_on_the_sum_of_all_collectors() -> None:
-    with Spill(limit=100) as spill:
-        first, second = RowCollector(spill=spill), RowCollector(spill=spill)
+    with DiskBuffer(limit=100) as disk_buffer:
+        first, second = RowCollector(disk_buffer=disk_buffer), RowCollector(disk_buffer=disk_buffer)
         first.add(np.zeros(10), 10)
-        assert spill.held == 80
+        assert disk_buffer.held == 80
         second.add(np.zeros(10), 10)
-        assert spill.held == 80  # the second moved to a file, which was enough
+        assert disk_buffer.held == 80  # the second moved to a file, which was enough
         second.add(np.zeros(10), 10)
-        assert (first.num_bytes, second.num_bytes, spill.held) == (80, 160, 80)
+        assert (first.num_bytes, second.num_bytes, disk_buffer.held) == (80, 160, 80)
         assert isinstance(second.result(), np.memmap)
         assert not isinstance(first.result(), np.memmap)
 
@@ -223,21 +223,21 @@ def test_a_file_is_gone_with_the_last_array_over_it(tmp_path: Path, monkeypatch:
 
 
 def test_an_error_closes_the_files() -> None:
-    spill = Spill(0)
+    disk_buffer = DiskBuffer(0)
 
     def fail() -> None:
-        with spill:
-            RowCollector(spill=spill).add(np.ones(3), 3)
+        with disk_buffer:
+            RowCollector(disk_buffer=disk_buffer).add(np.ones(3), 3)
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fail()
-    assert spill._files == []
+    assert disk_buffer._files == []
 
 
 def test_a_full_disk_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Spill(0) as spill:
-        file = spill.open()
+    with DiskBuffer(0) as disk_buffer:
+        file = disk_buffer.open()
 
         class Full:
             def write(self, data: Any) -> None:
@@ -257,7 +257,7 @@ def test_the_folder_is_not_in_memory_where_there_is_another(tmp_path: Path, monk
     spaced = str(disk.resolve()).replace(" ", "\\040")
     mounts.write_text(f"/dev/a / ext4 rw 0 0\nnone {memory.resolve()} tmpfs rw 0 0\n/dev/b {spaced} ext4 rw 0 0\nbad\n")
     monkeypatch.setattr("tempfile.tempdir", str(memory))
-    monkeypatch.setattr("paceline.core.spill.is_in_memory", lambda folder: is_in_memory(folder, mounts))
+    monkeypatch.setattr("paceline.core.disk_buffer.is_in_memory", lambda folder: is_in_memory(folder, mounts))
     assert is_in_memory(memory / "deeper", mounts)
     assert not is_in_memory(disk, mounts)
     assert not is_in_memory(memory, tmp_path / "absent")

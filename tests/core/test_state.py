@@ -50,6 +50,13 @@ def test_any_history_survives(tmp_path_factory, history):
     assert TrainerState.load_from_json(path).log_history == history
 
 
+def test_the_best_checkpoint_is_found_whatever_its_folder_is_called(tmp_path):
+    state = some_state()
+    state.best_model_checkpoint = "/runs/token=abc,api_key=3/checkpoint-10"
+    state.save_to_json(tmp_path / "state.json")
+    assert TrainerState.load_from_json(tmp_path / "state.json").best_model_checkpoint == state.best_model_checkpoint
+
+
 def test_numpy_numbers_are_written_as_numbers(tmp_path):
     state = TrainerState(best_metric=np.float32(0.5), log_history=[{"f1": np.float64(0.25), "per_class": np.ones(2)}])
     state.save_to_json(tmp_path / "s.json")
@@ -93,6 +100,7 @@ def test_unknown_keys_are_left_out_with_a_line(tmp_path, caplog):
         "{",
         "[1]",
         '{"global_step": "3"}',
+        '{"global_step": null}',
         '{"log_history": {"a": 1}}',
         '{"best_metric": [1]}',
         "[" * 100_000,

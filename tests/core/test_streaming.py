@@ -284,6 +284,11 @@ def test_other_settings_cannot_be_merged(first: Any, second: Any) -> None:
         first.merge(second)
 
 
+def test_groups_of_other_sizes_cannot_be_merged() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        MetricGroup(Accuracy(), F1(CLASSES)).merge(MetricGroup(Accuracy()))
+
+
 @pytest.mark.parametrize(
     ("metric", "prediction", "message"),
     [

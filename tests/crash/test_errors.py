@@ -16,7 +16,7 @@ import torch
 from small_models import weights
 
 from paceline import Trainer, TrainerCallback
-from paceline.core.folders import begin, list_checkpoints, verify
+from paceline.checkpoint.folders import begin, list_checkpoints, verify
 
 
 class Boom(RuntimeError):
@@ -169,7 +169,7 @@ def test_an_error_in_the_middle_of_beginning_a_checkpoint(tmp_path: Path, monkey
         raise Boom("a worker died")
 
     trainer = crash_job.make(tmp_path)
-    monkeypatch.setattr("paceline.core.folders.begin", begin_and_fail)
+    monkeypatch.setattr("paceline.checkpoint.folders.begin", begin_and_fail)
     with pytest.raises(Boom):
         trainer.train()
     assert steps_of(tmp_path) == []

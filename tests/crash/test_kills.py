@@ -14,7 +14,7 @@ import crash_job
 import pytest
 import torch
 
-from paceline.core.folders import list_checkpoints, verify
+from paceline.checkpoint.folders import list_checkpoints, verify
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 
@@ -26,7 +26,7 @@ class Kills:
 
     def __init__(self, folder: Path) -> None:
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["paceline.trainer", "torch._dynamo"])
+        self.context.set_forkserver_preload(["paceline.pytorch.trainer", "torch._dynamo"])
         self.expected = self.finish(folder)
         start = time.monotonic()
         self.finish(folder / "timed")

@@ -18,7 +18,7 @@ from small_models import Classifier, classification, make_trainer
 from paceline import Trainer
 from paceline.hub.card import BEGIN, END, is_hub_id
 from paceline.hub.history import evaluations_of
-from paceline.published import precision_of
+from paceline.pytorch.model_card import precision_of
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 
@@ -67,9 +67,9 @@ def test_what_a_card_says(tmp_path: Path) -> None:
         "# mine",
         "- training: 24 samples",
         "- evaluation: 8 samples",
-        "- samples per update: 12 = 4 per device x 3 accumulated x 1 process",
+        "- global batch size: 12 = 4 per device x 3 accumulated x 1 process",
         "- lr_scheduler_type: cosine, warmup_steps: 1",
-        "- updates: 6, epochs: 3",
+        "- steps: 6, epochs: 3",
         "- seed: 7, data_seed: 7",
         "- precision: float32",
         "| training loss | epoch | step | evaluation loss | evaluation accuracy | evaluation odd |",

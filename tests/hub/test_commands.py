@@ -55,7 +55,7 @@ def test_paceline_train_pushes(
     monkeypatch.setattr(sys, "path", list(sys.path))
     hub.answer = lambda method, path: 401
     assert main(["train", str(tmp_path / "job.yaml"), "--hub_token", TOKEN]) == 1
-    assert "paceline: The hub repository 'team/net' could not be made or reached" in capsys.readouterr().err
+    assert "paceline: The hub repository 'team/net' could not be created or reached" in capsys.readouterr().err
     hub.answer = lambda method, path: None
     assert main(["train", str(tmp_path / "job.yaml"), "--hub_token", TOKEN]) == 0
     repository = hub["team/net"]

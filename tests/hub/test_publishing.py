@@ -48,7 +48,7 @@ def hidden(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
-class Told(TrainerCallback):
+class LauncherConfig(TrainerCallback):
     reads_checkpoint = False
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def test_every_save_pushes_the_model_and_no_checkpoints(tmp_path: Path, hub: Hub
 
 @pytest.mark.parametrize("in_background", [True, False])
 def test_the_events_and_the_last_checkpoint(tmp_path: Path, hub: Hub, in_background: bool) -> None:
-    told = Told()
+    told = LauncherConfig()
     trainer = make(tmp_path / "mine", save_in_background=in_background, callbacks=[told])
     trainer.train()
     kinds = [kind for kind, _, _ in told.told]
@@ -160,7 +160,7 @@ def test_of_those_that_wait_only_the_newest_is_pushed(tmp_path: Path, hub: Hub, 
     trainer = make(tmp_path, hub_model_id="a/b", save_in_background=False, callbacks=[Open()])
     trainer.train()
     assert hub["a/b"].messages() == ["Training in progress, step 2", "Training in progress, step 6"]
-    assert said(caplog, "checkpoint-4 is left out")
+    assert said(caplog, "checkpoint-4 is skipped")
     assert said(caplog, "Waiting for the push of checkpoint-2 to a/b")
     assert trainer.push_in_progress.is_done()
     assert hidden(tmp_path) == []
@@ -272,15 +272,15 @@ def test_an_outage_that_ends(tmp_path: Path, hub: Hub, caplog: Any) -> None:
 
 def test_what_is_wrong_is_said_before_training(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.answer = lambda method, path: 401
-    with pytest.raises(HubError, match=r"'a/b' could not be made or reached .*hf auth login.*hub_token"):
+    with pytest.raises(HubError, match=r"'a/b' could not be created or reached .*hf auth login.*hub_token"):
         make(tmp_path, hub_model_id="a/b")
     hub.answer = lambda method, path: 403 if "/branch/" in path else None
-    with pytest.raises(HubError, match=r"hub_revision='mine': the branch could not be made in a/b"):
+    with pytest.raises(HubError, match=r"hub_revision='mine': the branch could not be created in a/b"):
         make(tmp_path, hub_model_id="a/b", hub_revision="mine")
-    with pytest.raises(HubError, match=r"'a/b/c' could not be made"):
+    with pytest.raises(HubError, match=r"'a/b/c' could not be created"):
         make(tmp_path, hub_model_id="a/b/c")
     point_to("http://127.0.0.1:9", monkeypatch)
-    with pytest.raises(HubError, match=r"could not be made or reached \(ConnectError.* the network") as caught:
+    with pytest.raises(HubError, match=r"could not be created or reached \(ConnectError.* the network") as caught:
         make(tmp_path, hub_model_id="a/b")
     assert "Log in" not in str(caught.value)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -348,17 +348,56 @@ def test_what_a_killed_run_left_is_cleared(tmp_path: Path, hub: Hub) -> None:
     assert hidden(tmp_path) == []
 
 
-def test_private_methods_can_be_overridden(tmp_path: Path, hub: Hub) -> None:
+def test_methods_can_be_overridden(tmp_path: Path, hub: Hub) -> None:
     class Own(Trainer):
-        pushed: list[str] = []
+        calls: list[str] = []
+
+        def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+            self.calls.append("init_hf_repo")
+            super().init_hf_repo(*args, **kwargs)
+
+        def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+            self.calls.append("create_model_card")
+            super().create_model_card(*args, **kwargs)
+
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            self.calls.append("save_model" if output_dir is None else "save of a checkpoint")
+            super().save_model(output_dir, _internal_call)
+
+        def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls.append("push_to_hub")
+            return super().push_to_hub(*args, **kwargs)
 
         def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-            self.pushed.append(Path(checkpoint_folder).name)
+            self.calls.append(Path(checkpoint_folder).name)
             super()._push_from_checkpoint(checkpoint_folder)
 
-    make(tmp_path, hub_model_id="a/b", cls=Own).train()
-    assert Own.pushed == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    assert hub["a/b"].messages()
+        def _finish_current_push(self) -> None:
+            self.calls.append("_finish_current_push")
+            super()._finish_current_push()
+
+    trainer = make(tmp_path, hub_model_id="a/b", cls=Own, max_steps=2, save_in_background=False)
+    trainer.train()
+    finish = "_finish_current_push"  # before the first push to a repository, and at the end
+    training = ["save of a checkpoint", "checkpoint-2", finish, "create_model_card", finish]
+    assert Own.calls == ["init_hf_repo", *training]
+    Own.calls.clear()
+    trainer.save_model()
+    assert Own.calls == ["save_model", "push_to_hub", "save_model", "create_model_card", finish]
+    assert hub["a/b"].messages() == ["Training in progress, step 2"]  # the second push changes nothing
+
+
+def test_another_repository_can_be_assigned(tmp_path: Path, hub: Hub) -> None:
+    trainer = make(tmp_path, hub_model_id="a/b", max_steps=2)
+    trainer.train()
+    pushes = trainer.push_in_progress
+    assert pushes.repo_id == trainer.hub_model_id == "a/b"
+    trainer.hub_model_id = huggingface_hub.HfApi(token=TOKEN).create_repo("a/c").repo_id
+    trainer.push_to_hub(blocking=False).result(30)
+    assert hub["a/c"].messages() == ["End of training"]
+    assert trainer.push_in_progress.repo_id == "a/c"
+    trainer.push_in_progress = pushes
+    assert trainer.push_in_progress is pushes
 
 
 def test_the_record_names_no_token(tmp_path: Path, hub: Hub) -> None:

@@ -1,4 +1,4 @@
-"""What a run says of itself, here and in `transformers.Trainer`: memory, tokens, operations, texts; and NEFTune."""
+"""Measurements of a run, beside those of `transformers.Trainer`: memory, tokens, operations, texts; and NEFTune."""
 
 import itertools
 import warnings

@@ -17,10 +17,10 @@ import pytest
 import torch
 from small_models import Classifier, classification, make_trainer, weights
 
-from paceline.core import mirror as mirrors
-from paceline.core.folders import step_of, verify
+from paceline.checkpoint import remote_sync as mirrors
+from paceline.checkpoint.folders import step_of, verify
+from paceline.checkpoint.stores import ObjectStore, StoreError, bring_named
 from paceline.core.optional import is_installed
-from paceline.core.stores import ObjectStore, StoreError, bring_named
 
 pytestmark = [
     pytest.mark.slow,
@@ -82,7 +82,7 @@ def url(
     yield f"s3://{bucket}/team/run"
     for thread in threading.enumerate():  # the server will be gone when the interpreter ends
         if isinstance(thread, mirrors.Follower):
-            thread.mirror.close()
+            thread.remote_sync.close()
 
 
 def start(url: str, folder: Path, seconds: float) -> subprocess.Popen[str]:
@@ -126,8 +126,8 @@ def test_a_killed_run_goes_on_from_the_store_on_another_machine(url: str, tmp_pa
     store.write("checkpoint-1000/model.safetensors", b"half")
 
     result, log = finish(start(url, tmp_path / "second", 0.0), tmp_path / "second")
-    assert f"checkpoint-{reached} is gone on from as it is in {url}" in log
-    assert "checkpoint-1000 was left unfinished" in log
+    assert f"checkpoint-{reached} is resumed from {url}" in log
+    assert "checkpoint-1000 was left incomplete" in log
     assert result["step"] == undisturbed["step"] == 24
     assert torch.equal(result["weights"], undisturbed["weights"])
     assert SECRET not in log
@@ -160,7 +160,7 @@ def test_a_store_that_is_away_for_a_while_loses_nothing(
                 server.stop()
             if state.global_step == 6:
                 until = time.monotonic() + 120
-                while trainer.mirror.failure is None and time.monotonic() < until:
+                while trainer.remote_sync.failure is None and time.monotonic() < until:
                     time.sleep(0.05)
 
         def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -177,10 +177,10 @@ def test_a_store_that_is_away_for_a_while_loses_nothing(
     with caplog.at_level(logging.INFO, logger="paceline"):
         trainer.train()
     assert steps == list(range(1, 9))
-    assert trainer.mirror.failure is None
+    assert trainer.remote_sync.failure is None
     assert sorted(map(step_of, ObjectStore(url).checkpoints())) == [2, 4, 6, 8]
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert sum("Training goes on, the files are in" in words for words in said) == 1
+    assert sum("Training continues, the files are in" in words for words in said) == 1
     assert sum("can be reached again" in words for words in said) == 1
     assert SECRET not in caplog.text
 

@@ -14,7 +14,7 @@ import torch
 from small_models import Classifier, classification, make_trainer, weights
 
 from paceline import Trainer
-from paceline.core.folders import list_checkpoints
+from paceline.checkpoint.folders import list_checkpoints
 
 DATA = classification(32)
 TIMES = ("runtime", "per_second")

@@ -118,7 +118,7 @@ def peak_of(name: str = "VmHWM") -> int:
 
 
 def memory(folder: Path, rank: int) -> dict[str, Any]:
-    """How many more bytes were resident while a large model was made and sharded, and the values that came of it."""
+    """Returns the additional resident bytes while a large model was made and sharded, and its values."""
     trainer = make_trainer(folder / "small", make("meta", rank), tagging(8), **FROM_FIRST)
     trainer.strategy.prepare(trainer.model, None)  # so that what happens once per process is over
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
@@ -132,7 +132,7 @@ def memory(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def refused(folder: Path, rank: int) -> dict[str, Any]:
-    """What is said where the first process has no values, the models differ, or nothing was asked for."""
+    """Returns the errors of a first process without values, of different models, and of a missing option."""
     cases = {
         "empty": (lambda: make("meta", 1), FROM_FIRST),
         "different": (lambda: make("meta", rank).double() if rank else make("meta", 0), FROM_FIRST),

@@ -56,7 +56,7 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What the server holds and has seen."""
+    """The repositories of the server, and the requests that it has received."""
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)

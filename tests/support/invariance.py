@@ -1,4 +1,4 @@
-"""How far the numbers of several processes are from those of one, and the page of the docs that tells it."""
+"""Differences between the numbers of several processes and of one, and the page of the docs that shows them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def differences(found: Result, one: Result) -> dict[str, float]:
 
 
 def check_same(several: list[Result], one: Result, limits: Mapping[str, float] = LIMITS) -> None:
-    """What several processes found is what one found."""
+    """Checks that the results of several processes are those of one."""
     for rank, found in enumerate(several):
         for name in EXACT:
             assert found.get(name) == one.get(name), f"{name} of process {rank}"
@@ -83,9 +83,7 @@ class Matrix:
         limits: of what is compared.
     """
 
-    def __init__(
-        self, heading: str, columns: Iterable[tuple[str, int]], limits: Mapping[str, float] = LIMITS
-    ) -> None:
+    def __init__(self, heading: str, columns: Iterable[tuple[str, int]], limits: Mapping[str, float] = LIMITS) -> None:
         self.heading, self.limits = heading, limits
         self.titles = [f"{engine.upper()} x {size}" for engine, size in columns]
         self.weights: dict[str, list[str]] = {}

@@ -1,8 +1,12 @@
-"""One of two processes hangs while it reads its data."""
+"""One of two processes hangs while it reads its data: in a long call, or stopped from outside.
+
+Arguments: a folder, the rank that hangs, and "sleep" or "stop".
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -10,11 +14,13 @@ from typing import Any
 
 from small_models import Classifier, classification, make_trainer
 
+RANK, HOW = sys.argv[2:4]
+
 
 class Slow(list[Any]):
     def __getitem__(self, index: Any) -> Any:
-        if os.environ["RANK"] == "1" and index == 7:
-            time.sleep(100)
+        if os.environ["RANK"] == RANK and index == 8 - int(RANK):
+            os.kill(os.getpid(), signal.SIGSTOP) if HOW == "stop" else time.sleep(100)
         return super().__getitem__(index)
 
 

@@ -214,7 +214,7 @@ def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Te
 
 
 def data_of(name: str) -> Any:
-    """What makes the texts of a scenario."""
+    """Returns the function that makes the texts of a scenario."""
     return DATA.get(name, texts)
 
 
@@ -247,7 +247,7 @@ def run(folder: Path, name: str, mesh: Mesh, parallel: Any = None, **options: An
 
 
 def refusal_of(folder: Path, model: nn.Module, parallel: Any) -> str:
-    """What is said against a model; "" for nothing."""
+    """Returns the error of a model; "" if there is none."""
     trainer = make_trainer(folder, model, texts(8), per_device_train_batch_size=4, max_steps=1, parallel=parallel)
     try:
         trainer.train()

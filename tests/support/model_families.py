@@ -16,7 +16,7 @@ NUM_SAMPLES = 8
 
 @dataclass(frozen=True)
 class Family:
-    """How a model is made, and one sample of its data from a generator.
+    """A family of models: the construction of a model, and of one sample of its data from a generator.
 
     `generates`: it is trained with the Seq2SeqTrainer; `asks_for_loss`: it has no labels, but a loss on request.
     """

@@ -14,6 +14,7 @@ import torch
 from parity_table import ADDED_FILES, CONFIGURATIONS, Configuration
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler
 from transformers_models import MODELS, bart, ids
 
 import paceline
@@ -160,6 +161,23 @@ def in_our_order(trainer: type) -> type:
     return Seeded
 
 
+def in_an_order_without_a_seed(trainer: type) -> type:
+    """A sampler of torch that draws from the global generator."""
+
+    class Unseeded(trainer):  # type: ignore[misc]
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return RandomSampler(self.train_dataset)
+
+    return Unseeded
+
+
+def mask(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Only some places have a label, drawn from the global generator."""
+    batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    chosen = torch.bernoulli(torch.full(batch["labels"].shape, 0.5)).bool()
+    return {**batch, "labels": batch["labels"].masked_fill(~chosen, -100)}
+
+
 def recorder(base: type, stop: int = 0) -> Any:
     """A callback of either library that notes the events, and what they were given; it ends the run at `stop`."""
 
@@ -206,6 +224,8 @@ def train(library: Any, folder: Path, run: Configuration, *, resume: str | bool 
         parts["compute_loss_func"] = cross_entropy
     if "pad" in run.extras:
         parts["data_collator"] = pad
+    if "masks" in run.extras:
+        parts["data_collator"] = mask
     if "evaluation sets" in run.extras:
         held_out = {"first": held_out[:4], "second": held_out[4:]}
     if metrics := {"scores", "batch metrics", "text metrics"} & set(run.extras):
@@ -217,6 +237,8 @@ def train(library: Any, folder: Path, run: Configuration, *, resume: str | bool 
     trainer_class = library.Seq2SeqTrainer if is_seq2seq else library.Trainer
     if "seeded order" in run.extras and library is not paceline:
         trainer_class = in_our_order(trainer_class)
+    if "unseeded order" in run.extras:
+        trainer_class = in_an_order_without_a_seed(trainer_class)
     arguments_class = library.Seq2SeqTrainingArguments if is_seq2seq else library.TrainingArguments
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -293,7 +315,7 @@ def different_weights(theirs: Any, ours: Any) -> set[str]:
 
 
 def close_weights(name: str, expected: Tensor, found: Tensor) -> bool:
-    """Whether a weight is the same, but for biases of keys: their gradient is rounding, which Adam normalises."""
+    """True if two weights are equal. Biases of keys are left out: their gradient is rounding, which Adam normalises."""
     if name.endswith(("key.bias", "k_proj.bias")):
         return True
     if name.endswith("c_attn.bias"):

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Defect:
-    """What transformers' Trainer does wrong, and a test that shows what happens here instead."""
+    """A defect of transformers' Trainer, and the test that shows the behaviour here."""
 
     theirs: str
     ours: str
@@ -22,70 +22,77 @@ DEFECTS: dict[str, Defect] = {
     "first target": Defect(
         "The first target of every row counts in the divisor of a causal model's loss, although nothing predicts it.",
         "The divisor is the number of targets that are predicted.",
-        "tests/trainer/test_transformers_models.py::test_the_gradient_is_that_of_the_mean_over_targets",
+        "tests/pytorch/trainer/test_transformers_models.py::test_the_gradient_is_that_of_the_mean_over_targets",
     ),
     "mean of means": Defect(
         "`eval_loss` is the mean of the batches' means, so it changes with the evaluation batch size.",
         "`eval_loss` is the sum over targets divided by their number.",
-        "tests/trainer/test_splits.py::test_eval_loss_does_not_depend_on_the_batch_size",
+        "tests/pytorch/trainer/test_splits.py::test_eval_loss_does_not_depend_on_the_batch_size",
     ),
     "sum over accumulation": Defect(
         "A model whose forward takes `**kwargs` but averages over its batch has its losses added up over the "
         "micro-batches: loss and gradient grow with the accumulation.",
         "A loss that is a mean is weighted by its targets, whatever the signature says.",
-        "tests/trainer/test_transformers_models.py::test_any_split_gives_the_same_gradient",
+        "tests/pytorch/trainer/test_transformers_models.py::test_any_split_gives_the_same_gradient",
     ),
     "mean over micro-batches": Defect(
         "Micro-batches of different size count alike where the model returns a mean.",
         "Every sample counts alike.",
-        "tests/trainer/test_splits.py::test_a_module_that_returns_a_mean",
+        "tests/pytorch/trainer/test_splits.py::test_a_module_that_returns_a_mean",
     ),
     "hidden non-finite loss": Defect(
         "A loss that is not finite is logged as the mean of those since the last row, 0.0 where there are none, while "
         "the weights are lost.",
         "What is not finite is counted in the log, and logged as it is where nothing else is left; "
         "`nonfinite_policy` can skip, rewind or raise.",
-        "tests/trainer/test_nonfinite.py",
+        "tests/pytorch/trainer/test_nonfinite.py",
     ),
     "global generator": Defect(
         "The order of samples grouped by length is drawn from the global generator: it depends on what else drew.",
         "The order follows from the seed and the epoch alone.",
-        "tests/data/test_samplers.py",
+        "tests/pytorch/data/test_samplers.py",
+    ),
+    "draws of the loader": Defect(
+        "What a collator or a sampler without a seed draws from the global generator depends on the loader: it draws a "
+        "number for each pass, and reads a batch ahead of the model's dropout.",
+        "Loaders draw from generators of their own and read no batch ahead of its step, so that a resumed run sees the "
+        "same masks and orders. With a seed (`DataCollatorForLanguageModeling(seed=...)`) the masks are the same.",
+        "tests/pytorch/trainer/test_masked_language.py",
     ),
     "best step": Defect(
         "`best_global_step` stays unset where the best evaluation was not also saved.",
         "`best_global_step` is the step of `best_metric`.",
-        "tests/trainer/test_strategies.py",
+        "tests/pytorch/trainer/test_strategies.py",
     ),
     "finished run": Defect(
         "A run that was complete trains one more step when it is resumed: `global_step` passes `max_steps`.",
         "A complete run is left as it is.",
-        "tests/trainer/test_resume.py::test_a_finished_run_trains_no_more",
+        "tests/pytorch/trainer/test_resume.py::test_a_finished_run_trains_no_more",
     ),
     "other batch size": Defect(
         "The place in the data is counted in batches: with another batch size samples are left out or seen twice.",
         "The place is counted in samples.",
-        "tests/trainer/test_resume_matrix.py",
+        "tests/pytorch/trainer/test_resume_matrix.py",
     ),
     "smoothing needs a config": Defect(
         "`label_smoothing_factor` with a plain module: AttributeError, for it has no `config`.",
         "Any module whose output has logits is smoothed.",
-        "tests/trainer/test_any_model.py::test_label_smoothing_without_a_config",
+        "tests/pytorch/trainer/test_any_model.py::test_label_smoothing_without_a_config",
     ),
     "first row dropped": Defect(
         "Predictions of a model that returns bare logits lose their first row of every batch.",
         "One row for each sample.",
-        "tests/trainer/test_any_model.py::test_bare_logits_predict_one_row_per_sample",
+        "tests/pytorch/trainer/test_any_model.py::test_bare_logits_predict_one_row_per_sample",
     ),
     "unknown callback": Defect(
         "A callback that the checkpoint knows nothing of: KeyError at the next save after a resume.",
         "A new callback begins as it is.",
-        "tests/trainer/test_resume.py::test_added_and_removed_callbacks_do_not_matter",
+        "tests/pytorch/trainer/test_resume.py::test_added_and_removed_callbacks_do_not_matter",
     ),
     "no older checkpoint": Defect(
         "A newest checkpoint that was cut short ends the resume with an error, though a good one lies beside it.",
         "The newest good checkpoint is taken, with a warning that names what is passed over.",
-        "tests/trainer/test_resume.py::test_a_damaged_newest_checkpoint_is_passed_over",
+        "tests/pytorch/trainer/test_resume.py::test_a_damaged_newest_checkpoint_is_passed_over",
     ),
 }
 
@@ -222,6 +229,20 @@ CONFIGURATIONS: dict[str, Configuration] = {
         "ragged language",
         {"train_sampling_strategy": "group_by_length", "num_train_epochs": 1},
         ("pad", "seeded order"),
+    ),
+    "masks of the global generator": Configuration(
+        "gpt2",
+        "language",
+        {"num_train_epochs": 1},
+        ("masks",),
+        differences=because("draws of the loader", *TRAINED),
+    ),
+    "an own sampler without a seed": Configuration(
+        "bert",
+        "classes",
+        {"num_train_epochs": 1},
+        ("unseeded order",),
+        differences=because("draws of the loader", *TRAINED),
     ),
     "label smoothing of a plain module": Configuration(
         "plain",

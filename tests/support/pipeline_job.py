@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline import Trainer, TrainerCallback
-from paceline.data.loading import split_batch
+from paceline.pytorch.data.loading import split_batch
 
 Result = dict[str, Any]
 
@@ -131,7 +131,7 @@ def by_function(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None 
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
-    """What a folder's model file holds; nothing where there is none."""
+    """Returns the content of a folder's model file; empty without one."""
     path = folder / "model.safetensors"
     return dict(load_file(path)) if path.exists() else {}
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
+
+import warm
 
 SUPPORT = Path(__file__).resolve().parent
 SOURCES = SUPPORT.parent.parent / "src"
@@ -20,7 +23,7 @@ def free_port() -> int:
 
 
 def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun sets for one process."""
+    """Returns the environment variables that torchrun sets for one process."""
     return {
         **os.environ,
         "PYTHONPATH": f"{SOURCES}{os.pathsep}{SUPPORT}",
@@ -36,22 +39,14 @@ def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
-def start(script: str, size: int, *words: str) -> list[subprocess.Popen[str]]:
+def start(script: str, size: int, *words: str) -> list[Any]:
     """Start `size` processes of a script of tests/support."""
     port = free_port()
-    return [
-        subprocess.Popen(
-            [sys.executable, str(SUPPORT / script), *words],
-            env=environment_of(rank, size, port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    words = (str(SUPPORT / script), *words)
+    return [warm.start(words, env=environment_of(rank, size, port)) for rank in range(size)]
 
 
-def finish(processes: list[subprocess.Popen[str]], timeout: float = 240, codes: tuple[int, ...] = (0,)) -> list[str]:
+def finish(processes: Sequence[Any], timeout: float = 240, codes: tuple[int, ...] = (0,)) -> list[str]:
     """Wait for all of them; what each wrote to standard error. The first exit code that is not expected fails.
 
     All are read at once: one whose pipe is full waits, and the others wait for it.

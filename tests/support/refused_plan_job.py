@@ -1,6 +1,6 @@
 """Two processes agree on shards, and the first fails on the way: both are told, and neither waits for the other.
 
-    python refused_plan_job.py FOLDER
+python refused_plan_job.py FOLDER
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from paceline.checkpoint import shards
-from paceline.distributed.world import World
+from paceline.pytorch.checkpoint import shards
+from paceline.pytorch.distributed.world import World
 
 
 def refuse(folder: Path) -> Any:

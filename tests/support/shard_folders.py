@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.shards import Plans
-from paceline.distributed.world import World
+from paceline.pytorch.checkpoint.shards import Plans
+from paceline.pytorch.distributed.world import World
 
 ALONE = World(torch.device("cpu"))
 

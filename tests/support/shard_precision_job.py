@@ -107,7 +107,7 @@ def resume(folder: Path, size: int) -> dict[str, Any]:
 
 
 def measured(folder: Path, size: int) -> dict[str, Any]:
-    """What a regression is called with, in training and before it."""
+    """Returns the inputs of a regression, in training and before it."""
     data = [{"x": sample["x"], "labels": torch.tensor(1000.3)} for sample in classification(8)]
     options = {"fsdp": True, "fsdp_config": {"mixed_precision_policy": {**WIDE, "output_dtype": "bf16"}}}
     model = Measured()
@@ -129,6 +129,7 @@ def full_eval(folder: Path, size: int, name: str) -> dict[str, Any]:
         options.pop("parallel", None)
     data, options["eval_dataset"] = classification(24), classification(24, seed=5)
     if is_text:
+        options["loss_weight"] = "shifted_tokens"  # in 16 bits a look at the loss tells too little
         data, options["eval_dataset"] = (mesh_job.texts(number, seed=number) for number in (24, 12))
     shape = split(size if "parallel" not in options else 1)
     batch = 4 // (size if "fsdp" in options else 1)

@@ -13,7 +13,7 @@ import torch
 from crash_job import die_at
 from small_models import Tagger, make_trainer, tagging
 
-from paceline.core.folders import list_checkpoints
+from paceline.checkpoint.folders import list_checkpoints
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ class RecordGradient(TrainerCallback):
 
 
 def found(trainer: Trainer, **more: Any) -> Result:
-    """What two runs are compared by."""
+    """Returns the values by which two runs are compared."""
     rows = trainer.state.log_history
     if any(parameter.is_meta for parameter in trainer.model.parameters()):
         state = trainer.strategy.full_weights(trainer.model)

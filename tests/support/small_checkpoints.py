@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.core import folders
+from paceline.checkpoint import folders
 
 
 def make_checkpoint(folder: Path, step: int, text: str = "weights") -> Path:

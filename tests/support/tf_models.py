@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paceline import TFTrainer, TFTrainingArguments
-from paceline.tf.framework import keras, tf
+from paceline.tensorflow.framework import keras, tf
 
 FEATURES, CLASSES = 8, 3
 TIMES = ("runtime", "per_second")

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from paceline.data.feed import Feed
-from paceline.data.loading import make_loader
-from paceline.data.sampling import make_train_sampler
+from paceline.pytorch.data.feed import StatefulDataIterator
+from paceline.pytorch.data.loading import make_loader
+from paceline.pytorch.data.sampling import make_train_sampler
 
 
 def arguments(num_workers: int = 2, **options: Any) -> SimpleNamespace:
@@ -112,15 +112,15 @@ def collect(iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
     return batches, len(batches)
 
 
-def feed_of(dataset: Any, args: SimpleNamespace, batch_size: int = 4, seed: int = 3) -> Feed:
+def feed_of(dataset: Any, args: SimpleNamespace, batch_size: int = 4, seed: int = 3) -> StatefulDataIterator:
     sampler = make_train_sampler(dataset, strategy="random", batch_size=batch_size, accumulation=1, seed=seed)
     loader = make_loader(
         dataset, batch_size=batch_size, sampler=sampler, collate=collate, args=args, train=True, seed=seed
     )
-    return Feed(loader, accumulation=2, collect=collect)
+    return StatefulDataIterator(loader, accumulation=2, collect=collect)
 
 
-def draw(feed: Feed, num_windows: int | None = None) -> list[tuple[list[int], list[list[float]]]]:
+def draw(feed: StatefulDataIterator, num_windows: int | None = None) -> list[tuple[list[int], list[list[float]]]]:
     seen = []
     while num_windows is None or num_windows > 0:
         batches, _ = feed.draw()
@@ -135,7 +135,7 @@ def ids_of(batches: list[tuple[list[int], list[list[float]]]]) -> list[int]:
     return [index for ids, _ in batches for index in ids]
 
 
-def run_epochs(feed: Feed, epochs: range) -> list[Any]:
+def run_epochs(feed: StatefulDataIterator, epochs: range) -> list[Any]:
     seen = []
     for epoch in epochs:
         feed.start_epoch(epoch)

@@ -111,7 +111,7 @@ class StopAt(TrainerCallback):
 
 
 def placed(folder: Path) -> dict[str, Any]:
-    """How the parameters and the optimizer's state of a trained model are cut."""
+    """Returns the sharding of a trained model's parameters and optimizer state."""
     trainer = train(folder, Tagger(), tagging(24), **split(1), num_train_epochs=1)
     spec_of = require("torch_xla", "xla")._XLAC._get_xla_sharding_spec
     moments = [state["exp_avg"] for state in trainer.optimizer.state.values()]

@@ -1,1 +1,1 @@
-"""Arguments and the plan made from them. Standard library and PyYAML only."""
+"""Arguments and the plan resolved from them. Standard library and PyYAML only."""

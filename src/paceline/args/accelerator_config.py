@@ -1,4 +1,4 @@
-"""The settings that accelerate's users keep under `accelerator_config`."""
+"""The settings of `accelerator_config`, under accelerate's names."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from paceline.args.errors import UnsupportedOption
 
 @dataclass
 class AcceleratorConfig:
-    """How batches are shared between processes.
+    """The distribution of batches across ranks.
 
     Attributes:
-        split_batches: a batch size is that of all processes together, each of which takes a part of every batch.
-        dispatch_batches: the first process reads all data and sends each other one its batches. None: only where a
-            loader of the user's own reads a stream.
-        even_batches: every process gets as many samples as the others.
+        split_batches: the batch size is global; each rank takes a shard of every batch.
+        dispatch_batches: rank 0 reads all data and sends the other ranks their batches. None does so only if a
+            user's own loader reads a stream.
+        even_batches: every rank gets the same number of samples.
         use_seedable_sampler: the order of the samples is a function of the seed.
-        non_blocking: copies to the device do not wait.
+        non_blocking: copies to the device are asynchronous.
         gradient_accumulation_kwargs: settings of accelerate's accumulation plugin.
-        use_configured_state: take over an accelerate state that exists already.
+        use_configured_state: reuse an existing accelerate state.
     """
 
     split_batches: bool = False
@@ -33,13 +33,13 @@ class AcceleratorConfig:
     gradient_accumulation_kwargs: dict[str, Any] | None = None
     use_configured_state: bool = False
 
-    def pop(self, key: str, default: Any = None) -> Any:
-        """Take a setting out: it is at its default afterwards."""
+    def pop(self, key: str, default: object = None) -> Any:
+        """Returns a setting and resets it to its default."""
         return vars(self).pop(key, default)
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
-        """Read the settings from a JSON file.
+        """Reads the settings from a JSON file.
 
         Raises:
             ValueError: the file names a setting that does not exist.
@@ -49,7 +49,7 @@ class AcceleratorConfig:
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> AcceleratorConfig:
-        """Make the settings from a dict.
+        """Builds the settings from a dict.
 
         Raises:
             ValueError: `settings` names one that does not exist.
@@ -61,57 +61,57 @@ class AcceleratorConfig:
         return cls(**settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as a dict."""
+        """Returns the settings as a dict."""
         return asdict(self)
 
     @property
     def num_steps(self) -> int | None:
-        """Micro-batches of an update, where the settings of accelerate's accumulation plugin say so."""
+        """Returns the micro-batches per optimizer step of accelerate's accumulation plugin; None if unset."""
         steps = (self.gradient_accumulation_kwargs or {}).get("num_steps")
         return steps if type(steps) is int else None
 
     def changed(self) -> dict[str, Any]:
-        """The settings that differ from their defaults."""
+        """Returns the settings that differ from their defaults."""
         defaults = asdict(AcceleratorConfig())
         return {name: value for name, value in asdict(self).items() if value != defaults[name]}
 
 
 ACCUMULATION = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
-# setting and value -> why it changes nothing, on any number of processes
+# (setting, value) -> the reason why it has no effect on any number of processes
 IDLE: dict[tuple[str, Any], str] = {
     ("even_batches", False): "no sample ever comes twice",
+    ("use_seedable_sampler", False): "the order of the samples is a function of the seed, so that a run can be resumed",
     ("non_blocking", True): "copies to the device never wait",
 }
 FOR_SEVERAL = ("split_batches", "dispatch_batches")
 ONE_PROCESS_ONLY = ("sync_each_batch",)
-# setting and value -> why it cannot be had
+# (setting, value) -> the reason why it is not supported
 REFUSED: dict[tuple[str, Any], str] = {
-    ("use_seedable_sampler", False): "the order of the samples is a function of the seed, so that a run can be resumed",
-    ("adjust_scheduler", True): "the schedule moves once with each update",
-    ("adjust_scheduler", False): "the schedule moves once with each update",
-    ("sync_with_dataloader", False): "the last update of an epoch takes the micro-batches that are left",
+    ("adjust_scheduler", True): "the schedule advances once per optimizer step",
+    ("adjust_scheduler", False): "the schedule advances once per optimizer step",
+    ("sync_with_dataloader", False): "the last optimizer step of an epoch takes the remaining micro-batches",
 }
 
 
-def asked_settings(config: Any) -> dict[str, Any]:
-    """What settings ask for beside their defaults, those of the accumulation plugin among them."""
+def asked_settings(config: object) -> dict[str, Any]:
+    """Returns the settings that differ from their defaults, including those of the accumulation plugin."""
     settings: dict[str, Any] = config.changed() if isinstance(config, AcceleratorConfig) else {}
-    settings.pop("use_configured_state", None)  # one that exists is always taken over
+    settings.pop("use_configured_state", None)  # an existing state is always reused
     accumulation = settings.pop("gradient_accumulation_kwargs", None) or {}
     return {**settings, **accumulation}
 
 
-def reason_in(table: dict[tuple[str, Any], str], name: str, value: Any) -> str | None:
-    """What a table says of a setting's value, which need not be hashable; None: nothing."""
+def reason_in(table: dict[tuple[str, Any], str], name: str, value: object) -> str | None:
+    """Returns the reason in a table for a setting's value, which need not be hashable; None without an entry."""
     return next((reason for (key, item), reason in table.items() if key == name and item == value), None)
 
 
 def check_accelerator(config: Any, accumulation: int) -> None:
-    """Settings that can be had, and one number of micro-batches in an update.
+    """Checks that the settings are supported and that the accumulation steps agree.
 
     Raises:
         ValueError: an unknown setting, or a `num_steps` that is not `gradient_accumulation_steps`.
-        UnsupportedOption: a setting that cannot be had on any number of processes.
+        UnsupportedOption: a setting that is not supported on any number of processes.
     """
     asked = asked_settings(config)
     inner = (config.gradient_accumulation_kwargs or {}) if asked else {}
@@ -124,23 +124,24 @@ def check_accelerator(config: Any, accumulation: int) -> None:
         shown = {name: value}
         if not (type(value) is int and value >= 1 if name == "num_steps" else value in (True, False, None)):
             wanted = "a whole number of at least 1" if name == "num_steps" else "True or False"
-            raise ValueError(f"accelerator_config={shown!r} is not possible: give {wanted}.")
+            raise ValueError(f"accelerator_config={shown!r} is invalid: expected {wanted}.")
         reason = reason_in(REFUSED, name, value)
         if reason is not None:
             raise UnsupportedOption(f"accelerator_config={shown!r} is not supported: {reason}; leave it out.")
     steps = asked.get("num_steps", accumulation)
     if steps != accumulation:
         raise ValueError(
+            f"The `AcceleratorConfig`'s `num_steps` is set but `gradient_accumulation_steps` is another: "
             f"gradient_accumulation_steps={accumulation} and num_steps={steps!r} in gradient_accumulation_kwargs of "
             "accelerator_config contradict each other: leave one of them out."
         )
 
 
-def accelerator_notes(config: Any, world_size: int) -> list[str]:
-    """One sentence for each setting that changes nothing in this run.
+def accelerator_notes(config: object, world_size: int) -> list[str]:
+    """Returns one sentence for each setting that has no effect in this run.
 
     Raises:
-        UnsupportedOption: a setting that only one process takes, and there are several.
+        UnsupportedOption: a setting that is supported with one process only, and there are several.
     """
     notes = []
     for name, value in asked_settings(config).items():
@@ -150,7 +151,7 @@ def accelerator_notes(config: Any, world_size: int) -> list[str]:
                 shown = {name: True}
                 raise UnsupportedOption(
                     f"accelerator_config={shown!r} is not supported with {world_size} processes: gradients are "
-                    "exchanged once for each update; leave it out."
+                    "reduced once per optimizer step; leave it out."
                 )
             reason = "this run has one process"
         if name in FOR_SEVERAL and value and world_size == 1:
@@ -160,22 +161,22 @@ def accelerator_notes(config: Any, world_size: int) -> list[str]:
     return notes
 
 
-def is_on(config: Any, name: str) -> bool:
-    """Whether a setting that is off by default is on."""
+def is_on(config: object, name: str) -> bool:
+    """True if a setting that is off by default is on."""
     return getattr(config, name, None) is True
 
 
-def batch_of_all(config: Any, batch_size: int, num_parts: int) -> int:
-    """Samples of a batch over all processes that read different data, `num_parts` of them."""
+def global_micro_batch_size(config: object, batch_size: int, num_parts: int) -> int:
+    """Returns the samples of a batch over all `num_parts` data-parallel ranks."""
     return batch_size if is_on(config, "split_batches") else batch_size * num_parts
 
 
 def check_sharing(args: Any, num_parts: int) -> None:
-    """That what is asked for about the sharing of batches can be had, with so many parts of the data.
+    """Checks the settings for the distribution of batches over `num_parts` data-parallel ranks.
 
     Raises:
-        ValueError: a batch that is to be split has fewer samples than parts.
-        UnsupportedOption: micro-batches that each process makes for itself, and a first one that reads for all.
+        ValueError: a batch to be split has fewer samples than ranks.
+        UnsupportedOption: 'batch_rebalance' together with dispatch_batches.
     """
     config, size = args.accelerator_config, args.per_device_train_batch_size
     if num_parts > 1:
@@ -189,11 +190,11 @@ def check_sharing(args: Any, num_parts: int) -> None:
         )
 
 
-def check_batch(config: Any, name: str, batch_size: int, num_parts: int) -> None:
-    """That each part gets a sample of a batch.
+def check_batch(config: object, name: str, batch_size: int, num_parts: int) -> None:
+    """Checks that each data-parallel rank gets a sample of a batch.
 
     Raises:
-        ValueError: there are fewer samples than parts.
+        ValueError: there are fewer samples than ranks.
     """
     if is_on(config, "split_batches") and batch_size < num_parts:
         raise ValueError(

@@ -1,31 +1,34 @@
-"""Arguments as a Trainer takes them: of this package, or of transformers; and the log level they ask for."""
+"""Conversion of transformers' arguments to this package's, and the log level they set."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from paceline.args.seq2seq import Seq2SeqTrainingArguments
+from paceline.args.secrets import has_handlers
 from paceline.args.training import TrainingArguments
 
 
 def adopt(args: Any) -> TrainingArguments:
-    """The arguments themselves, or those of transformers as ours.
+    """Returns the arguments themselves, or transformers' arguments converted.
 
-    Options that a user's subclass added are carried over as attributes.
+    Options that a user's subclass added are copied as attributes.
 
     Raises:
         TypeError: `args` is neither.
-        ValueError, UnsupportedOption: as when arguments are made.
+        ValueError, UnsupportedOption: as on construction of arguments.
     """
     if isinstance(args, TrainingArguments):
         return args
     if not is_dataclass(args) or isinstance(args, type) or not callable(getattr(args, "to_dict", None)):
         raise TypeError(
-            f"`args` is {type(args).__name__}; a TrainingArguments is needed, of paceline or of transformers."
+            f"`args` is {type(args).__name__}; expected a TrainingArguments of paceline or of transformers."
         )
-    cls = Seq2SeqTrainingArguments if hasattr(args, "predict_with_generate") else TrainingArguments
+    cls: type[TrainingArguments] = TrainingArguments
+    if hasattr(args, "predict_with_generate"):
+        cls = importlib.import_module("paceline.args.seq2seq").Seq2SeqTrainingArguments
     known = {item.name for item in fields(cls)}
     values = args.to_dict()  # type: ignore[attr-defined]
     adopted = cls.from_dict({name: value for name, value in values.items() if name in known})
@@ -33,21 +36,22 @@ def adopt(args: Any) -> TrainingArguments:
         if item.name.endswith("_token") and item.name in known:
             setattr(adopted, item.name, getattr(args, item.name))  # written as a placeholder
         elif item.name == "generation_config" and item.name in known:
-            setattr(adopted, item.name, getattr(args, item.name))  # the object, which says what was set on purpose
+            setattr(adopted, item.name, getattr(args, item.name))  # the object knows which values were set explicitly
         elif item.name not in known and item.init:
             setattr(adopted, item.name, getattr(args, item.name))
     return adopted
 
 
 def apply_log_level(args: TrainingArguments) -> None:
-    """Set the level of this package's loggers, as `log_level` asks; `passive` leaves it to the application.
+    """Sets the level of this package's loggers to `log_level`; `passive` leaves it to the application.
 
-    Where the application set up no logging at all, the lines go to standard error: a level asked for is not in vain.
+    A verbosity that the application set for transformers, but not for this package, applies here too. If the
+    application configured no logging, the lines go to standard error.
     """
     level = args.log_level if args.should_log else args.log_level_replica
-    if level == "passive":
+    ours, wanted = logging.getLogger("paceline"), args.get_process_log_level()
+    if level == "passive" and wanted >= ours.getEffectiveLevel():
         return
-    ours = logging.getLogger("paceline")
-    ours.setLevel(args.get_process_log_level())
-    if not ours.hasHandlers():
+    ours.setLevel(wanted)
+    if not has_handlers(ours.name):
         ours.addHandler(logging.StreamHandler())

@@ -1,4 +1,4 @@
-"""The named values that options take. A member equals its plain string: `args.eval_strategy == "steps"` holds."""
+"""Enumerations of option values. A member equals its plain string: `args.eval_strategy == "steps"` holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum, StrEnum
 
 
 class IntervalStrategy(StrEnum):
-    """When something recurring happens: never, every so many updates, or at each end of an epoch."""
+    """Interval of a recurring action: never, every N optimizer steps, or at the end of each epoch."""
 
     NO = "no"
     STEPS = "steps"
@@ -15,7 +15,7 @@ class IntervalStrategy(StrEnum):
 
 
 class SaveStrategy(StrEnum):
-    """When a checkpoint is written; `best`: whenever an evaluation beats all before it."""
+    """Interval of checkpoints; `best` writes one whenever an evaluation beats all before it."""
 
     NO = "no"
     STEPS = "steps"
@@ -24,7 +24,7 @@ class SaveStrategy(StrEnum):
 
 
 class HubStrategy(StrEnum):
-    """What is pushed to the hub, and when."""
+    """Content and interval of pushes to the hub."""
 
     END = "end"
     EVERY_SAVE = "every_save"
@@ -50,7 +50,7 @@ class SchedulerType(StrEnum):
 
 
 class OptimizerNames(StrEnum):
-    """Optimizers by name. `auto` lets paceline choose by device, dtype and memory, and say why."""
+    """Optimizers by name. `auto` chooses by device, dtype and memory and logs the reason."""
 
     AUTO = "auto"
     ADAMW_TORCH = "adamw_torch"
@@ -102,14 +102,14 @@ class OptimizerNames(StrEnum):
 
 
 class DebugOption(StrEnum):
-    """Diagnoses that `debug` can ask for."""
+    """Diagnostics of the option `debug`."""
 
     UNDERFLOW_OVERFLOW = "underflow_overflow"
     TPU_METRICS_DEBUG = "tpu_metrics_debug"
 
 
 class ParallelMode(Enum):
-    """How the processes of a run share the work."""
+    """Parallelism of a run, as transformers names it."""
 
     NOT_PARALLEL = "not_parallel"
     NOT_DISTRIBUTED = "not_distributed"
@@ -120,6 +120,7 @@ class ParallelMode(Enum):
 
 
 LOG_LEVELS = {
+    "detail": logging.DEBUG,
     "debug": logging.DEBUG,
     "info": logging.INFO,
     "warning": logging.WARNING,

@@ -1,7 +1,7 @@
-"""From what a command line, YAML, JSON or a script gives to the value an option holds.
+"""Conversion of values from a command line, YAML, JSON or a script to an option's type.
 
-Every function takes the option's name and the raw value, returns the value to keep, and raises ValueError naming
-option, value and what would be right.
+Every function takes the option's name and the raw value, returns the converted value, and raises a ValueError that
+names the option, the value and the expected form.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ TRUE_WORDS = frozenset({"true", "yes", "y", "t", "on", "1"})
 FALSE_WORDS = frozenset({"false", "no", "n", "f", "off", "0"})
 
 
-def plain_scalar(value: Any) -> Any:
-    """The Python number behind a numpy scalar or a 0-d array or tensor; anything else as it is."""
+def plain_scalar(value: object) -> Any:
+    """Returns the Python number of a numpy scalar or a 0-d array or tensor; anything else as it is."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
     return value
 
 
-def to_bool(name: str, value: Any) -> bool:
-    """True and False, 1 and 0, and their usual words."""
+def to_bool(name: str, value: object) -> bool:
+    """Converts True and False, 1 and 0, and their usual words."""
     value = plain_scalar(value)
     if isinstance(value, bool):
         return value
@@ -47,11 +47,11 @@ def to_bool(name: str, value: Any) -> bool:
         return bool(value)
     if isinstance(value, str) and value.strip().lower() in TRUE_WORDS | FALSE_WORDS:
         return value.strip().lower() in TRUE_WORDS
-    raise wrong_value(name, value, "give true or false")
+    raise wrong_value(name, value, "expected true or false")
 
 
-def to_float(name: str, value: Any) -> float:
-    """A number; an integer stays one (500 is not turned into 500.0). NaN is refused."""
+def to_float(name: str, value: object) -> float:
+    """Converts to a number; an integer stays one (500 does not become 500.0). NaN is refused."""
     value = plain_scalar(value)
     if isinstance(value, str):
         text = value.strip().replace("_", "")
@@ -61,24 +61,24 @@ def to_float(name: str, value: Any) -> float:
             try:
                 value = float(text)
             except ValueError:
-                raise wrong_value(name, value, "give a number") from None
+                raise wrong_value(name, value, "expected a number") from None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-        raise wrong_value(name, value, "give a number")
+        raise wrong_value(name, value, "expected a number")
     return value
 
 
-def to_int(name: str, value: Any) -> int:
-    """A whole number; 1e4 and "10_000" are ones too."""
+def to_int(name: str, value: object) -> int:
+    """Converts to an integer; 1e4 and "10_000" are accepted."""
     number = to_float(name, value)
     if isinstance(number, float):
         if not number.is_integer():
-            raise wrong_value(name, value, "give a whole number")
+            raise wrong_value(name, value, "expected a whole number")
         return int(number)
     return operator.index(number)
 
 
-def to_str(name: str, value: Any, choices: typing.Sequence[str] | None = None) -> str:
-    """Text; a path or a number becomes its text. `choices` are matched without regard to case."""
+def to_str(name: str, value: object, choices: typing.Sequence[str] | None = None) -> str:
+    """Converts to text, also from a path or a number. `choices` are matched case-insensitively."""
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, os.PathLike):
@@ -86,12 +86,12 @@ def to_str(name: str, value: Any, choices: typing.Sequence[str] | None = None) -
     if choices is not None:
         return to_choice(name, value, choices)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise wrong_value(name, value, "give text")
+        raise wrong_value(name, value, "expected text")
     return str(value)
 
 
-def to_choice(name: str, value: Any, choices: typing.Iterable[str]) -> str:
-    """One of `choices`. YAML reads a bare `no` as false, so false stands for 'no' where that is a choice."""
+def to_choice(name: str, value: object, choices: typing.Iterable[str]) -> str:
+    """Converts to one of `choices`. YAML reads a bare `no` as false, so false means 'no' if that is a choice."""
     allowed = [str(choice) for choice in choices]
     if isinstance(value, Enum):
         value = value.value
@@ -101,11 +101,11 @@ def to_choice(name: str, value: Any, choices: typing.Iterable[str]) -> str:
     for choice in allowed:
         if text == choice.lower():
             return choice
-    raise wrong_value(name, value, f"choose one of {', '.join(allowed)}", did_you_mean(text, allowed))
+    raise wrong_value(name, value, f"expected one of {', '.join(allowed)}", did_you_mean(text, allowed))
 
 
-def to_list(name: str, value: Any, choices: typing.Sequence[str] | None = None) -> list[Any]:
-    """A list of text, from a list, JSON, or words separated by commas."""
+def to_list(name: str, value: object, choices: typing.Sequence[str] | None = None) -> list[Any]:
+    """Converts a list, JSON, or words separated by commas to a list of text."""
     if isinstance(value, str):
         text = value.strip()
         if text.startswith("["):
@@ -113,35 +113,35 @@ def to_list(name: str, value: Any, choices: typing.Sequence[str] | None = None) 
         else:
             value = [word.strip() for word in text.split(",") if word.strip()]
     if not isinstance(value, (list, tuple, set, frozenset)):
-        raise wrong_value(name, value, "give a list")
+        raise wrong_value(name, value, "expected a list")
     return [to_str(name, item, choices) for item in value]
 
 
-def to_mapping(name: str, value: Any) -> Any:
-    """A dict, from a dict, JSON, or the path of a JSON file. Other objects (a config class) are kept as they are."""
+def to_mapping(name: str, value: object) -> Any:
+    """Converts a dict, JSON, or the path of a JSON file to a dict. Other objects (a config class) are kept."""
     if not isinstance(value, (str, Path)):
         return value
     text = str(value).strip()
     if text.startswith("{"):
         return revive_scalars(parse_json(name, text))
     if not Path(text).expanduser().is_file():
-        raise wrong_value(name, value, "give a dict, a JSON object, or the path of a JSON file")
+        raise wrong_value(name, value, "expected a dict, a JSON object, or the path of a JSON file")
     content = parse_json(name, Path(text).expanduser().read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise wrong_value(name, value, "the file holds no JSON object")
+        raise wrong_value(name, value, "the file does not contain a JSON object")
     return content
 
 
 def parse_json(name: str, text: str) -> Any:
-    """JSON, or an error that names the option."""
+    """Parses JSON; an error names the option."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise wrong_value(name, text, f"it is not valid JSON ({error})") from None
 
 
-def revive_scalars(value: Any) -> Any:
-    """Numbers and booleans that a shell's quoting left as text inside JSON: {"a": "2"} means {"a": 2}."""
+def revive_scalars(value: object) -> Any:
+    """Converts numbers and booleans that shell quoting left as text inside JSON: {"a": "2"} becomes {"a": 2}."""
     if isinstance(value, dict):
         return {key: revive_scalars(item) for key, item in value.items()}
     if not isinstance(value, str):
@@ -156,24 +156,24 @@ def revive_scalars(value: Any) -> Any:
     return value
 
 
-def union_members(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the hint alone."""
+def union_members(hint: object) -> tuple[Any, ...]:
+    """Returns the members of a union, or the hint alone."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return typing.get_args(hint)
     return (hint,)
 
 
-def coerce(name: str, value: Any, hint: Any, choices: typing.Sequence[str] | None = None) -> Any:
-    """The value of an option whose type is `hint`.
+def coerce(name: str, value: object, hint: object, choices: typing.Sequence[str] | None = None) -> Any:
+    """Converts the value of an option to the type `hint`.
 
     Raises:
-        ValueError: it cannot be one.
+        ValueError: the value cannot be converted.
     """
     members = union_members(hint)
     if value is None:
         if type(None) in members:
             return None
-        raise wrong_value(name, value, "give a value, or leave it out for the default")
+        raise wrong_value(name, value, "expected a value; leave it out for the default")
     enums = [member for member in members if isinstance(member, type) and issubclass(member, Enum)]
     if enums:
         return enums[0](to_choice(name, value, [member.value for member in enums[0]]))
@@ -189,27 +189,27 @@ def coerce(name: str, value: Any, hint: Any, choices: typing.Sequence[str] | Non
     return to_str(name, value, choices) if str in origins else value
 
 
-# Options whose values need more than their type says.
+# Options whose conversion depends on more than their type.
 
 
-def to_report_list(name: str, value: Any) -> list[str]:
-    """Names of reporters; "none" is the empty list, "all" stays for the registry to resolve."""
+def to_report_list(name: str, value: object) -> list[str]:
+    """Returns the names of reporters; "none" is the empty list, "all" is resolved by the registry."""
     names = [] if value is None else to_list(name, value)
     if len(names) > 1 and ("none" in names or "all" in names):
-        raise wrong_value(name, value, "'none' and 'all' stand alone")
+        raise wrong_value(name, value, "'none' and 'all' cannot be combined with other names")
     return [] if names == ["none"] else names
 
 
-def to_debug_list(name: str, value: Any) -> list[DebugOption]:
-    """Diagnoses, from a list or from words separated by spaces or commas."""
+def to_debug_list(name: str, value: object) -> list[DebugOption]:
+    """Converts a list, or words separated by spaces or commas, to diagnostics."""
     if isinstance(value, str) and not value.strip().startswith("["):
         value = value.replace(",", " ").split()
     words = to_list(name, value or [])
     return [DebugOption(to_choice(name, word, [member.value for member in DebugOption])) for word in words]
 
 
-def to_token_count(name: str, value: Any) -> str:
-    """Which input tokens are counted; a truth value means all or none."""
+def to_token_count(name: str, value: object) -> str:
+    """Converts the kind of input tokens to count; True means 'all' and False 'no'."""
     if isinstance(value, str) and value.strip().lower() in TRUE_WORDS | FALSE_WORDS:
         value = to_bool(name, value)
     if value is True:
@@ -217,47 +217,47 @@ def to_token_count(name: str, value: Any) -> str:
     return to_choice(name, value, TOKEN_COUNTS)
 
 
-def to_accelerator_config(name: str, value: Any) -> AcceleratorConfig:
-    """Our settings object, from one of another library, a dict, JSON, a file, or nothing."""
+def to_accelerator_config(name: str, value: object) -> AcceleratorConfig:
+    """Converts another library's object, a dict, JSON, a file, or None to AcceleratorConfig."""
     if isinstance(value, AcceleratorConfig):
         return value
     if isinstance(value, type):
-        raise wrong_value(name, value, f"give an object: {value.__name__}()")
+        raise wrong_value(name, value, f"expected an instance: {value.__name__}()")
     if hasattr(value, "to_dict"):
         value = value.to_dict()
     settings = to_mapping(name, {} if value is None else value)
     if not isinstance(settings, dict):
-        raise wrong_value(name, value, "give a dict, a JSON object, or the path of a JSON file")
+        raise wrong_value(name, value, "expected a dict, a JSON object, or the path of a JSON file")
     known = {field.name for field in fields(AcceleratorConfig)}
     return AcceleratorConfig.from_dict({key: item for key, item in settings.items() if key in known or item})
 
 
-def to_optimizer(name: str, value: Any) -> OptimizerNames:
-    """An optimizer's name; that of a retired implementation means its successor."""
+def to_optimizer(name: str, value: object) -> OptimizerNames:
+    """Converts an optimizer's name; the name of a retired implementation means its successor."""
     if value == "adamw_hf":
         value = OptimizerNames.ADAMW_TORCH
     return OptimizerNames(to_choice(name, value, [member.value for member in OptimizerNames]))
 
 
 def to_folder(name: str, value: Any) -> str:
-    """A folder, with ~ expanded; or a URL."""
+    """Converts a folder, with ~ expanded, or a URL."""
     if is_url(value):
         return check_url(name, value)
     return os.path.expanduser("trainer_output" if value is None else to_str(name, value))
 
 
-def to_store(name: str, value: Any) -> str | None:
-    """The URL of a store."""
+def to_store(name: str, value: object) -> str | None:
+    """Converts the URL of a store."""
     return None if value is None else check_url(name, to_str(name, value))
 
 
-def to_token(name: str, value: Any) -> str | None:
-    """A secret. The placeholder that stands for it in files is no secret, and none."""
+def to_token(name: str, value: object) -> str | None:
+    """Converts a secret. The placeholder that files contain becomes None."""
     return None if value in (None, f"<{name.upper()}>") else to_str(name, value)
 
 
-def keep_bool(name: str, value: Any) -> Any:
-    """True and False where the type is text, in whatever form they come."""
+def keep_bool(name: str, value: object) -> Any:
+    """Converts the words for True and False in an option whose type is text; keeps other values."""
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -265,25 +265,42 @@ def keep_bool(name: str, value: Any) -> Any:
     return value if isinstance(value, list) else to_str(name, value)
 
 
-def keep_config(name: str, value: Any) -> Any:
-    """A dict or the path of a file that another library reads; JSON becomes a dict."""
+def keep_config(name: str, value: object) -> Any:
+    """Keeps a dict or the path of a file that another library reads; JSON becomes a dict."""
     return to_mapping(name, value) if isinstance(value, str) and value.strip().startswith("{") else value
 
 
-def number_or_zero(name: str, value: Any) -> float:
-    """A number for which None has always meant 0."""
+def number_or_zero(name: str, value: object) -> float:
+    """Converts to a number; None means 0."""
     return 0 if value is None else to_float(name, value)
 
 
-def list_or_empty(name: str, value: Any) -> list[Any]:
-    """A list for which None has always meant an empty one."""
+def to_cache_steps(name: str, value: object) -> int | None:
+    """Converts the optimizer steps between two releases of cached memory."""
+    try:
+        return None if value is None else to_int(name, value)
+    except ValueError as error:
+        raise ValueError(f"`{name}` must be an integer bigger than 0, got {value!r}: {error}") from None
+
+
+def list_or_empty(name: str, value: object) -> list[Any]:
+    """Converts to a list; None means an empty one."""
     return [] if value is None else to_list(name, value, CHOICES.get(name))
 
 
-def to_precision_backend(name: str, value: Any) -> str:
-    """What runs half precision; torch's autocast has had several names, which all mean "auto"."""
+def to_precision_backend(name: str, value: object) -> str:
+    """Converts the backend of half precision; the several names of torch's autocast all mean "auto"."""
     backend = "auto" if value is None else to_choice(name, value, CHOICES[name])
     return backend if backend == "apex" else "auto"
+
+
+def to_loss_weight(name: str, value: object) -> Any:
+    """Keeps one of the choices, or a function, whose value cannot be restored from a file."""
+    if value is None or (callable(value) and not isinstance(value, type)):
+        return value
+    if isinstance(value, str) and ":" in value:
+        raise wrong_value(name, value, "it was a function when it was saved: pass that function again")
+    return to_choice(name, value, CHOICES[name])
 
 
 SPECIAL: dict[str, Callable[[str, Any], Any]] = {
@@ -298,6 +315,7 @@ SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "hub_token": to_token,
     "include_for_metrics": list_or_empty,
     "include_num_input_tokens_seen": to_token_count,
+    "loss_weight": to_loss_weight,
     "max_grad_norm": number_or_zero,
     "optim": to_optimizer,
     "output_dir": to_folder,
@@ -307,6 +325,7 @@ SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "pipeline_config": keep_pipelining,
     "report_to": to_report_list,
     "resume_from_checkpoint": keep_bool,
+    "torch_empty_cache_steps": to_cache_steps,
     "trackio_static_space_id": keep_bool,
 }
 CHOICES: dict[str, list[str]] = {
@@ -316,25 +335,25 @@ CHOICES: dict[str, list[str]] = {
 
 @functools.cache
 def own_hints() -> dict[str, Any]:
-    """The types of paceline's options."""
+    """Returns the types of paceline's options."""
     return typing.get_type_hints(Options)
 
 
 @functools.cache
 def hints_of(cls: type) -> dict[str, Any]:
-    """The types of the fields that a subclass adds; empty where its annotations cannot be resolved."""
+    """Returns the types of the fields that a subclass adds; empty if its annotations cannot be resolved."""
     try:
         hints = typing.get_type_hints(cls)
-    except Exception:  # A local class under postponed annotations: its fields are then left as they were given.
+    except Exception:  # A local class under postponed annotations: its fields are not converted.
         return {}
     return {name: hint for name, hint in hints.items() if name not in own_hints()}
 
 
-def coerce_option(cls: type, name: str, value: Any) -> Any:
-    """The value that the option `name` of the arguments class `cls` holds when given `value`.
+def coerce_option(cls: type, name: str, value: object) -> Any:
+    """Converts `value` for the option `name` of the arguments class `cls`.
 
-    Fields that a subclass adds are only helped: text becomes the number, truth value or enum member the type asks
-    for; anything else is theirs to judge.
+    In fields that a subclass adds, only text is converted, to the number, boolean or enum member of the type; other
+    values are kept.
     """
     if name in SPECIAL:
         return SPECIAL[name](name, value)
@@ -349,8 +368,8 @@ def coerce_option(cls: type, name: str, value: Any) -> Any:
     return coerce(name, value, hint) if (is_scalar and str not in wanted) or is_enum else value
 
 
-def as_plain(value: Any) -> Any:
-    """`value` in the types that JSON and YAML know, as far as that is possible; containers are copied."""
+def as_plain(value: object) -> Any:
+    """Converts `value` to JSON and YAML types as far as possible; containers are copied."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):
@@ -367,4 +386,7 @@ def as_plain(value: Any) -> Any:
             return as_plain(getattr(value, method)())
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_plain(getattr(value, field.name)) for field in fields(value)}
+    if callable(value) and not isinstance(value, type):
+        named = value if hasattr(value, "__qualname__") else type(value)
+        return f"{named.__module__}:{named.__qualname__}"
     return value

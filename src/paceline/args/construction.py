@@ -1,4 +1,4 @@
-"""How an arguments object is made: older names translated, unknown ones refused with the nearest right one."""
+"""Construction of an arguments object: older names are translated, unknown ones refused with the closest match."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 from paceline.args.errors import did_you_mean
 from paceline.args.older_names import OLDER_NAMES, retired_values, translate
 
+GIVEN = "_given_by_name"  # attribute of an object that is being made: the keywords that it is made with
+
 
 @functools.cache
 def parameters_of(initializer: Any) -> tuple[frozenset[str], bool]:
-    """The keywords that an `__init__` takes, and whether it takes any."""
+    """Returns the keywords of an `__init__`, and True if it accepts any keyword."""
     parameters = inspect.signature(initializer).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return frozenset(parameter.name for parameter in parameters), takes_any
 
 
 def defaults_of(cls: type) -> dict[str, Any]:
-    """The fields of an arguments class, with their defaults."""
+    """Returns the fields of an arguments class with their defaults."""
     defaults: dict[str, Any] = {}
     for item in fields(cls) if is_dataclass(cls) else ():
         if item.init:
@@ -30,11 +32,11 @@ def defaults_of(cls: type) -> dict[str, Any]:
 
 
 def checked_keywords(cls: Any, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`given` under the names that `cls` takes, and the retired options among them.
+    """Returns `given` under the names of `cls`, and the retired options among them.
 
     Raises:
-        TypeError: a name is unknown; the message holds the nearest known one.
-        UnsupportedOption: a retired option asks for something.
+        TypeError: a name is unknown; the message contains the closest known one.
+        UnsupportedOption: a retired option has a value with an effect.
     """
     names, takes_any = parameters_of(cls.__init__)
     if names.issuperset(given):
@@ -45,23 +47,28 @@ def checked_keywords(cls: Any, given: dict[str, Any]) -> tuple[dict[str, Any], d
     unknown = [] if takes_any else [name for name in result if name not in names]
     if unknown:
         hint = did_you_mean(unknown[0], [*known, *OLDER_NAMES])
-        raise TypeError(f"{cls.__name__} has no option {unknown[0]!r}{hint}")
+        raise TypeError(
+            f"{cls.__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}: no such option{hint}"
+        )
     return result, retired
 
 
 class ArgumentsMeta(type):
-    """Checks the keywords of a call before any `__init__`, that of a subclass included, sees them."""
+    """Checks the keywords of a call before any `__init__`, including a subclass's."""
 
-    if not TYPE_CHECKING:  # Checkers read the signature of __init__, which is the true one.
+    if not TYPE_CHECKING:  # Type checkers read the signature of __init__.
 
         def __call__(cls, *values: Any, **given: Any) -> Any:
             keywords, retired = checked_keywords(cls, given)
-            made = super().__call__(*values, **keywords)
+            made = cls.__new__(cls, *values, **keywords)
+            vars(made)[GIVEN] = frozenset(keywords)
+            made.__init__(*values, **keywords)
+            vars(made).pop(GIVEN, None)
             vars(made).update(retired)
             return made
 
         @property
         def __signature__(cls) -> inspect.Signature:
-            """The signature of `__init__`, which the `__call__` above would hide."""
+            """Returns the signature of `__init__`, which the `__call__` above would hide."""
             signature = inspect.signature(cls.__init__)
             return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -1,7 +1,7 @@
-"""DeepSpeed's configuration, checked against the arguments and filled from them. No torch, no DeepSpeed.
+"""Checks DeepSpeed's configuration against the arguments and fills it. Imports neither torch nor DeepSpeed.
 
-The keys are those of https://www.deepspeed.ai/docs/config-json/. What says the same as an argument must be equal to it,
-or "auto"; what DeepSpeed would do in place of paceline is refused.
+The keys are those of https://www.deepspeed.ai/docs/config-json/. A setting that duplicates an argument must be equal to
+it, or "auto". Settings for tasks that paceline does itself are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from paceline.args.accelerator_config import is_on
 from paceline.args.errors import UnsupportedOption, did_you_mean
 
-# the engine's own settings, handed on as they are
+# the engine's own settings, passed on unchanged
 HANDED_ON = frozenset({
     "zero_optimization", "bf16", "fp16", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps", "optimizer", "scheduler", "data_types", "communication_data_type",
@@ -26,7 +26,7 @@ HANDED_ON = frozenset({
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "flops_profiler",
     "comms_logger", "timers", "aio", "disable_python_gc", "activation_checkpointing",
 })  # fmt: skip
-# what another part does here, or what no strategy of this version does
+# settings that another component covers, or that are not supported; with the remedy
 REFUSED = {
     "amp": "set bf16=True",
     "torch_autocast": "set bf16=True",
@@ -35,16 +35,16 @@ REFUSED = {
     "expert_parallel": "use ZeRO (zero_optimization)",
     "sequence_parallel_size": "use ZeRO (zero_optimization)",
     "autotuning": "set the batch size and the ZeRO stage yourself",
-    "elasticity": "a run keeps its samples per update on another number of processes without it",
+    "elasticity": "a resumed run keeps its global batch size on another number of processes without it",
     "checkpoint": "paceline writes the checkpoints, for any number of processes",
     "data_efficiency": "set train_sampling_strategy",
     "curriculum_learning": "set train_sampling_strategy",
     "progressive_layer_drop": "use the model's own dropout",
     "sparse_attention": "choose it in the model",
     "sparse_gradients": "use dense gradients",
-    "compression_training": "compress the model beside the training",
-    "quantize_training": "quantize the model before the training",
-    "weight_quantization": "quantize the model before the training",
+    "compression_training": "compress the model outside of training",
+    "quantize_training": "quantize the model before training",
+    "weight_quantization": "quantize the model before training",
     "hybrid_engine": "generate by the model itself",
     "compile": "set torch_compile=True",
     "tensorboard": "set report_to='tensorboard'",
@@ -53,7 +53,7 @@ REFUSED = {
     "csv_monitor": "set report_to='csv'",
     "dataloader_drop_last": "set dataloader_drop_last=True among the arguments",
     "managed_gradient_accumulation": "set gradient_accumulation_steps",
-    "gradient_allreduce_op": "losses are weighed for a mean over the processes",
+    "gradient_allreduce_op": "losses are weighted for a mean over the processes",
 }
 REFUSED_OF_ZERO = {
     "zenflow": "use offload_optimizer",
@@ -65,7 +65,7 @@ REFUSED_OF_ZERO = {
     "zero_hpz_partition_size": "use stage 2, or fsdp='hybrid_shard'",
     "mics_shard_size": "use fsdp='hybrid_shard'",
 }
-# what the section of ZeRO may hold beside these, handed on as it is
+# further settings of the ZeRO section, passed on unchanged
 OF_ZERO = frozenset({
     "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
     "allgather_partitions", "allgather_bucket_size", "overlap_comm", "compute_grad_norm", "load_from_fp32_weights",
@@ -78,16 +78,16 @@ OF_ZERO = frozenset({
     "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks",
     "save_muon_momentum_buffer_in_memory", "leaf_module",
 })  # fmt: skip
-# how offloading was asked for before it had sections -> how it is now
+# former offload settings -> present ones
 OLD_OFFLOADS = {
     "cpu_offload": "offload_optimizer={'device': 'cpu'}",
     "cpu_offload_params": "offload_param={'device': 'cpu'}",
     "cpu_offload_param": "offload_param={'device': 'cpu'}",
     "cpu_offload_use_pin_memory": "offload_optimizer={'device': 'cpu', 'pin_memory': True}",
 }
-# settings of the optimizer section -> the argument that says the same
+# settings of the optimizer section -> the equivalent argument
 OPTIMIZER_NAMES = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
-# DeepSpeed's schedules that are used -> their settings
+# supported DeepSpeed schedules -> their settings
 SCHEDULES: dict[str, tuple[str, ...]] = {
     "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"),
     "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps"),
@@ -97,14 +97,14 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What `deepspeed` asks for, filled.
+    """The filled configuration of `deepspeed`.
 
     Attributes:
-        config: for `deepspeed.initialize`; without the sections for optimizer and schedule, which are made here.
-        stage: of ZeRO: 0 shards nothing; 1 optimizer state; 2 gradients too; 3 parameters too.
-        wants_adam: the config has an optimizer section: Adam with decoupled weight decay.
-        schedule: name and settings of DeepSpeed's schedule, "auto" where it depends on the length of the run; None:
-            the arguments' own.
+        config: for `deepspeed.initialize`; without the sections for optimizer and schedule, which paceline creates.
+        stage: ZeRO stage: 0 shards nothing; 1 optimizer state; 2 gradients too; 3 parameters too.
+        wants_adam: True if the config has an optimizer section: Adam with decoupled weight decay.
+        schedule: name and settings of DeepSpeed's schedule, "auto" where it depends on the length of the run; None uses
+            the schedule of the arguments.
     """
 
     config: dict[str, Any]
@@ -113,8 +113,8 @@ class EngineConfig:
     schedule: tuple[str, dict[str, Any]] | None = None
 
 
-def read_config(value: Any) -> dict[str, Any]:
-    """`deepspeed` as a dict of its own.
+def read_config(value: object) -> dict[str, Any]:
+    """Returns `deepspeed` as a new dict.
 
     Args:
         value: a dict, JSON, the path of a JSON file, or JSON in base64, as launchers pass it.
@@ -124,7 +124,7 @@ def read_config(value: Any) -> dict[str, Any]:
     """
     if isinstance(value, Mapping):
         return copy.deepcopy(dict(value))
-    expected = "give a dict, JSON, or the path of a JSON file"
+    expected = "expected a dict, JSON, or the path of a JSON file"
     text = str(value)
     if not text.lstrip().startswith("{"):
         if Path(text).expanduser().is_file():
@@ -133,27 +133,27 @@ def read_config(value: Any) -> dict[str, Any]:
             try:
                 text = base64.urlsafe_b64decode(text).decode("utf-8")
             except (binascii.Error, ValueError):
-                raise ValueError(f"deepspeed={value!r} is not possible: there is no such file; {expected}.") from None
+                raise ValueError(f"deepspeed={value!r} is invalid: there is no such file; {expected}.") from None
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"deepspeed={value!r} is not possible: it is not valid JSON ({error}); {expected}.") from None
+        raise ValueError(f"deepspeed={value!r} is invalid: it is not valid JSON ({error}); {expected}.") from None
     if not isinstance(config, dict):
-        raise ValueError(f"deepspeed={value!r} is not possible: {expected}.")
+        raise ValueError(f"deepspeed={value!r} is invalid: {expected}.")
     return config
 
 
 def fill_config(args: Any, world_size: int | None = None, hidden_size: int | None = None) -> EngineConfig:
-    """Check `args.deepspeed` and fill it from the other arguments.
+    """Checks `args.deepspeed` and fills it from the other arguments.
 
     Args:
         args: the arguments.
-        world_size: None: not known yet, so train_batch_size is not looked at.
-        hidden_size: of the model, for the sizes of ZeRO's buckets; None: DeepSpeed's own defaults.
+        world_size: None if unknown; train_batch_size is then not checked.
+        hidden_size: the model's hidden size, for ZeRO's bucket sizes; None uses DeepSpeed's defaults.
 
     Raises:
         ValueError: the config contradicts an argument; the message names both values.
-        UnsupportedOption: a setting that cannot be honoured; the message says what to do instead.
+        UnsupportedOption: a setting that is not supported; the message names the remedy.
     """
     config = read_config(args.deepspeed)
     check_keys(config)
@@ -168,20 +168,20 @@ def fill_config(args: Any, world_size: int | None = None, hidden_size: int | Non
         )
     wants_adam = check_optimizer(config.pop("optimizer", None), args)
     schedule = fill_schedule(config.pop("scheduler", None), args)
-    config["zero_allow_untested_optimizer"] = True  # paceline says which optimizers it knows to work
+    config["zero_allow_untested_optimizer"] = True  # paceline checks the optimizer itself
     if config.setdefault("zero_force_ds_cpu_optimizer", False) not in (False, "auto"):
         raise UnsupportedOption(
-            "deepspeed['zero_force_ds_cpu_optimizer']=True is not supported: the optimizer is torch's, which steps "
+            "deepspeed['zero_force_ds_cpu_optimizer']=True is not supported: the optimizer is torch's, which updates "
             "state in host memory too; leave it out."
         )
     config["zero_force_ds_cpu_optimizer"] = False
     for name in find_auto(config, "deepspeed"):
-        raise ValueError(f"{name}='auto' is not possible: no argument says the same; give a value, or leave it out.")
+        raise ValueError(f"{name}='auto' is invalid: there is no such argument; give a value, or leave it out.")
     return EngineConfig(config, stage, wants_adam, schedule)
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Refuse settings that are not known, and those that another part has."""
+    """Refuses unknown settings, and those that another component covers."""
     for name, value in config.items():
         if name in REFUSED:
             if is_set(value):
@@ -191,13 +191,13 @@ def check_keys(config: Mapping[str, Any]) -> None:
             raise UnsupportedOption(f"deepspeed[{name!r}]={value!r} is not supported here{hint}")
 
 
-def is_set(value: Any) -> bool:
-    """Whether a setting asks for something: not off, and no section that says so itself."""
+def is_set(value: object) -> bool:
+    """True if a setting has an effect: it is not off, and not a disabled section."""
     return bool(value) and value != "auto" and not (isinstance(value, Mapping) and value.get("enabled") is False)
 
 
-def match(config: dict[str, Any], path: str, expected: Any, argument: str) -> None:
-    """Put `expected` where the config has "auto" or nothing.
+def match(config: dict[str, Any], path: str, expected: object, argument: str) -> None:
+    """Sets `expected` where the config has "auto" or nothing.
 
     Raises:
         ValueError: it has another value.
@@ -219,7 +219,7 @@ def match(config: dict[str, Any], path: str, expected: Any, argument: str) -> No
 
 
 def match_batches(config: dict[str, Any], args: Any, world_size: int | None) -> None:
-    """The three sizes of batches. DeepSpeed reads them for its counters only: every window is closed from here."""
+    """Fills the three batch sizes. DeepSpeed uses them for its counters only; paceline ends accumulation windows."""
     size, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     argument = "per_device_train_batch_size"
     if is_on(args.accelerator_config, "split_batches"):
@@ -233,16 +233,16 @@ def match_batches(config: dict[str, Any], args: Any, world_size: int | None) -> 
     several = f"{argument} x gradient_accumulation_steps x {world_size} processes"
     match(config, "train_batch_size", size * steps * world_size, several)
     if (config.get("zero_optimization") or {}).get("offload_optimizer"):
-        # with 1 it adds nothing up on the host; a resumed run may take more micro-batches than the arguments say
+        # with 1 it accumulates nothing on the host; a resumed run may use more micro-batches than the arguments
         config["gradient_accumulation_steps"] = max(steps, 2)
         config["train_batch_size"] = size * max(steps, 2) * world_size
 
 
 def fill_precision(config: dict[str, Any], args: Any) -> None:
-    """`bf16.enabled` and `fp16.enabled`."""
+    """Fills `bf16.enabled` and `fp16.enabled`."""
     for name in ("bf16", "fp16"):
         if not isinstance(config.setdefault(name, {}), dict):
-            raise ValueError(f"deepspeed[{name!r}]={config[name]!r} is not possible: write {{'enabled': 'auto'}}.")
+            raise ValueError(f"deepspeed[{name!r}]={config[name]!r} is invalid: expected {{'enabled': 'auto'}}.")
         match(config, f"{name}.enabled", bool(getattr(args, name)), name)
     if args.fp16:
         raise UnsupportedOption("fp16=True with deepspeed is not supported: set bf16=True.")
@@ -250,24 +250,24 @@ def fill_precision(config: dict[str, Any], args: Any) -> None:
 
 
 def fill_zero(config: dict[str, Any], hidden_size: int | None) -> int:
-    """The section of ZeRO; returns the stage.
+    """Fills the ZeRO section. Returns the stage.
 
     Raises:
-        ValueError: no such stage.
-        UnsupportedOption: a setting of it.
+        ValueError: an invalid stage.
+        UnsupportedOption: a setting that is not supported.
     """
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict):
-        raise ValueError(f"deepspeed['zero_optimization']={zero!r} is not possible: write {{'stage': 2}}, say.")
+        raise ValueError(f"deepspeed['zero_optimization']={zero!r} is invalid: expected a dict such as {{'stage': 2}}.")
     stage = zero.setdefault("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise ValueError(f"deepspeed['zero_optimization']['stage']={stage!r} is not possible: use 0, 1, 2 or 3.")
+        raise ValueError(f"deepspeed['zero_optimization']['stage']={stage!r} is invalid: expected 0, 1, 2 or 3.")
     check_keys_of_zero(zero)
     for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
         device = check_offload(zero, name)
         if device is not None and stage < least:
             raise ValueError(
-                f"deepspeed['zero_optimization'][{name!r}] with stage={stage} is not possible: use stage {least}"
+                f"deepspeed['zero_optimization'][{name!r}] with stage={stage} is invalid: use stage {least}"
                 f"{' or more' if least < 3 else ''}, or leave it out."
             )
     sizes = {} if hidden_size is None else {
@@ -283,7 +283,7 @@ def fill_zero(config: dict[str, Any], hidden_size: int | None) -> int:
 
 
 def check_keys_of_zero(zero: dict[str, Any]) -> None:
-    """Refuse settings of ZeRO that are not known, and those that cannot be honoured; old ones that are off go."""
+    """Refuses unknown and unsupported ZeRO settings; removes former ones that are off."""
     for name, value in list(zero.items()):
         shown = f"deepspeed['zero_optimization'][{name!r}]={value!r}"
         if name in OLD_OFFLOADS:
@@ -291,7 +291,7 @@ def check_keys_of_zero(zero: dict[str, Any]) -> None:
                 raise UnsupportedOption(f"{shown} is not supported: write {OLD_OFFLOADS[name]} there, instead.")
             del zero[name]
         elif name in REFUSED_OF_ZERO:
-            if is_set(value) and (value is True or value not in (1, -1)):  # a group of one is none
+            if is_set(value) and (value is True or value not in (1, -1)):  # a group of one process has no effect
                 raise UnsupportedOption(f"{shown} is not supported: {REFUSED_OF_ZERO[name]}, instead.")
         elif name not in OF_ZERO:
             hint = did_you_mean(name, OF_ZERO) or ": leave it out."
@@ -299,7 +299,7 @@ def check_keys_of_zero(zero: dict[str, Any]) -> None:
 
 
 def check_offload(zero: dict[str, Any], name: str) -> str | None:
-    """Where a part is kept; None: on the device."""
+    """Returns the offload device of a section; None for the accelerator itself."""
     section = zero.get(name)
     device = section.get("device", "none") if isinstance(section, Mapping) else section
     if device in (None, False, "none"):
@@ -313,11 +313,11 @@ def check_offload(zero: dict[str, Any], name: str) -> str | None:
 
 
 def check_optimizer(section: Any, args: Any) -> bool:
-    """Whether the config asks for an optimizer: it must be the one of the arguments.
+    """True if the config has an optimizer, which must be that of the arguments.
 
     Raises:
         ValueError: it contradicts them.
-        UnsupportedOption: another than Adam with decoupled weight decay.
+        UnsupportedOption: an optimizer other than Adam with decoupled weight decay.
     """
     if not section:
         return False
@@ -347,11 +347,11 @@ def check_optimizer(section: Any, args: Any) -> bool:
 
 
 def fill_schedule(section: Any, args: Any) -> tuple[str, dict[str, Any]] | None:
-    """DeepSpeed's schedule that the config asks for.
+    """Returns DeepSpeed's schedule of the config, or None.
 
     Raises:
         ValueError: it contradicts the arguments.
-        UnsupportedOption: one that is not known.
+        UnsupportedOption: an unknown schedule.
     """
     if not section:
         return None
@@ -364,7 +364,7 @@ def fill_schedule(section: Any, args: Any) -> tuple[str, dict[str, Any]] | None:
     check_schedule(kind, settings, args)
     if settings.get("warmup_min_lr") == "auto":
         settings["warmup_min_lr"] = 0.0
-    if "warmup_max_lr" in settings or kind == "WarmupDecayLR":  # the others begin from the rate of each group
+    if "warmup_max_lr" in settings or kind == "WarmupDecayLR":  # the others start from the learning rate of each group
         config = {"scheduler": {"params": settings}}
         match(config, "scheduler.params.warmup_max_lr", args.learning_rate, "learning_rate")
     settings.setdefault("warmup_num_steps", "auto")
@@ -374,7 +374,7 @@ def fill_schedule(section: Any, args: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def check_schedule(kind: str, settings: Mapping[str, Any], args: Any) -> None:
-    """Refuse a schedule of the arguments beside DeepSpeed's, and settings that DeepSpeed's has not.
+    """Refuses a second schedule in the arguments, and unknown settings of DeepSpeed's.
 
     Raises:
         ValueError: one of these.
@@ -392,22 +392,22 @@ def check_schedule(kind: str, settings: Mapping[str, Any], args: Any) -> None:
 
 
 def finish_schedule(settings: Mapping[str, Any], num_updates: int, num_warmup: int) -> dict[str, Any]:
-    """The settings of a schedule, once the length of the run is known.
+    """Returns the settings of a schedule for a run of known length.
 
     Raises:
-        ValueError: the config says another length; the message names both.
+        ValueError: the config has another length; the message names both.
     """
     config: dict[str, Any] = {"scheduler": {"params": dict(settings)}}
     if "total_num_steps" in settings:
-        match(config, "scheduler.params.total_num_steps", num_updates, "the updates of the run")
+        match(config, "scheduler.params.total_num_steps", num_updates, "the optimizer steps of the run")
     if "warmup_num_steps" in settings:
         match(config, "scheduler.params.warmup_num_steps", max(num_warmup, 1), "warmup_steps")
     params: dict[str, Any] = config["scheduler"]["params"]
     return params
 
 
-def find_auto(value: Any, where: str) -> Iterator[str]:
-    """The places of "auto" in a nest of dicts."""
+def find_auto(value: object, where: str) -> Iterator[str]:
+    """Yields the paths of "auto" in a nest of dicts."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from find_auto(item, f"{where}[{name!r}]")

@@ -1,6 +1,6 @@
-"""What `accelerate launch` was told, read from the variables that it sets and taken where the arguments say nothing.
+"""Configuration of `accelerate launch`: its environment variables, used for options that the arguments leave unset.
 
-The names are those of accelerate's `utils/launch.py`. A variable at the launcher's own default asks for nothing.
+The names are those of accelerate's `utils/launch.py`. A variable at the launcher's own default has no effect.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paceline.args import deepspeed_config, sharding
 from paceline.args.errors import UnsupportedOption
 
 Environment = Mapping[str, str]
-# variable of FSDP -> (key of fsdp_config, what the launcher sets where it was told nothing)
+# variable of FSDP -> (key of fsdp_config, the launcher's default)
 FSDP: dict[str, tuple[str, str]] = {
     "FSDP_OFFLOAD_PARAMS": ("offload_params", "false"),
     "FSDP_AUTO_WRAP_POLICY": ("auto_wrap_policy", ""),
@@ -26,7 +26,7 @@ FSDP: dict[str, tuple[str, str]] = {
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("activation_checkpointing_offload", "false"),
     "FSDP_IGNORED_MODULES": ("ignored_modules", ""),
 }
-# the two versions of FSDP are told by other variables when parameters are freed
+# the two versions of FSDP use different variables for resharding
 FSDP_STRATEGY: dict[str, tuple[str, str, str]] = {
     "1": ("FSDP_SHARDING_STRATEGY", "sharding_strategy", "full_shard"),
     "2": ("FSDP_RESHARD_AFTER_FORWARD", "reshard_after_forward", "true"),
@@ -38,24 +38,24 @@ DEEPSPEED: dict[str, tuple[str, str]] = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("offload_param", "device"),
     "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": ("", "stage3_gather_16bit_weights_on_model_save"),
 }
-DEEPSPEED_STAGE = 2  # where the launcher was told of DeepSpeed and of no stage
+DEEPSPEED_STAGE = 2  # DeepSpeed without a stage
 # variable of the mesh -> key of parallelism_config
 MESH = {f"PARALLELISM_CONFIG_{axis.upper()}_SIZE": f"{axis}_size" for axis in (
     "dp_replicate", "dp_shard", "tp", "cp", "sp"
 )}  # fmt: skip
-# switches of torch.compile that no option is
+# switches of torch.compile without an option
 COMPILE_SWITCHES = ("ACCELERATE_DYNAMO_USE_FULLGRAPH", "ACCELERATE_DYNAMO_USE_DYNAMIC")
 LAUNCHER = "accelerate launch"
 
 
 @dataclass
-class Told:
-    """What the launcher was told.
+class LauncherConfig:
+    """The configuration from the launcher.
 
     Attributes:
-        values: option -> (its value, the variable that said so).
-        fsdp_config: settings that are filled into `fsdp_config`; key -> (value, variable).
-        remarks: what was told and changes nothing in this run.
+        values: option -> (value, variable).
+        fsdp_config: settings filled into `fsdp_config`; key -> (value, variable).
+        remarks: settings without an effect in this run.
     """
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -64,51 +64,51 @@ class Told:
 
 
 def is_on(environment: Environment, name: str) -> bool:
-    """A variable that is a switch. Raises: ValueError, where it is neither on nor off."""
+    """Returns the value of a switch. Raises: ValueError, if it is neither on nor off."""
     text = environment.get(name, "").strip().lower()
     if text not in ("", "true", "1", "yes", "on", "y", "t", "false", "0", "no", "off", "n", "f", "none"):
-        raise ValueError(f"{name}={environment[name]!r} is not possible: use true or false, or unset it.")
+        raise ValueError(f"{name}={environment[name]!r} is invalid: expected true or false; or unset it.")
     return text in ("true", "1", "yes", "on", "y", "t")
 
 
-def read_told(environment: Environment) -> Told:
-    """What the variables say.
+def read_launcher_config(environment: Environment) -> LauncherConfig:
+    """Reads the variables.
 
     Raises:
-        ValueError: a value that is not possible.
-        UnsupportedOption: what no option does.
+        ValueError: an invalid value.
+        UnsupportedOption: a setting without an equivalent option.
     """
     if is_on(environment, "ACCELERATE_USE_MEGATRON_LM"):
         raise UnsupportedOption(
             f"ACCELERATE_USE_MEGATRON_LM={environment['ACCELERATE_USE_MEGATRON_LM']} of {LAUNCHER} is not supported: "
             "use parallelism_config or fsdp."
         )
-    told = Told()
+    config = LauncherConfig()
     if is_on(environment, "ACCELERATE_USE_CPU"):
-        told.values["use_cpu"] = (True, "ACCELERATE_USE_CPU")
-    read_precision(environment, told)
-    read_compilation(environment, told)
+        config.values["use_cpu"] = (True, "ACCELERATE_USE_CPU")
+    read_precision(environment, config)
+    read_compilation(environment, config)
     if is_on(environment, "ACCELERATE_USE_FSDP"):
-        read_fsdp(environment, told)
+        read_fsdp(environment, config)
     if is_on(environment, "ACCELERATE_USE_DEEPSPEED"):
-        read_deepspeed(environment, told)
+        read_deepspeed(environment, config)
     if is_on(environment, "ACCELERATE_USE_PARALLELISM_CONFIG"):
-        read_mesh(environment, told)
-    return told
+        read_mesh(environment, config)
+    return config
 
 
-def read_precision(environment: Environment, told: Told) -> None:
-    """`bf16` or `fp16`; "no" is what the launcher says by itself."""
+def read_precision(environment: Environment, config: LauncherConfig) -> None:
+    """Reads `bf16` or `fp16`; "no" is the launcher's default."""
     name = "ACCELERATE_MIXED_PRECISION"
     precision = environment.get(name, "no").lower()
     if precision in ("bf16", "fp16"):
-        told.values[precision] = (True, name)
+        config.values[precision] = (True, name)
     elif precision not in ("no", ""):
         raise UnsupportedOption(f"{name}={precision} of {LAUNCHER} is not supported: use bf16, fp16 or no.")
 
 
-def read_compilation(environment: Environment, told: Told) -> None:
-    """`torch_compile_backend` and what belongs to it."""
+def read_compilation(environment: Environment, config: LauncherConfig) -> None:
+    """Reads `torch_compile_backend` and related settings."""
     backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if backend in ("no", ""):
         return
@@ -118,17 +118,17 @@ def read_compilation(environment: Environment, told: Told) -> None:
                 f"{name}={environment[name]} of {LAUNCHER} is not supported: compile the model in the script, or leave "
                 "it out."
             )
-    told.values["torch_compile_backend"] = (backend, "ACCELERATE_DYNAMO_BACKEND")
+    config.values["torch_compile_backend"] = (backend, "ACCELERATE_DYNAMO_BACKEND")
     mode = environment.get("ACCELERATE_DYNAMO_MODE", "default")
     if mode not in ("default", "None", ""):
-        told.values["torch_compile_mode"] = (mode, "ACCELERATE_DYNAMO_MODE")
+        config.values["torch_compile_mode"] = (mode, "ACCELERATE_DYNAMO_MODE")
     if is_on(environment, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"):
-        told.values["torch_compile"] = (True, "ACCELERATE_DYNAMO_BACKEND")
-        told.values["compile_regions"] = (True, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
+        config.values["torch_compile"] = (True, "ACCELERATE_DYNAMO_BACKEND")
+        config.values["compile_regions"] = (True, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
 
 
-def read_fsdp(environment: Environment, told: Told) -> None:
-    """`fsdp`, `fsdp_config` and `activation_checkpointing`."""
+def read_fsdp(environment: Environment, config: LauncherConfig) -> None:
+    """Reads `fsdp`, `fsdp_config` and `activation_checkpointing`."""
     version = environment.get("FSDP_VERSION", "1")
     if version not in FSDP_STRATEGY:
         raise UnsupportedOption(f"FSDP_VERSION={version} of {LAUNCHER} is not supported: use 1 or 2.")
@@ -140,29 +140,29 @@ def read_fsdp(environment: Environment, told: Told) -> None:
     for variable, (key, default) in table.items():
         text = environment.get(variable, "")
         if text and text != "None" and text.lower() != default:
-            told.fsdp_config[key] = (text, variable)
+            config.fsdp_config[key] = (text, variable)
     if version == "1":
-        told.remarks.append("FSDP 1 is run as torch's fully_shard")
+        config.remarks.append("FSDP 1 is run as torch's fully_shard")
     if is_on(environment, "FSDP_ACTIVATION_CHECKPOINTING"):
-        told.values["activation_checkpointing"] = (True, "FSDP_ACTIVATION_CHECKPOINTING")
+        config.values["activation_checkpointing"] = (True, "FSDP_ACTIVATION_CHECKPOINTING")
     if is_on(environment, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        # transformers reads it too: from_pretrained leaves the other processes without the weights
-        told.fsdp_config["cpu_ram_efficient_loading"] = (True, "FSDP_CPU_RAM_EFFICIENT_LOADING")
-    if int(environment.get("WORLD_SIZE", "1")) == 1 and "offload_params" not in told.fsdp_config:
-        told.remarks[:] = ["FSDP is left out, as there is one process"]
-        told.fsdp_config.clear()
+        # transformers reads it too: from_pretrained loads no weights on the other ranks
+        config.fsdp_config["cpu_ram_efficient_loading"] = (True, "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    if int(environment.get("WORLD_SIZE", "1")) == 1 and "offload_params" not in config.fsdp_config:
+        config.remarks[:] = ["FSDP is not used, as there is one process"]
+        config.fsdp_config.clear()
         return
-    told.values["fsdp"] = (True, "ACCELERATE_USE_FSDP")
+    config.values["fsdp"] = (True, "ACCELERATE_USE_FSDP")
 
 
-def read_deepspeed(environment: Environment, told: Told) -> None:
-    """`deepspeed`, and the two options that a config of DeepSpeed repeats."""
+def read_deepspeed(environment: Environment, config: LauncherConfig) -> None:
+    """Reads `deepspeed`, and the two options that a DeepSpeed config duplicates."""
     if environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"):
         name = "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
         raise UnsupportedOption(f"{name}={environment[name]} of {LAUNCHER} is not supported: leave it out.")
     path = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if path not in ("", "none", "None"):
-        told.values["deepspeed"] = (path, "ACCELERATE_DEEPSPEED_CONFIG_FILE")
+        config.values["deepspeed"] = (path, "ACCELERATE_DEEPSPEED_CONFIG_FILE")
         return
     zero: dict[str, Any] = {}
     for variable, (section, key) in DEEPSPEED.items():
@@ -174,18 +174,18 @@ def read_deepspeed(environment: Environment, told: Told) -> None:
             zero[section] = {key: value}
         else:
             zero[key] = value
-    told.values["deepspeed"] = ({"zero_optimization": zero}, "ACCELERATE_USE_DEEPSPEED")
+    config.values["deepspeed"] = ({"zero_optimization": zero}, "ACCELERATE_USE_DEEPSPEED")
     for variable, option, kind in (
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps", int),
         ("ACCELERATE_GRADIENT_CLIPPING", "max_grad_norm", float),
     ):
         text = environment.get(variable, "auto")
         if text not in ("auto", "none", ""):
-            told.values[option] = (kind(text), variable)
+            config.values[option] = (kind(text), variable)
 
 
-def read_mesh(environment: Environment, told: Told) -> None:
-    """`parallelism_config`."""
+def read_mesh(environment: Environment, config: LauncherConfig) -> None:
+    """Reads `parallelism_config`."""
     sizes: dict[str, Any] = {
         key: int(environment[variable]) for variable, key in MESH.items() if environment.get(variable, "1") != "1"
     }
@@ -193,27 +193,27 @@ def read_mesh(environment: Environment, told: Told) -> None:
     if sizes.get("cp_size") and strategy != "None":
         sizes["cp_handler"] = {"cp_comm_strategy": strategy}
     if sizes:
-        told.values["parallelism_config"] = (sizes, "ACCELERATE_USE_PARALLELISM_CONFIG")
+        config.values["parallelism_config"] = (sizes, "ACCELERATE_USE_PARALLELISM_CONFIG")
 
 
-def take(options: Any, environment: Environment) -> tuple[dict[str, Any], str]:
-    """What the launcher was told and the arguments leave open.
+def take(options: object, environment: Environment) -> tuple[dict[str, Any], str]:
+    """Returns the launcher's values for options that the arguments leave unset.
 
     Args:
-        options: the arguments, as they were given.
+        options: the arguments as given.
         environment: the variables of this process.
 
     Returns:
-        the values by option, and one sentence that says what they are; empty: the launcher says nothing.
+        The values by option, and one sentence that lists them; empty if there are none.
 
     Raises:
         ValueError: the launcher and an argument contradict each other; the message names both values.
-        UnsupportedOption: the launcher was told what no option does.
+        UnsupportedOption: a launcher setting without an equivalent option.
     """
-    told = read_told(environment)
-    check_ways(options, told)
+    config = read_launcher_config(environment)
+    check_ways(options, config)
     taken: dict[str, Any] = {}
-    for name, (value, variable) in told.values.items():
+    for name, (value, variable) in config.values.items():
         current = getattr(options, name)
         if name == "fsdp" and sharding.is_asked(current):
             continue
@@ -225,42 +225,42 @@ def take(options: Any, environment: Environment) -> tuple[dict[str, Any], str]:
             raise contradiction(f"{name}={current!r}", value, variable)
     if isinstance(taken.get("deepspeed"), dict):
         taken["deepspeed"]["zero_optimization"].setdefault("stage", DEEPSPEED_STAGE)
-    if told.fsdp_config:
-        taken["fsdp_config"] = fill_fsdp(options, told)
-    said = [f"{name}={value!r}" for name, value in taken.items()] + told.remarks
+    if config.fsdp_config:
+        taken["fsdp_config"] = fill_fsdp(options, config)
+    said = [f"{name}={value!r}" for name, value in taken.items()] + config.remarks
     return taken, f"From the environment of {LAUNCHER}: {', '.join(said)}." if said else ""
 
 
-def contradiction(argument: str, value: Any, variable: str) -> ValueError:
-    """The error for an argument and a variable that differ."""
+def contradiction(argument: str, value: object, variable: str) -> ValueError:
+    """Builds the error for an argument and a variable that differ."""
     shown = f"{variable} of {LAUNCHER}, which is {value!r}"
     return ValueError(f"{argument} contradicts {shown}: make them equal, or leave one of them out.")
 
 
-def check_ways(options: Any, told: Told) -> None:
-    """One number format, and one way to share the work.
+def check_ways(options: Any, config: LauncherConfig) -> None:
+    """Checks that launcher and arguments agree on the precision and the parallelism.
 
     Raises:
-        ValueError: the launcher says one and the arguments another.
+        ValueError: they differ.
     """
     for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
-        if name in told.values and getattr(options, other):
-            raise contradiction(f"{other}=True", name, told.values[name][1])
+        if name in config.values and getattr(options, other):
+            raise contradiction(f"{other}=True", name, config.values[name][1])
     for way, others in (("fsdp", ("deepspeed",)), ("deepspeed", ("fsdp", "parallel", "parallelism_config"))):
         for other in others:
-            if way in told.values and getattr(options, other):
-                raise contradiction(f"{other}={getattr(options, other)!r}", *told.values[way])
-    if "fsdp" in told.values and options.parallel in ("ddp", "xla"):
+            if way in config.values and getattr(options, other):
+                raise contradiction(f"{other}={getattr(options, other)!r}", *config.values[way])
+    if "fsdp" in config.values and options.parallel in ("ddp", "xla"):
         raise contradiction(f"parallel={options.parallel!r}", True, "ACCELERATE_USE_FSDP")
-    if "parallelism_config" in told.values and options.parallel:
-        raise contradiction(f"parallel={options.parallel!r}", *told.values["parallelism_config"])
+    if "parallelism_config" in config.values and options.parallel:
+        raise contradiction(f"parallel={options.parallel!r}", *config.values["parallelism_config"])
 
 
-def check_same_engine(current: Any, value: Any, variable: str) -> None:
-    """`deepspeed` beside a launcher that was told of it too: no setting of ZeRO that the other has otherwise.
+def check_same_engine(current: object, value: Any, variable: str) -> None:
+    """Checks that `deepspeed` and the launcher's DeepSpeed settings agree.
 
     Raises:
-        ValueError: there is one.
+        ValueError: a ZeRO setting differs.
     """
     mine = deepspeed_config.read_config(current)
     if variable == "ACCELERATE_DEEPSPEED_CONFIG_FILE":
@@ -277,18 +277,18 @@ def check_same_engine(current: Any, value: Any, variable: str) -> None:
             raise contradiction(f"deepspeed{where}={found!r}", other, name)
 
 
-def fill_fsdp(options: Any, told: Told) -> dict[str, Any]:
-    """`fsdp_config` with what the launcher was told beside it.
+def fill_fsdp(options: Any, config: LauncherConfig) -> dict[str, Any]:
+    """Returns `fsdp_config` with the launcher's settings added.
 
     Raises:
         ValueError: a setting has two values.
     """
-    config = sharding.strip(sharding.read_config(options.fsdp_config))
-    for name, (value, variable) in told.fsdp_config.items():
-        mine = config.get(name)
-        is_default = name == "cpu_ram_efficient_loading"  # the launcher says so by itself
+    fsdp = sharding.strip(sharding.read_config(options.fsdp_config))
+    for name, (value, variable) in config.fsdp_config.items():
+        mine = fsdp.get(name)
+        is_default = name == "cpu_ram_efficient_loading"  # the launcher's default
         if mine in (None, ""):
-            config[name] = value
+            fsdp[name] = value
         elif sharding.read_word(mine) != sharding.read_word(value) and not is_default:
             raise contradiction(f"fsdp_config[{name!r}]={mine!r}", value, variable)
-    return config
+    return fsdp

@@ -1,35 +1,36 @@
-"""One table of the names that options had before, and of those that are gone."""
+"""Tables of renamed and retired options."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.args.coercion import to_bool, to_float, to_list, to_str
 from paceline.args.errors import UnsupportedOption, wrong_value
+from paceline.args.secrets import masked
 
 logger = logging.getLogger(__name__)
 
 
-def same(value: Any) -> Any:
-    """The value as it is."""
+def same(value: object) -> Any:
+    """Returns the value unchanged."""
     return value
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """An option that works under another name.
+    """A renamed option.
 
     Attributes:
-        new: the option it is now.
-        convert: the new option's value for one of the old; None where the old value asked for nothing.
-        read: the old option's value for one of the new, for code that reads the old attribute.
+        new: the present option.
+        convert: converts an old value to a new one; None if the old value has no effect.
+        read: converts a new value to an old one, for code that reads the old attribute.
         defaults_then: values of the new option that counted as "not set" when the old name was in use.
-        is_overruled: an explicit value of the new option wins silently over the old (it did so then, too).
-        merge: joins the old option's value with an explicit one of the new.
+        is_overruled: an explicit value of the new option silently overrides the old one (as it did then).
+        merge: merges the old option's value with an explicit new one.
     """
 
     new: str
@@ -42,12 +43,12 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Retired:
-    """An option that is gone.
+    """A retired option.
 
     Attributes:
-        remedy: what to use instead.
-        accepted: values that ask for nothing beyond what happens anyway; they are taken without a word.
-        unset: what the option reads where it was not given, for scripts that ask the arguments for it.
+        remedy: the replacement.
+        accepted: values without an effect, which are accepted silently.
+        unset: the value of the attribute if the option was not given, for scripts that read it.
     """
 
     remedy: str
@@ -55,38 +56,39 @@ class Retired:
     unset: Any
 
 
-def ratio_to_steps(value: Any) -> float | None:
-    """A share of all updates, for `warmup_steps`. The whole of them (1.0) must not be read as one step."""
+def ratio_to_steps(value: object) -> float | None:
+    """Converts a ratio of all optimizer steps to `warmup_steps`. 1.0 must not be read as one step."""
     ratio = to_float("warmup_ratio", value)
     if not 0 <= ratio <= 1:
-        raise wrong_value("warmup_ratio", value, "give a share of all updates, from 0 to 1; or use warmup_steps")
+        raise wrong_value("warmup_ratio", value, "expected a ratio of all steps, from 0 to 1; or use warmup_steps")
     return min(ratio, math.nextafter(1.0, 0.0)) or None
 
 
-def when_true(name: str, new_value: Any) -> Callable[[Any], Any]:
-    """A converter for a switch that is now one value of another option."""
+def when_true(name: str, new_value: object) -> Callable[[Any], Any]:
+    """Returns a converter for a switch that is now one value of another option."""
     return lambda value: new_value if value is not None and to_bool(name, value) else None
 
 
-def add_inputs(old: list[str], given: Any) -> list[str]:
-    """`inputs` beside what include_for_metrics asks for already."""
+def add_inputs(old: list[str], given: object) -> list[str]:
+    """Adds `inputs` to include_for_metrics."""
     asked = [] if given is None else to_list("include_for_metrics", given)
     return [*asked, *(item for item in old if item not in asked)]
 
 
-def add_diagnosis(old: str, given: Any) -> str:
-    """A diagnosis beside those that debug asks for already."""
+def add_diagnosis(old: str, given: object) -> str:
+    """Adds a diagnostic to debug."""
     asked = [str(word) for word in given] if isinstance(given, list | tuple) else [given or ""]
     return " ".join([*asked, old])
 
 
 def one_setting(name: str) -> Callable[[Any], Any]:
-    """A converter for an option that is now one key of a dict."""
+    """Returns a converter for an option that is now one key of a dict."""
     return lambda value: None if value is None else {name: value}
 
 
-def join_settings(old: dict[str, Any], given: Any) -> Any:
-    """Settings given under their older names beside a dict of them."""
+def join_settings(old: dict[str, Any], given: object) -> Any:
+    """Merges settings under their older names into a dict of settings."""
+    given = given.to_dict() if hasattr(given, "to_dict") else given
     return {**given, **old} if isinstance(given, dict) else old
 
 
@@ -160,16 +162,17 @@ OLDER_NAMES: Mapping[str, Renamed | Retired] = {
     # Retired.
     "fsdp_min_num_params": Retired("set fsdp_config={'min_num_params': ...}", (None, 0), 0),
     "fsdp_transformer_layer_cls_to_wrap": Retired(
-        "set fsdp_config={'transformer_layer_cls_to_wrap': [...]}", (None, ""),
+        "set fsdp_config={'transformer_layer_cls_to_wrap': [...]}",
+        (None, ""),
         None,
     ),
     "jit_mode_eval": Retired("set torch_compile=True", (None, False), False),
     "mp_parameters": Retired("SageMaker's model parallelism is not supported; use torchrun", (None, ""), ""),
     "overwrite_output_dir": Retired("leave it out", (None, False, True), False),
-    "past_index": Retired("let the model's forward keep such a state itself", (None, -1), -1),
+    "past_index": Retired("keep such a state in the model's forward", (None, -1), -1),
     "push_to_hub_organization": Retired("set hub_model_id='organization/name'", (None, ""), None),
     "ray_scope": Retired(
-        "leave it out; it is for hyperparameter_search, which is not in this version", (None, "last"), "last"
+        "leave it out; it belongs to hyperparameter_search, which is not supported", (None, "last"), "last"
     ),
     "save_safetensors": Retired(
         "weights are always written as safetensors; for another file call torch.save(model.state_dict(), path)",
@@ -180,19 +183,19 @@ OLDER_NAMES: Mapping[str, Renamed | Retired] = {
     "use_ipex": Retired("set torch_compile=True", (None, False), False),
     "use_legacy_prediction_loop": Retired("leave it out; there is one prediction loop", (None, False), False),
     "use_mps_device": Retired(
-        "the device is found without it; set use_cpu=True to stay on the CPU", (None, False, True),
+        "the device is found without it; set use_cpu=True to stay on the CPU",
+        (None, False, True),
         False,
     ),
 }
 
 
 def translate(given: dict[str, Any], known: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """The keyword arguments `given` under today's names.
+    """Returns the keyword arguments `given` under their present names.
 
     Args:
         given: keyword arguments as the caller wrote them.
-        known: the fields of the class that is made, with their defaults. A class that has a field under one of the
-            older names keeps it.
+        known: the fields of the class with their defaults. A class with a field under an older name keeps it.
         owner: name of the class, for messages.
 
     Raises:
@@ -208,23 +211,55 @@ def translate(given: dict[str, Any], known: Mapping[str, Any], owner: str) -> di
         new_value = None if value is None else entry.convert(value)
         if new_value is None:
             continue
-        logger.warning("%s(%s=%r) is now %s=%r", owner, name, mask(name, value), entry.new, mask(name, new_value))
+        logger.warning("%s(%s=%r) is now %s=%r", owner, name, masked(value, name), entry.new, masked(new_value, name))
         result[entry.new] = settle(name, new_value, entry, result, known)
     return result
 
 
-def mask(name: str, value: Any) -> Any:
-    """A value fit for a log: secrets are left out."""
-    return "<hidden>" if name.endswith("token") else value
+def act_on_fields(
+    values: Mapping[str, Any], known: Mapping[str, Any], owner: str, given: Collection[str] = ()
+) -> dict[str, Any]:
+    """The options that a class's own fields under older names ask for, under today's names.
 
-
-def check_retired(name: str, value: Any, entry: Retired) -> Any:
-    """Accept a retired option whose value asks for nothing. Returns that value in its own type.
+    Args:
+        values: of all fields.
+        known: all fields, with their defaults.
+        owner: name of the class, for messages.
+        given: names of the options that the caller wrote.
 
     Raises:
-        UnsupportedOption: it asks for something.
+        ValueError: an option was given under both names, with different values.
     """
-    # As text, because a command line gives text.
+    found = dict(values)
+    for name in OLDER_NAMES.keys() & known.keys():
+        entry, value = OLDER_NAMES[name], values[name]
+        if isinstance(entry, Retired):
+            tell_of_retired(name, value, entry, owner)
+            continue
+        new_value = None if value is None else entry.convert(value)
+        if new_value is None:
+            continue
+        is_changed = value == known[name] and found[entry.new] != known[entry.new]
+        if not is_changed and (name in given or entry.new not in given):  # else the option was given, not the field
+            found[entry.new] = settle(name, new_value, entry, found, known)
+    return {name: value for name, value in found.items() if value is not values[name]}
+
+
+def tell_of_retired(name: str, value: object, entry: Retired, owner: str) -> None:
+    """Warns if a class's own field under the name of a retired option has a value with an effect."""
+    try:
+        check_retired(name, value, entry)
+    except UnsupportedOption as error:
+        logger.warning("%s has its own field %s: only its own code acts on it. %s", owner, name, error)
+
+
+def check_retired(name: str, value: object, entry: Retired) -> Any:
+    """Accepts a retired option whose value has no effect. Returns that value in its own type.
+
+    Raises:
+        UnsupportedOption: the value has an effect.
+    """
+    # As text, because a command line passes text.
     for accepted in entry.accepted:
         if str(accepted).lower() == str(value).lower():
             return accepted
@@ -232,14 +267,14 @@ def check_retired(name: str, value: Any, entry: Retired) -> Any:
 
 
 def retired_values(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The retired options among the keyword arguments `given`, for scripts that read them back.
+    """Returns the retired options among the keyword arguments `given`, for scripts that read them back.
 
     Args:
         given: keyword arguments as the caller wrote them.
-        known: names that the class has itself.
+        known: names of the class's own fields.
 
     Raises:
-        UnsupportedOption: one of them asks for something.
+        UnsupportedOption: one of them has a value with an effect.
     """
     values = {}
     for name, value in given.items():
@@ -250,8 +285,8 @@ def retired_values(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[s
     return values
 
 
-def settle(name: str, new_value: Any, entry: Renamed, result: dict[str, Any], known: Mapping[str, Any]) -> Any:
-    """The value of the new option where the old one, and perhaps both, were given."""
+def settle(name: str, new_value: object, entry: Renamed, result: dict[str, Any], known: Mapping[str, Any]) -> Any:
+    """Returns the value of the new option from the old one, or from both."""
     if entry.new not in result:
         return new_value
     given = result[entry.new]
@@ -261,11 +296,11 @@ def settle(name: str, new_value: Any, entry: Renamed, result: dict[str, Any], kn
     if is_unset or to_text(given) == to_text(new_value):
         return new_value
     if entry.is_overruled:
-        logger.info("%s is overruled by %s=%r", name, entry.new, given)
+        logger.info("%s is overridden by %s=%r", name, entry.new, given)
         return given
-    raise ValueError(f"{name}={new_value!r} and {entry.new}={given!r} are one option: give {entry.new} only.")
+    raise ValueError(f"{name}={new_value!r} and {entry.new}={given!r} are the same option: give {entry.new} only.")
 
 
-def to_text(value: Any) -> str:
-    """A value for comparison, whether it came from a script or from a command line."""
+def to_text(value: object) -> str:
+    """Converts a value from a script or a command line to text for comparison."""
     return to_str("value", value) if isinstance(value, str) else str(value)

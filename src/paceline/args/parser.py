@@ -1,6 +1,6 @@
-"""From dataclasses to a command line, and from a command line, a dict or a file to dataclasses.
+"""Parser of a command line, a dict or a file into dataclasses.
 
-The contract is that of transformers' HfArgumentParser; any dataclass can be parsed, several at once.
+It implements the interface of transformers' HfArgumentParser, for any dataclass or several at once.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def HfArg(
     metadata: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A dataclass field with a help text and further flags (`aliases`, such as "-l") for the command line."""
+    """Returns a dataclass field with a help text and additional command-line flags (`aliases`, such as "-l")."""
     entries = dict(metadata or {})
     entries.update({key: item for key, item in (("aliases", aliases), ("help", help)) if item is not None})
     return dataclasses.field(default=default, default_factory=default_factory, metadata=entries, **kwargs)
 
 
-def string_to_bool(value: Any) -> bool:
-    """A truth value from its usual words, for argparse.
+def string_to_bool(value: object) -> bool:
+    """Converts the usual words for a boolean, for argparse.
 
     Raises:
         ArgumentTypeError: it is none of them.
@@ -52,13 +52,13 @@ def string_to_bool(value: Any) -> bool:
 
 
 def choice_reader(choices: Iterable[Any]) -> Callable[[str], Any]:
-    """A function from a choice's text to the choice; text that is none of them is left for argparse to refuse."""
+    """Returns a function from a choice's text to the choice; it passes other text on for argparse to refuse."""
     by_text = {str(choice): choice for choice in choices}
     return lambda text: by_text.get(text, text)
 
 
 def read_json_object(text: str) -> Any:
-    """A dict from JSON, for argparse; other text is kept (it may be a path)."""
+    """Parses a JSON object, for argparse; other text is kept (it may be a path)."""
     if not text.strip().startswith("{"):
         return text
     try:
@@ -69,21 +69,21 @@ def read_json_object(text: str) -> Any:
 
 @dataclasses.dataclass
 class Shape:
-    """What argparse is told of a type: one flag's keywords, and whether the type is a truth value."""
+    """The keywords of `add_argument` for a type, with a flag for booleans."""
 
     keywords: dict[str, Any]
     is_bool: bool = False
 
 
-def readable_members(hint: Any, name: str) -> list[Any]:
-    """The types that one flag may hold: those of a union, less None.
+def readable_members(hint: object, name: str) -> list[Any]:
+    """Returns the types that one flag may hold: those of a union without None.
 
     Raises:
-        ValueError: the type is a union that one flag cannot tell apart.
+        ValueError: the type is a union whose members one flag cannot distinguish.
     """
     members = [member for member in union_members(hint) if member is not type(None)]
     if len(members) > 1 and bool in members:
-        members.remove(bool)  # Text and numbers hold every truth value's word; the dataclass tells them apart.
+        members.remove(bool)  # Text and numbers include the words for booleans; the dataclass distinguishes them.
     if len(members) > 1 and not any(kind in members for kind in (str, Path)):
         raise ValueError(
             f"The field {name!r} has the type {hint}: one flag takes one type, or text, or either with None."
@@ -91,11 +91,11 @@ def readable_members(hint: Any, name: str) -> list[Any]:
     return members
 
 
-def shape_of(hint: Any, name: str, default: Any) -> Shape:
-    """How a value of the type `hint` is read from a command line.
+def shape_of(hint: object, name: str, default: object) -> Shape:
+    """Returns the keywords of `add_argument` for the type `hint`.
 
     Raises:
-        ValueError: the type is a union that one flag cannot tell apart.
+        ValueError: the type is a union whose members one flag cannot distinguish.
     """
     members = readable_members(hint, name)
     if members == [bool]:
@@ -116,19 +116,19 @@ def shape_of(hint: Any, name: str, default: Any) -> Shape:
 
 
 class ArgumentsParser(ArgumentParser):
-    """Command line, dict, JSON and YAML to instances of dataclasses.
+    """Parses a command line, dict, JSON or YAML into instances of dataclasses.
 
-    Each field becomes a flag `--name` (and `--na-me`); its help text is `metadata["help"]`, further flags are
-    `metadata["aliases"]`, and other entries of the metadata go to `add_argument`. A truth value that is true by
-    default gets `--no_name` too. A dataclass with `_argument_group_name` gets a group of its own. The older names of
-    paceline's options are read as well.
+    Each field becomes a flag `--name` (and `--na-me`). Its help text is `metadata["help"]`, additional flags are
+    `metadata["aliases"]`, and other entries of the metadata are passed to `add_argument`. A boolean with the default
+    True gets `--no_name` too. A dataclass with `_argument_group_name` gets its own group. The older names of paceline's
+    options are accepted.
 
     Args:
         dataclass_types: one dataclass or several.
-        kwargs: for `argparse.ArgumentParser`.
+        kwargs: passed to `argparse.ArgumentParser`.
     """
 
-    def __init__(self, dataclass_types: Any = None, **kwargs: Any) -> None:
+    def __init__(self, dataclass_types: object = None, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", ArgumentDefaultsHelpFormatter)
         super().__init__(**kwargs)
         if dataclass_types is None:
@@ -155,7 +155,7 @@ class ArgumentsParser(ArgumentParser):
         if isinstance(dataclass_type, type) and issubclass(dataclass_type, Options):
             taken = {item.name for item in dataclasses.fields(dataclass_type)}
             for name in OLDER_NAMES.keys() - taken:
-                # Given without a value, an older flag was a switch.
+                # An older flag without a value was a switch.
                 self.add_argument(f"--{name}", nargs="?", const="true", default=SUPPRESS, help=SUPPRESS)
 
     def parse_args_into_dataclasses(
@@ -166,21 +166,21 @@ class ArgumentsParser(ArgumentParser):
         args_filename: str | None = None,
         args_file_flag: str | None = None,
     ) -> tuple[Any, ...]:
-        """Parse a command line.
+        """Parses a command line.
 
         Args:
-            args: the words; those of the process by default.
-            return_remaining_strings: return words that nothing took, rather than refuse them.
-            look_for_args_file: read the words in the script's own file with the ending `.args` first, where it exists.
-            args_filename: read the words in this file first, instead.
-            args_file_flag: a flag of the command line that names further such files; words given directly win.
+            args: the words; by default those of the process.
+            return_remaining_strings: return unused words rather than refuse them.
+            look_for_args_file: read the script's own `.args` file first, if it exists.
+            args_filename: read this file first instead.
+            args_file_flag: a flag that names more such files; words of the command line override them.
 
         Returns:
-            One instance for each dataclass, then a namespace with arguments added by hand (if any), then the list of
-            remaining words (if asked for).
+            One instance per dataclass, then a namespace with arguments added by hand (if any), then the list of
+            remaining words (if requested).
 
         Raises:
-            ValueError: a word that nothing took.
+            ValueError: an unused word.
         """
         words = self._with_files(args, look_for_args_file, args_filename, args_file_flag)
         namespace, remaining = self.parse_known_args(args=words)
@@ -198,13 +198,13 @@ class ArgumentsParser(ArgumentParser):
         if remaining:
             flags = [flag.lstrip("-") for flag in self._option_string_actions]
             hint = did_you_mean(remaining[0].split("=")[0].lstrip("-"), flags)
-            raise ValueError(f"Some words of the command line are not understood: {remaining}{hint}")
+            raise ValueError(f"Some specified arguments are not used by the HfArgumentParser: {remaining}{hint}")
         return tuple(outputs)
 
     def _with_files(
         self, args: list[str] | None, look_for_file: bool, filename: str | None, flag: str | None
     ) -> list[str] | None:
-        """The words of argument files and of the command line, later ones overruling earlier ones."""
+        """Returns the words of argument files and the command line; later ones override earlier ones."""
         files: list[Path] = []
         if filename:
             files.append(Path(filename))
@@ -219,7 +219,7 @@ class ArgumentsParser(ArgumentParser):
         return [*words, *(sys.argv[1:] if args is None else args)] if files else args
 
     def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Instances from a dict whose keys are the fields of all dataclasses together.
+        """Builds instances from a dict whose keys are the fields of all dataclasses together.
 
         Raises:
             ValueError: a key that no dataclass has, unless `allow_extra_keys`.
@@ -235,24 +235,24 @@ class ArgumentsParser(ArgumentParser):
         if unused and not allow_extra_keys:
             known = [item.name for kind in self.dataclass_types for item in dataclasses.fields(kind)]
             hint = did_you_mean(sorted(unused)[0], known)
-            raise ValueError(f"Some keys belong to no option: {sorted(unused)}{hint}")
+            raise ValueError(f"Some keys are not used by the HfArgumentParser: {sorted(unused)}{hint}")
         return tuple(outputs)
 
     def parse_json_file(self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Instances from a JSON file; see `parse_dict`."""
+        """Builds instances from a JSON file; see `parse_dict`."""
         with open(json_file, encoding="utf-8") as file:
             return self.parse_dict(json.load(file), allow_extra_keys=allow_extra_keys)
 
     def parse_yaml_file(self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Instances from a YAML file; see `parse_dict`."""
+        """Builds instances from a YAML file; see `parse_dict`."""
         return self.parse_dict(read_mapping(yaml_file), allow_extra_keys=allow_extra_keys)
 
 
 HfArgumentParser = ArgumentsParser
 
 
-def add_field(target: Any, item: dataclasses.Field[Any], hint: Any) -> None:
-    """Add one field of a dataclass to a parser or a group of one."""
+def add_field(target: Any, item: dataclasses.Field[Any], hint: object) -> None:
+    """Adds one field of a dataclass to a parser or a group."""
     extra = dict(item.metadata)
     aliases = extra.pop("aliases", [])
     flags = [f"--{item.name}", *([aliases] if isinstance(aliases, str) else aliases)]
@@ -274,8 +274,8 @@ def add_field(target: Any, item: dataclasses.Field[Any], hint: Any) -> None:
         target.add_argument(*negations, action="store_false", dest=item.name, default=SUPPRESS, help=extra.get("help"))
 
 
-def unwrap(value: Any, dataclass_type: Any, name: str) -> Any:
-    """A list of one word where the field takes text as well as a list: the word."""
+def unwrap(value: object, dataclass_type: object, name: str) -> Any:
+    """Returns the word of a one-element list if the field accepts text as well as a list."""
     if isinstance(value, list) and len(value) == 1:
         members = union_members(typing.get_type_hints(dataclass_type).get(name, Any))
         if str in members and types.NoneType in members:

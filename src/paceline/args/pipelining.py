@@ -1,4 +1,4 @@
-"""How a pipeline runs: `pipeline_config` read into one set of decisions."""
+"""Pipeline parallelism: validation of `pipeline_config`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any
 
 from paceline.args.errors import UnsupportedOption, did_you_mean, wrong_value
 
-# the schedules of torch.distributed.pipelining that are used -> stages of each process, where nothing is said
+# supported schedules of torch.distributed.pipelining -> default number of stages per process
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}
-# those that split the backward pass in two, or go through the stages in another order
+# unsupported schedules, which split the backward pass or visit the stages in another order
 NOT_USED = ("looped_bfs", "interleaved_zero_bubble", "zb_v", "zbv_zero_bubble", "dual_pipe_v")
 SETTINGS = ("schedule", "stages_per_process", "micro_batches")
 
 
 @dataclass(frozen=True)
 class Pipelining:
-    """What `pipeline_config` asks for.
+    """The resolved `pipeline_config`.
 
     Attributes:
         schedule: the order of forward and backward passes, a key of `SCHEDULES`.
-        stages_per_process: parts of the model that each process holds.
-        micro_batches: of an update, at least; batches are cut until there are so many. 0: as many as stages.
+        stages_per_process: stages of the model per process.
+        micro_batches: minimum number of micro-batches per optimizer step; batches are split to reach it. 0 means the
+            number of stages.
     """
 
     schedule: str = "1f1b"
@@ -31,12 +32,12 @@ class Pipelining:
     micro_batches: int = 0
 
 
-def keep_pipelining(name: str, value: Any) -> dict[str, Any] | None:
-    """The value of `pipeline_config`: a mapping or JSON, as a plain dict.
+def keep_pipelining(name: str, value: object) -> dict[str, Any] | None:
+    """Converts `pipeline_config`, a mapping or JSON, to a plain dict.
 
     Raises:
-        ValueError: it is neither, or says something that cannot be.
-        UnsupportedOption: a schedule that is not used here.
+        ValueError: it is neither, or a setting is invalid.
+        UnsupportedOption: a schedule that is not supported.
     """
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
@@ -46,20 +47,20 @@ def keep_pipelining(name: str, value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise wrong_value(name, value, f"give a dict with some of {', '.join(SETTINGS)}")
+        raise wrong_value(name, value, f"expected a dict with some of {', '.join(SETTINGS)}")
     read_pipelining(value)
     return {str(key): setting for key, setting in value.items()}
 
 
 def read_pipelining(config: Mapping[str, Any] | None) -> Pipelining:
-    """The decisions.
+    """Resolves the settings.
 
     Args:
-        config: `pipeline_config`; None: the defaults.
+        config: `pipeline_config`; None for the defaults.
 
     Raises:
-        ValueError: an unknown setting, or a value that cannot be.
-        UnsupportedOption: a schedule that is not used here.
+        ValueError: an unknown setting or an invalid value.
+        UnsupportedOption: a schedule that is not supported.
     """
     config = dict(config or {})
     for key in config:
@@ -74,7 +75,7 @@ def read_pipelining(config: Mapping[str, Any] | None) -> Pipelining:
                 f"pipeline_config={{'schedule': {config['schedule']!r}}} is not supported: choose one of "
                 f"{', '.join(SCHEDULES)}."
             )
-        remedy = f"choose one of {', '.join(SCHEDULES)}"
+        remedy = f"expected one of {', '.join(SCHEDULES)}"
         raise wrong_value("pipeline_config", config, remedy, did_you_mean(schedule, list(SCHEDULES)))
     stages = whole_number(config, "stages_per_process", SCHEDULES[schedule])
     if (stages > 1) != (schedule == "interleaved_1f1b"):
@@ -86,7 +87,7 @@ def read_pipelining(config: Mapping[str, Any] | None) -> Pipelining:
 
 
 def whole_number(config: Mapping[str, Any], key: str, default: int) -> int:
-    """A setting that is a whole number of at least 1. Raises: ValueError, for anything else."""
+    """Returns a setting that must be a whole number of at least 1. Raises: ValueError, for anything else."""
     value = config.get(key)
     if value is None:
         return default

@@ -1,4 +1,4 @@
-"""Where a run writes: a folder of this machine, or the URL of an object store, and the folder that is staged for it."""
+"""Output locations: local folders, URLs of object stores, and their staging folders."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
-# two letters at least before ://, so that a drive of Windows is none
+# at least two letters before ://, which excludes Windows drives
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 def is_url(place: object) -> bool:
-    """Whether a place is a URL, such as `s3://bucket/run`, and no path."""
+    """True if a location is a URL, such as `s3://bucket/run`, and not a path."""
     return isinstance(place, str) and _URL.match(place) is not None
 
 
 def check_url(name: str, url: str) -> str:
-    """A URL that checkpoints can go to, without a slash at its end.
+    """Returns a URL for checkpoints without a trailing slash.
 
     Raises:
-        ValueError: it is none, names no place below the scheme, or holds a password or a signature.
+        ValueError: it is not a URL, has no path, or contains a password or a signature.
     """
     if not is_url(url):
-        raise ValueError(f"{name}={url!r} is no URL: write scheme://bucket/run, such as s3://bucket/run.")
+        raise ValueError(f"{name}={url!r} is not a URL: write scheme://bucket/run, such as s3://bucket/run.")
     parts = urlsplit(url)
     if parts.query or (parts.password is not None):
         shown = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
         raise ValueError(
-            f"{name}={shown!r} was given with a password or a signature in it, which would be written into logs: leave "
-            "it out, and let the store's own variables hold it (docs/object_stores.md)."
+            f"{name}={shown!r} contains a password or a signature, which would be written to logs: leave it out, and "
+            "set it in the store's own environment variables (docs/object_stores.md)."
         )
     trimmed = url.rstrip("/")
     if trimmed.endswith(":") or not (parts.netloc or parts.path).strip("/"):
-        raise ValueError(f"{name}={url!r} names no place: write scheme://bucket/run, such as s3://bucket/run.")
+        raise ValueError(f"{name}={url!r} has no path: write scheme://bucket/run, such as s3://bucket/run.")
     return trimmed
 
 
 def staging_folder(url: str) -> str:
-    """The local folder that a run writes to when its output belongs to `url`; the same at each start.
+    """Returns the local staging folder of a run whose output is stored at `url`; the same at each start.
 
-    It lies in the user's cache ($XDG_CACHE_HOME, else ~/.cache). A path, made by nobody yet.
+    It is in the user's cache ($XDG_CACHE_HOME, else ~/.cache). The folder is not created.
     """
     scheme, _, rest = url.partition("://")
     parts = [re.sub(r"[^\w.=@+-]", "_", part) for part in rest.split("/") if part]

@@ -1,4 +1,4 @@
-"""Every decision of a run, made once from the arguments and the size of the data, frozen, and told in words."""
+"""The plan of a run: its configuration, resolved once from the arguments and the size of the data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from paceline.args.accelerator_config import accelerator_notes, batch_of_all, check_sharing
+from paceline.args.accelerator_config import accelerator_notes, check_sharing, global_micro_batch_size
 from paceline.args.choices import IntervalStrategy
+from paceline.args.coercion import as_plain
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh, engine_of, read_size, resolve_mesh
-from paceline.args.rules import check, derived_values
+from paceline.args.rules import check, check_for_run, derived_values
 from paceline.args.sections import Options
 from paceline.args.sharding import is_asked, is_xla_asked, shard_precision_of
 
@@ -31,41 +32,41 @@ UNCOUNTED = {"no": "never", "epoch": "at each end of an epoch", "best": "when an
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions of one run.
+    """The resolved configuration of one run. A step is one optimizer step.
 
     Attributes:
         micro_batch_size: samples per process in one training micro-batch.
         eval_batch_size: samples per process in one evaluation batch.
-        accumulation: micro-batches per update.
-        world_size: processes of the run.
-        mesh: how they are laid out, and which of them read the same data.
-        parallel: how they share the work; None: there is one.
-        global_batch_size: samples per update, over all processes.
-        updates_per_epoch: updates in one pass over the data, the last one perhaps of fewer micro-batches; None where
-            the length is unknown.
-        micro_batches_per_epoch: micro-batches of one process in one pass, as the loader counts them; None: unknown.
-        max_steps: updates of the run.
-        num_epochs: passes that the loop begins, at most; `sys.maxsize` where the length is unknown.
-        num_train_epochs: passes asked for, or what max_steps amounts to.
-        samples_per_epoch: samples in one pass, over all processes; None where unknown.
-        warmup_steps: updates of warmup.
-        logging_strategy, eval_strategy, save_strategy: when each happens.
-        logging_steps, eval_steps, save_steps: updates between two of each; at least 1.
-        logging_first_step: the first update is logged too.
-        eval_on_start: evaluate before the first update.
-        eval_delay: no evaluation before so many epochs, or updates where eval_strategy is "steps".
-        precision: "full", "bf16", "fp16", or "apex-" and the level of NVIDIA's Apex.
-        shard_precision: formats of a sharded model, in words; None: those of its parameters.
-        eval_dtype: format that the whole model is cast to for evaluation, "bf16" or "fp16"; None: none.
-        max_grad_norm: L2 norm that gradients are clipped to; 0: not clipped.
-        seed, data_seed: of everything random, and of the order of the data.
-        average_tokens_across_devices: losses are divided by the count of targets over all processes.
-        loss_weight: what a returned loss is a mean over; None: found out on the first batches.
-        nonfinite_policy: what is done about a loss or gradient that is not finite.
-        leave_out_non_finite: the logged mean is over the finite losses, where there are any.
-        auto_find_batch_size: go on with half the micro-batch when memory runs out.
-        metric_for_best_model, greater_is_better: how the best model is found; None where nothing asks for it.
-        notes: one sentence for each decision worth telling.
+        accumulation: micro-batches per step.
+        world_size: number of processes.
+        mesh: the device mesh, which determines the ranks that read the same data.
+        parallel: the strategy; None for one process.
+        global_batch_size: samples per step, over all processes.
+        updates_per_epoch: steps in one epoch, the last one possibly of fewer micro-batches; None if the length is
+            unknown.
+        micro_batches_per_epoch: micro-batches of one process in one epoch, by the loader's count; None if unknown.
+        max_steps: steps of the run.
+        num_epochs: maximum number of epochs; `sys.maxsize` if the length is unknown.
+        num_train_epochs: epochs requested, or the equivalent of max_steps.
+        samples_per_epoch: samples in one epoch, over all processes; None if unknown.
+        warmup_steps: steps of warmup.
+        logging_strategy, eval_strategy, save_strategy: intervals of logs, evaluations and checkpoints.
+        logging_steps, eval_steps, save_steps: steps between two of each; at least 1.
+        logging_first_step: log the first step too.
+        eval_on_start: evaluate before the first step.
+        eval_delay: epochs before the first evaluation, or steps if eval_strategy is "steps".
+        precision: "full" (no autocast), "bf16", "fp16", or "apex-" and the level of NVIDIA's Apex.
+        shard_precision: description of a sharded model's dtypes; None for those of its parameters.
+        eval_dtype: dtype that the model is cast to for evaluation, "bf16" or "fp16"; None for no cast.
+        max_grad_norm: L2 norm that gradients are clipped to; 0 disables clipping.
+        seed, data_seed: seed of all randomness, and of the order of the data.
+        average_tokens_across_devices: losses are divided by the number of targets over all processes.
+        loss_weight: what a returned loss is a mean over, or the name of a function; None to infer it.
+        nonfinite_policy: policy for a loss or gradient that is not finite.
+        leave_out_non_finite: the logged mean is over the finite losses if there are any.
+        auto_find_batch_size: halve the micro-batch size after an out-of-memory.
+        metric_for_best_model, greater_is_better: criterion of the best model; None if unused.
+        notes: one sentence for each decision to report.
     """
 
     micro_batch_size: int
@@ -107,7 +108,7 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def halved(self) -> Plan:
-        """The plan with micro-batches of half the size, rounded up, and twice as many: the same samples per update.
+        """Returns the plan with twice as many micro-batches of half the size, rounded up: the same global batch size.
 
         Raises:
             ValueError: a micro-batch is one sample already.
@@ -117,21 +118,21 @@ class Plan:
         size = (self.micro_batch_size + 1) // 2
         note = (
             f"Memory ran out: micro-batches of {size} instead of {self.micro_batch_size} samples, "
-            f"{self.accumulation * 2} instead of {self.accumulation} per update; still {self.global_batch_size} "
-            "samples per update."
+            f"{self.accumulation * 2} instead of {self.accumulation} per step; still {self.global_batch_size} "
+            "samples per step."
         )
         return replace(self, micro_batch_size=size, accumulation=self.accumulation * 2, notes=(*self.notes, note))
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan in JSON's types."""
+        """Returns the plan in JSON types."""
         return {**asdict(self), "notes": list(self.notes)}
 
     def describe(self) -> str:
-        """The plan in a few lines of text."""
+        """Describes the plan in a few lines of text."""
         processes, parts = "", 1
         if self.world_size > 1:
             parts = self.mesh.data_size
-            processes = f" x {parts} {'processes' if self.mesh.is_data_only else 'parts of the data'}"
+            processes = f" x {parts} {'processes' if self.mesh.is_data_only else 'data-parallel ranks'}"
         epoch = "unknown length" if self.updates_per_epoch is None else f"{self.updates_per_epoch:,} per epoch"
         samples = "" if self.samples_per_epoch is None else f", {self.samples_per_epoch:,} samples each"
         epochs = "" if self.updates_per_epoch is None else f" ({self.num_train_epochs:g} epochs{samples})"
@@ -143,8 +144,8 @@ class Plan:
             numbers = f"{own}mixed_precision_policy ({self.shard_precision})"
         most = "at most " if self.micro_batch_size * self.accumulation * parts > self.global_batch_size else ""
         lines = [
-            f"updates    {self.max_steps:,}{epochs}, {epoch}, warmup {self.warmup_steps:,}",
-            f"samples    {self.global_batch_size:,} per update = {most}{self.micro_batch_size} x {self.accumulation} "
+            f"steps      {self.max_steps:,}{epochs}, {epoch}, warmup {self.warmup_steps:,}",
+            f"samples    {self.global_batch_size:,} per step = {most}{self.micro_batch_size} x {self.accumulation} "
             f"micro-batches{processes}",
             *([self._processes()] if self.parallel is not None else []),
             f"numbers    {numbers}, {clip}, {seeds}",
@@ -164,13 +165,13 @@ class Plan:
     def _interval(self, kind: str) -> str:
         strategy = getattr(self, f"{kind}_strategy")
         if strategy == IntervalStrategy.STEPS:
-            return f"every {getattr(self, f'{kind}_steps'):,} updates"
+            return f"every {getattr(self, f'{kind}_steps'):,} steps"
         return UNCOUNTED[strategy]
 
 
 @dataclass(frozen=True)
 class Duration:
-    """How long the run is."""
+    """The length of the run."""
 
     updates_per_epoch: int | None
     max_steps: int
@@ -179,43 +180,54 @@ class Duration:
 
 
 def precision_of(args: Any) -> str:
-    """`Plan.precision` of these arguments."""
+    """Returns `Plan.precision` of these arguments."""
     if args.fp16 and args.half_precision_backend == "apex":
         return f"apex-{args.fp16_opt_level}"
-    return "fp16" if args.fp16 else "bf16" if args.bf16 else "full"
+    return half_format(args.fp16, args.bf16) or "full"
+
+
+def half_format(fp16: bool, bf16: bool) -> str | None:
+    """Returns the 16-bit format that a pair of flags asks for, or None."""
+    if fp16:
+        return "fp16"
+    return "bf16" if bf16 else None
 
 
 def resolve(
-    args: Options, *, world_size: int = 1, micro_batches_per_epoch: int | None, samples_per_epoch: int | None = None,
-    update_size: int | None = None, local_size: int | None = None,
-) -> Plan:  # fmt: skip
-    """Make the plan of a run.
+    args: Options,
+    *,
+    world_size: int = 1,
+    micro_batches_per_epoch: int | None,
+    samples_per_epoch: int | None = None,
+    resumed_batch_size: int | None = None,
+    local_size: int | None = None,
+) -> Plan:
+    """Resolves the plan of a run.
 
     Args:
-        args: the arguments, as they are now.
-        world_size: processes of the run.
-        micro_batches_per_epoch: training micro-batches of one process in one epoch; None where unknown.
-        samples_per_epoch: training samples in one epoch over all processes; None where unknown.
-        update_size: samples of one update over all processes, where a run goes on with those it was begun with on
-            another number of processes; None: what the arguments give.
-        local_size: processes on each machine; None: all.
+        args: the present arguments.
+        world_size: number of processes.
+        micro_batches_per_epoch: training micro-batches of one process in one epoch; None if unknown.
+        samples_per_epoch: training samples in one epoch over all processes; None if unknown.
+        resumed_batch_size: the global batch size of a run started on another number of processes; None takes that of
+            the arguments.
+        local_size: processes per machine; None for all.
 
     Raises:
-        ValueError: the arguments break a rule, or the length of the run cannot be known.
-        UnsupportedOption: an option asks for what this version does not do.
+        ValueError: the arguments break a rule, or the length of the run is unknown.
+        UnsupportedOption: an option that this version does not support.
     """
-    check(args)
+    check_for_run(args)
     notes = notes_on_idle_options(args, world_size)
     derived = derived_values(args)
     mesh = resolve_mesh(args, world_size, local_size)
-    accumulation, global_batch_size = resolve_update(args, mesh.data_size, update_size)
+    accumulation, global_batch_size = resolve_update(args, mesh.data_size, resumed_batch_size)
     train_size, eval_size = resolve_batches(args, mesh.data_size, notes)
     duration = resolve_duration(args, micro_batches_per_epoch, accumulation, notes)
-    logging_steps = resolve_interval("logging_steps", args.logging_steps, duration.max_steps, notes)
-    eval_steps, save_steps = resolve_eval_and_save(args, logging_steps, duration.max_steps, notes)
-    note_logging(args, logging_steps, duration.max_steps, notes)
     return Plan(
-        micro_batch_size=train_size, eval_batch_size=eval_size,
+        **resolve_intervals(args, duration.max_steps, notes),
+        micro_batch_size=train_size,
+        eval_batch_size=eval_size,
         accumulation=accumulation,
         world_size=world_size,
         global_batch_size=global_batch_size,
@@ -226,23 +238,16 @@ def resolve(
         num_train_epochs=duration.num_train_epochs,
         samples_per_epoch=samples_per_epoch,
         warmup_steps=note_warmup(args, duration.max_steps, notes),
-        logging_strategy=str(args.logging_strategy),
-        eval_strategy=str(args.eval_strategy),
-        save_strategy=str(args.save_strategy),
-        logging_steps=logging_steps,
-        eval_steps=eval_steps,
-        save_steps=save_steps,
-        logging_first_step=args.logging_first_step,
-        eval_on_start=args.eval_on_start,
-        eval_delay=args.eval_delay,
-        parallel=resolve_parallel(args, world_size, local_size), mesh=mesh,
-        precision=precision_of(args), shard_precision=resolve_shard_precision(args, mesh),
-        eval_dtype="fp16" if args.fp16_full_eval else "bf16" if args.bf16_full_eval else None,
+        parallel=resolve_parallel(args, world_size, local_size),
+        mesh=mesh,
+        precision=precision_of(args),
+        shard_precision=resolve_shard_precision(args, mesh),
+        eval_dtype=half_format(args.fp16_full_eval, args.bf16_full_eval),
         max_grad_norm=args.max_grad_norm,
         seed=args.seed,
         data_seed=args.seed if args.data_seed is None else args.data_seed,
         average_tokens_across_devices=args.average_tokens_across_devices,
-        loss_weight=args.loss_weight,
+        loss_weight=as_plain(args.loss_weight),
         nonfinite_policy=args.nonfinite_policy,
         leave_out_non_finite=args.logging_nan_inf_filter,
         auto_find_batch_size=args.auto_find_batch_size,
@@ -253,52 +258,52 @@ def resolve(
 
 
 def resolve_parallel(args: Options, world_size: int, local_size: int | None = None) -> str | None:
-    """How several processes share the work, by the name of the strategy; None for one without an engine of its own.
+    """Returns the name of the strategy for several processes; None for one process without a special engine.
 
     Raises:
-        UnsupportedOption: one of them was asked for; the message says what to set.
+        UnsupportedOption: the requested strategy is not supported here; the message names the remedy.
     """
     if is_xla_asked(args.parallel, args.fsdp, args.fsdp_config):
         return "xla"
     parallel = "deepspeed" if args.deepspeed else engine_of(resolve_mesh(args, world_size, local_size), args)
     if world_size == 1 and isinstance(args.parallel, dict) and args.parallel.get("pp") == -1:
         raise ValueError(
-            "A pipeline has stages on several processes, and this is one: start the script with `paceline launch`, or "
-            "leave parallel out."
+            "A pipeline needs several processes, and there is one: start the script with `paceline launch`, or leave "
+            "parallel out."
         )
     if world_size > 1 and args.auto_find_batch_size and parallel != "ddp":
         raise UnsupportedOption(
             f"auto_find_batch_size=True with parallel={parallel!r} is not supported: a process that runs out of memory "
-            "in the middle of a pass leaves the others waiting for its part of the model. Set "
+            "during a pass leaves the others waiting for its shard of the model. Set "
             "per_device_train_batch_size and gradient_accumulation_steps, or parallel='ddp'."
         )
     if world_size == 1 and (parallel == "fsdp" or (args.parallel is None and is_asked(args.fsdp))):
         raise ValueError(
-            "fsdp shards a model over several processes, and this is one: start the script with `paceline launch`, or "
-            "leave fsdp and parallel out."
+            "fsdp needs several processes, and there is one: start the script with `paceline launch`, or leave fsdp "
+            "and parallel out."
         )
     return parallel if world_size > 1 or parallel == "deepspeed" else None
 
 
 def resolve_shard_precision(args: Options, mesh: Mesh) -> str | None:
-    """The formats of a sharded model in words; None where none are asked for.
+    """Describes the dtypes of a sharded model; None if unset.
 
     Raises:
-        ValueError: they are, and in this mesh nothing is sharded.
+        ValueError: they are set, but the mesh shards nothing.
     """
     policy = shard_precision_of(args)
     if policy is None:
         return None
     if mesh.dp_shard * mesh.num_parts == 1:
         raise ValueError(
-            f"fsdp_config={args.fsdp_config!r} has formats for shards, and parallel={args.parallel!r} makes none of "
-            "these processes: leave mixed_precision_policy out, or give dp_shard a size."
+            f"fsdp_config={args.fsdp_config!r} sets dtypes of shards, and parallel={args.parallel!r} shards nothing: "
+            "leave mixed_precision_policy out, or give dp_shard a size."
         )
     return policy.describe()
 
 
 def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
-    """What was set and changes nothing in this run: on one process, or without the switch it belongs to."""
+    """Returns notes on options without an effect in this run: with one process, or without their switch."""
     several = [
         name
         for name in (
@@ -321,27 +326,27 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
     sequences = args.parallelism_config if isinstance(args.parallelism_config, dict) else {}
     idle = [name for name in ("sp_backend", "sp_handler") if sequences.get(name)]
     if idle and read_size("parallelism_config", "sp", sequences.get("sp_size") or 1) != 1:
-        notes.append(f"parallelism_config: {' and '.join(idle)} change nothing here; the exchange is paceline's own.")
+        notes.append(f"parallelism_config: {' and '.join(idle)} have no effect; paceline runs its own collectives.")
     return notes + accelerator_notes(args.accelerator_config, world_size)
 
 
-def resolve_update(args: Options, data_size: int, update_size: int | None) -> tuple[int, int]:
-    """(micro-batches of each process, samples of all) in one update of so many that read different data."""
-    at_once = batch_of_all(args.accelerator_config, args.per_device_train_batch_size, data_size)
-    if update_size is not None:
-        return math.ceil(update_size / at_once), update_size
+def resolve_update(args: Options, data_size: int, resumed_batch_size: int | None) -> tuple[int, int]:
+    """Returns (micro-batches per process, global batch size) of one optimizer step."""
+    at_once = global_micro_batch_size(args.accelerator_config, args.per_device_train_batch_size, data_size)
+    if resumed_batch_size is not None:
+        return math.ceil(resumed_batch_size / at_once), resumed_batch_size
     return args.gradient_accumulation_steps, at_once * args.gradient_accumulation_steps
 
 
 def resolve_batches(args: Options, data_size: int, notes: list[str]) -> tuple[int, int]:
-    """Samples of one process, at most, in a micro-batch of training and in a batch of evaluation.
+    """Returns the maximum samples per process in a training micro-batch and in an evaluation batch.
 
     Raises:
-        ValueError, UnsupportedOption: the processes cannot share batches in the way that was asked for.
+        ValueError, UnsupportedOption: batches cannot be distributed as requested.
     """
     check_sharing(args, data_size)
     config, asked = args.accelerator_config, (args.per_device_train_batch_size, args.per_device_eval_batch_size)
-    train_size, eval_size = (math.ceil(batch_of_all(config, size, data_size) / data_size) for size in asked)
+    train_size, eval_size = (math.ceil(global_micro_batch_size(config, size, data_size) / data_size) for size in asked)
     if (train_size, eval_size) != asked:
         most = f"{'at most ' if asked[0] % data_size else ''}{train_size}"
         notes.append(f"split_batches=True: {asked[0]} samples in a micro-batch of all processes, {most} on each.")
@@ -349,12 +354,12 @@ def resolve_batches(args: Options, data_size: int, notes: list[str]) -> tuple[in
 
 
 def resolve_duration(args: Options, micro_batches: int | None, accumulation: int, notes: list[str]) -> Duration:
-    """Updates and epochs from max_steps, num_train_epochs and the length of the data."""
+    """Resolves steps and epochs from max_steps, num_train_epochs and the length of the data."""
     if micro_batches is None:
         if args.max_steps < 0:
             raise ValueError(
-                f"max_steps={args.max_steps} is not possible here: the training data has no length, so the end of "
-                "the run is unknown. Set max_steps to a number of updates."
+                f"max_steps={args.max_steps} is not possible here: the training data has no length (the train_dataset "
+                "does not implement __len__), so the end of the run is unknown: max_steps has to be specified."
             )
         return Duration(None, args.max_steps, sys.maxsize, float(sys.maxsize))
     if micro_batches == 0:
@@ -365,7 +370,7 @@ def resolve_duration(args: Options, micro_batches: int | None, accumulation: int
     rest = micro_batches % accumulation
     if rest:
         notes.append(
-            f"The last update of each epoch takes {rest} of {accumulation} micro-batches, weighted as they are."
+            f"The last optimizer step of each epoch takes {rest} of {accumulation} micro-batches, weighted as they are."
         )
     if args.max_steps < 0:
         max_steps = math.ceil(args.num_train_epochs * updates)
@@ -379,17 +384,35 @@ def resolve_duration(args: Options, micro_batches: int | None, accumulation: int
     return Duration(updates, args.max_steps, math.ceil(epochs), epochs)
 
 
+def resolve_intervals(args: Options, max_steps: int, notes: list[str]) -> dict[str, Any]:
+    """Returns the fields of the Plan for the times of logs, evaluations and checkpoints."""
+    logging_steps = resolve_interval("logging_steps", args.logging_steps, max_steps, notes)
+    eval_steps, save_steps = resolve_eval_and_save(args, logging_steps, max_steps, notes)
+    note_logging(args, logging_steps, max_steps, notes)
+    return {
+        "logging_strategy": str(args.logging_strategy),
+        "eval_strategy": str(args.eval_strategy),
+        "save_strategy": str(args.save_strategy),
+        "logging_steps": logging_steps,
+        "eval_steps": eval_steps,
+        "save_steps": save_steps,
+        "logging_first_step": args.logging_first_step,
+        "eval_on_start": args.eval_on_start,
+        "eval_delay": args.eval_delay,
+    }
+
+
 def resolve_interval(name: str, steps: float, max_steps: int, notes: list[str]) -> int:
-    """Updates between two of something; a share of all updates is rounded up, to at least 1."""
+    """Returns the steps of an interval; a ratio of all steps is rounded up, to at least 1."""
     if steps >= 1 or steps == 0:
         return max(1, int(steps))
     updates = max(1, math.ceil(max_steps * steps))
-    notes.append(f"{name}={steps} of {max_steps} updates: every {updates}.")
+    notes.append(f"{name}={steps} of {max_steps} steps: every {updates}.")
     return updates
 
 
 def resolve_eval_and_save(args: Options, logging_steps: int, max_steps: int, notes: list[str]) -> tuple[int, int]:
-    """Updates between evaluations and between checkpoints; where the best model counts, the second is a multiple."""
+    """Returns the steps between evaluations and between checkpoints; for a best model, the latter is a multiple."""
     if args.eval_steps:
         eval_steps = resolve_interval("eval_steps", args.eval_steps, max_steps, notes)
     else:
@@ -397,31 +420,31 @@ def resolve_eval_and_save(args: Options, logging_steps: int, max_steps: int, not
     save_steps = resolve_interval("save_steps", args.save_steps, max_steps, notes)
     is_tied = args.load_best_model_at_end and args.save_strategy == args.eval_strategy == IntervalStrategy.STEPS
     if is_tied and save_steps % eval_steps:
-        # Two shares that divide each other need not do so once rounded to updates.
+        # Two ratios that divide each other need not do so once rounded to steps.
         save_steps = eval_steps * max(1, round(save_steps / eval_steps))
-        notes.append(f"Checkpoints every {save_steps} updates, so that each falls on an evaluation.")
+        notes.append(f"Checkpoints every {save_steps} steps, so that each coincides with an evaluation.")
     return eval_steps, save_steps
 
 
 def resolve_warmup(warmup_steps: float, max_steps: int) -> int:
-    """Updates of warmup, from a number of updates or a share of all of them (below 1, rounded up)."""
+    """Returns the warmup steps, from a number of steps or a ratio of all steps (below 1, rounded up)."""
     return int(warmup_steps) if warmup_steps >= 1 else math.ceil(max_steps * warmup_steps)
 
 
 def note_logging(args: Options, logging_steps: int, max_steps: int, notes: list[str]) -> None:
-    """A note where nothing would be logged."""
+    """Adds a note if no loss would be logged."""
     if args.logging_strategy == IntervalStrategy.STEPS and logging_steps > max_steps > 0:
         notes.append(
-            f"logging_steps={logging_steps} is more than the {max_steps} updates of the run: no training loss is "
+            f"logging_steps={logging_steps} is more than the {max_steps} steps of the run: no training loss is "
             "logged before the end."
         )
 
 
 def note_warmup(args: Options, max_steps: int, notes: list[str]) -> int:
-    """Updates of warmup, with a note where they fill the run."""
+    """Returns the warmup steps; adds a note if they fill the run."""
     updates = resolve_warmup(args.warmup_steps, max_steps)
     if updates >= max_steps > 0:
         notes.append(f"warmup_steps={args.warmup_steps}: the learning rate is still rising when the run ends.")
     elif 0 < args.warmup_steps < 1:
-        notes.append(f"warmup_steps={args.warmup_steps} of {max_steps} updates: {updates}.")
+        notes.append(f"warmup_steps={args.warmup_steps} of {max_steps} steps: {updates}.")
     return updates

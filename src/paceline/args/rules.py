@@ -1,4 +1,4 @@
-"""Every rule an option must keep, alone or with others. No torch, no files, no environment."""
+"""Validation rules of options, alone and in combination. Reads no files and no environment; imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.args.places import is_url, staging_folder
 from paceline.args.sections import Options
 from paceline.args.sharding import is_asked, is_xla_asked, read_sharding, shard_precision_of, wants_shards
 
-# name: (smallest value, largest value or None, whether the largest itself is allowed)
+# name: (minimum, maximum or None, True if the maximum is inclusive)
 LIMITS: dict[str, tuple[float, float | None, bool]] = {
     "per_device_train_batch_size": (1, None, True),
     "per_device_eval_batch_size": (1, None, True),
@@ -50,32 +50,45 @@ LIMITS: dict[str, tuple[float, float | None, bool]] = {
 }
 
 
+# the prefix of the Hugging Face Trainer's message, which scripts may match
+WORDS_OF_LIMITS = {
+    "torch_empty_cache_steps": "`torch_empty_cache_steps` must be an integer bigger than 0, got {}",
+    "warmup_steps": "Got warmup_steps = {}, Expected value warmup_steps >= 0",
+}
+
+
 def check_limits(options: Options) -> None:
-    """Numbers within their range."""
+    """Checks that numbers are within their range."""
     for name, (low, high, is_closed) in LIMITS.items():
         value = getattr(options, name)
         if value is None:
             continue
         if value < low:
-            raise ValueError(f"{name}={value} is not possible: it must be at least {low}.")
+            begin = f"{WORDS_OF_LIMITS[name].format(value)}: " if name in WORDS_OF_LIMITS else ""
+            raise ValueError(f"{begin}{name}={value} is invalid: it must be at least {low}.")
         if high is not None and (value > high or (value == high and not is_closed)):
             bound = "at most" if is_closed else "below"
-            raise ValueError(f"{name}={value} is not possible: it must be {bound} {high}.")
+            raise ValueError(f"{name}={value} is invalid: it must be {bound} {high}.")
     if options.max_steps == 0:
         raise ValueError(
-            f"max_steps={options.max_steps} is not possible: give a number of updates, "
-            "or -1 for as many as num_train_epochs takes."
+            f"max_steps={options.max_steps} is invalid: expected a number of optimizer steps, "
+            "or -1 to use num_train_epochs."
         )
 
 
 def check_precision(options: Options) -> None:
-    """One number format at a time."""
+    """Checks that only one precision is set."""
     if options.fp16 and options.bf16:
-        raise ValueError("fp16=True and bf16=True exclude each other: keep one (bf16 needs no loss scaling).")
+        raise ValueError(
+            "At most one of fp16 and bf16 can be True: they exclude each other: keep one (bf16 needs no loss scaling)."
+        )
     if options.fp16_full_eval and options.bf16_full_eval:
-        raise ValueError("fp16_full_eval=True and bf16_full_eval=True exclude each other: keep one.")
+        raise ValueError(
+            "At most one of fp16 and bf16 can be True for full eval: fp16_full_eval and bf16_full_eval exclude each "
+            "other: keep one."
+        )
     if options.half_precision_backend == "apex" and not options.fp16:
-        raise ValueError("half_precision_backend='apex' is a way to run fp16=True: set that too, or leave it out.")
+        raise ValueError("half_precision_backend='apex' requires fp16=True: set that too, or leave it out.")
     if options.fp16_opt_level != "O1" and options.half_precision_backend != "apex":
         raise ValueError(
             f"fp16_opt_level='{options.fp16_opt_level}' is a level of NVIDIA's Apex: set half_precision_backend='apex' "
@@ -83,25 +96,37 @@ def check_precision(options: Options) -> None:
         )
 
 
+NO_STEPS = {
+    "logging": "logging strategy {} requires non-zero --logging_steps",
+    "eval": "evaluation strategy {} requires either non-zero --eval_steps or --logging_steps",
+    "save": "save strategy {} requires non-zero --save_steps",
+}
+
+
 def check_intervals(options: Options) -> None:
-    """Steps that make sense wherever a strategy counts steps."""
-    for kind in ("logging", "eval", "save"):
+    """Checks the step intervals of strategies that count steps."""
+    for kind in ("eval", "logging", "save"):
         steps = getattr(options, f"{kind}_steps")
-        if getattr(options, f"{kind}_strategy") != IntervalStrategy.STEPS:
+        strategy = getattr(options, f"{kind}_strategy")
+        if strategy != IntervalStrategy.STEPS:
             continue
         if kind == "eval" and not steps:
             steps = options.logging_steps  # The documented fall-back.
         if not steps:
             raise ValueError(
-                f"{kind}_steps={steps} is not possible with {kind}_strategy='steps': give a number of updates or a "
-                f"share of them below 1; {kind}_strategy='no' turns it off."
+                f"{NO_STEPS[kind].format(strategy)}: {kind}_steps={steps} is invalid with "
+                f"{kind}_strategy='steps': expected a number of optimizer steps, or a ratio of all steps below 1; "
+                f"{kind}_strategy='no' turns it off."
             )
         if steps > 1 and steps != int(steps):
-            raise ValueError(f"{kind}_steps={steps} is not possible: above 1 it must be a whole number of updates.")
+            raise ValueError(
+                f"--{kind}_steps must be an integer if bigger than 1: {steps}; above 1 it must be a whole number of "
+                "optimizer steps."
+            )
 
 
 def check_best_model(options: Options) -> None:
-    """A best model needs evaluations, each with a checkpoint that it can be loaded from."""
+    """Checks that a best model has evaluations, each with a checkpoint that it can be loaded from."""
     is_never_evaluated = options.eval_strategy == IntervalStrategy.NO
     if options.save_strategy == SaveStrategy.BEST and is_never_evaluated:
         raise ValueError("save_strategy='best' needs evaluations: set eval_strategy to 'steps' or 'epoch'.")
@@ -109,11 +134,13 @@ def check_best_model(options: Options) -> None:
         return
     if is_never_evaluated:
         raise ValueError(
-            "load_best_model_at_end=True needs evaluations: set eval_strategy and save_strategy to 'steps' or 'epoch'."
+            "--load_best_model_at_end requires the save and eval strategy to match: load_best_model_at_end=True needs "
+            "evaluations: set eval_strategy and save_strategy to 'steps' or 'epoch'."
         )
     if options.eval_strategy != options.save_strategy:
         raise ValueError(
-            f"load_best_model_at_end=True needs a checkpoint for each evaluation, but eval_strategy="
+            "--load_best_model_at_end requires the save and eval strategy to match: load_best_model_at_end=True needs "
+            "a checkpoint for each evaluation, but eval_strategy="
             f"'{options.eval_strategy}' and save_strategy='{options.save_strategy}' differ: make them equal, or set "
             "save_strategy='best'."
         )
@@ -121,49 +148,71 @@ def check_best_model(options: Options) -> None:
         check_save_multiple(options.save_steps, options.eval_steps or options.logging_steps)
 
 
+def check_best_metric(options: Options) -> None:
+    """Checks that the metric of the best model is set. Only for a Trainer: arguments may be created before it is known.
+
+    Raises:
+        ValueError: it is not set.
+    """
+    if options.save_strategy == SaveStrategy.BEST and options.metric_for_best_model is None:
+        raise ValueError(
+            "`args.metric_for_best_model` must be provided when using 'best' save_strategy: name the evaluation metric "
+            "that decides, as in metric_for_best_model='loss'."
+        )
+
+
 def check_save_multiple(save_steps: float, eval_steps: float) -> None:
-    """Checkpoints fall on evaluations."""
-    problem = f"load_best_model_at_end=True needs save_steps={save_steps} to be a multiple of eval_steps={eval_steps}"
+    """Checks that every checkpoint coincides with an evaluation."""
+    is_round = "round " if save_steps >= 1 and eval_steps >= 1 else ""
+    problem = (
+        f"--load_best_model_at_end requires the saving steps to be a {is_round}multiple of the evaluation steps: "
+        f"load_best_model_at_end=True needs save_steps={save_steps} to be a multiple of eval_steps={eval_steps}"
+    )
     if (save_steps < 1) != (eval_steps < 1):
-        raise ValueError(f"{problem}; a share of all updates and a number of updates cannot be compared: use one kind.")
+        raise ValueError(
+            f"{problem}, which cannot get guaranteed when mixing ratio and absolute steps: use one kind of both."
+        )
     # Decimals, because 0.3 % 0.1 is not 0 in binary.
     if Decimal(str(save_steps)) % Decimal(str(eval_steps)) != 0:
         raise ValueError(f"{problem}; change one of them, or set save_strategy='best'.")
 
 
 def check_schedule(options: Options) -> None:
-    """Schedules that follow an evaluation metric need evaluations."""
+    """Checks that a schedule that follows an evaluation metric has evaluations."""
     follows_metric = options.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
     if follows_metric and options.eval_strategy == IntervalStrategy.NO:
         raise ValueError(
-            f"lr_scheduler_type='{options.lr_scheduler_type}' follows the evaluations: set eval_strategy to 'steps' or "
-            "'epoch'."
+            f"lr_scheduler_type {options.lr_scheduler_type} requires an eval strategy: it follows the evaluations; set "
+            "eval_strategy to 'steps' or 'epoch'."
         )
 
 
 def check_loading(options: Options) -> None:
-    """Settings of worker processes need worker processes."""
+    """Checks that settings of worker processes come with worker processes."""
     if options.dataloader_num_workers > 0:
         return
     for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context"):
         value = getattr(options, name)
         if value:
-            raise ValueError(f"{name}={value!r} needs worker processes: set dataloader_num_workers, or leave it out.")
+            raise ValueError(
+                f"--{name} can only be set when data is loaded in a different process: {name}={value!r} needs worker "
+                "processes; set dataloader_num_workers, or leave it out."
+            )
 
 
 def check_switches(options: Options) -> None:
-    """Switches that mean nothing without another."""
+    """Checks options that require another option."""
     if options.compile_regions and not options.torch_compile:
-        raise ValueError("compile_regions=True says how to compile: set torch_compile=True too.")
+        raise ValueError("compile_regions=True requires torch_compile: set torch_compile=True too.")
     if options.enable_jit_checkpoint and not options.stop_signals:
         raise ValueError(
-            "enable_jit_checkpoint=True is what stop_signals does: leave stop_signals at True, or leave it out."
+            "enable_jit_checkpoint=True requires stop_signals=True: leave stop_signals at True, or leave it out."
         )
     if options.keep_best and options.eval_strategy == IntervalStrategy.NO:
         raise ValueError(f"keep_best={options.keep_best} needs evaluations: set eval_strategy to 'steps' or 'epoch'.")
     if options.keep_best_metric is not None and not options.keep_best:
         raise ValueError(
-            f"keep_best_metric={options.keep_best_metric!r} says what keep_best goes by: set keep_best to a number of "
+            f"keep_best_metric={options.keep_best_metric!r} requires keep_best: set keep_best to a number of "
             "checkpoints, or leave it out."
         )
     if options.optim_target_modules and not str(options.optim).startswith(("galore", "apollo", "muon")):
@@ -174,11 +223,11 @@ def check_switches(options: Options) -> None:
 
 
 def check_generation(options: Options) -> None:
-    """What sequence-to-sequence arguments add."""
+    """Checks the options of sequence-to-sequence arguments."""
     for name in ("generation_max_length", "generation_num_beams"):
         value = getattr(options, name, None)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r} is not possible: give a whole number of at least 1, or leave it out.")
+            raise ValueError(f"{name}={value!r} is invalid: expected a whole number of at least 1; or leave it out.")
     strategy = str(options.train_sampling_strategy)
     if getattr(options, "sortish_sampler", False) and strategy not in ("random", "group_by_length"):
         raise ValueError(
@@ -187,21 +236,21 @@ def check_generation(options: Options) -> None:
         )
 
 
-def is_off(value: Any) -> bool:
-    """Whether a value asks for nothing: empty, or a dict of values that ask for nothing."""
+def is_off(value: object) -> bool:
+    """True if a value has no effect: it is empty, or a dict of such values."""
     if isinstance(value, dict):
         return all(is_off(item) for item in value.values())
     return not value
 
 
 def is_default(*accepted: Any) -> Callable[[Any], bool]:
-    """Whether a value is one of those that ask for nothing."""
+    """Returns a function that is True for the values without an effect."""
     return lambda value: value in accepted
 
 
 NOT_YET = "use parallel='ddp' or 'fsdp', and leave it out"
-NO_TRACKIO = "the Trackio reporter is not here yet; leave it out and use report_to='tensorboard', 'jsonl' or 'csv'"
-# name: (whether the value asks for nothing, what to do instead)
+NO_TRACKIO = "there is no Trackio reporter; leave it out and use report_to='tensorboard', 'jsonl' or 'csv'"
+# name: (function that is True for values without an effect, remedy)
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "trackio_space_id": (is_default(None, "trackio"), NO_TRACKIO),
     "trackio_bucket_id": (is_off, NO_TRACKIO),
@@ -210,10 +259,10 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_supported(options: Options) -> None:
-    """Options that later versions bring.
+    """Refuses options that are not supported.
 
     Raises:
-        UnsupportedOption: one of them asks for something.
+        UnsupportedOption: one of them has a value with an effect.
     """
     for name, (asks_nothing, remedy) in UNSUPPORTED.items():
         value = getattr(options, name)
@@ -224,20 +273,21 @@ def check_supported(options: Options) -> None:
 
 
 def check_engine(options: Options) -> None:
-    """An engine of another library shares the work by itself."""
+    """Checks that DeepSpeed is not combined with another way to parallelise."""
     for name in ("parallel", "parallelism_config", "fsdp", "fsdp_config"):
         value = getattr(options, name)
         if value is not None and not is_off(value):
-            raise ValueError(f"deepspeed and {name}={value!r} are two ways to share the work: keep one.")
+            using = "Using --fsdp xxx together with --deepspeed is not possible: " if name == "fsdp" else ""
+            raise ValueError(f"{using}deepspeed and {name}={value!r} are two ways to parallelise: keep one.")
     if options.checkpoint_format == "sharded":
         raise UnsupportedOption(
-            "checkpoint_format='sharded' with deepspeed is not supported: its parts are put together; leave it out."
+            "checkpoint_format='sharded' with deepspeed is not supported: its shards are consolidated; leave it out."
         )
     fill_config(options)
 
 
 def check_parallel(options: Options) -> None:
-    """One way to share the work."""
+    """Checks that at most one way to parallelise is set."""
     if options.deepspeed:
         check_engine(options)
     elif check_mesh(options):
@@ -245,11 +295,11 @@ def check_parallel(options: Options) -> None:
     elif is_asked(options.fsdp):
         read_sharding(options.fsdp, options.fsdp_config)
         if options.parallel == "ddp":
-            raise ValueError(f"parallel='ddp' and fsdp={options.fsdp!r} are two ways to share the work: keep one.")
+            raise ValueError(f"parallel='ddp' and fsdp={options.fsdp!r} are two ways to parallelise: keep one.")
     elif options.parallel == "fsdp":
         read_sharding(True, options.fsdp_config)
     elif not is_off(options.fsdp_config):
-        raise ValueError(f"fsdp_config={options.fsdp_config!r} says how to shard: set fsdp=True too, or leave it out.")
+        raise ValueError(f"fsdp_config={options.fsdp_config!r} requires fsdp: set fsdp=True too, or leave it out.")
     wants_shards(options)
     shard_precision_of(options)
     if options.ddp_static_graph and options.ddp_find_unused_parameters:
@@ -259,7 +309,7 @@ def check_parallel(options: Options) -> None:
 
 
 def check_xla(options: Options) -> None:
-    """What XLA devices cannot be asked for."""
+    """Checks options that XLA devices do not support."""
     if not is_xla_asked(options.parallel, options.fsdp, options.fsdp_config):
         return
     if options.use_cpu:
@@ -269,7 +319,7 @@ def check_xla(options: Options) -> None:
         )
     if is_asked(options.fsdp) and not is_xla_asked(None, options.fsdp, options.fsdp_config):
         raise ValueError(
-            f"parallel='xla' with fsdp={options.fsdp!r} shards by XLA's compiler: say so with "
+            f"parallel='xla' with fsdp={options.fsdp!r} shards by XLA's compiler: set "
             "fsdp_config={'xla': True, 'xla_fsdp_v2': True}, or leave fsdp out."
         )
     if options.tpu_num_cores == 1 and is_asked(options.fsdp):
@@ -295,47 +345,64 @@ CHECKS = (
 
 
 def check(options: Options) -> None:
-    """Check every rule.
+    """Checks every rule.
 
     Raises:
-        ValueError: a rule is broken; the message names the options, their values and what to set instead.
-        UnsupportedOption: an option asks for what this version does not do.
+        ValueError: a rule is broken; the message names the options, their values and the remedy.
+        UnsupportedOption: an option that this version does not support.
     """
     for rule in CHECKS:
         rule(options)
 
 
+def check_for_run(options: Options) -> None:
+    """Checks every rule, including those that arguments need not keep before there is a Trainer.
+
+    Raises:
+        ValueError, UnsupportedOption: as `check`, and `check_best_metric`.
+    """
+    check(options)
+    check_best_metric(options)
+
+
 def derived_values(options: Options) -> dict[str, Any]:
-    """What follows from other options where it was not given: scripts and callbacks read these from the arguments."""
+    """Returns the values that follow from other options if unset, which scripts and callbacks read."""
     values: dict[str, Any] = {}
     if options.eval_strategy != IntervalStrategy.NO:
         values["do_eval"] = True
-    if options.eval_strategy == IntervalStrategy.STEPS and not options.eval_steps:
-        values["eval_steps"] = options.logging_steps
-    needs_metric = (
-        options.load_best_model_at_end
-        or options.save_strategy == SaveStrategy.BEST
-        or options.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+        if options.eval_strategy == IntervalStrategy.STEPS and not options.eval_steps:
+            values["eval_steps"] = options.logging_steps
+    needs_metric = options.load_best_model_at_end or options.lr_scheduler_type in (
+        SchedulerType.REDUCE_ON_PLATEAU,
+        SchedulerType.GREEDY,
     )
     metric = options.metric_for_best_model or ("loss" if needs_metric else None)
     if metric is not None:
         values["metric_for_best_model"] = metric
         if options.greater_is_better is None:
             values["greater_is_better"] = not metric.endswith("loss")
-    if options.torch_compile or options.torch_compile_mode or options.torch_compile_backend:
+    if any((options.torch_compile, options.torch_compile_mode, options.torch_compile_backend)):
         values["torch_compile"] = True
         values["torch_compile_backend"] = options.torch_compile_backend or "inductor"
     config = options.accelerator_config
     if isinstance(config, AcceleratorConfig) and config.num_steps and options.gradient_accumulation_steps == 1:
         values["gradient_accumulation_steps"] = config.num_steps
     if is_url(options.output_dir):
-        if options.output_store not in (None, options.output_dir):
-            raise ValueError(
-                f"output_dir={options.output_dir!r} and output_store={options.output_store!r} are two stores: let "
-                "output_dir be a folder of this machine, or leave output_store out."
-            )
-        values["output_store"] = options.output_dir
-        values["output_dir"] = staging_folder(str(options.output_dir))
+        values.update(derived_store(options))
     if options.use_cpu:
         values["dataloader_pin_memory"] = False
     return values
+
+
+def derived_store(options: Options) -> dict[str, Any]:
+    """Returns the store that an `output_dir` with a URL names, and the local folder that is uploaded to it.
+
+    Raises:
+        ValueError: `output_store` names another store.
+    """
+    if options.output_store not in (None, options.output_dir):
+        raise ValueError(
+            f"output_dir={options.output_dir!r} and output_store={options.output_store!r} are two stores: let "
+            "output_dir be a folder of this machine, or leave output_store out."
+        )
+    return {"output_store": options.output_dir, "output_dir": staging_folder(str(options.output_dir))}

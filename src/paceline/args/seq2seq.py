@@ -14,26 +14,26 @@ from paceline.args.training import TrainingArguments
 
 @dataclass(repr=False)
 class Seq2SeqTrainingArguments(TrainingArguments):
-    """TrainingArguments, and how text is generated in evaluation."""
+    """TrainingArguments with options for text generation in evaluation."""
 
     sortish_sampler: bool = option(
         False,
-        "Train on batches of like length, with some randomness in their order: train_sampling_strategy="
+        "Train on batches of similar length in a partly random order: train_sampling_strategy="
         "'group_by_length' for the training data only, so that predictions keep the order of their samples.",
     )
     predict_with_generate: bool = option(
         False,
         "Evaluate and predict on generated text rather than on the model's outputs for given targets. The loss is "
-        "computed beside it; without compute_metrics an evaluation computes the loss only.",
+        "computed too; without compute_metrics an evaluation computes the loss only.",
     )
     generation_max_length: int | None = option(
-        None, "Longest generated text, in tokens. Unset: as the model's generation config says."
+        None, "Maximum length of generated text, in tokens. Unset: the model's generation config."
     )
     generation_num_beams: int | None = option(
-        None, "Beams of the search in generation. Unset: as the model's generation config says."
+        None, "Number of beams for generation. Unset: the model's generation config."
     )
     generation_config: Path | str | dict[str, Any] | None = option(
         None,
-        "Generation settings in place of the model's own: a GenerationConfig, the path of a folder or file that holds "
-        "one, or a model's name; or a dict (JSON object) of options that go over the model's own.",
+        "Generation settings that replace the model's own: a GenerationConfig, the path of a folder or file with one, "
+        "or a model's name; or a dict (JSON object) of options that override the model's own.",
     )

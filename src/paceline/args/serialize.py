@@ -1,26 +1,29 @@
-"""Arguments to and from dicts and files. Secrets never leave: a placeholder stands in their place."""
+"""Conversion of arguments to and from dicts and files. Secrets are replaced by placeholders."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped, unused-ignore]
-
 from paceline.args.coercion import as_plain
+from paceline.args.secrets import MASK, masked
 from paceline.args.sections import Options
+
+logger = logging.getLogger(__name__)
 
 
 def placeholder(name: str) -> str:
-    """What is written in place of a secret."""
+    """Returns the placeholder that replaces a secret."""
     return f"<{name.upper()}>"
 
 
 def options_to_dict(options: Options) -> dict[str, Any]:
-    """All fields in plain types; every option whose name ends in `_token` as a placeholder, set or not."""
+    """Returns all fields in plain types; options whose name ends in `_token` become placeholders, set or not."""
     return {
         item.name: placeholder(item.name) if item.name.endswith("_token") else as_plain(getattr(options, item.name))
         for item in fields(options)
@@ -28,55 +31,58 @@ def options_to_dict(options: Options) -> dict[str, Any]:
     }
 
 
+def as_written(values: dict[str, Any]) -> dict[str, Any]:
+    """Values as numbers, truth values and text only, secrets masked."""
+    plain = masked(values)
+    return {name: item if type(item) in (bool, int, float, str) else str(item) for name, item in plain.items()}
+
+
 def without_placeholders(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` less the secrets that were replaced when they were written."""
+    """`values` less the secrets that were replaced when they were written; a text with a masked part is named."""
+    parts = [name for name, value in values.items() if MASK in str(value)]
+    if parts:
+        logger.warning(
+            "A part of %s was secret, and masked when it was written: set it anew where it is needed.", ", ".join(parts)
+        )
     return {
         name: value for name, value in values.items() if not (name.endswith("_token") and value == placeholder(name))
     }
 
 
-class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
-    """YAML's safe types; a key given twice is an error instead of a silent choice."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            key = str(key_node.value)
-            if key in seen and key != "<<":
-                raise ValueError(f"{key!r} is given twice{key_node.start_mark}.")
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
+def _yaml() -> Any:
+    """Imports the YAML module, which most runs do not need."""
+    return importlib.import_module("paceline.args.yaml_text")
 
 
 def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The dict in a JSON or YAML file, told apart by the name's ending (.json, else YAML).
+    """Reads the dict in a JSON (by the suffix .json) or YAML file.
 
     Raises:
-        ValueError: the file is not valid, gives a key twice (YAML), or holds something other than a dict.
+        ValueError: the file is invalid, repeats a key (YAML), or does not hold a dict.
     """
     text = Path(path).read_text(encoding="utf-8")
     try:
-        content = json.loads(text) if Path(path).suffix == ".json" else yaml.load(text, Loader=_StrictLoader)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        content = json.loads(text) if Path(path).suffix == ".json" else _yaml().read(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}; names and values of options are needed.")
+        raise ValueError(f"{path} holds a {type(content).__name__}; expected names and values of options.")
     return content
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file, making its folder where it is missing."""
+    """Writes a file and creates its folder if missing."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text, encoding="utf-8")
 
 
 def to_json_text(values: dict[str, Any]) -> str:
-    """Values as JSON; what JSON does not know becomes its text."""
+    """Converts values to JSON; types unknown to JSON become text."""
     return json.dumps(values, indent=2, default=str)
 
 
 def to_yaml_text(values: dict[str, Any]) -> str:
-    """Values as YAML in the order of the fields; what YAML does not know becomes its text."""
-    return str(yaml.safe_dump(json.loads(to_json_text(values)), sort_keys=False, allow_unicode=True))
+    """Converts values to YAML in the order of the fields; types unknown to YAML become text."""
+    return str(_yaml().write(json.loads(to_json_text(values))))

@@ -1,4 +1,4 @@
-"""How a model is sharded: `fsdp` and `fsdp_config` under the names of transformers, read into one set of decisions."""
+"""Sharding of a model: validation of `fsdp` and `fsdp_config` under the names of transformers."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from paceline.args.shard_precision import ShardPrecision, check_policy_fits, rea
 
 WORDS = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
 WITHOUT_SHARDS = "is not supported: set parallel='ddp', and leave fsdp out."
-# settings of FSDP 1, or of accelerate's plugin, that fully_shard cannot be told -> what happens anyway, and the remedy
+# settings of FSDP 1 or accelerate's plugin that fully_shard does not have -> (the fixed value, remedy)
 GONE: dict[str, tuple[str, str]] = {
-    "activation_checkpointing": ("false", "set activation_checkpointing=True beside fsdp"),
-    "activation_checkpointing_offload": ("false", "set activation_checkpointing=True beside fsdp"),
+    "activation_checkpointing": ("false", "set activation_checkpointing=True in addition to fsdp"),
+    "activation_checkpointing_offload": ("false", "set activation_checkpointing=True in addition to fsdp"),
     "backward_prefetch": ("backward_pre", "fully_shard prefetches the next unit by itself"),
     "forward_prefetch": ("false", "fully_shard prefetches by itself"),
     "limit_all_gathers": ("true", "fully_shard always does"),
     "use_orig_params": ("true", "fully_shard always does"),
     "ignored_modules": ("none", "every module is sharded"),
-    "xla_fsdp_settings": ("none", "XLA's first FSDP read them, and here is its second (xla_fsdp_v2)"),
+    "xla_fsdp_settings": ("none", "they belong to XLA's first FSDP; the second (xla_fsdp_v2) is used"),
 }
 KNOWN = {
     "version", "reshard_after_forward", "sharding_strategy", "offload_params", "cpu_offload", "replicate",
     "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "state_dict_type",
     PRECISION,
 }  # fmt: skip
-# how units are chosen -> the setting that this way reads, and whether it must be there
+# wrap policy -> (its setting, True if required)
 POLICIES: dict[str, tuple[str, bool]] = {
     "TRANSFORMER_BASED_WRAP": ("transformer_layer_cls_to_wrap", False),
     "SIZE_BASED_WRAP": ("min_num_params", True),
     "NO_WRAP": ("", False),
 }
-# FSDP 1's strategies, also by number -> (freed after the forward pass, one replica only)
+# FSDP 1's strategies, also by number -> (reshard after forward, a single replica)
 STRATEGIES: dict[str, tuple[bool, bool]] = {
     "FULL_SHARD": (True, True), "1": (True, True), "SHARD_GRAD_OP": (False, True), "2": (False, True),
     "HYBRID_SHARD": (True, False), "4": (True, False), "HYBRID_SHARD_ZERO2": (False, False), "5": (False, False),
 }  # fmt: skip
 
-# how XLA's partitioner is asked for, as in transformers; the second and third mean nothing without the first
+# settings of XLA's partitioner, as in transformers; the second and third require the first
 XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
-# what the partitioner decides by itself
+# settings that the partitioner determines itself
 NOT_XLA = ("reshard_after_forward", "sharding_strategy", "offload_params", "cpu_offload", "replicate", PRECISION)
-FROM_FIRST = ("cpu_ram_efficient_loading", "sync_module_states")  # either sends the first process's values to all
+FROM_FIRST = ("cpu_ram_efficient_loading", "sync_module_states")  # either broadcasts the values of rank 0
 
 
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
@@ -54,19 +54,19 @@ FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 
 @dataclass(frozen=True)
 class Sharding:
-    """What `fsdp` and `fsdp_config` ask for.
+    """The resolved `fsdp` and `fsdp_config`.
 
     Attributes:
         reshard: parameters are freed after the forward pass and gathered again for the backward pass.
         offload: parameters, gradients and optimizer state are kept in host memory.
-        replicas: groups of processes that each hold the whole model in shards; 0: one for each machine.
-        layer_classes: names of the classes of layers that are sharded one by one.
-        least_parameters: modules of at least so many parameters are; 0: not chosen by size.
-        is_whole: nothing is chosen: the model is one unit.
-        is_xla: over the XLA devices of one process, by XLA's own partitioner.
-        checkpoints_units: with XLA: activations of the units are made again in the backward pass.
-        from_first: the first process's values become those of all, which may have been without any.
-        precision: formats of what is gathered, exchanged and returned; None: those of the parameters.
+        replicas: groups of processes that each hold the sharded model; 0 for one per machine.
+        layer_classes: class names of the layers that become units.
+        least_parameters: minimum number of parameters of modules that become units; 0 disables this criterion.
+        is_whole: the model is a single unit.
+        is_xla: sharded over the XLA devices of one process, by XLA's partitioner.
+        checkpoints_units: with XLA, activations of the units are recomputed in the backward pass.
+        from_first: the values of rank 0 are broadcast to all ranks, which may have none.
+        precision: dtypes of gathered parameters, reduced gradients and outputs; None for those of the parameters.
     """
 
     reshard: bool = True
@@ -81,23 +81,23 @@ class Sharding:
     precision: ShardPrecision | None = None
 
 
-def is_xla_asked(parallel: Any, fsdp: Any, config: Any) -> bool:
-    """Whether these values of `parallel`, `fsdp` and `fsdp_config` ask for XLA devices."""
+def is_xla_asked(parallel: object, fsdp: object, config: object) -> bool:
+    """True if these values of `parallel`, `fsdp` and `fsdp_config` request XLA devices."""
     return parallel == "xla" or (bool(config) and is_true(strip(read_config(config)), "xla"))
 
 
 def strip(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of `fsdp_config` by their names without the prefix `fsdp_`."""
+    """Returns the settings of `fsdp_config` without the prefix `fsdp_` of their names."""
     return {str(key).removeprefix("fsdp_"): value for key, value in settings.items()}
 
 
-def is_asked(fsdp: Any) -> bool:
-    """Whether a value of `fsdp` asks for sharding."""
+def is_asked(fsdp: object) -> bool:
+    """True if a value of `fsdp` enables sharding."""
     return bool(fsdp) and str(fsdp).lower() not in ("false", "no", "none", "[]")
 
 
-def read_sharding(fsdp: Any, config: Any) -> Sharding:
-    """The decisions.
+def read_sharding(fsdp: object, config: object) -> Sharding:
+    """Resolves the options.
 
     Args:
         fsdp: True, or words separated by spaces.
@@ -105,7 +105,7 @@ def read_sharding(fsdp: Any, config: Any) -> Sharding:
 
     Raises:
         ValueError: an unknown word or key, or two that contradict each other.
-        UnsupportedOption: a setting that fully_shard has no counterpart of.
+        UnsupportedOption: a setting that fully_shard does not have.
     """
     words = [] if fsdp is True or not is_asked(fsdp) else [str(word).lower() for word in split_words(fsdp)]
     if "no_shard" in words:
@@ -135,10 +135,10 @@ def read_sharding(fsdp: Any, config: Any) -> Sharding:
 
 
 def shard_precision_of(options: Any) -> ShardPrecision | None:
-    """The formats that `fsdp_config` asks for, beside the options on number formats.
+    """Returns the dtypes of `fsdp_config` after a check against the precision options.
 
     Raises:
-        ValueError: the two contradict each other.
+        ValueError: they contradict each other.
     """
     if not options.fsdp_config:
         return None
@@ -149,11 +149,11 @@ def shard_precision_of(options: Any) -> ShardPrecision | None:
 
 
 def read_strategy(settings: Mapping[str, Any], words: Sequence[str]) -> tuple[bool, bool]:
-    """(parameters are freed after the forward pass, there is a replica on each machine).
+    """Returns (parameters are resharded after the forward pass, each machine holds a replica).
 
     Raises:
         ValueError: an unknown strategy, or two that contradict each other.
-        UnsupportedOption: nothing is to be sharded.
+        UnsupportedOption: the strategy shards nothing.
     """
     said: dict[str, bool] = {}
     hybrid = [f"fsdp={word!r}" for word in words if word.startswith("hybrid")]
@@ -172,7 +172,7 @@ def read_strategy(settings: Mapping[str, Any], words: Sequence[str]) -> tuple[bo
             hybrid += [] if is_one else [shown]
         elif name == "sharding_strategy":
             choices = ", ".join(key for key in STRATEGIES if not key.isdigit())
-            raise ValueError(f"{shown} is not possible: choose one of {choices}.")
+            raise ValueError(f"{shown} is invalid: expected one of {choices}.")
         else:
             said[shown] = is_true(settings, name)
     if len(set(said.values())) > 1:
@@ -181,11 +181,11 @@ def read_strategy(settings: Mapping[str, Any], words: Sequence[str]) -> tuple[bo
 
 
 def check_names(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that are not known, and values that fully_shard cannot be told.
+    """Refuses unknown settings, and values that fully_shard does not support.
 
     Raises:
         ValueError: an unknown setting.
-        UnsupportedOption: another value than what happens anyway.
+        UnsupportedOption: a value other than the fixed one.
     """
     for name, value in settings.items():
         if name not in {*KNOWN, *FROM_FIRST, *XLA, *GONE}:
@@ -196,26 +196,26 @@ def check_names(settings: Mapping[str, Any]) -> None:
             raise UnsupportedOption(f"fsdp_config[{name!r}]={value!r} is not supported: {GONE[name][1]}; leave it out.")
 
 
-def read_word(value: Any) -> str:
-    """A value as a word in lower case; numbers and answers that mean on or off are "true" or "false"."""
+def read_word(value: object) -> str:
+    """Converts a value to a word in lower case; numbers and words for on or off become "true" or "false"."""
     text = str(value).lower()
     return {"1": "true", "yes": "true", "0": "false", "no": "false"}.get(text, text)
 
 
 def is_true(settings: Mapping[str, Any], name: str) -> bool:
-    """A setting that is on or off, given as a bool or as text.
+    """Reads a boolean setting, given as a bool or as text.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither true nor false.
     """
     text = read_word(settings.get(name) or False)
     if text not in ("true", "false"):
-        raise ValueError(f"fsdp_config[{name!r}]={settings[name]!r} is not possible: use True or False.")
+        raise ValueError(f"fsdp_config[{name!r}]={settings[name]!r} is invalid: expected True or False.")
     return text == "true"
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
-    """Refuse values that cannot be had, and pairs that contradict each other."""
+    """Refuses unsupported values, and pairs that contradict each other."""
     if str(settings.get("version", 2)) != "2":
         version = settings["version"]
         raise UnsupportedOption(f"fsdp_config['version']={version!r} is not supported: use 2, or leave it out.")
@@ -227,20 +227,19 @@ def check_values(settings: Mapping[str, Any]) -> None:
     check_policy(settings)
     if settings.get("transformer_layer_cls_to_wrap") and settings.get("min_num_params"):
         raise ValueError(
-            "fsdp_config: transformer_layer_cls_to_wrap and min_num_params are two ways to choose what is sharded as a "
-            "unit: keep one."
+            "fsdp_config: transformer_layer_cls_to_wrap and min_num_params are two ways to choose the units: keep one."
         )
     is_told_not = settings.get("sync_module_states") is not None and not is_true(settings, "sync_module_states")
     if is_true(settings, "cpu_ram_efficient_loading") and is_told_not:
         raise ValueError(
             "fsdp_config['cpu_ram_efficient_loading']=True contradicts fsdp_config['sync_module_states']="
-            f"{settings['sync_module_states']!r}: a model that is loaded by the first process only must be sent to the "
-            "others. Leave sync_module_states out."
+            f"{settings['sync_module_states']!r}: a model that only rank 0 loads must be broadcast to the others. "
+            "Leave sync_module_states out."
         )
 
 
 def check_policy(settings: Mapping[str, Any]) -> None:
-    """Refuse a way to choose units that there is not, that lacks its setting, or that comes with that of another.
+    """Refuses a wrap policy that is unknown, lacks its setting, or comes with the setting of another one.
 
     Raises:
         ValueError: one of these.
@@ -250,7 +249,7 @@ def check_policy(settings: Mapping[str, Any]) -> None:
         return
     shown = f"fsdp_config['auto_wrap_policy']={policy!r}"
     if str(policy).upper() not in POLICIES:
-        raise ValueError(f"{shown} is not possible: choose one of {', '.join(POLICIES)}.")
+        raise ValueError(f"{shown} is invalid: expected one of {', '.join(POLICIES)}.")
     own, is_needed = POLICIES[str(policy).upper()]
     if is_needed and not settings.get(own):
         raise ValueError(f"{shown} needs fsdp_config[{own!r}]: give it, or another policy.")
@@ -262,7 +261,7 @@ def check_policy(settings: Mapping[str, Any]) -> None:
 
 
 def check_xla(settings: Mapping[str, Any], words: Sequence[str]) -> None:
-    """Refuse settings of XLA that do not fit together, or that its partitioner cannot be told."""
+    """Refuses inconsistent settings of XLA, and those that its partitioner does not support."""
     if not is_true(settings, "xla"):
         for name in XLA[1:]:
             if is_true(settings, name):
@@ -281,13 +280,13 @@ def check_xla(settings: Mapping[str, Any], words: Sequence[str]) -> None:
     told += [f"fsdp={word!r}" for word in words if word not in ("full_shard", "auto_wrap", "true")]
     if told:
         raise UnsupportedOption(
-            f"{told[0]} is not supported on XLA, whose compiler decides when shards are gathered and where they lie: "
-            "leave it out (fsdp='full_shard')."
+            f"{told[0]} is not supported on XLA, whose compiler decides when shards are gathered and placed: leave it "
+            "out (fsdp='full_shard')."
         )
 
 
 def wants_shards(args: Any) -> bool:
-    """Whether checkpoints are to be written in shards: `checkpoint_format`, or what `fsdp_config` says.
+    """True if checkpoints are sharded, by `checkpoint_format` or `fsdp_config`.
 
     Raises:
         ValueError: the two contradict each other.
@@ -303,16 +302,16 @@ def wants_shards(args: Any) -> bool:
     return bool(wanted == "sharded")
 
 
-def split_words(fsdp: Any) -> list[Any]:
-    """The words of `fsdp`, text or a list."""
+def split_words(fsdp: object) -> list[Any]:
+    """Returns the words of `fsdp`, which is text or a list."""
     return list(fsdp) if isinstance(fsdp, list | tuple) else str(fsdp).replace(",", " ").split()
 
 
-def read_config(config: Any) -> Mapping[str, Any]:
-    """`fsdp_config` as a mapping."""
+def read_config(config: object) -> Mapping[str, Any]:
+    """Returns `fsdp_config` as a mapping."""
     if isinstance(config, str):
         text = config if config.lstrip().startswith("{") else Path(config).read_text(encoding="utf-8")
         config = json.loads(text)
     if not isinstance(config, Mapping | None):
-        raise ValueError(f"fsdp_config={config!r} is not possible: give a dict, JSON, or the path of a JSON file.")
+        raise ValueError(f"fsdp_config={config!r} is invalid: expected a dict, JSON, or the path of a JSON file.")
     return config or {}

@@ -1,4 +1,4 @@
-"""TrainingArguments: every option under the flat names users know, with what scripts ask of them."""
+"""TrainingArguments: all options under flat names, with the attributes and methods that scripts use."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from paceline.args.choices import (
     SchedulerType,
 )
 from paceline.args.coercion import coerce_option, to_mapping
-from paceline.args.construction import ArgumentsMeta
-from paceline.args.older_names import OLDER_NAMES, Renamed, Retired, check_retired
-from paceline.args.plan import check, resolve_warmup
+from paceline.args.construction import GIVEN, ArgumentsMeta, defaults_of
+from paceline.args.older_names import OLDER_NAMES, Renamed, Retired, act_on_fields, check_retired
+from paceline.args.plan import check, half_format, resolve_warmup
 from paceline.args.rules import derived_values
+from paceline.args.secrets import masked
 from paceline.args.sections import Options
 
 if TYPE_CHECKING:
     import torch
 
-    from paceline.distributed.world import World
+    from paceline.pytorch.distributed.world import World
 
 logger = logging.getLogger(__name__)
 ALIASES = {
@@ -41,38 +42,49 @@ ALIASES = {
 
 @dataclass(repr=False)
 class TrainingArguments(Options, metaclass=ArgumentsMeta):
-    """All options of a run; each is explained where it is declared, in `paceline.args.sections`, and by `--help`.
+    """All options of a run, documented at their declaration in `paceline.args.sections` and by `--help`.
 
-    Names of earlier releases of transformers are understood. Values are converted to the option's type, when the
-    object is made and when an attribute is set; the rules between options are checked when the object is made and
-    again when a run starts. What `accelerate launch` was told is taken where nothing is given. Making arguments touches
-    no device and no global state.
+    Names of earlier releases of transformers are accepted. Values are converted to the option's type on construction
+    and on assignment. Rules between options are checked on construction and when a run starts. Settings of `accelerate
+    launch` fill options that are not given. Construction touches no device and no global state.
 
     Raises:
-        TypeError: an unknown option; the nearest known one is named.
-        ValueError: a value that is not possible, or options that contradict each other.
-        UnsupportedOption: an option that this version cannot honour.
+        TypeError: an unknown option; the message names the closest known one.
+        ValueError: an invalid value, or options that contradict each other.
+        UnsupportedOption: an option that this version does not support.
     """
 
-    # options that a command line gives as JSON; a subclass of another library adds its own names to the list
+    # options that a command line passes as JSON; a subclass of another library adds its own names to the list
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         "accelerator_config",
-        "deepspeed",
         "fsdp_config",
+        "deepspeed",
+        "activation_checkpointing_kwargs",
         "gradient_checkpointing_kwargs",
         "lr_scheduler_kwargs",
     ]
-    # what accelerate's plugins would be; libraries ask whether there is one
+    # placeholders for accelerate's plugins, which libraries test for None
     deepspeed_plugin: ClassVar[Any] = None
     hf_deepspeed_config: ClassVar[Any] = None
     fsdp_plugin_args: ClassVar[Any] = None
+    xla_fsdp_config: ClassVar[Any] = None
+    default_optim: ClassVar[str] = "adamw_torch_fused"
 
-    def __post_init__(self) -> None:
+    def _coerce_fields(self) -> None:
         for item in fields(self):
             value = coerce_option(type(self), item.name, getattr(self, item.name))
             if item.name in self._VALID_DICT_FIELDS and isinstance(value, str) and value.lstrip().startswith("{"):
                 value = to_mapping(item.name, value)
             self.__dict__[item.name] = value
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            steps = getattr(self, name)
+            if isinstance(steps, float) and steps.is_integer() and steps > 1:
+                self.__dict__[name] = int(steps)
+
+    def __post_init__(self) -> None:
+        given = self.__dict__.pop(GIVEN, ())
+        self.__dict__.update(act_on_fields(self.__dict__, defaults_of(type(self)), type(self).__name__, given))
+        self._coerce_fields()
         told = self._take_from_launcher()
         for old, new in ALIASES.items():
             if getattr(self, new) is None:
@@ -83,10 +95,6 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
             self.__dict__[old] = getattr(self, new)
         if self.disable_tqdm is None:
             self.disable_tqdm = logging.getLogger("paceline").getEffectiveLevel() > logging.WARNING
-        for kind in ("logging", "eval", "save"):
-            steps = getattr(self, f"{kind}_steps")
-            if isinstance(steps, float) and steps.is_integer() and steps > 1:
-                self.__dict__[f"{kind}_steps"] = int(steps)
         self._given: dict[str, Any] = {}
         self._assigned: frozenset[str] = frozenset()
         self._derive()
@@ -98,7 +106,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
             raise
 
     def _take_from_launcher(self) -> str:
-        """Fill what `accelerate launch` was told and the arguments leave open. Returns one sentence on it."""
+        """Fills options that are not given from `accelerate launch`. Returns a sentence that lists them."""
         taken, told = launch_environment.take(self, os.environ)
         for name, value in taken.items():
             self.__dict__[name] = coerce_option(type(self), name, value)
@@ -107,19 +115,21 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         return told
 
     def _derive(self) -> None:
-        """Fill what follows from other options, and remember what was there. What was assigned since stays."""
+        """Fills values that follow from other options and records the originals. Later assignments are kept."""
         self.__dict__.update(self._given)
         derived = {name: value for name, value in derived_values(self).items() if name not in self._assigned}
         changed = [name for name, value in derived.items() if getattr(self, name) != value]
         self.__dict__["_given"] = {name: getattr(self, name) for name in changed}
         self.__dict__.update(derived)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "_given" not in self.__dict__:  # While it is made; __post_init__ sees to all of it.
+    def __setattr__(self, name: str, value: object) -> None:
+        if "_given" not in self.__dict__:  # During construction; __post_init__ handles it.
             super().__setattr__(name, value)
             return
         entry = OLDER_NAMES.get(name)
-        if isinstance(entry, Renamed) and name not in self.__dict__:
+        if isinstance(entry, Renamed):
+            if name in self.__dict__:  # a subclass's own field of that name
+                self.__dict__[name] = coerce_option(type(self), name, value)
             if entry.read(getattr(self, entry.new)) != value:
                 new_value = entry.convert(value)
                 setattr(self, entry.new, getattr(type(self), entry.new) if new_value is None else new_value)
@@ -138,26 +148,26 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         self._derive()
 
     def __getattr__(self, name: str) -> Any:
-        """Older names read the option they are now, or what they read unset. Reached only where nothing is so named."""
+        """Reads renamed and retired options. Called only if there is no such attribute."""
         entry = OLDER_NAMES.get(name)
         if "_given" in self.__dict__ and entry is not None:
             return entry.read(getattr(self, entry.new)) if isinstance(entry, Renamed) else entry.unset
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
-        lines = [f"    {name}={value!r},\n" for name, value in sorted(self.to_dict().items())]
+        lines = [f"    {name}={value!r},\n" for name, value in sorted(masked(self.to_dict()).items())]
         return f"{type(self).__name__}(\n{''.join(lines)})"
 
     # Numbers.
 
     @property
     def train_batch_size(self) -> int:
-        """Samples per process in one training micro-batch."""
+        """The samples per process in one training micro-batch."""
         return self.per_device_train_batch_size
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples per process in one evaluation batch."""
+        """The samples per process in one evaluation batch."""
         return self.per_device_eval_batch_size
 
     @property
@@ -168,16 +178,18 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
     @property
     def mixed_precision(self) -> str:
         """The autocast format: "no", "fp16" or "bf16"."""
-        return "fp16" if self.fp16 else "bf16" if self.bf16 else "no"
+        return half_format(self.fp16, self.bf16) or "no"
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Updates of warmup in a run of `num_training_steps` updates."""
+        """Returns the warmup steps in a run of `num_training_steps` optimizer steps."""
         return resolve_warmup(self.warmup_steps, num_training_steps)
 
-    # The device and the processes: the first question asked starts them.
+    # The device and the processes: the first access initialises them.
 
     def _world(self) -> World:
-        from paceline.distributed.world import current_world  # The one sanctioned upward call (docs/architecture.md).
+        from paceline.pytorch.distributed.world import (
+            current_world,  # The one sanctioned upward call (docs/architecture.md).
+        )
 
         return current_world(self)
 
@@ -188,122 +200,144 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
 
     @property
     def _setup_devices(self) -> torch.device:
-        """The device of this process, under the name some scripts touch to start it."""
+        """The device of this process, under the name that some scripts use to initialise it."""
         return self.device
 
     @property
     def n_gpu(self) -> int:
-        """Accelerators that this process drives: 0 or 1."""
+        """The number of accelerators of this process: 0 or 1."""
         return self._world().n_gpu
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
+        """The number of processes."""
         return self._world().world_size
 
     @property
     def process_index(self) -> int:
-        """Rank of this process among all."""
+        """The global rank of this process."""
         return self._world().process_index
 
     @property
     def local_process_index(self) -> int:
-        """Rank of this process on its machine."""
+        """The local rank of this process."""
         return self._world().local_process_index
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """Whether several processes share the work, or one drives XLA devices."""
+        """The parallelism of the run: distributed, XLA, or none."""
         if self.device.type == "xla":
             return ParallelMode.TPU
         return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
 
     @property
     def distributed_state(self) -> Any:
-        """accelerate's state of this process, for code that asks the arguments for it; None without accelerate."""
-        from paceline.distributed.world import process_state
+        """accelerate's state of this process, for code that reads it from the arguments; None without accelerate."""
+        from paceline.pytorch.distributed.world import process_state
 
         return process_state(bool(self.use_cpu))
 
     @property
     def should_log(self) -> bool:
-        """Whether this process writes the log."""
+        """True if this process writes the log."""
         return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
 
     @property
     def should_save(self) -> bool:
-        """Whether this process writes files."""
+        """True if this process writes files."""
         return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """Whether the trainer moves the model to the device; None: it decides. To be overridden."""
+        """True if the Trainer must move the model to the device; None lets it decide. May be overridden."""
         return None
 
     @property
     def _no_sync_in_gradient_accumulation(self) -> bool:
-        """Whether gradients are exchanged with the last micro-batch of an update only."""
+        """True if gradients are reduced only with the last micro-batch of an accumulation window."""
         return True
 
     def get_process_log_level(self) -> int:
-        """The logging level of this process, as a number of the `logging` module."""
+        """Returns the logging level of this process, as a number of the `logging` module.
+
+        "passive" means the package's own level, or if unset that of transformers: scripts set its verbosity, and pass
+        the result to their own loggers.
+        """
         level = LOG_LEVELS[self.log_level if self.should_log else self.log_level_replica]
-        return logging.getLogger("paceline").getEffectiveLevel() if level == -1 else level
+        if level != -1:
+            return level
+        name = "paceline" if logging.getLogger("paceline").level else "transformers"
+        return logging.getLogger(name).getEffectiveLevel()
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Let the first process do the work in the block before all others.
+        """Runs the block on the main process before all others.
 
         Args:
-            local: the first process of each machine, rather than the first of all.
+            local: the main process of each machine rather than that of the run.
             desc: the work, for the log.
         """
-        from paceline.distributed.world import first_before_others  # The one sanctioned upward call.
+        from paceline.pytorch.distributed.world import first_before_others  # The one sanctioned upward call.
 
         index = self.local_process_index if local else self.process_index
         logger.debug("process %d: %s", index, desc)
         with first_before_others(self._world(), index == 0):
             yield
 
+    def _validate_args(self) -> None:
+        """Checks the rules between options."""
+        check(self)
+
     # To and from plain values.
 
+    def _dict_dtype_to_str(self, d: dict[str, Any]) -> None:
+        """Replaces each `dtype` in a nest of dicts by its name ("float32"), in place. For an overridden `to_dict`."""
+        if d.get("dtype") is not None:
+            d["dtype"] = str(d["dtype"]).removeprefix("torch.")
+        for value in d.values():
+            if isinstance(value, dict):
+                self._dict_dtype_to_str(value)
+
     def to_dict(self) -> dict[str, Any]:
-        """All options in plain types; secrets as placeholders."""
+        """Returns all options in plain types; secrets as placeholders."""
         return serialize.options_to_dict(self)
 
     def to_json_string(self) -> str:
-        """`to_dict` as JSON."""
-        return serialize.to_json_text(self.to_dict())
+        """Returns `to_dict` as JSON, secrets masked everywhere."""
+        return serialize.to_json_text(masked(self.to_dict()))
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """`to_dict` and the batch sizes, as numbers, truth values and text only: what trackers take."""
+        """Returns `to_dict` and the batch sizes as numbers, booleans and text only, for trackers and files.
+
+        Secrets are masked everywhere.
+        """
         values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
-        return {name: item if type(item) in (bool, int, float, str) else str(item) for name, item in values.items()}
+        return serialize.as_written(values)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write the options to a JSON file."""
+        """Writes the options to a JSON file."""
         serialize.write_text(path, self.to_json_string() + "\n")
 
     def to_yaml(self, path: str | os.PathLike[str]) -> None:
-        """Write the options to a YAML file."""
-        serialize.write_text(path, serialize.to_yaml_text(self.to_dict()))
+        """Writes the options to a YAML file."""
+        serialize.write_text(path, serialize.to_yaml_text(masked(self.to_dict())))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Make arguments from a dict such as `to_dict` gives, of this package or of transformers."""
+        """Builds arguments from a dict returned by `to_dict` of this package or of transformers."""
         return cls(**serialize.without_placeholders(values))
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Self:
-        """Make arguments from a JSON file."""
+        """Builds arguments from a JSON file."""
         return cls.from_dict(serialize.read_mapping(path))
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
-        """Make arguments from a YAML file."""
+        """Builds arguments from a YAML file."""
         return cls.from_dict(serialize.read_mapping(path))
 
-    # Setters: a group of options in one call, each call returning the arguments. What is not named takes the
+    # Setters: a group of options in one call, which returns the arguments. Options that are not given are set to the
     # default shown, as in transformers.
 
     def set_training(
@@ -318,7 +352,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         activation_checkpointing: bool = False,
         gradient_checkpointing: bool | None = None,
     ) -> Self:
-        """Set what is trained and how much; sets `do_train`."""
+        """Sets the length and batch size of training; sets `do_train`."""
         return self._set(
             do_train=True,
             learning_rate=learning_rate,
@@ -342,7 +376,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         delay: float | None = None,
         loss_only: bool = False,
     ) -> Self:
-        """Set when and how the model is evaluated; sets `do_eval`."""
+        """Sets the evaluation strategy; sets `do_eval`."""
         self._set(
             do_eval=strategy != IntervalStrategy.NO,
             eval_strategy=strategy,
@@ -355,7 +389,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         return self
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> Self:
-        """Set how predictions are made; sets `do_predict`."""
+        """Sets the options of prediction; sets `do_predict`."""
         return self._set(do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only)
 
     def set_save(
@@ -365,7 +399,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         total_limit: int | None = None,
         on_each_node: bool = False,
     ) -> Self:
-        """Set when checkpoints are written and how many are kept."""
+        """Sets the checkpoint strategy and the number of checkpoints to keep."""
         return self._set(
             save_strategy=strategy,
             save_steps=self._counted("save", strategy, steps),
@@ -384,7 +418,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         on_each_node: bool = False,
         replica_level: str = "passive",
     ) -> Self:
-        """Set what is logged, when and where."""
+        """Sets the logging strategy and reporters."""
         return self._set(
             logging_strategy=strategy,
             logging_steps=self._counted("logging", strategy, steps),
@@ -405,7 +439,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         always_push: bool = False,
         revision: str | None = None,
     ) -> Self:
-        """Set what is pushed to the hub; sets `push_to_hub`."""
+        """Sets the options of pushes to the hub; sets `push_to_hub`."""
         self._set(
             push_to_hub=True,
             hub_model_id=model_id,
@@ -427,7 +461,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         epsilon: float = 1e-8,
         args: str | None = None,
     ) -> Self:
-        """Set the optimizer."""
+        """Sets the optimizer."""
         return self._set(
             optim=name,
             learning_rate=learning_rate,
@@ -445,7 +479,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         max_steps: int = -1,
         warmup_steps: float = 0,
     ) -> Self:
-        """Set the schedule of the learning rate, and with it the length of the run."""
+        """Sets the learning-rate schedule, and with it the length of the run."""
         return self._set(
             lr_scheduler_type=name, num_train_epochs=num_epochs, max_steps=max_steps, warmup_steps=warmup_steps
         )
@@ -465,7 +499,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         ignore_data_skip: bool = False,
         sampler_seed: int | None = None,
     ) -> Self:
-        """Set how data is loaded."""
+        """Sets the options of data loading."""
         return self._set(
             per_device_train_batch_size=train_batch_size,
             per_device_eval_batch_size=eval_batch_size,
@@ -482,14 +516,17 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         )
 
     def _set(self, **values: Any) -> Self:
-        """Set several options; each is converted as on construction."""
+        """Sets several options; each is converted as on construction."""
         for name, value in values.items():
             setattr(self, name, value)
         return self
 
     @staticmethod
     def _counted(kind: str, strategy: str, steps: int) -> int:
-        """The number of updates between two of something that is counted in updates."""
+        """Returns the steps of an interval that is counted in optimizer steps."""
         if strategy == IntervalStrategy.STEPS and steps == 0:
-            raise ValueError(f"{kind}_steps=0 is not possible with {kind}_strategy='steps': give a number of updates.")
+            raise ValueError(
+                "Setting `strategy` as 'steps' requires a positive value for `steps`: "
+                f"{kind}_steps=0 is invalid with {kind}_strategy='steps'."
+            )
         return steps

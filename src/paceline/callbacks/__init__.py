@@ -1,4 +1,4 @@
-"""Built-in callbacks, one per file, and reporters. Nothing here imports a tensor library."""
+"""Built-in callbacks, one per file, and reporters. Imports no tensor library."""
 
 from paceline.callbacks.early_stopping import EarlyStoppingCallback
 from paceline.callbacks.flow import DefaultFlowCallback

@@ -1,10 +1,11 @@
-"""Which callbacks a Trainer has: flow and reporters, the user's, and a display."""
+"""The callbacks of a Trainer: default flow, reporters, the user's callbacks, and a display."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.args.training import TrainingArguments
 from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.notebook import NotebookProgressCallback
 from paceline.callbacks.printer import PrinterCallback
@@ -16,15 +17,15 @@ from paceline.core.events import EVENTS
 DISPLAYS = (ProgressCallback, PrinterCallback, NotebookProgressCallback)
 
 
-def with_defaults(callbacks: Sequence[Any], args: Any) -> list[Any]:
-    """The user's callbacks between the default ones; a display of the user's own takes the place of the default one.
+def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any]:
+    """Returns the user's callbacks between the default ones; a display of the user's replaces the default one.
 
     Args:
-        callbacks: objects or classes.
+        callbacks: instances or classes.
         args: `report_to`, `disable_tqdm` and `debug` are read.
 
     Raises:
-        TypeError: what was given is no list, or holds something that hears no event.
+        TypeError: `callbacks` is not a list, or an element has no event method.
     """
     if not isinstance(callbacks, Sequence):
         raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks, for instance callbacks=[{callbacks!r}].")

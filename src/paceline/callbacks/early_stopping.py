@@ -1,4 +1,4 @@
-"""Stop when the model has ceased to get better."""
+"""Early stopping."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import math
 from typing import Any
 
+from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
 from paceline.core.state import ExportableState, TrainerControl, TrainerState
 
@@ -16,8 +17,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     """Stops training after `early_stopping_patience` evaluations in a row without a better `metric_for_best_model`.
 
     Args:
-        early_stopping_patience: evaluations to wait for a better one.
-        early_stopping_threshold: by how much, at least, a better one must differ from the best so far.
+        early_stopping_patience: evaluations without an improvement before training stops.
+        early_stopping_threshold: minimum difference from the best value that counts as an improvement.
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
@@ -26,11 +27,13 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_patience_counter = 0
         self._has_warned = False
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Check that there will be something to go by.
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Checks that there are evaluations and a metric.
 
         Raises:
-            ValueError: nothing is evaluated, or no metric decides about the best model.
+            ValueError: nothing is evaluated, or metric_for_best_model is not set.
         """
         self._has_warned = False
         if args.eval_strategy == "no":
@@ -40,27 +43,28 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             )
         if _metric_name(args) is None:
             raise ValueError(
-                "EarlyStoppingCallback needs to know what to go by: metric_for_best_model is not set. "
+                "EarlyStoppingCallback requires metric_for_best_model, which is not set. "
                 'Set metric_for_best_model="loss", or the name of a metric that compute_metrics returns.'
             )
         if not args.load_best_model_at_end:
             logger.warning(
-                "EarlyStoppingCallback without load_best_model_at_end=True: the model after training will be the "
-                "last one, not the best."
+                "Using EarlyStoppingCallback without load_best_model_at_end=True: once training is finished, the model "
+                "is the last one, not the best."
             )
 
     def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
         name = _metric_name(args)
         if name is None or metrics is None:
             return
         key = name if name.startswith("eval_") else f"eval_{name}"
         if key not in metrics:
-            if not self._has_warned:  # each of several evaluation sets comes here: one of them has it
+            if not self._has_warned:  # called for each of several evaluation sets, one of which has the metric
                 self._has_warned = True
                 logger.warning(
-                    "EarlyStoppingCallback goes by %s, which this evaluation did not give. It gave: %s.",
+                    "early stopping required metric_for_best_model, but did not find %s in this evaluation, which "
+                    "gave: %s. This evaluation is ignored.",
                     key,
                     ", ".join(sorted(metrics)),
                 )
@@ -69,8 +73,10 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
 
-    def check_metric_value(self, args: Any, state: TrainerState, control: TrainerControl, metric_value: float) -> None:
-        """Count one more evaluation without a better value, or start to count anew."""
+    def check_metric_value(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metric_value: float
+    ) -> None:
+        """Increments the counter of evaluations without an improvement, or resets it."""
         best = state.best_metric
         if best is None:
             is_progress = not math.isnan(metric_value)
@@ -80,7 +86,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_patience_counter = 0 if is_progress else self.early_stopping_patience_counter + 1
 
     def state(self) -> dict[str, Any]:
-        """Patience and threshold, and how many evaluations have been in vain."""
+        """Returns patience, threshold, and the number of evaluations without an improvement."""
         return {
             "args": {
                 "early_stopping_patience": self.early_stopping_patience,
@@ -90,22 +96,22 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The same as `state`."""
+        """Returns the same as `state`."""
         return self.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting; patience and threshold stay those that this run was given."""
+        """Restores the counter; patience and threshold stay those of this run."""
         self.early_stopping_patience_counter = int(state["attributes"]["early_stopping_patience_counter"])
 
 
-def _metric_name(args: Any) -> str | None:
+def _metric_name(args: TrainingArguments) -> str | None:
     name: str | None = args.metric_for_best_model
     if name is None and (args.load_best_model_at_end or getattr(args, "save_strategy", "no") == "best"):
         return "loss"
     return name
 
 
-def _greater_is_better(args: Any) -> bool:
+def _greater_is_better(args: TrainingArguments) -> bool:
     if args.greater_is_better is not None:
         return bool(args.greater_is_better)
     return not (_metric_name(args) or "loss").endswith("loss")

@@ -1,23 +1,25 @@
-"""When to log, evaluate, save and stop, by default."""
+"""The default intervals of logs, evaluations, checkpoints, and the end of training."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback, ignores_keywords
 from paceline.core.state import TrainerControl, TrainerState
 
 
 class DefaultFlowCallback(TrainerCallback):
-    """Raises the flags that the `*_strategy` and `*_steps` options ask for.
+    """Sets the control's flags by the `*_strategy` and `*_steps` options.
 
-    `state.max_steps` and `state.*_steps` are read at each step, so that another callback can change them on the way; a
-    count of 0 means never. At the last step of a training whose evaluation goes by steps there is an evaluation, and
-    likewise a checkpoint, due or not.
+    `state.max_steps` and `state.*_steps` are read at each step, so that another callback can change them during
+    training; 0 means never. With the strategy "steps" there is always an evaluation, or a checkpoint, at the last step.
     """
 
     @ignores_keywords
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         step = state.global_step
         is_last = step >= state.max_steps
         if args.logging_strategy == "steps" and state.logging_steps > 0 and step % state.logging_steps == 0:
@@ -33,7 +35,9 @@ class DefaultFlowCallback(TrainerCallback):
             control.should_training_stop = True
         return control
 
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         if args.logging_strategy == "epoch":
             control.should_log = True
         if args.eval_strategy == "epoch" and state.epoch >= args.eval_delay:

@@ -1,33 +1,36 @@
-"""A checkpoint when the process is told to end, also where none is written otherwise."""
+"""A checkpoint on a stop signal, also with `save_strategy="no"`."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
 from paceline.core.state import TrainerControl, TrainerState
 
 
 class JITCheckpointCallback(TrainerCallback):
-    """Asks for what `enable_jit_checkpoint=True` asks for: a checkpoint on SIGTERM, whatever `save_strategy` says.
+    """Requests a checkpoint on SIGTERM with any `save_strategy`, as `enable_jit_checkpoint=True` does.
 
-    The signals themselves are the loop's (`stop_signals`): it finishes the update, saves, and leaves `train`.
+    The loop handles the signals (`stop_signals`): it finishes the optimizer step, saves, and returns from `train`.
 
     Raises (when training starts):
-        ValueError: `stop_signals=False` leaves the signals alone.
+        ValueError: `stop_signals=False` disables the signal handlers.
     """
 
     saves_on_signal = True
 
     def set_trainer(self, trainer: Any) -> None:
-        """Check the arguments of a Trainer; there is nothing else to set."""
+        """Checks the arguments of a Trainer; sets nothing."""
         check(trainer.args)
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         check(args)
 
 
-def check(args: Any) -> None:
-    """Whether the loop listens to signals."""
+def check(args: TrainingArguments) -> None:
+    """Checks that the loop handles signals."""
     if not args.stop_signals:
-        raise ValueError("JITCheckpointCallback saves on a signal, and stop_signals=False ignores them: leave it True.")
+        raise ValueError("JITCheckpointCallback requires stop_signals=True: leave it True.")

@@ -1,4 +1,4 @@
-"""How much memory this process holds, cheaply enough to show it while training."""
+"""Memory use of this process, measured cheaply enough to display it during training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def process_bytes() -> int | None:
-    """Resident memory of this process in bytes; None where neither Linux's /proc nor psutil can tell. Some 10 us."""
+    """Returns the resident memory of this process in bytes; None without Linux's /proc and psutil. Takes 10 us."""
     try:
         with open(_STATM, encoding="ascii") as file:
             return int(file.read().split()[1]) * _PAGE_BYTES
@@ -24,9 +24,9 @@ def process_bytes() -> int | None:
 
 
 def accelerator_bytes() -> int | None:
-    """Memory that torch holds tensors in on the current accelerator, in bytes; None without one.
+    """Returns torch's allocated memory on the current accelerator in bytes; None without one.
 
-    Does not wait for the device, and imports nothing: where torch is not loaded there is nothing to count.
+    Does not synchronize, and does not import torch: there is nothing to count if it is not loaded.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -35,19 +35,19 @@ def accelerator_bytes() -> int | None:
     module = getattr(torch, device.type, None) if device is not None else None
     is_started = getattr(module, "is_initialized", None)
     if is_started is not None and not is_started():
-        return None  # asking for its memory is not to be what starts it
+        return None  # the query would initialise the device
     read = getattr(module, "memory_allocated", None) or getattr(module, "current_allocated_memory", None)
     return int(read()) if read is not None else None
 
 
 def describe_memory() -> str:
-    """`"RAM 1.2 GB, GPU 3.4 GB"`, the parts that are known."""
+    """Returns text such as `"RAM 1.2 GB, GPU 3.4 GB"` with the known parts."""
     parts = [("RAM", process_bytes()), ("GPU", accelerator_bytes())]
     return ", ".join(f"{label} {format_bytes(count)}" for label, count in parts if count is not None)
 
 
 def format_bytes(count: float) -> str:
-    """Bytes with three significant digits in the largest fitting unit of 1024."""
+    """Formats bytes with three significant digits in the largest fitting unit of 1024."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Memory that each stage of a Trainer took, for its metrics (`skip_memory_metrics=False`)."""
+"""Memory metrics of each stage of a Trainer (`skip_memory_metrics=False`)."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from paceline.callbacks.memory import process_bytes
 from paceline.core.optional import require
 
-SAMPLE_SECONDS = 0.01  # a look costs some 10 us, so a thousandth of the time
+SAMPLE_SECONDS = 0.01  # a sample takes about 10 us, a thousandth of the time
 _STATUS = "/proc/self/status"
 
 
 class MemoryStages:
-    """Measures the stages init, train, eval and test; the inner of two does not count.
+    """Measures the memory of the stages init, train, eval and test; a nested stage is ignored.
 
-    For each stage, in bytes: `alloc_delta`, what is held at its end less what was held at its start, and
-    `peaked_delta`, how much more than at the end it held at its peak. Their sum is what the stage needed. On the CPU
-    the resident memory of the process is looked at every 10 ms by a thread that sleeps in between, and a peak that the
-    kernel noted counts too; on a GPU it is what torch allocated.
+    For each stage, in bytes: `alloc_delta` is the memory at its end minus that at its start, and `peaked_delta` is its
+    peak minus that at its end. Their sum is the memory that the stage needed. On the CPU a thread samples the resident
+    memory of the process every 10 ms, and the kernel's peak counts too; on a GPU it is torch's allocated memory.
 
     Args:
-        is_on: whether to measure; else every call returns at once.
-        device: the device that is measured beside the CPU, by its type; None: the CPU alone.
+        is_on: False disables every call.
+        device: type of the device to measure in addition to the CPU; None for the CPU only.
 
     Raises:
-        ImportError: this system's memory can only be read by psutil, and that is missing.
+        ImportError: psutil is required on this system and missing.
     """
 
     def __init__(self, is_on: bool, device: str | None = None) -> None:
@@ -41,7 +40,7 @@ class MemoryStages:
             require("psutil", "memory")
 
     def start(self, stage: str) -> None:
-        """Start a stage, unless another one runs."""
+        """Starts a stage unless another one is running."""
         if not self.is_on or self.current is not None:
             return
         self.current = stage
@@ -55,7 +54,7 @@ class MemoryStages:
                 self._unreported["before_init_mem_gpu"] = self._device.first
 
     def stop(self, stage: str) -> dict[str, int]:
-        """End a stage. Returns its metrics, and those of `init` with the first; none where another stage runs."""
+        """Ends a stage. Returns its metrics, and those of `init` with the first; {} if another stage is running."""
         if not self.is_on or self.current != stage:
             return {}
         self.current = None
@@ -76,7 +75,7 @@ class MemoryStages:
 
     @contextmanager
     def measuring(self, stage: str) -> Iterator[None]:
-        """A stage that ends with the block, at the latest: one that an error cut short is not reported."""
+        """Context manager that ends a stage with the block; a stage ended by an error is not reported."""
         is_outer = self.is_on and self.current is None
         self.start(stage)
         try:
@@ -87,7 +86,7 @@ class MemoryStages:
                 self.current = None
 
     def __del__(self) -> None:
-        """End the thread of a stage that nobody will end: that of a Trainer whose constructor raised."""
+        """Ends the thread of a stage that was not ended, as when a Trainer's constructor raised."""
         sampler = vars(self).get("_sampler")
         if sampler is not None:
             sampler.end()
@@ -96,8 +95,34 @@ class MemoryStages:
         return {name: value for name, value in vars(self).items() if name != "_sampler"} | {"current": None}
 
 
+class MemoryTracker:
+    """Measures memory through the interface of the Hugging Face Trainer, for methods copied from it.
+
+    The calling method determines the stage.
+    """
+
+    STAGES: ClassVar[dict[str, str]] = {"__init__": "init", "train": "train", "evaluate": "eval", "predict": "test"}
+
+    def __init__(self, stages: MemoryStages) -> None:
+        self._stages = stages
+        self.skip_memory_metrics = not stages.is_on
+
+    def start(self) -> None:
+        """Starts the stage of the calling method."""
+        self._stages.start(self._stage_of(sys._getframe(1).f_code.co_name))
+
+    def stop_and_update_metrics(self, metrics: dict[str, Any] | None = None) -> None:
+        """Ends the stage of the calling method and adds its memory metrics to `metrics`."""
+        measured = self._stages.stop(self._stage_of(sys._getframe(1).f_code.co_name))
+        if metrics is not None:
+            metrics.update(measured)
+
+    def _stage_of(self, method: str) -> str:
+        return self.STAGES.get(method, "train")
+
+
 class Sampler:
-    """Looks at the memory until it is stopped.
+    """Samples the resident memory until it is stopped.
 
     Attributes:
         first: resident bytes at the start.
@@ -121,24 +146,24 @@ class Sampler:
             self._device.look()
 
     def end(self) -> None:
-        """Let the thread end at its next look."""
+        """Ends the thread at its next sample."""
         self._is_over.set()
 
     def stop(self) -> int:
-        """End the thread. Returns the highest number of bytes seen, by the thread or by the kernel."""
+        """Ends the thread. Returns the peak in bytes, of the samples or the kernel."""
         self.end()
         self._thread.join()
         self._look()
         noted = noted_peak()
-        # of its highest mark the kernel does not say when it was: only one that rose meanwhile belongs to the stage
+        # the kernel does not date its peak: only a peak that rose during the stage belongs to it
         return max(self._peak, noted) if noted > self._noted else self._peak
 
 
 class Device:
-    """What torch holds on an accelerator, in bytes.
+    """torch's allocated memory on an accelerator, in bytes.
 
     Attributes:
-        first: at the start.
+        first: allocated bytes at the start.
     """
 
     def __init__(self, kind: str) -> None:
@@ -146,7 +171,7 @@ class Device:
         self.first = self._peak = 0
 
     def start(self) -> None:
-        """Forget the peak so far."""
+        """Resets the peak."""
         self._peak = 0
         reset = getattr(self._module, "reset_peak_memory_stats", None)
         if reset is not None and self._is_ready():
@@ -154,28 +179,28 @@ class Device:
         self.first = self.held()
 
     def _is_ready(self) -> bool:
-        """Whether the device was used: asking for its memory is not to be what starts it."""
+        """True if the device was used; a query would initialise an unused one."""
         ask = getattr(self._module, "is_initialized", None)
         return ask is None or bool(ask())
 
     def held(self) -> int:
-        """Now."""
+        """Returns the bytes allocated now."""
         read = getattr(self._module, "memory_allocated", None) or self._module.current_allocated_memory
         return int(read()) if self._is_ready() else 0
 
     def look(self) -> None:
-        """Note the peak where torch notes none (Apple's)."""
+        """Updates the peak on devices without a peak counter (Apple's)."""
         if not hasattr(self._module, "max_memory_allocated"):
             self._peak = max(self._peak, self.held())
 
     def peak(self) -> int:
-        """The most since the start."""
+        """Returns the peak since the start."""
         read = getattr(self._module, "max_memory_allocated", None)
         return int(read()) if read is not None and self._is_ready() else self._peak
 
 
 def noted_peak() -> int:
-    """The most that the kernel has seen resident, in bytes; 0 where it does not say."""
+    """Returns the kernel's peak of resident memory in bytes; 0 if unknown."""
     try:
         with open(_STATUS, encoding="ascii", errors="replace") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))

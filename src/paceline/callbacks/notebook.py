@@ -1,4 +1,4 @@
-"""Progress and a table of metrics in a notebook."""
+"""Progress bars and a table of metrics in a notebook."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.args.secrets import mask_text
+from paceline.args.training import TrainingArguments
 from paceline.callbacks.speed import format_seconds, length_of
 from paceline.core.events import TrainerCallback, ignores_keywords
 from paceline.core.optional import is_installed, require
@@ -21,11 +23,11 @@ class NotebookProgressBar:
     """One HTML progress bar.
 
     Args:
-        total: steps in all; None where unknown.
+        total: number of steps; None if unknown.
         prefix: text before the bar.
-        leave: whether the bar stays when it is full.
-        parent: the tracker that shows this bar as part of its own display.
-        width: of the bar, in pixels.
+        leave: True keeps the bar when it is full.
+        parent: the tracker that shows this bar in its own display.
+        width: width of the bar, in pixels.
         update_every: seconds between two drawings.
     """
 
@@ -38,7 +40,11 @@ class NotebookProgressBar:
         width: int = 300,
         update_every: float = 0.5,
     ) -> None:
-        self.total, self.prefix, self.leave, self.parent, self.width = total, prefix or "", leave, parent, width
+        self.total = total
+        self.prefix = prefix or ""
+        self.leave = leave
+        self.parent = parent
+        self.width = width
         self.update_every = update_every
         self.value: int | None = None
         self.comment: str | None = None
@@ -47,7 +53,7 @@ class NotebookProgressBar:
         self._start_value = 0
 
     def update(self, value: int, force_update: bool = False, comment: str | None = None) -> None:
-        """Go to `value`; draw if it is time to, or if forced."""
+        """Sets the bar to `value`; draws it if due or forced."""
         if self.value is None:
             self._start_value = value
         self.value = value
@@ -61,7 +67,7 @@ class NotebookProgressBar:
                 self.close()
 
     def label(self) -> str:
-        """Count, time, time left and speed, in brackets."""
+        """Returns count, time, remaining time and speed, in brackets."""
         value = self.value or 0
         elapsed = time.perf_counter() - self._start_time
         done = value - self._start_value
@@ -74,30 +80,30 @@ class NotebookProgressBar:
         return f"[{text}, {self.comment}]" if self.comment else f"[{text}]"
 
     def render(self) -> str:
-        """The bar as HTML."""
+        """Returns the bar as HTML."""
         limits = "" if self.total is None else f" value='{self.value or 0}' max='{self.total}'"
         style = f"width:{self.width}px; height:20px; vertical-align:middle;"
         return f"<div>{html.escape(self.prefix)} <progress{limits} style='{style}'></progress> {self.label()}</div>"
 
     def display(self) -> None:
-        """Draw the bar, or the parent that holds it."""
+        """Draws the bar or its parent."""
         if self.parent is not None:
             self.parent.display()
         else:
             self.output = show_html(self.render(), self.output)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Removes the bar."""
         if self.parent is None and self.output is not None:
             show_html("", self.output)
 
 
 class NotebookTrainingTracker(NotebookProgressBar):
-    """A progress bar over a table of metrics, and a second bar while there is an evaluation.
+    """A progress bar with a table of metrics, and a second bar during an evaluation.
 
     Args:
-        num_steps: steps of the training.
-        column_names: first columns of the table; more are added as metrics come.
+        num_steps: number of training steps.
+        column_names: first columns of the table; new metrics add more.
     """
 
     def __init__(self, num_steps: int, column_names: Sequence[str] | None = None) -> None:
@@ -108,13 +114,13 @@ class NotebookTrainingTracker(NotebookProgressBar):
 
     @property
     def inner_table(self) -> list[list[Any]] | None:
-        """The table as lists, the column names first; None while it has no columns."""
+        """The table as lists, column names first; None while it has no columns."""
         if not self.columns:
             return None
         return [self.columns, *([row.get(name, NO_VALUE) for name in self.columns] for row in self.rows)]
 
     def write_line(self, values: Mapping[str, Any]) -> None:
-        """Add a row; one with the same value in the first column as the last row is merged into that."""
+        """Adds a row; a row with the same first column as the last one is merged into it."""
         self.columns += [name for name in values if name not in self.columns]
         key = self.columns[0]
         if self.rows and key in values and self.rows[-1].get(key) == values[key]:
@@ -123,12 +129,12 @@ class NotebookTrainingTracker(NotebookProgressBar):
             self.rows.append(dict(values))
 
     def add_child(self, total: int | None, prefix: str | None = None, width: int = 300) -> NotebookProgressBar:
-        """A bar under the table, for an evaluation."""
+        """Adds a bar for an evaluation under the table."""
         self.child_bar = NotebookProgressBar(total, prefix=prefix, parent=self, width=width)
         return self.child_bar
 
     def remove_child(self) -> None:
-        """Take that bar away."""
+        """Removes the bar of the evaluation."""
         self.child_bar = None
         self.display()
 
@@ -139,20 +145,22 @@ class NotebookTrainingTracker(NotebookProgressBar):
 
 
 class NotebookProgressCallback(TrainerCallback):
-    """Shows training in a notebook: a bar, and a table with a row per evaluation (per log, where there is none).
+    """Shows training in a notebook: a bar, and a table with a row per evaluation (per log without evaluations).
 
     Without IPython the rows of the table are printed as text.
 
     Attributes:
-        training_tracker: the display of the training under way, or None.
-        prediction_bar: the bar of the evaluation or prediction under way, or None.
+        training_tracker: the display of the current training, or None.
+        prediction_bar: the bar of the current evaluation or prediction, or None.
     """
 
     def __init__(self) -> None:
         self.training_tracker: NotebookTrainingTracker | None = None
         self.prediction_bar: NotebookProgressBar | None = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if not state.is_world_process_zero:
             return
         columns = [_first_column(args), "Training Loss"]
@@ -162,7 +170,7 @@ class NotebookProgressCallback(TrainerCallback):
         self.training_tracker.update(state.global_step, force_update=True)
 
     @ignores_keywords
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         tracker = self.training_tracker
         if tracker is not None:
             tracker.total = state.max_steps
@@ -170,7 +178,12 @@ class NotebookProgressCallback(TrainerCallback):
             tracker.update(state.global_step)
 
     def on_prediction_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        eval_dataloader: Any = None,
+        **kwargs: Any,
     ) -> None:
         if not state.is_world_process_zero:
             return
@@ -180,13 +193,15 @@ class NotebookProgressCallback(TrainerCallback):
             self.prediction_bar = NotebookProgressBar(total) if tracker is None else tracker.add_child(total)
         self.prediction_bar.update((self.prediction_bar.value or 0) + 1)
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         tracker = self.training_tracker
         if tracker is not None and args.eval_strategy == "no" and logs and "loss" in logs:
             self._add_row({tracker.columns[0]: state.global_step, "Training Loss": logs["loss"]})
 
     def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
         if not state.is_world_process_zero:
             return
@@ -202,10 +217,14 @@ class NotebookProgressCallback(TrainerCallback):
                 line[_column_name(name)] = value
         self._add_row(line)
 
-    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
         self._close_prediction_bar()
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.training_tracker is not None:
             self.training_tracker.update(state.global_step, force_update=True)
             self.training_tracker = None
@@ -226,14 +245,14 @@ class NotebookProgressCallback(TrainerCallback):
 
 
 def html_table(table: Sequence[Sequence[Any]]) -> str:
-    """Rows as an HTML table, the first one as its head; floats with 6 decimals."""
+    """Returns rows as an HTML table, the first one as its head; floats with 6 decimals."""
     head = "".join(f"<th>{html.escape(str(name))}</th>" for name in table[0])
     body = "".join("<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in row) + "</tr>" for row in table[1:])
     return f"<table border='1' class='dataframe'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def show_html(code: str, handle: Any = None) -> Any:
-    """Show HTML in the notebook, in place of what `handle` shows. Returns its handle; None without IPython."""
+    """Shows HTML in the notebook, replacing the display of `handle`. Returns its handle; None without IPython."""
     if not is_installed("IPython"):
         return None
     display = require("IPython.display", "notebook")
@@ -243,7 +262,7 @@ def show_html(code: str, handle: Any = None) -> Any:
     return handle
 
 
-def _first_column(args: Any) -> str:
+def _first_column(args: TrainingArguments) -> str:
     return "Epoch" if args.eval_strategy == "epoch" else "Step"
 
 
@@ -253,4 +272,4 @@ def _column_name(metric: str) -> str:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.6f}" if isinstance(value, float) else html.escape(str(value))
+    return f"{value:.6f}" if isinstance(value, float) else html.escape(mask_text(str(value)))

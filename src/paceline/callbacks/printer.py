@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.args.secrets import masked
+from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
 from paceline.core.state import TrainerControl, TrainerState
 
 
 class PrinterCallback(TrainerCallback):
-    """Prints each row of logs, once per machine; used where progress bars are switched off."""
+    """Prints each row of logs, once per machine; used if progress bars are disabled."""
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         if state.is_local_process_zero and logs:
             print(readable_logs(logs), flush=True)
 
 
 def readable_logs(logs: Mapping[str, Any], max_str_len: int | None = None) -> dict[str, Any]:
-    """The row for people: floats to 4 significant digits, no `total_flos`, long strings named by their length."""
+    """Formats a row for display: floats with 4 digits, no `total_flos`, long texts by their length, secrets masked."""
     readable: dict[str, Any] = {}
     for name, value in logs.items():
         if name == "total_flos":
@@ -29,4 +33,5 @@ def readable_logs(logs: Mapping[str, Any], max_str_len: int | None = None) -> di
             readable[name] = f"<{len(value)} characters; shown in full with max_str_len={len(value)}>"
         else:
             readable[name] = value
-    return readable
+    shown: dict[str, Any] = masked(readable)
+    return shown

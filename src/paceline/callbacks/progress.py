@@ -1,4 +1,4 @@
-"""A live display of training in a terminal; lines now and then where the output is a file."""
+"""A progress bar in a terminal; periodic lines if the output is a file."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import sys
 import time
 from typing import Any, Protocol, TextIO
 
+from paceline.args.training import TrainingArguments
 from paceline.callbacks.memory import describe_memory
 from paceline.callbacks.printer import readable_logs
-from paceline.callbacks.speed import Speedometer, format_seconds, length_of, samples_per_update
+from paceline.callbacks.speed import Speedometer, format_seconds, global_batch_size, length_of
 from paceline.core.events import TrainerCallback, ignores_keywords
 from paceline.core.optional import require
 from paceline.core.state import TrainerControl, TrainerState
 
 REFRESH_SECONDS = 0.5
-BAR_FORMAT = "{desc}: {n_fmt}/{total_fmt} |{bar}| [{elapsed}<{remaining}{postfix}]"  # all of it within 80 columns
+BAR_FORMAT = "{desc}: {n_fmt}/{total_fmt} |{bar}| [{elapsed}<{remaining}{postfix}]"  # at most 80 columns
 
 
 class Bar(Protocol):
-    """The few verbs of tqdm that are used here; `LineBar` has them too."""
+    """The part of tqdm's interface that is used here; `LineBar` implements it too."""
 
     total: Any
     n: Any
@@ -39,10 +40,10 @@ def make_bar(
     leave: bool = True,
     seconds_between_lines: float = 30.0,
 ) -> Bar:
-    """A bar on a terminal; elsewhere a line every so many seconds."""
+    """Returns a bar on a terminal, and a `LineBar` elsewhere."""
     if not is_interactive(sys.stderr):
         return LineBar(total, title, unit, initial, leave, seconds_between_lines)
-    # tqdm.std is light; tqdm.auto also draws in notebooks, and brings asyncio with it
+    # tqdm.std is light; tqdm.auto also draws in notebooks and imports asyncio
     tqdm = require("tqdm.auto" if is_notebook() else "tqdm.std", "progress").tqdm
     style: dict[str, Any] = {"dynamic_ncols": True}
     if total is not None and not is_notebook():
@@ -52,19 +53,19 @@ def make_bar(
 
 
 class ProgressCallback(TrainerCallback):
-    """Shows step, loss, learning rate, tokens (or samples) per second, time left and memory, and each row of logs.
+    """Shows step, loss, learning rate, tokens (or samples) per second, remaining time and memory, and each row of logs.
 
     On a terminal it is a bar; elsewhere (a file, a pipe) a line every `seconds_between_lines`, so that logs of a
-    cluster job stay readable. Only the first process of the run shows anything.
+    cluster job stay readable. Only rank 0 shows anything.
 
     Args:
         max_str_len: longer strings in a row of logs are shown by their length.
-        seconds_between_lines: where there is no terminal.
-        write_logs: whether each row of logs is also written as a line above the bar.
+        seconds_between_lines: interval without a terminal.
+        write_logs: True also writes each row of logs as a line above the bar.
 
     Attributes:
         training_bar: the bar of the training, or None.
-        prediction_bar: the bar of the evaluation or prediction under way, or None.
+        prediction_bar: the bar of the current evaluation or prediction, or None.
     """
 
     reads_checkpoint = False
@@ -83,19 +84,24 @@ class ProgressCallback(TrainerCallback):
         self._memory, self._next_memory = "", 0.0
 
     def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
         self.current_step = state.global_step
-        self._close_bars()  # left over from a run that was broken off
+        self._close_bars()  # of an interrupted run
         if not state.is_world_process_zero:
             return
         self._optimizer, self._loss, self._rate = optimizer, "", ""
-        self._speed = Speedometer(samples_per_update(args, state))
+        self._speed = Speedometer(global_batch_size(args, state))
         self._speed.mark(state)
         self.training_bar = self._make_bar(state.max_steps, "train", "step", initial=state.global_step)
 
     @ignores_keywords
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         bar = self.training_bar
         if bar is None:
             return
@@ -105,7 +111,9 @@ class ProgressCallback(TrainerCallback):
         bar.update(step - self.current_step)
         self.current_step = step
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         bar = self.training_bar
         if bar is None or not logs:
             return
@@ -116,7 +124,12 @@ class ProgressCallback(TrainerCallback):
         self._show(bar, state)
 
     def on_prediction_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        eval_dataloader: Any = None,
+        **kwargs: Any,
     ) -> None:
         if not state.is_world_process_zero:
             return
@@ -125,17 +138,21 @@ class ProgressCallback(TrainerCallback):
             self.prediction_bar = self._make_bar(length_of(eval_dataloader), "evaluate", "batch", leave=is_alone)
         self.prediction_bar.update(1)
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._close_prediction_bar()
         self._speed.restart(state)
 
-    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
         self._close_prediction_bar()
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._speed.restart(state)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.training_bar is not None:
             self._show(self.training_bar, state)
         self._close_bars()
@@ -144,14 +161,14 @@ class ProgressCallback(TrainerCallback):
     # ---- the display
 
     def _show(self, bar: Bar, state: TrainerState) -> None:
-        """Put what is known now beside the bar. At most every half second, so its cost does not count."""
+        """Updates the text after the bar, at most every half second, so that its cost is negligible."""
         now = time.perf_counter()
         self._next_refresh = now + REFRESH_SECONDS
         if now >= self._next_memory:
             self._memory, self._next_memory = describe_memory(), now + 4 * REFRESH_SECONDS
         self._speed.mark(state)
         bar.total = state.max_steps  # live: a callback may have changed it
-        if state.global_step < state.max_steps:  # after the last update it is that of an update that never comes
+        if state.global_step < state.max_steps:  # after the last step it would be that of a step that is never run
             self._rate = _learning_rate(self._optimizer)
         parts = [self._loss, self._rate, self._speed.describe(), self._memory]
         bar.set_postfix_str(", ".join(part for part in parts if part), refresh=False)
@@ -172,16 +189,16 @@ class ProgressCallback(TrainerCallback):
 
 
 class LineBar:
-    """A progress bar for outputs that cannot move the cursor: one line per `seconds`, and one at the end.
+    """A progress display for outputs without cursor control: one line per `seconds`, and one at the end.
 
     Args:
-        total: steps in all; None where unknown.
-        title: what is going on.
-        unit: of what there are `total`.
+        total: number of steps; None if unknown.
+        title: the title of the display.
+        unit: the unit of `total`.
         initial: steps done before.
-        leave: whether `close` writes a last line.
-        seconds: between two lines.
-        stream: where the lines about progress go; the standard error by default.
+        leave: True lets `close` write a last line.
+        seconds: interval between two lines.
+        stream: the output stream; standard error by default.
     """
 
     def __init__(
@@ -195,30 +212,33 @@ class LineBar:
         stream: TextIO | None = None,
     ) -> None:
         self.total, self.n, self.initial = total, initial, initial
-        self.title, self.unit, self.leave, self.seconds = title, unit, leave, seconds
+        self.title = title
+        self.unit = unit
+        self.leave = leave
+        self.seconds = seconds
         self.stream = sys.stderr if stream is None else stream
         self.postfix = ""
         self._start = time.perf_counter()
         self._next_line = self._start + seconds
 
     def update(self, n: int = 1) -> None:
-        """Count `n` more, and write a line when one is due."""
+        """Adds `n` to the count and writes a line if due."""
         self.n += n
         if time.perf_counter() >= self._next_line:
             self.refresh()
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
-        """What the next lines say beside the count."""
+        """Sets the text after the count of the next lines."""
         self.postfix = s
         if refresh:
             self.refresh()
 
     def write(self, s: str) -> None:
-        """Write a line of another kind, to the standard output, as tqdm does."""
+        """Writes another line to the standard output, as tqdm does."""
         print(s, flush=True)
 
     def refresh(self) -> None:
-        """Write a line now."""
+        """Writes a line now."""
         now = time.perf_counter()
         self._next_line = now + self.seconds
         elapsed = now - self._start
@@ -231,20 +251,20 @@ class LineBar:
         print(line.rstrip(), file=self.stream, flush=True)
 
     def close(self) -> None:
-        """Write the last line."""
+        """Writes the last line."""
         if self.leave and self.n > self.initial:
             self.refresh()
 
 
 def is_notebook() -> bool:
-    """Whether this code runs in a notebook's kernel."""
+    """True if this code runs in a notebook's kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")
 
 
 def is_interactive(stream: Any) -> bool:
-    """Whether `stream` can show a moving bar: a terminal with a size (containers may give 0), or a notebook."""
+    """True if `stream` can show a moving bar: a terminal with a size (containers may report 0), or a notebook."""
     if is_notebook():
         return True
     try:
@@ -256,4 +276,4 @@ def is_interactive(stream: Any) -> bool:
 def _learning_rate(optimizer: Any) -> str:
     groups = getattr(optimizer, "param_groups", None)
     rate = groups[0].get("lr") if groups else None
-    return f"lr {rate:.3g}" if isinstance(rate, float) else ""  # a tensor would have to be waited for
+    return f"lr {rate:.3g}" if isinstance(rate, float) else ""  # reading a tensor would synchronize

@@ -1,4 +1,4 @@
-"""How fast the run is going now, for displays."""
+"""Training speed for displays."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 
 from paceline.args.accelerator_config import is_on
 from paceline.args.mesh import resolve_mesh
+from paceline.args.training import TrainingArguments
 from paceline.core.state import TrainerState
 
 
 class Speedometer:
-    """Speed over the last seconds of training, from the state alone: no wait for the device.
+    """Measures the speed of the last steps from the state alone, without synchronizing the device.
 
-    Tokens per second where `state.num_input_tokens_seen` is counted, else samples per second.
+    The unit is tokens per second if `state.num_input_tokens_seen` is counted, else samples per second.
 
     Args:
-        samples_per_step: samples of one update, all processes together.
-        window: how many marks to look back over.
+        samples_per_step: the global batch size in samples.
+        window: number of marks to average over.
     """
 
     def __init__(self, samples_per_step: int, window: int = 20) -> None:
@@ -27,25 +28,25 @@ class Speedometer:
         self._last = ""
 
     def mark(self, state: TrainerState) -> None:
-        """Note where the run stands now, if it stands elsewhere than at the last mark."""
+        """Records time and step if the step has changed since the last mark."""
         if not self._marks or state.global_step > self._marks[-1][1]:
             self._marks.append((time.perf_counter(), state.global_step, state.num_input_tokens_seen))
 
     def restart(self, state: TrainerState) -> None:
-        """Count from here: what lies just behind (an evaluation, a save) was not training."""
+        """Restarts the measurement, after time that was not training (an evaluation, a save)."""
         self._marks.clear()
         self.mark(state)
 
     @property
     def steps_per_second(self) -> float | None:
-        """Updates per second, or None before there are two marks."""
+        """The optimizer steps per second, or None before there are two marks."""
         if len(self._marks) < 2:
             return None
         (start, first, _), (end, last, _) = self._marks[0], self._marks[-1]
         return (last - first) / (end - start) if end > start else None
 
     def describe(self) -> str:
-        """`"12,345 tok/s"` or `"678 samples/s"`: what it was last, empty before there have been two marks."""
+        """Returns the last speed, such as `"12,345 tok/s"` or `"678 samples/s"`; empty before there are two marks."""
         steps_per_second = self.steps_per_second
         if steps_per_second is None:
             return self._last
@@ -57,8 +58,8 @@ class Speedometer:
         return self._last
 
 
-def samples_per_update(args: Any, state: TrainerState) -> int:
-    """Samples of one update, all processes together, as the arguments ask for them."""
+def global_batch_size(args: TrainingArguments, state: TrainerState) -> int:
+    """Returns the global batch size in samples, by the arguments."""
     per_process: int | None = state.train_batch_size or getattr(args, "per_device_train_batch_size", None)
     accumulation: int = getattr(args, "gradient_accumulation_steps", 1)
     world_size: int = getattr(args, "world_size", 1)
@@ -70,7 +71,7 @@ def samples_per_update(args: Any, state: TrainerState) -> int:
 
 
 def length_of(loader: Any) -> int | None:
-    """Batches of a loader, or None where it cannot tell."""
+    """Returns the number of batches of a loader, or None if it has no length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -78,7 +79,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def format_seconds(seconds: float) -> str:
-    """`"1:02:03"` or `"02:03"`."""
+    """Formats seconds as `"1:02:03"` or `"02:03"`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute:02d}:{second:02d}"

@@ -1,1 +1,1 @@
-"""What survives a restart: the files of a checkpoint, as a user of transformers knows them."""
+"""Checkpoint storage: folders, manifests, retention, locks and remote stores. Framework-independent."""

@@ -1,1 +1,1 @@
-"""The commands: `paceline demo`, `paceline demo digits`, `paceline train CONFIG.yaml`."""
+"""The command line: `paceline demo`, `train`, `launch`, `verify`, `export`, `replay`."""

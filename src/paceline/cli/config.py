@@ -1,13 +1,13 @@
-"""The file of `paceline train`: what it may say, and how the command line changes it.
+"""The configuration file of `paceline train`, and overrides from the command line.
 
-    model: a folder or name for transformers | {model_type: ..., ...} | package.module:factory
-    tokenizer: a folder or name, or package.module:factory (default: the model's)
-    data: files, a folder, or package.module:factory
-    preprocess: package.module:function
-    data_collator, compute_metrics, compute_loss_func, preprocess_logits_for_metrics, trainer: package.module:name
-    callbacks: [package.module:Class, ...]
-    framework: tf                                # default: torch
-    arguments: {learning_rate: 3e-4, ...}        # or the same names at the top level
+model: a folder or name for transformers | {model_type: ..., ...} | package.module:factory
+tokenizer: a folder or name, or package.module:factory (default: the model's)
+data: files, a folder, or package.module:factory
+preprocess: package.module:function
+data_collator, compute_metrics, compute_loss_func, preprocess_logits_for_metrics, trainer: package.module:name
+callbacks: [package.module:Class, ...]
+framework: tf                                # default: torch
+arguments: {learning_rate: 3e-4, ...}        # or the same names at the top level
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped, unused-ignore]
-
+from paceline.args import yaml_text
 from paceline.args.serialize import read_mapping
 from paceline.cli.errors import UsageError, suggest
 from paceline.cli.options import Given, Known, argument_names, check_framework, parse_options, read_framework
 from paceline.cli.references import REFERENCE
 
-# the sections, and the key that a plain string stands for
+# section -> the key that a plain string sets
 SECTIONS: dict[str, str] = {
     "model": "path",
     "tokenizer": "path",
@@ -45,11 +44,11 @@ FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 @dataclass
 class JobConfig:
-    """A training job as written down.
+    """The configuration of a training job.
 
     Attributes:
-        path: the file; modules and data beside it can be named.
-        sections: what stands under the keys of `SECTIONS`, and `callbacks`.
+        path: the file; modules and data are also searched for in its folder.
+        sections: the values of the keys of `SECTIONS`, and `callbacks`.
         arguments: options of `TrainingArguments`, unchecked.
         framework: `torch` or `tf`.
     """
@@ -61,14 +60,14 @@ class JobConfig:
 
     @property
     def folder(self) -> Path:
-        """Where the file lies."""
+        """The folder of the file."""
         return self.path.parent
 
     def get(self, name: str) -> Any:
         return self.sections.get(name)
 
     def find_file(self, name: str) -> Path | None:
-        """A file or folder that is named: in the configuration's folder, else in the current one."""
+        """Returns a named file or folder, in the configuration's folder, else in the current one; None if missing."""
         for base in (self.folder, Path.cwd()):
             found = base / Path(name).expanduser()
             if found.exists():
@@ -77,10 +76,10 @@ class JobConfig:
 
 
 def read_job(words: Sequence[str]) -> tuple[JobConfig, bool]:
-    """The job of `paceline train CONFIG.yaml --option value ...`, and whether to start over.
+    """Reads `paceline train CONFIG.yaml --option value ...`. Returns the job, and True if it starts over.
 
     Raises:
-        UsageError: there is no such file, key or option.
+        UsageError: an unknown file, key or option.
     """
     own = {"fresh": True, "framework": False}
     given = parse_options(words, Known(("CONFIG.yaml",), own, (*SECTIONS, *OTHER_NAMES)))
@@ -93,10 +92,10 @@ def read_job(words: Sequence[str]) -> tuple[JobConfig, bool]:
 
 
 def read_config(path: Path) -> JobConfig:
-    """Read a job from a YAML or JSON file.
+    """Reads a job from a YAML or JSON file.
 
     Raises:
-        UsageError: the file is missing or no YAML, or has a key that nothing knows; the nearest known one is named.
+        UsageError: the file is missing or invalid, or has an unknown key; the message names the closest known one.
     """
     try:
         content = plain_numbers(read_mapping(path))
@@ -112,15 +111,15 @@ def read_config(path: Path) -> JobConfig:
 
 
 def parse_value(where: str, text: str) -> Any:
-    """A value of the command line, read as YAML: numbers, true and false, [lists], {mappings}, else text."""
+    """Parses a value of the command line as YAML: numbers, true and false, [lists], {mappings}, else text."""
     try:
-        return plain_numbers(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise UsageError(f"{where}: {text!r} is no value that YAML can read; put it in quotes") from error
+        return plain_numbers(yaml_text.read(text))
+    except ValueError as error:
+        raise UsageError(f"{where}: {text!r} is not valid YAML; put it in quotes") from error
 
 
-def plain_numbers(value: Any) -> Any:
-    """The same nest, with texts like `3e-4` turned into numbers."""
+def plain_numbers(value: object) -> Any:
+    """Converts texts like `3e-4` in a nest to numbers."""
     if isinstance(value, dict):
         return {key: plain_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -132,7 +131,7 @@ def plain_numbers(value: Any) -> Any:
 
 
 def make_config(content: Mapping[str, Any], path: Path) -> JobConfig:
-    """Sort the keys of a configuration into sections and arguments, and check every name that can be checked here."""
+    """Sorts the keys of a configuration into sections and arguments, and checks the names known here."""
     config = JobConfig(path)
     names = argument_names()
     for key, value in content.items():
@@ -155,10 +154,10 @@ def make_config(content: Mapping[str, Any], path: Path) -> JobConfig:
 
 
 def apply_overrides(config: JobConfig, given: Given) -> None:
-    """Lay the options of a command line over a configuration; they win.
+    """Overrides a configuration by the options of a command line.
 
     Raises:
-        UsageError: `--section.key` names a section or key that there is not.
+        UsageError: `--section.key` names an unknown section or key.
     """
     config.arguments.update(given.arguments)
     config.framework = read_framework("--framework", given.own.get("framework", config.framework))
@@ -178,17 +177,17 @@ def apply_overrides(config: JobConfig, given: Given) -> None:
 
 
 def check_sections(config: JobConfig) -> None:
-    """Check what stands under the sections, as far as that is possible without importing anything.
+    """Checks the sections as far as possible without imports.
 
     Raises:
-        UsageError: naming the key.
+        UsageError: an invalid section; the message names the key.
     """
     for name, value in config.sections.items():
         if name == "callbacks":
             if not isinstance(value, list):
-                raise UsageError(f"callbacks: a list is needed, not {_kind(value)}")
+                raise UsageError(f"callbacks: expected a list, not {_kind(value)}")
         elif not isinstance(value, str | Mapping | None) and not (name == "data" and isinstance(value, list)):
-            raise UsageError(f"{name}: text or a mapping is needed, not {_kind(value)}")
+            raise UsageError(f"{name}: expected text or a mapping, not {_kind(value)}")
     data, preprocess = config.get("data"), config.get("preprocess")
     if isinstance(data, Mapping) and "factory" not in data:
         _check_keys("data", data, (*DATA_KEYS, "factory"))
@@ -207,19 +206,19 @@ def _check_fraction(data: Mapping[str, Any]) -> None:
         raise UsageError("data: 'eval' and 'eval_fraction' exclude each other")
 
 
-def _add_arguments(config: JobConfig, value: Any, names: set[str]) -> None:
+def _add_arguments(config: JobConfig, value: object, names: set[str]) -> None:
     if value is None:
         return
     if not isinstance(value, Mapping):
-        raise UsageError(f"arguments: a mapping is needed, not {_kind(value)}")
+        raise UsageError(f"arguments: expected a mapping, not {_kind(value)}")
     _check_keys("arguments", value, names)
     for key, item in value.items():
         _add_argument(config, key, item)
 
 
-def _add_argument(config: JobConfig, name: str, value: Any) -> None:
+def _add_argument(config: JobConfig, name: str, value: object) -> None:
     if name in config.arguments:
-        raise UsageError(f"{name!r} stands twice: at the top level and under 'arguments'")
+        raise UsageError(f"{name!r} is given twice: at the top level and under 'arguments'")
     config.arguments[name] = value
 
 
@@ -229,8 +228,8 @@ def _check_keys(where: str, value: Mapping[Any, Any], names: Any) -> None:
             raise UsageError(f"{where}: unknown key {key!r}{suggest(str(key), names)}")
 
 
-def _put(target: dict[str, Any], path: list[str], value: Any, where: str) -> dict[str, Any]:
-    """`target` with a value at a path of keys; nested mappings are copied, never changed."""
+def _put(target: dict[str, Any], path: list[str], value: object, where: str) -> dict[str, Any]:
+    """Returns `target` with a value set at a path of keys; nested mappings are copied, not modified."""
     head, *tail = path
     if tail:
         inner = target.get(head, {})
@@ -240,5 +239,5 @@ def _put(target: dict[str, Any], path: list[str], value: Any, where: str) -> dic
     return {**target, head: value}
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""What the command shows: its own lines, log lines above the bar, and one short line per evaluation."""
+"""Terminal output of the commands: own lines, log lines above the bar, and one short line per evaluation."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
+from paceline.args.secrets import mask_text
 from paceline.callbacks.progress import ProgressCallback
 from paceline.core.events import TrainerCallback
 from paceline.core.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
-    from paceline.tf.trainer import TFTrainer
-    from paceline.trainer import Trainer
+    from paceline.pytorch.trainer import Trainer
+    from paceline.tensorflow.trainer import TFTrainer
 
 
 def say(text: str) -> None:
-    """Print at once; characters that the output cannot show become question marks."""
+    """Prints with a flush; characters that the output cannot show become question marks, secrets are masked."""
     encoding = sys.stdout.encoding or "ascii"
-    print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
+    print(mask_text(text).encode(encoding, errors="replace").decode(encoding), flush=True)
 
 
 class AboveBars(logging.StreamHandler[Any]):
-    """Writes log lines so that they do not tear a progress bar apart."""
+    """Writes log lines above progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        bars = sys.modules.get("tqdm.std")  # not loaded: there is no bar
+        bars = sys.modules.get("tqdm.std")  # if it is not imported there is no bar
         if bars is None:
             super().emit(record)
         else:
@@ -33,11 +34,11 @@ class AboveBars(logging.StreamHandler[Any]):
 
 
 class EvaluationLines(TrainerCallback):
-    """One line per evaluation, instead of every row of numbers (which log.jsonl keeps).
+    """Prints one line per evaluation instead of every row of metrics (which log.jsonl keeps).
 
     Args:
-        columns: name of a metric -> how it is called here.
-        display: the progress display, whose bars the lines go above.
+        columns: maps metrics to displayed names.
+        display: the progress display whose bars the lines are printed above.
     """
 
     def __init__(self, columns: dict[str, str], display: ProgressCallback) -> None:
@@ -59,7 +60,7 @@ class EvaluationLines(TrainerCallback):
 
 
 def show_evaluations(trainer: Trainer | TFTrainer, columns: dict[str, str]) -> None:
-    """Show one line per evaluation of this Trainer, in place of each row of logs. Without a bar nothing is changed."""
+    """Shows one line per evaluation of a Trainer instead of each row of logs. Has no effect without a bar."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ProgressCallback):
             callback.write_logs = False

@@ -1,4 +1,4 @@
-"""What a person typed wrong, said in one sentence instead of a traceback."""
+"""Usage errors, reported in one sentence instead of a traceback."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from paceline.core.optional import require
 
 
 class UsageError(Exception):
-    """The command or its configuration cannot be honoured; the message says what to write instead. Exit code 2."""
+    """The command or its configuration is invalid; the message names the remedy. Exit code 2."""
 
 
 def is_message(error: BaseException) -> bool:
-    """Whether this package raised the error on purpose: its text says what to do, and a traceback adds nothing.
+    """True if this package raised the error deliberately, so that its message suffices without a traceback.
 
-    An error inside a person's own code, or one that Python raised inside ours, is no message.
+    False for an error inside user code, or one that Python raised inside this package.
     """
     frames = traceback.extract_tb(error.__traceback__)
     is_ours = bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
@@ -27,7 +27,7 @@ def is_message(error: BaseException) -> bool:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the nearest known name, else all of them where they are few, else nothing."""
+    """Returns `; did you mean 'x'?` for the closest known name, else all names if they are few, else an empty text."""
     names = sorted(set(known))
     if hint := did_you_mean(name, names):
         return hint
@@ -35,10 +35,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def need(module: str, extra: str, why: str) -> ModuleType:
-    """Import an optional package.
+    """Imports an optional package.
 
     Raises:
-        UsageError: it is missing; the message says why it is needed and which extra installs it.
+        UsageError: it is missing; the message gives the reason and the extra that installs it.
     """
     try:
         return require(module, extra)
@@ -47,26 +47,26 @@ def need(module: str, extra: str, why: str) -> ModuleType:
 
 
 def load_part(module: str, hint: str = "") -> ModuleType:
-    """Import a module of this package that stands on torch or TensorFlow.
+    """Imports a module of this package that requires torch or TensorFlow.
 
     Raises:
-        UsageError: what it stands on is missing; the message names the extra that installs it, then says `hint`.
+        UsageError: the framework is missing; the message names the extra that installs it, then `hint`.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         if error.name == "torch":
-            raise UsageError(f'torch is needed here: pip install "paceline[torch]"{hint}') from error
+            raise UsageError(f'torch is required: pip install "paceline[torch]"{hint}') from error
         if not is_message(error):
             raise
         raise UsageError(str(error)) from error
 
 
 def check_keys(where: str, section: Iterable[str], known: Collection[str]) -> None:
-    """Refuse a key that a section does not have.
+    """Refuses unknown keys of a section.
 
     Raises:
-        UsageError: there is one; the nearest known one is named.
+        UsageError: an unknown key; the message names the closest known one.
     """
     for key in section:
         if key not in known:
@@ -74,5 +74,5 @@ def check_keys(where: str, section: Iterable[str], known: Collection[str]) -> No
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first."""
+    """Returns the first line of an error."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

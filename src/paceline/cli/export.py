@@ -1,4 +1,4 @@
-"""`paceline export`: a checkpoint in shards becomes a folder that `from_pretrained` loads, tensor by tensor."""
+"""`paceline export`: converts a sharded checkpoint to a folder for `from_pretrained`, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.callbacks.progress import make_bar
+from paceline.checkpoint import folders
+from paceline.checkpoint.inside import leads_outside
+from paceline.checkpoint.manifest import MANIFEST_NAME
+from paceline.checkpoint.space import Place, in_words
 from paceline.cli.errors import UsageError, load_part
 from paceline.cli.jobs import is_of_tensorflow
 from paceline.cli.options import Known, parse_options
-from paceline.core import folders
-from paceline.core.manifest import MANIFEST_NAME
-from paceline.core.space import Place, in_words
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_SHARD_SIZE = "50GB"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-# of a checkpoint, what is no part of a model that is used; folders are those of shards
+# files of a checkpoint that do not belong to the model; its folders hold shards
+_WEIGHTS = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.distcp", ".metadata")
 _LEFT = (
     "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.distcp", ".*",
     MANIFEST_NAME, "trainer_state.json", "progress.json", "sharded.json", "run.json", "journal.bin", "log.jsonl",
@@ -33,16 +35,16 @@ _LEFT = (
 
 
 def run(words: Sequence[str]) -> int:
-    """Export one checkpoint.
+    """Exports one checkpoint.
 
     Raises:
-        UsageError: a folder is missing, or the output is there already.
+        UsageError: a folder is missing, or the output already exists.
     """
     given = parse_options(words, Known(("CHECKPOINT", "OUTPUT"), {"max_shard_size": False, "files_from": False}))
     if given.arguments:
         raise UsageError(f"export takes --max-shard-size and --files-from, not --{next(iter(given.arguments))}")
     if len(given.positional) != 2:
-        raise UsageError("export needs a checkpoint and a folder to make: paceline export CHECKPOINT OUTPUT")
+        raise UsageError("export needs a checkpoint and an output folder: paceline export CHECKPOINT OUTPUT")
     size = parse_size(given.own.get("max_shard_size", DEFAULT_SHARD_SIZE))
     extra = Path(given.own["files_from"]) if "files_from" in given.own else None
     if extra is not None and not extra.is_dir():
@@ -52,7 +54,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def find(place: Path) -> Path:
-    """The checkpoint, or the newest good one of a run.
+    """Returns the checkpoint, or the newest valid one of a run.
 
     Raises:
         UsageError: there is none, or it is damaged.
@@ -62,36 +64,40 @@ def find(place: Path) -> Path:
     if folders.list_checkpoints(place):
         found = folders.newest_valid(place, logger.warning)
         if found is None:
-            raise UsageError(f"{place} has no checkpoint that is whole")
+            raise UsageError(f"{place} has no valid checkpoint")
         return found
     if (place / MANIFEST_NAME).is_file():
         problems = folders.verify(place)
         if problems:
             raise UsageError(f"{place} is damaged: {'; '.join(problems[:3])}")
+    linked = [path for path in sorted(place.rglob("*")) if path.is_symlink() and leads_outside(path, place)]
+    weights = [path for path in linked if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _WEIGHTS)]
+    if weights:
+        raise UsageError(f"{weights[0]} is a link to a file outside of {place}: put the file itself in its place")
     return place
 
 
 def export(checkpoint: Path, output: Path, *, max_shard_bytes: int, files_from: Path | None = None) -> None:
-    """Write the weights of a checkpoint and the files beside them into a new folder, which appears when it is whole.
+    """Writes the weights of a checkpoint and the files next to them to a new folder, atomically.
 
-    Takes the memory of the largest tensor. What stops it (a full disk, Ctrl-C) leaves nothing of it.
+    Uses the memory of the largest tensor. A failure (a full disk, Ctrl-C) leaves no files.
 
     Args:
-        files_from: a folder whose configuration and tokenizer are taken too, where the checkpoint has none.
+        files_from: a folder whose configuration and tokenizer are used if the checkpoint has none.
 
     Raises:
-        UsageError: the output is there already.
+        UsageError: the output already exists.
         CheckpointError: there are no weights, or they are damaged.
-        OSError: the disk refuses.
+        OSError: writing fails.
     """
     if os.path.lexists(output) and (not output.is_dir() or any(output.iterdir())):
-        raise UsageError(f"{output} is there already: name a folder that is new or empty")
+        raise UsageError(f"{output} already exists: name a folder that is new or empty")
     if is_of_tensorflow(checkpoint):
         raise UsageError(
-            f"{checkpoint} is of TensorFlow: export makes safetensors of models of torch. TFTrainer.save_model writes "
+            f"{checkpoint} is of TensorFlow: export writes safetensors of torch models. TFTrainer.save_model writes "
             "the model (a run of `paceline train` has it as model.keras), and tf.train.Checkpoint reads the variables"
         )
-    streaming = load_part("paceline.checkpoint.streaming")
+    streaming = load_part("paceline.pytorch.checkpoint.streaming")
     source = streaming.open_weights(checkpoint)
     start, total = time.perf_counter(), source.num_bytes()
     make_room(output, total)
@@ -121,32 +127,38 @@ def export(checkpoint: Path, output: Path, *, max_shard_bytes: int, files_from: 
 
 
 def make_room(output: Path, num_bytes: int) -> None:
-    """Clear what an export to the same folder left that was killed. Raises: OSError, where there is no room."""
+    """Removes the remains of a killed export to the same folder. Raises: OSError, if there is not enough space."""
     output.parent.mkdir(parents=True, exist_ok=True)
     folders.recover(output.parent, logger.warning, only=output.name)
     Place(output.parent).check(num_bytes)
 
 
 def chosen_files(checkpoint: Path, files_from: Path | None) -> Iterator[Path]:
-    """Configuration, tokenizer, own code: what is neither weights nor the state of the training."""
+    """Yields the files that are neither weights nor training state: configuration, tokenizer, custom code."""
     seen: set[str] = set()
     for place in (checkpoint, files_from):
-        for path in sorted(place.iterdir()) if place is not None else ():
+        if place is None:
+            continue
+        for path in sorted(place.iterdir()):
             is_left = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _LEFT)
-            if path.is_file() and not is_left and path.name not in seen:
+            if is_left or path.name in seen or not path.is_file():
+                continue
+            if leads_outside(path, place):
+                logger.warning("%s is a link to a file outside of %s: it is not exported.", path, place)
+            else:
                 seen.add(path.name)
                 yield path
 
 
 def parse_size(text: str) -> int:
-    """`5GB` in bytes.
+    """Parses a size such as `5GB` to bytes.
 
     Raises:
-        UsageError: it is no size.
+        UsageError: it is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", str(text).lower())
     unit = (match[2].upper() if match else "?").replace("B", "")
     factor = _UNITS.get(f"{unit}B" if unit else "")
     if match is None or factor is None or float(match[1]) * factor < 1:
-        raise UsageError(f"--max-shard-size {text} is no size: write 500MB, 5GB or 2GiB")
+        raise UsageError(f"--max-shard-size {text} is not a size: write 500MB, 5GB or 2GiB")
     return int(float(match[1]) * factor)

@@ -1,4 +1,4 @@
-"""The data that a configuration names, in splits; and the functions that are mapped over it."""
+"""The data of a configuration in splits, and its preprocessing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Splits:
 
     Attributes:
         train, eval, test: datasets, or None. `eval` may be a dict of several by name.
-        is_lines: whether the rows are the lines of text files, which belong together.
+        is_lines: True if the rows are consecutive lines of text files.
     """
 
     train: Any = None
@@ -51,13 +51,13 @@ class Splits:
     is_lines: bool = False
 
     def given(self) -> dict[str, Any]:
-        """The splits there are, by name."""
+        """Returns the splits that are not None, by name."""
         splits = {"train": self.train, "eval": self.eval, "test": self.test}
         return {name: dataset for name, dataset in splits.items() if dataset is not None}
 
 
-def load_data(config: JobConfig, tokenizer: Any, seed: int) -> Splits:
-    """Load what the section `data` names.
+def load_data(config: JobConfig, tokenizer: object, seed: int) -> Splits:
+    """Loads the section `data`.
 
     Raises:
         UsageError: it is missing or wrong; the message names the key.
@@ -77,11 +77,11 @@ def load_data(config: JobConfig, tokenizer: Any, seed: int) -> Splits:
     return splits
 
 
-def sort_splits(source: str, given: Any) -> Splits:
-    """Splits from what a factory or a saved folder gave: a dataset, a tuple of two or three, or a dict by name.
+def sort_splits(source: str, given: object) -> Splits:
+    """Builds splits from a factory's result or a saved folder: a dataset, a tuple of two or three, or a dict by name.
 
     Raises:
-        UsageError: a name of the dict is no split.
+        UsageError: a name of the dict is not a split.
     """
     if isinstance(given, Mapping):
         splits = Splits()
@@ -103,7 +103,7 @@ def sort_splits(source: str, given: Any) -> Splits:
 
 
 def load_files(config: JobConfig, section: Mapping[str, Any]) -> Splits:
-    """Load `train`, `eval` and `test` from files or saved folders, through `datasets`."""
+    """Loads `train`, `eval` and `test` from files or saved folders, through `datasets`."""
     datasets = need("datasets", "datasets", "data")
     splits = Splits()
     for name in ("train", "eval", "test"):
@@ -128,11 +128,11 @@ def load_files(config: JobConfig, section: Mapping[str, Any]) -> Splits:
     return splits
 
 
-def find_paths(config: JobConfig, where: str, value: Any) -> list[Path]:
-    """The files or the folder that a name, a pattern (`part-*.jsonl`) or a list of them stands for.
+def find_paths(config: JobConfig, where: str, value: object) -> list[Path]:
+    """Returns the files or the folder of a name, a pattern (`part-*.jsonl`) or a list of them.
 
     Raises:
-        UsageError: there is nothing of that name.
+        UsageError: there is no such file or folder.
     """
     names = value if isinstance(value, list) else [value]
     paths: list[Path] = []
@@ -153,8 +153,8 @@ def find_paths(config: JobConfig, where: str, value: Any) -> list[Path]:
     return paths
 
 
-def find_format(where: str, paths: Sequence[Path], given: Any) -> str:
-    """text, json, csv or parquet: as given, else by the files' endings."""
+def find_format(where: str, paths: Sequence[Path], given: object) -> str:
+    """Returns text, json, csv or parquet: as given, else by the files' suffixes."""
     kinds = sorted(set(FORMATS.values()))
     if given is not None:
         name = {"jsonl": "json", "tsv": "csv", "txt": "text"}.get(str(given), str(given))
@@ -174,7 +174,7 @@ def find_format(where: str, paths: Sequence[Path], given: Any) -> str:
 
 
 def load_rows(datasets: Any, where: str, paths: Sequence[Path], kind: str) -> Any:
-    """Rows of files, kept in the cache of `datasets`. Text: one row a line, its line break kept."""
+    """Loads rows of files, cached by `datasets`. Text files give one row per line, with its line break."""
     options: dict[str, Any] = {}
     if kind == "text":
         options = {"keep_linebreaks": True}
@@ -188,7 +188,7 @@ def load_rows(datasets: Any, where: str, paths: Sequence[Path], kind: str) -> An
 
 
 def load_saved(datasets: Any, folder: Path) -> Any:
-    """What `save_to_disk` wrote."""
+    """Loads a folder written by `save_to_disk`."""
     if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         raise UsageError(
             f"data: the folder {folder} was not written by datasets.save_to_disk; name files, for instance "
@@ -198,7 +198,7 @@ def load_saved(datasets: Any, folder: Path) -> Any:
 
 
 def hold_out(splits: Splits, fraction: float, seed: int) -> None:
-    """Split the training data: rows drawn at random; of text files the end, because lines belong together."""
+    """Splits off evaluation data: random rows, or the end of text files, whose lines are consecutive."""
     if splits.eval is not None:
         raise UsageError("data.eval_fraction: the data has an evaluation split of its own")
     if len(splits.train) < 2:
@@ -207,11 +207,11 @@ def hold_out(splits: Splits, fraction: float, seed: int) -> None:
     splits.train, splits.eval = parts["train"], parts["test"]
 
 
-def preprocess(config: JobConfig, splits: Splits, tokenizer: Any) -> None:
-    """Map the section's function over every split, cached and in worker processes as `datasets.map` does.
+def preprocess(config: JobConfig, splits: Splits, tokenizer: object) -> None:
+    """Maps the section's function over every split, with the cache and the worker processes of `datasets.map`.
 
     Raises:
-        UsageError: the data is not of `datasets`, or a setting is wrong.
+        UsageError: the data is not of `datasets`, or a setting is invalid.
     """
     reference = require_reference("preprocess", config.get("preprocess"))
     reference, settings = split_settings(reference)
@@ -220,26 +220,26 @@ def preprocess(config: JobConfig, splits: Splits, tokenizer: Any) -> None:
         if not hasattr(dataset, "map") or not hasattr(dataset, "column_names"):
             raise UsageError(
                 f"preprocess: the split {name!r} is a {type(dataset).__name__}, not a dataset of `datasets`; "
-                "do this work where you make it"
+                "preprocess it in the function that returns it"
             )
         setattr(splits, name, map_rows(dataset, function, f"Preprocessing {name}", **settings))
 
 
 def split_settings(reference: Reference) -> tuple[Reference, dict[str, Any]]:
-    """The function with its own options, and the settings of `datasets.map` that stood among them."""
+    """Returns the function with its own options, and the settings of `datasets.map` from among them."""
     settings = {key: value for key, value in reference.options.items() if key in MAP_KEYS}
     options = {key: value for key, value in reference.options.items() if key not in MAP_KEYS}
     return Reference(reference.where, reference.name, options), settings
 
 
 def map_rows(
-    dataset: Any, function: Any, title: str, num_proc: Any = None, remove_columns: Any = None, **more: Any
+    dataset: Any, function: Any, title: str, num_proc: object = None, remove_columns: Any = None, **more: Any
 ) -> Any:
-    """`dataset.map`. `remove_columns=True` stands for all that are there before."""
+    """Calls `dataset.map`. `remove_columns=True` means all existing columns."""
     if remove_columns is True:
         remove_columns = list(dataset.column_names or ())
     options: dict[str, Any] = {"remove_columns": remove_columns or None, **more}
-    if hasattr(dataset, "__len__"):  # a stream is mapped while it is read
+    if hasattr(dataset, "__len__"):  # a stream is mapped lazily
         options.update(num_proc=num_proc, desc=title)
     elif num_proc is not None:
         raise UsageError("num_proc: a stream is mapped while it is read; use dataloader_num_workers")

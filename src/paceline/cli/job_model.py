@@ -1,4 +1,4 @@
-"""The model of torch that a configuration names."""
+"""The torch model of a configuration."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ TENSORFLOW = ("keras", "tf_keras", "tensorflow")
 OWN_KEYS = ("path", "task", "model_type")
 
 
-def build_model(config: JobConfig, tokenizer: Any) -> nn.Module:
-    """The model that the section `model` describes.
+def build_model(config: JobConfig, tokenizer: object) -> nn.Module:
+    """Builds the model of the section `model`.
 
     Raises:
-        UsageError: it is missing, has a wrong key, cannot be loaded, or is no `nn.Module`.
+        UsageError: it is missing, has an unknown key, cannot be loaded, or is not an `nn.Module`.
     """
     section = config.get("model")
     if section is None:
@@ -48,12 +48,12 @@ def build_model(config: JobConfig, tokenizer: Any) -> nn.Module:
     return build_transformers_model(config, {"path": section} if isinstance(section, str) else section, tokenizer)
 
 
-def build_transformers_model(config: JobConfig, section: Mapping[str, Any], tokenizer: Any) -> nn.Module:
-    """A model of transformers: its weights from a folder or name, or fresh ones from `model_type` and its settings."""
+def build_transformers_model(config: JobConfig, section: Mapping[str, Any], tokenizer: object) -> nn.Module:
+    """Builds a model of transformers, with weights from a folder or name, or new ones from `model_type`."""
     if ("path" in section) == ("model_type" in section):
         raise UsageError("model: give one of 'path' (a folder or name), 'model_type' (fresh weights), 'factory'")
     transformers = need("transformers", "transformers", "model")
-    transformers.utils.logging.disable_progress_bar()  # one per checkpoint would tear the display apart
+    transformers.utils.logging.disable_progress_bar()  # one bar per checkpoint would break the display
     settings = {key: value for key, value in section.items() if key not in OWN_KEYS}
     if "path" in section:
         name = str(config.find_file(str(section["path"])) or section["path"])
@@ -76,17 +76,17 @@ def build_transformers_model(config: JobConfig, section: Mapping[str, Any], toke
     return find_class(transformers, shape, section).from_config(shape)  # type: ignore[no-any-return]
 
 
-def vocabulary_settings(tokenizer: Any, shape: Any) -> dict[str, Any]:
-    """The size of the vocabulary and the ids of its special tokens: a fresh model has those of its tokenizer."""
+def vocabulary_settings(tokenizer: Any, shape: object) -> dict[str, Any]:
+    """Returns the vocabulary size and the special token ids of the tokenizer, for a new model."""
     names = [name for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(shape, name)]
     return {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name, None) for name in names}}
 
 
 def apply_settings(shape: Any, settings: Mapping[str, Any]) -> None:
-    """Set values of a model's configuration.
+    """Sets values of a model's configuration.
 
     Raises:
-        UsageError: the configuration has no such value; the nearest is named.
+        UsageError: an unknown value; the message names the closest known one.
     """
     known = {*shape.to_dict(), *getattr(shape, "attribute_map", {})} - {"transformers_version", "architectures"}
     for name, value in settings.items():
@@ -96,7 +96,7 @@ def apply_settings(shape: Any, settings: Mapping[str, Any]) -> None:
 
 
 def find_class(transformers: Any, shape: Any, section: Mapping[str, Any]) -> Any:
-    """The auto class of the task: as named, else that of the saved model, else a causal language model."""
+    """Returns the auto class of the task: as named, else that of the saved model, else causal language modelling."""
     task = section.get("task")
     if task is None:
         saved = [_task_of(transformers, name) for name in shape.architectures or ()]
@@ -111,7 +111,7 @@ def find_class(transformers: Any, shape: Any, section: Mapping[str, Any]) -> Any
     return found
 
 
-def _task_of(transformers: Any, class_name: str) -> str | None:
+def _task_of(transformers: object, class_name: str) -> str | None:
     endings = {
         "ForCausalLM": "causal_lm",
         "LMHeadModel": "causal_lm",

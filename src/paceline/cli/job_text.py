@@ -1,4 +1,4 @@
-"""Text into token ids: tokenised by the model's tokenizer, joined, and cut into blocks of one length."""
+"""Tokenisation of text data into rows or blocks of equal length."""
 
 from __future__ import annotations
 
@@ -14,28 +14,33 @@ logger = logging.getLogger(__name__)
 
 LONGEST_DEFAULT = 1024
 LABEL_NAMES = ("label", "labels")
-BLOCKS_PER_CALL = 256  # the tail of each call is dropped: half a block in 256 on average
+BLOCKS_PER_CALL = 256  # the remainder of each call is dropped: half a block in 256 on average
 
 
 def tokenize(
-    config: JobConfig, splits: Splits, model: Any, tokenizer: Any, inputs: Iterable[str], makes_blocks: bool = True
+    config: JobConfig,
+    splits: Splits,
+    model: object,
+    tokenizer: object,
+    inputs: Iterable[str],
+    makes_blocks: bool = True,
 ) -> bool:
-    """Turn text columns into token ids where the data has text and no ids yet.
+    """Converts text columns to token ids if the data has text and no ids.
 
-    With a label column each row is one sample, cut at `block_size`; without one, the rows are joined and cut into
-    blocks, and the labels are the tokens themselves.
+    With a label column each row is one sample, truncated at `block_size`. Without one, the rows are concatenated and
+    split into blocks, and the labels are the tokens themselves.
 
     Args:
-        model: of any framework; what is read of it is its `config`, where it has one.
-        inputs: columns that it takes; data that has one of them is ready.
-        makes_blocks: whether it compares each output with the next label, or takes no labels.
+        model: a model of any framework; only its `config`, if any, is read.
+        inputs: the model's input columns; data with one of them is not tokenised.
+        makes_blocks: True if the model compares each output with the next label, or takes no labels.
 
     Returns:
-        Whether the samples are blocks, all of one length.
+        True if the samples are blocks of equal length.
 
     Raises:
-        UsageError: there is no tokenizer, no such column, too little text for one block, or no labels and a model that
-            blocks are not for.
+        UsageError: there is no tokenizer, no such column, too little text for one block, or no labels for a model
+            that is not a language model.
     """
     section = config.get("data")
     settings = section if isinstance(section, Mapping) and "factory" not in section else {}
@@ -69,10 +74,10 @@ def tokenize(
 
 
 def check_labels(dataset: Any, name: str) -> None:
-    """Refuse labels that are words: a loss needs numbers.
+    """Refuses labels that are text: a loss needs numbers.
 
     Raises:
-        UsageError: they are; the message names the column and says how to number them.
+        UsageError: the labels are text; the message names the column and the remedy.
     """
     for label in LABEL_NAMES:
         if label in dataset.column_names and len(dataset) and isinstance(dataset[0][label], str):
@@ -82,11 +87,11 @@ def check_labels(dataset: Any, name: str) -> None:
             )
 
 
-def find_text_column(dataset: Any, wanted: Any, inputs: Collection[str]) -> str | None:
-    """The column of text: as wanted, else `text`, else the only one of strings; None where there is nothing to do.
+def find_text_column(dataset: object, wanted: object, inputs: Collection[str]) -> str | None:
+    """Returns the text column: as given, else `text`, else the only one of strings; None if there is nothing to do.
 
     Args:
-        inputs: columns that the model takes; data that has one of them is ready.
+        inputs: the model's input columns; data with one of them is not tokenised.
     """
     columns = getattr(dataset, "column_names", None)
     if not columns or not hasattr(dataset, "map"):
@@ -104,11 +109,11 @@ def find_text_column(dataset: Any, wanted: Any, inputs: Collection[str]) -> str 
     return texts[0] if len(texts) == 1 else None
 
 
-def find_block_size(wanted: Any, model: Any, tokenizer: Any) -> int:
-    """Tokens of a block: as wanted, else as many as model and tokenizer take, at most 1,024.
+def find_block_size(wanted: object, model: object, tokenizer: object) -> int:
+    """Returns the tokens per block: as given, else the maximum of model and tokenizer, at most 1,024.
 
     Raises:
-        UsageError: it is no number above 1, or the model has fewer positions.
+        UsageError: it is not a number above 1, or the model has fewer positions.
     """
     shape = getattr(model, "config", None)
     positions = getattr(shape, "max_position_embeddings", None)
@@ -123,8 +128,8 @@ def find_block_size(wanted: Any, model: Any, tokenizer: Any) -> int:
     return wanted
 
 
-def ensure_padding(tokenizer: Any, model: Any) -> None:
-    """Rows of several lengths need a padding token; where there is none, the end token is taken, and that is said.
+def ensure_padding(tokenizer: Any, model: object) -> None:
+    """Sets a missing padding token, needed for rows of different lengths, to the end token, with a warning.
 
     Raises:
         UsageError: the tokenizer has neither.
@@ -140,9 +145,9 @@ def ensure_padding(tokenizer: Any, model: Any) -> None:
 
 
 def make_blocks(
-    dataset: Any, name: str, tokenizer: Any, column: str, size: int, is_lines: bool, num_proc: Any, model: Any
+    dataset: Any, name: str, tokenizer: object, column: str, size: int, is_lines: bool, num_proc: object, model: object
 ) -> Any:
-    """Tokenise the rows, join them, cut them into blocks of `size` tokens."""
+    """Tokenises the rows, concatenates them, and splits them into blocks of `size` tokens."""
     end = None if is_lines else getattr(tokenizer, "eos_token_id", None)
     columns = list(dataset.column_names)
     dataset = map_rows(
@@ -158,7 +163,7 @@ def make_blocks(
 
 
 def count_rows_per_call(dataset: Any, size: int) -> int:
-    """How many rows make about `BLOCKS_PER_CALL` blocks, by the first hundred."""
+    """Returns the number of rows for about `BLOCKS_PER_CALL` blocks, estimated from the first hundred."""
     if not hasattr(dataset, "__len__"):
         return 1000
     lengths = [len(ids) for ids in dataset[: min(100, len(dataset))]["input_ids"]]
@@ -167,7 +172,7 @@ def count_rows_per_call(dataset: Any, size: int) -> int:
 
 
 class DocumentTokenizer:
-    """Rows of text to rows of ids, each ended by the end token. A class, so that `datasets` can cache what it does."""
+    """Converts rows of text to rows of ids with an end token. A class, so that `datasets` can cache the result."""
 
     def __init__(self, tokenizer: Any, column: str, end: int | None) -> None:
         self.tokenizer, self.column, self.end = tokenizer, column, end
@@ -179,7 +184,7 @@ class DocumentTokenizer:
 
 
 class RowTokenizer:
-    """Rows of text to the inputs of a model, cut at `size` tokens."""
+    """Converts rows of text to the inputs of a model, truncated at `size` tokens."""
 
     def __init__(self, tokenizer: Any, column: str, size: int) -> None:
         self.tokenizer, self.column, self.size = tokenizer, column, size
@@ -190,7 +195,7 @@ class RowTokenizer:
 
 
 class BlockCutter:
-    """Rows of ids, joined and cut into blocks of `size`; what is left over at the end of a call is dropped."""
+    """Concatenates rows of ids and splits them into blocks of `size`; drops the remainder of each call."""
 
     def __init__(self, size: int, has_labels: bool) -> None:
         self.size, self.has_labels = size, has_labels

@@ -1,4 +1,4 @@
-"""The tokenizer or processor that a configuration names."""
+"""The tokenizer or processor of a configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "vocab.json", "voc
 
 
 def build_tokenizer(config: JobConfig) -> Any:
-    """The tokenizer (or processor): the section's, else the one beside the model's weights, else None.
+    """Returns the tokenizer (or processor) of the section, else the one saved with the model, else None.
 
     Raises:
         UsageError: the one named cannot be loaded.
@@ -38,7 +38,7 @@ def build_tokenizer(config: JobConfig) -> Any:
 
 
 def load_tokenizer(config: JobConfig, where: str, name: str) -> Any:
-    """A tokenizer of transformers, by folder or name."""
+    """Loads a tokenizer of transformers, by folder or name."""
     transformers = need("transformers", "transformers", where)
     try:
         return transformers.AutoTokenizer.from_pretrained(str(config.find_file(name) or name))

@@ -1,9 +1,10 @@
-"""The Trainer of a job, put together: the class, the functions and the callbacks that a configuration names."""
+"""Construction of the Trainer of a job from the class, functions and callbacks of a configuration."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from paceline.args.sections import Options
 from paceline.cli.config import SECTIONS, JobConfig
 from paceline.cli.errors import UsageError
 from paceline.cli.job_data import Splits
@@ -11,15 +12,22 @@ from paceline.cli.references import Reference, require_reference
 
 
 def make_trainer(
-    config: JobConfig, base: type, *, model: Any, args: Any, splits: Splits, tokenizer: Any, data_collator: Any = None
+    config: JobConfig,
+    base: type,
+    *,
+    model: object,
+    args: Options,
+    splits: Splits,
+    tokenizer: object,
+    data_collator: object = None,
 ) -> Any:
-    """A Trainer of the class that the configuration names, which is `base` or a subclass.
+    """Builds a Trainer of the configuration's class, which is `base` or a subclass.
 
     Args:
-        data_collator: where the configuration names none.
+        data_collator: the default if the configuration names none.
 
     Raises:
-        UsageError: a name cannot be found, or the parts contradict each other.
+        UsageError: a name cannot be found, or settings contradict each other.
     """
     functions = {name: bind(config, name, tokenizer) for name in SECTIONS if is_function(name)}
     if functions["data_collator"] is None:
@@ -40,18 +48,18 @@ def make_trainer(
 
 
 def is_function(section: str) -> bool:
-    """Whether a section names a function that the Trainer takes under the same name."""
+    """True if a section names a function that is an argument of the Trainer."""
     return section not in ("model", "tokenizer", "data", "preprocess", "trainer")
 
 
-def bind(config: JobConfig, name: str, tokenizer: Any) -> Any:
-    """The function that a section names, or None."""
+def bind(config: JobConfig, name: str, tokenizer: object) -> Any:
+    """Returns the function that a section names, or None."""
     value = config.get(name)
     return None if value is None else require_reference(name, value).bind(tokenizer=tokenizer)
 
 
 def find_trainer(config: JobConfig, base: type) -> Any:
-    """The class to train with: a subclass of `base`, or itself."""
+    """Returns the Trainer class: `base` or a subclass."""
     value = config.get("trainer")
     if value is None:
         return base
@@ -64,8 +72,8 @@ def find_trainer(config: JobConfig, base: type) -> Any:
     return found
 
 
-def make_callback(index: int, value: Any) -> Any:
-    """An entry of `callbacks`: a class (instantiated), or an instance."""
+def make_callback(index: int, value: object) -> Any:
+    """Loads an entry of `callbacks`: a class (instantiated) or an instance."""
     reference: Reference = require_reference(f"callbacks[{index}]", value)
     found = reference.load()
     return reference.call() if isinstance(found, type) or reference.options else found

@@ -1,4 +1,4 @@
-"""The folder of a job: whose it is, whether it is done, where to go on; and training in it until the end or Ctrl-C."""
+"""The folder of a job: its identity, its progress, and training in it until the end or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from paceline.args.places import is_url
+from paceline.args.secrets import masked
+from paceline.args.sections import Options
+from paceline.checkpoint import folders
+from paceline.checkpoint.lock import FolderInUse, holder_in
+from paceline.checkpoint.resuming import AUTO
+from paceline.checkpoint.stores import ObjectStore, StoreError, bring_files, bring_named, bring_run
 from paceline.cli.errors import UsageError
-from paceline.core import folders
-from paceline.core.resuming import AUTO
 from paceline.core.signals import PREEMPTION_SIGNALS
-from paceline.core.stores import ObjectStore, StoreError, bring_files, bring_named, bring_run
 
 if TYPE_CHECKING:
-    from paceline.tf.trainer import TFTrainer
-    from paceline.trainer import Trainer
+    from paceline.pytorch.trainer import Trainer
+    from paceline.tensorflow.trainer import TFTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ WEIGHT_FILES = (
 )  # fmt: skip
 REMEDY = "give another --output_dir, or --fresh to start over"
 Say = Callable[[str], None]
-Show = Callable[[Any], str]  # a sample of the training set, for a person to read
+Show = Callable[[Any], str]  # formats a sample of the training set for display
 
 
 @dataclass
@@ -44,11 +47,11 @@ class Job:
 
     Attributes:
         folder: the output folder.
-        command: what made it, for instance `demo text`.
-        identity: what may not change from start to start: else the checkpoints belong to something else.
-        settings: what was decided at the first start and holds at the next ones.
-        finished: the length of the run that was finished, or None.
-        checkpoint: where to go on, or None.
+        command: the command of the job, for instance `demo text`.
+        identity: properties that must be equal at each start for the checkpoints to fit.
+        settings: decisions of the first start that the later ones reuse.
+        finished: the length of the finished run, or None.
+        checkpoint: the checkpoint to resume from, or None.
     """
 
     folder: Path
@@ -59,7 +62,7 @@ class Job:
     checkpoint: Path | None = None
 
     def write(self) -> None:
-        """Write `job.json`, in one step."""
+        """Writes `job.json` atomically, secrets masked."""
         self.folder.mkdir(parents=True, exist_ok=True)
         content = {
             "format": 1,
@@ -68,8 +71,9 @@ class Job:
             "settings": self.settings,
             "finished": self.finished,
         }
+        text = json.dumps(masked(json.loads(json.dumps(content, default=str))), indent=2)
         temporary = self.folder / f".{JOB_NAME}.incomplete-{os.getpid()}"
-        temporary.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(self.folder / JOB_NAME)
 
 
@@ -82,17 +86,20 @@ def open_job(
     say: Say,
     resume: str | bool | None = None,
 ) -> Job:
-    """Find out what a folder holds: nothing yet, this job (to go on with), or something else (an error).
+    """Opens the folder of a job: a new one, or this job to resume; another job is an error.
 
     Args:
-        fresh: start over; what is there is moved aside, never deleted.
-        say: told what was moved, repaired or passed over.
-        resume: `resume_from_checkpoint` as given; one that this command did not make is no error then.
+        fresh: start over; an existing folder is renamed, never deleted.
+        say: receives messages on renamed, repaired and skipped files.
+        resume: `resume_from_checkpoint` as given, which also permits the folder of another command.
 
     Raises:
-        UsageError: the folder holds another job; the message names what differs.
+        UsageError: the folder holds another job, or a process trains in it; the message names it.
     """
-    job = Job(folder, command, json.loads(json.dumps(dict(identity), default=str)))
+    job = Job(folder, command, masked(json.loads(json.dumps(dict(identity), default=str))))
+    holder = holder_in(folder)
+    if holder is not None:
+        raise UsageError(f"{folder} is in use: {holder}, trains in it; end it first, or give another --output_dir")
     if fresh:
         move_aside(folder, say)
     folders.recover(folder, say)
@@ -103,7 +110,7 @@ def open_job(
         if found and resume is None:
             raise UsageError(
                 f"{folder} holds {found[-1].name} of a run that this command did not start: give another --output_dir, "
-                "or --resume_from_checkpoint true to go on with it"
+                "or --resume_from_checkpoint true to resume it"
             )
         return job
     _check_same(job, earlier)
@@ -112,16 +119,16 @@ def open_job(
     return job
 
 
-def bring_job(args: Any, fresh: bool, say: Say) -> None:
-    """Where the output belongs to a store and this machine lacks it, bring what a job goes on with.
+def bring_job(args: Options, fresh: bool, say: Say) -> None:
+    """Downloads the files needed to resume a job whose output is in a store, if missing on this machine.
 
     Raises:
-        UsageError: the store cannot be reached, or is to be started over in.
+        UsageError: the store is unreachable, or `--fresh` is given.
     """
     if args.output_store is None:
         return
     if fresh:
-        raise UsageError(f"--fresh: {args.output_store} holds what is there; give another --output_dir")
+        raise UsageError(f"--fresh: {args.output_store} is not empty; give another --output_dir")
     folder = Path(str(args.output_dir))
     try:
         bring_files(ObjectStore(args.output_store), folder)
@@ -130,11 +137,11 @@ def bring_job(args: Any, fresh: bool, say: Say) -> None:
         raise UsageError(str(error)) from error
 
 
-def resume_of(args: Any) -> str | bool | None:
-    """`resume_from_checkpoint` as the commands take it: "auto" is what they do, and a URL is brought here.
+def resume_of(args: Options) -> str | bool | None:
+    """Returns `resume_from_checkpoint` for the commands: "auto" is their default, and a URL is downloaded.
 
     Raises:
-        UsageError: there is no good checkpoint at that URL.
+        UsageError: there is no valid checkpoint at that URL.
     """
     resume: str | bool | None = args.resume_from_checkpoint
     if resume == AUTO:
@@ -148,32 +155,32 @@ def resume_of(args: Any) -> str | bool | None:
 
 
 def asks_to_resume(resume: str | bool | None) -> bool:
-    """Whether `resume_from_checkpoint` asks for anything: not when it is unset or false, as a word too."""
+    """True if `resume_from_checkpoint` is set to anything but false (or the word)."""
     return resume is not None and str(resume).lower() != "false"
 
 
 def named_checkpoint(resume: str | bool | None) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` names; None where it leaves the choice, or asks for none."""
+    """Returns the checkpoint that `resume_from_checkpoint` names; None if it names none."""
     return Path(str(resume)) if asks_to_resume(resume) and str(resume).lower() != "true" else None
 
 
 def is_of_tensorflow(checkpoint: Path) -> bool:
-    """Whether a folder holds what a TFTrainer wrote: a checkpoint, or a saved model."""
+    """True if a folder holds a checkpoint or saved model of a TFTrainer."""
     return any((checkpoint / name).is_file() for name in ("variables.index", *SAVED_BY_TENSORFLOW))
 
 
 def check_resume(resume: str | bool | None, folder: Path) -> None:
-    """Whether the checkpoint that was named can be loaded.
+    """Checks that the named checkpoint can be loaded.
 
     Raises:
-        UsageError: it cannot; the message says why.
+        UsageError: it cannot; the message gives the reason.
     """
     if not asks_to_resume(resume):
         return
     named = named_checkpoint(resume)
     if named is None:
         if folders.newest_valid(folder, logger.warning) is None:
-            raise UsageError(f"resume_from_checkpoint: there is no good checkpoint in {folder}")
+            raise UsageError(f"resume_from_checkpoint: there is no valid checkpoint in {folder}")
         return
     if not named.is_dir():
         raise UsageError(f"resume_from_checkpoint: there is no folder {named}")
@@ -183,7 +190,7 @@ def check_resume(resume: str | bool | None, folder: Path) -> None:
 
 
 def read_job(folder: Path) -> dict[str, Any] | None:
-    """What `job.json` says, or None where there is none.
+    """Reads `job.json`; returns None if it does not exist.
 
     Raises:
         UsageError: the file is damaged.
@@ -193,10 +200,10 @@ def read_job(folder: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read ({error}); {REMEDY}") from error
     if not isinstance(content, dict) or not isinstance(content.get("identity"), dict):
-        raise UsageError(f"{path} is no job of this command; {REMEDY}")
+        raise UsageError(f"{path} is not a job of this command; {REMEDY}")
     return content
 
 
@@ -213,29 +220,29 @@ def _check_same(job: Job, earlier: Mapping[str, Any]) -> None:
 
 
 def kept(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as they were given, to start the job with them again; secrets are not written down."""
+    """Returns the options as given, for later starts, without secrets."""
     return {name: value for name, value in arguments.items() if name != "hub_token"}
 
 
 def check_same(job: Job, identity: Mapping[str, Any]) -> None:
-    """Whether what a job was made of is still there.
+    """Checks that the inputs of a job are unchanged.
 
     Raises:
-        UsageError: it has changed; the message says what.
+        UsageError: they have changed; the message names the change.
     """
-    now = json.loads(json.dumps(dict(identity), default=str))
+    now = masked(json.loads(json.dumps(dict(identity), default=str)))
     for key, before in job.identity.items():
         if now.get(key) != before:
             raise UsageError(
-                f"{job.folder} cannot be made again: {key} was {_short(before)}, now it is {_short(now.get(key))}"
+                f"{job.folder} cannot be reproduced: {key} was {_short(before)}, now it is {_short(now.get(key))}"
             )
 
 
 def move_aside(folder: Path, say: Say) -> None:
-    """Rename the folder of an earlier run to the next free `NAME-earlier-N`.
+    """Renames the folder of an earlier run to the next free `NAME-earlier-N`.
 
     Raises:
-        UsageError: the folder was not made by this command, or one works inside it.
+        UsageError: another program created the folder, or it is the current folder.
     """
     if not folder.exists() or not any(folder.iterdir()):
         return
@@ -253,18 +260,22 @@ def move_aside(folder: Path, say: Say) -> None:
 def train_job(
     trainer: Trainer | TFTrainer, job: Job, length: Mapping[str, Any], say: Say, resume: str | bool | None = None
 ) -> int:
-    """Train from where the job stands until its end, and note the end.
+    """Trains the job from its present step to its end, and records the end.
 
     Args:
-        length: the options that say how long the run is; kept with the note that it finished.
-        resume: a checkpoint named by the person; None: the job's own newest.
+        length: the options that determine the length of the run, recorded with the end.
+        resume: a checkpoint named by the user; None takes the job's newest.
 
     Returns:
-        The exit code: 0 when the run came to its end, 130 after Ctrl-C, 128 + the signal's number after a signal.
+        The exit code: 0 at the end of the run, 130 after Ctrl-C, 128 + the signal's number after a signal.
+
+    Raises:
+        UsageError: another process trains in the folder.
     """
-    start = resume if resume is not None else None if job.checkpoint is None else str(job.checkpoint)
+    start = resume
     if job.checkpoint is not None and resume is None:
-        say(f"Going on from {job.checkpoint}.  (--fresh starts over)")
+        start = str(job.checkpoint)
+        say(f"Resuming from {job.checkpoint}.  (--fresh starts over)")
     job.finished = None
     job.write()
     with noted_signals() as signals:
@@ -273,6 +284,8 @@ def train_job(
         except KeyboardInterrupt:
             say_stopped(trainer, job, say)
             return 130
+        except FolderInUse as error:
+            raise UsageError(str(error)) from error
     if signals and trainer.state.global_step < trainer.state.max_steps:
         say_stopped(trainer, job, say)
         return 128 + signals[0]
@@ -281,7 +294,7 @@ def train_job(
 
 
 def is_finished(job: Job, length: Mapping[str, Any]) -> bool:
-    """Whether the run came to its end at the length that is asked for now, and what it left is there."""
+    """True if the run has finished at the present length and its results exist."""
     return (
         job.finished is not None
         and all(job.finished.get(key) == value for key, value in length.items())
@@ -291,13 +304,13 @@ def is_finished(job: Job, length: Mapping[str, Any]) -> bool:
 
 
 def write_results(trainer: Trainer | TFTrainer, job: Job, *, evaluates: bool = True) -> dict[str, float]:
-    """Evaluate, write the final model, the history and the metrics, then the note that the run is finished.
+    """Evaluates, writes the final model, the history and the metrics, and records that the run is finished.
 
     Returns:
         The metrics; empty without an evaluation.
     """
     metrics = trainer.evaluate() if evaluates else {}
-    trainer.save_model(_internal_call=True)  # what is pushed is pushed when the results are there too
+    trainer.save_model(_internal_call=True)  # the push follows when the results exist too
     if metrics:
         trainer.save_metrics("eval", metrics)
     trainer.save_state()
@@ -306,7 +319,7 @@ def write_results(trainer: Trainer | TFTrainer, job: Job, *, evaluates: bool = T
 
 
 def restore_finished(trainer: Trainer | TFTrainer, job: Job, say: Say) -> None:
-    """Load what `write_results` wrote, and say so."""
+    """Loads the results of `write_results` and reports it."""
     assert job.finished is not None
     steps = job.finished["global_step"]
     say(f"This run is finished: {steps:,} steps. Its results follow.  (--fresh starts over)")
@@ -316,7 +329,7 @@ def restore_finished(trainer: Trainer | TFTrainer, job: Job, say: Say) -> None:
 
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """While entered, SIGTERM and SIGUSR1 are noted; the Trainer's own handlers come on top and call these."""
+    """Context manager that records SIGTERM and SIGUSR1; the Trainer's handlers call these too."""
     noted: list[int] = []
     before: dict[int, Any] = {}
 
@@ -326,7 +339,7 @@ def noted_signals() -> Iterator[list[int]]:
     try:
         for number in PREEMPTION_SIGNALS:
             before[number] = signal.signal(number, note)
-    except ValueError:  # outside the main thread nobody may
+    except ValueError:  # not allowed outside the main thread
         logger.debug("no signal handlers outside the main thread")
     try:
         yield noted
@@ -336,16 +349,16 @@ def noted_signals() -> Iterator[list[int]]:
 
 
 def say_stopped(trainer: Trainer | TFTrainer, job: Job, say: Say) -> None:
-    """Where a run stands that was stopped, and how to go on."""
+    """Reports the step of a stopped run and how to resume it."""
     state = trainer.state
     say(f"\nStopped at step {state.global_step:,} of {state.max_steps:,}.")
-    found = folders.list_checkpoints(job.folder)
+    found, _ = folders.own_checkpoints(job.folder)
     if found:
-        say(f"{found[-1]} holds everything: run the same command again to go on from there.")
+        say(f"{found[-1]} holds everything: run the same command again to resume from there.")
     else:
-        say("No checkpoint was written (save_strategy): the next start begins anew.")
+        say("No checkpoint was written (save_strategy): the next start begins from scratch.")
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""`paceline launch`: a script on several processes, through torchrun."""
+"""`paceline launch`: runs a script on several processes, through torchrun."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from paceline.cli.errors import UsageError
 from paceline.cli.texts import LAUNCH
 
-# options of torchrun that say where the other machines are
+# torchrun's options for several machines
 _RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--node_rank", "--standalone", "PET_NNODES", "PET_RDZV")
 _NUMBER = ("--nproc-per-node", "--nproc_per_node", "PET_NPROC")
 _VARIABLES = ("PET_NNODES", "PET_RDZV_ENDPOINT", "PET_NPROC_PER_NODE")
 
 
 def run(words: list[str]) -> int:
-    """Start the processes and wait for them.
+    """Starts the processes and waits for them.
 
     Args:
         words: torchrun's options, the script, and the script's own.
 
     Returns:
-        0, or 1 where a process failed for good; torchrun has then said which, and why.
+        0, or 1 if a process failed for good; torchrun has then reported which, and why.
 
     Raises:
-        UsageError: no script, or a number of processes that cannot be known.
+        UsageError: there is no script, or the number of processes is unknown.
     """
     if not words:
         raise UsageError(f"launch needs a script\n\n{LAUNCH}")
@@ -45,9 +45,9 @@ def run(words: list[str]) -> int:
 
 
 def default_options(words: list[str]) -> list[str]:
-    """What is not said: a process for each accelerator of this machine, and no other machine.
+    """Returns the default options: one process per accelerator of this machine, and no other machine.
 
-    Operators of clusters say it in torchrun's own variables, such as PET_NNODES.
+    Cluster operators set torchrun's own variables, such as PET_NNODES.
     """
     script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
     own = [*words[:script], *(name for name in _VARIABLES if name in os.environ)]
@@ -55,6 +55,6 @@ def default_options(words: list[str]) -> list[str]:
     if not any(word.startswith(_NUMBER) for word in own):
         number = torch.accelerator.device_count()
         if number == 0:
-            raise UsageError("this machine has no accelerator: say how many processes with --nproc-per-node N")
+            raise UsageError("this machine has no accelerator: set the number of processes with --nproc-per-node N")
         options.append(f"--nproc-per-node={number}")
     return options

@@ -1,4 +1,4 @@
-"""The command `paceline`: finds the job's module and runs it. Help and version load neither torch nor a job."""
+"""The command `paceline`: dispatches to subcommands. Help and version import neither torch nor a job."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from paceline.args.secrets import mask_text
 from paceline.cli import texts
 from paceline.cli.config import read_job
-from paceline.cli.demo_options import read_demo_options
+from paceline.cli.demo.options import read_demo_options
 from paceline.cli.display import AboveBars
 from paceline.cli.errors import UsageError, is_message, load_part, suggest
 from paceline.cli.replay_options import read_replay_options
@@ -20,22 +21,21 @@ HELP_WORDS = ("-h", "--help", "help")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Runs one command.
 
     Args:
-        words: the command line without the program; None: this process's.
+        words: the command line without the program; None for that of this process.
 
     Returns:
-        0 when all went well, 1 when the run could not go on, 2 for a wrong command line or configuration, 130 after
-        Ctrl-C.
+        0 on success, 1 if the run failed, 2 for an invalid command line or configuration, 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if words is None else words)
     try:
         return dispatch(words)
     except UsageError as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        print(mask_text(f"paceline: {error}"), file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader (`| head`) has seen enough; Python would complain once more at exit
+    except BrokenPipeError:  # the reader (`| head`) has closed the pipe; Python would report it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
@@ -44,12 +44,12 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError, ImportError, OSError) as error:
         if not is_message(error):
             raise
-        print(f"paceline: {error}", file=sys.stderr)
+        print(mask_text(f"paceline: {error}"), file=sys.stderr)
         return 1
 
 
 def dispatch(words: list[str]) -> int:
-    """Find the command and run it.
+    """Finds the command and runs it.
 
     Raises:
         UsageError: there is no such command.
@@ -79,35 +79,35 @@ def dispatch(words: list[str]) -> int:
 
 
 def run_demo(words: list[str]) -> int:
-    """`paceline demo [text|digits]`."""
-    options = read_demo_options(words)  # a wrong option is said before torch is loaded
-    name = f"demo_{options.job}" if options.framework == "torch" else f"demo_{options.job}_{options.framework}"
-    job = load_part(f"paceline.cli.{name}")
+    """Runs `paceline demo [text|digits]`."""
+    options = read_demo_options(words)  # a wrong option is reported before torch is imported
+    name = options.job if options.framework == "torch" else f"{options.job}_{options.framework}"
+    job = load_part(f"paceline.cli.demo.{name}")
     return int(job.run(options))
 
 
 def run_launch(words: list[str]) -> int:
-    """`paceline launch SCRIPT`."""
+    """Runs `paceline launch SCRIPT`."""
     return int(importlib.import_module("paceline.cli.launch").run(words))
 
 
 def run_verify(words: list[str]) -> int:
-    """`paceline verify RUN`."""
+    """Runs `paceline verify RUN`."""
     return int(importlib.import_module("paceline.cli.verify").run(words))
 
 
 def run_export(words: list[str]) -> int:
-    """`paceline export CHECKPOINT OUTPUT`."""
+    """Runs `paceline export CHECKPOINT OUTPUT`."""
     return int(importlib.import_module("paceline.cli.export").run(words))
 
 
 def run_replay(words: list[str]) -> int:
-    """`paceline replay RUN --step N`."""
+    """Runs `paceline replay RUN --step N`."""
     options = read_replay_options(words)
     return int(load_part("paceline.cli.replay").run(options))
 
 
 def run_train(words: list[str]) -> int:
-    """`paceline train CONFIG.yaml`."""
+    """Runs `paceline train CONFIG.yaml`."""
     config, fresh = read_job(words)
     return int(importlib.import_module("paceline.cli.train").run(config, fresh))

@@ -1,4 +1,4 @@
-"""`--name value` on a command line, before anything is known about types."""
+"""Parsing of `--name value` on a command line, without types."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, get_origin
 from paceline.args.coercion import FALSE_WORDS, TRUE_WORDS, hints_of, own_hints, union_members
 from paceline.args.older_names import OLDER_NAMES
 from paceline.cli.errors import UsageError, suggest
-from paceline.tf.arguments import TFTrainingArguments
+from paceline.tensorflow.arguments import TFTrainingArguments
 
 FRAMEWORKS = ("torch", "tf")
 
 
 @dataclass(frozen=True)
 class Known:
-    """What a command takes.
+    """The command line that a command accepts.
 
     Attributes:
-        positional: names of the values without `--`, in order.
-        own: the command's own options: name -> True for a switch, False for one that takes a value.
-        sections: names that take `--section.key value`.
+        positional: names of the positional values, in order.
+        own: the command's own options: name -> True for a switch, False for one with a value.
+        sections: names that accept `--section.key value`.
     """
 
     positional: tuple[str, ...] = ()
@@ -32,10 +32,10 @@ class Known:
 
 @dataclass
 class Given:
-    """What a person typed.
+    """A parsed command line.
 
     Attributes:
-        positional: values without `--`.
+        positional: positional values.
         own: the command's own options.
         sections: `(section, key, value)` of each `--section.key value`.
         arguments: options of `TrainingArguments`, as strings, lists of strings, or booleans.
@@ -48,36 +48,36 @@ class Given:
 
 
 def argument_fields() -> dict[str, dataclasses.Field[Any]]:
-    """The options of `TrainingArguments` by name, and those that `TFTrainingArguments` adds."""
+    """Returns the options of `TrainingArguments` by name, and those that `TFTrainingArguments` adds."""
     return {item.name: item for item in dataclasses.fields(TFTrainingArguments)}
 
 
 def argument_names() -> set[str]:
-    """Every option that the arguments of a framework take, older names included."""
+    """Returns the names of all options of both frameworks' arguments, older names included."""
     return set(argument_fields()) | set(OLDER_NAMES)
 
 
 def is_option_of_tensorflow(name: str) -> bool:
-    """Whether an option is one of `TFTrainingArguments` alone."""
+    """True if only `TFTrainingArguments` has the option."""
     return name not in own_hints() and name in argument_fields()
 
 
-def read_framework(where: str, value: Any) -> str:
-    """What to train with: `torch` or `tf`.
+def read_framework(where: str, value: object) -> str:
+    """Reads the framework: `torch` or `tf`.
 
     Raises:
         UsageError: it is neither.
     """
     if value not in FRAMEWORKS:
-        raise UsageError(f"{where} {value}: one of {', '.join(FRAMEWORKS)} is possible")
+        raise UsageError(f"{where} {value}: expected one of {', '.join(FRAMEWORKS)}")
     return str(value)
 
 
 def check_framework(framework: str, names: Iterable[str]) -> None:
-    """Whether a framework has these options; those that only torch can honour, the arguments refuse by themselves.
+    """Refuses TensorFlow's options for torch; torch's options are refused by TFTrainingArguments.
 
     Raises:
-        UsageError: one of them is of TensorFlow, and this is torch.
+        UsageError: an option of TensorFlow with the framework torch.
     """
     for name in names:
         if framework != "tf" and is_option_of_tensorflow(name):
@@ -85,16 +85,16 @@ def check_framework(framework: str, names: Iterable[str]) -> None:
 
 
 def parse_options(words: Sequence[str], known: Known) -> Given:
-    """Read a command line.
+    """Parses a command line.
 
-    `--name value`, `--name=value`, `--name` for a switch, `--no_name` for one that is on; `-` and `_` in a name are
-    the same. Options that hold lists take several values.
+    Accepts `--name value`, `--name=value`, `--name` for a switch, `--no_name` for one that is on by default; `-` and
+    `_` in a name are equivalent. Options that hold lists take several values.
 
     Raises:
-        UsageError: an unknown option (the nearest is named), a missing value, or one value too many.
+        UsageError: an unknown option (the closest known one is named), a missing value, or a surplus value.
     """
     given = Given()
-    # not the fields' own `type`: transformers' parser, where a program used it, has replaced those
+    # not the fields' own `type`, which transformers' parser replaces if a program has used it
     hints = {**hints_of(TFTrainingArguments), **own_hints()}
     rest = list(words)
     while rest:
@@ -109,7 +109,7 @@ def parse_options(words: Sequence[str], known: Known) -> Given:
         if dot:
             _check(section, known.sections, word)
             if not all(key.split(".")):
-                raise UsageError(f"{word}: a name is missing beside a dot")
+                raise UsageError(f"{word}: a name is missing before or after a dot")
             given.sections.append((section, key, values[0] if values else _next_value(word, rest)))
         elif name in known.own:
             given.own[name] = _own_value(word, known.own[name], values, rest)
@@ -151,11 +151,11 @@ def _own_value(word: str, is_switch: bool, values: list[str], rest: list[str]) -
     return True
 
 
-def _argument_value(word: str, hint: Any, rest: list[str]) -> Any:
+def _argument_value(word: str, hint: object, rest: list[str]) -> Any:
     if _is_switch(hint) and (not rest or rest[0].lower() not in TRUE_WORDS | FALSE_WORDS):
         return True
     if hint is None and (not rest or rest[0].startswith("--")):
-        return True  # an older name: many of those were switches
+        return True  # an older name: many of them were switches
     value = _next_value(word, rest)
     if not any(get_origin(member) is list for member in union_members(hint)):
         return value
@@ -165,6 +165,6 @@ def _argument_value(word: str, hint: Any, rest: list[str]) -> Any:
     return values if len(values) > 1 else value
 
 
-def _is_switch(hint: Any) -> bool:
-    """Whether an option is on or off (or unset), and nothing else."""
+def _is_switch(hint: object) -> bool:
+    """True if the option is a boolean (or None)."""
     return hint is not None and set(union_members(hint)) <= {bool, type(None)}

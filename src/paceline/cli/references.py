@@ -1,4 +1,4 @@
-"""Names of Python objects in a configuration: `package.module:name`, alone or with keyword arguments."""
+"""References to Python objects in a configuration: `package.module:name`, alone or with keyword arguments."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Reference:
     """An object named in a configuration.
 
     Attributes:
-        where: the key it stands under, for messages.
+        where: its key, for messages.
         name: `package.module:name`.
-        options: keyword arguments given beside it.
+        options: keyword arguments given with it.
     """
 
     where: str
@@ -33,10 +33,10 @@ class Reference:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self) -> Any:
-        """Import the object.
+        """Imports the object.
 
         Raises:
-            UsageError: there is no such module, or it has no such name. An error inside the module is not caught.
+            UsageError: there is no such module or name. An error inside the module is not caught.
         """
         module_name, _, path = self.name.partition(":")
         try:
@@ -56,18 +56,18 @@ class Reference:
         return found
 
     def check(self) -> None:
-        """Check that it exists and has a parameter for every option.
+        """Checks that it exists and has a parameter for every option.
 
         Raises:
-            UsageError: it does not; the nearest right name is given.
+            UsageError: it does not; the message names the closest match.
         """
         self._keywords(self.load(), {})
 
     def call(self, **offered: Any) -> Any:
-        """Call it with its options, and with those of `offered` that it has a parameter for.
+        """Calls it with its options, and with those of `offered` that it has a parameter for.
 
         Raises:
-            UsageError: it has no parameter for one of the options, or needs one that is not given.
+            UsageError: it has no parameter for one of the options, or a required one is missing.
         """
         target = self.load()
         if not callable(target):
@@ -82,14 +82,14 @@ class Reference:
         return target(**keywords)
 
     def bind(self, **offered: Any) -> Any:
-        """The object to use as a function: a class is instantiated, a function gets its options fixed."""
+        """Returns a callable: a class is instantiated, the options of a function are bound."""
         target = self.load()
         if isinstance(target, type):
             return self.call(**offered)
         keywords = self._keywords(target, offered)
         return partial(target, **keywords) if keywords else target
 
-    def _keywords(self, target: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
+    def _keywords(self, target: object, offered: Mapping[str, Any]) -> dict[str, Any]:
         signature = read_signature(target)
         if signature is None:
             return dict(self.options)
@@ -101,8 +101,8 @@ class Reference:
         return {name: value for name, value in offered.items() if name in parameters} | dict(self.options)
 
 
-def read_reference(where: str, value: Any) -> Reference | None:
-    """A reference from `package.module:name`, or a mapping with `factory:` and keyword arguments; else None."""
+def read_reference(where: str, value: object) -> Reference | None:
+    """Reads `package.module:name`, or a mapping with `factory:` and keyword arguments; returns None for others."""
     if isinstance(value, str):
         return Reference(where, value) if REFERENCE.fullmatch(value) else None
     if isinstance(value, Mapping) and KEY in value:
@@ -113,11 +113,11 @@ def read_reference(where: str, value: Any) -> Reference | None:
     return None
 
 
-def require_reference(where: str, value: Any) -> Reference:
-    """Like `read_reference`, where nothing else makes sense.
+def require_reference(where: str, value: object) -> Reference:
+    """Reads a reference as `read_reference` does, and refuses other values.
 
     Raises:
-        UsageError: the value is no reference.
+        UsageError: the value is not a reference.
     """
     reference = read_reference(where, value)
     if reference is None:
@@ -128,13 +128,13 @@ def require_reference(where: str, value: Any) -> Reference:
     return reference
 
 
-def is_of(value: Any, packages: Collection[str]) -> bool:
-    """Whether an object is of a class of one of these packages, or of a subclass. None of them is imported."""
+def is_of(value: object, packages: Collection[str]) -> bool:
+    """True if an object's class, or a base class, is from one of these packages. Imports none of them."""
     return any(kind.__module__.partition(".")[0] in packages for kind in type(value).__mro__)
 
 
 def read_signature(target: Any) -> inspect.Signature | None:
-    """The signature of a callable, or None where Python knows none."""
+    """Returns the signature of a callable, or None if it has none."""
     try:
         return inspect.signature(target)
     except (TypeError, ValueError):
@@ -142,7 +142,7 @@ def read_signature(target: Any) -> inspect.Signature | None:
 
 
 def put_on_path(*folders: Path) -> None:
-    """Make modules that lie in these folders importable, the first folder first."""
+    """Adds folders to the front of the import path, in this order."""
     for folder in reversed(folders):
         name = str(folder.resolve())
         if name in sys.path:

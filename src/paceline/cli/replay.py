@@ -1,11 +1,10 @@
-"""`paceline replay RUN --step N`: makes one update of a run again, and shows what it was made of."""
+"""`paceline replay RUN --step N`: reruns one optimizer step of a run and shows its samples."""
 
 from __future__ import annotations
 
 import importlib
 import textwrap
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -15,9 +14,9 @@ from paceline.cli.errors import UsageError
 from paceline.cli.jobs import Say, Show
 from paceline.cli.replay_options import ReplayOptions
 from paceline.core.journal import JOURNAL_FILE, NOT_COMPUTED, find_row, read_rows
-from paceline.data.sampling import has_length
-from paceline.replaying import Replayed, replay
-from paceline.trainer import Trainer
+from paceline.pytorch.data.sampling import has_length
+from paceline.pytorch.replay import Replayed, replay
+from paceline.pytorch.trainer import Trainer
 
 WIDTH = 108
 MOST_LINES = 8
@@ -26,10 +25,10 @@ MOST_VALUES = 8
 
 
 def run(options: ReplayOptions, say: Say = say) -> int:
-    """Make the update again and print it; returns the exit code.
+    """Reruns the step and prints it; returns the exit code.
 
     Raises:
-        UsageError: the run's journal does not hold the step, or the run cannot be made again.
+        UsageError: the run's journal does not hold the step, or the run cannot be reproduced.
     """
     job = options.job
     journal = job.folder / JOURNAL_FILE
@@ -49,14 +48,14 @@ def run(options: ReplayOptions, say: Say = say) -> int:
         trainer.remove_callback(PrinterCallback)
         replayed = replay(trainer, options.step, job.folder, say=say)
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{job.folder} cannot be made again: {error}") from error
+        raise UsageError(f"{job.folder} cannot be reproduced: {error}") from error
     say(describe(replayed))
     say(describe_samples(trainer, replayed, show, options.shown))
     return 0
 
 
 def describe(replayed: Replayed) -> str:
-    """The numbers of the update, and whether they are those that were recorded."""
+    """Describes the metrics of the step and their comparison with the recorded ones."""
     recorded = replayed.recorded
     lines = [f"step {replayed.step:,}, epoch {replayed.epoch + 1}"]
     for title, name in (("loss", "loss"), ("gradient norm", "grad_norm"), ("learning rate", "learning_rate")):
@@ -64,14 +63,14 @@ def describe(replayed: Replayed) -> str:
         differs = "" if now == then or (now != now and then != then) else f"   (recorded: {_shown(then)})"
         lines.append(f"  {title:<15}{_shown(now)}{differs}")
     if replayed.is_exact:
-        lines.append("  bit-exact      yes: all three are as the run recorded them")
+        lines.append("  bit-exact      yes: all three equal the recorded ones")
     else:
         lines.append("  bit-exact      no: code, data, arguments, libraries or the machine have changed since")
     return "\n".join(lines)
 
 
 def describe_samples(trainer: Trainer, replayed: Replayed, show: Show | None, shown: int) -> str:
-    """The ids of the samples, and a look at the first ones."""
+    """Describes the ids of the samples, and the first samples."""
     ids = replayed.sample_ids
     dataset = trainer.train_dataset
     is_indexed = replayed.is_indexed and has_length(dataset) and hasattr(dataset, "__getitem__")
@@ -85,13 +84,13 @@ def describe_samples(trainer: Trainer, replayed: Replayed, show: Show | None, sh
     return text
 
 
-def look(sample: Any, show: Show | None) -> str:
-    """A sample in a few lines: as its job shows it, else what lies under each of its names."""
+def look(sample: object, show: Show | None) -> str:
+    """Describes a sample in a few lines: by its job's formatter, else by its fields."""
     if show is not None:
         try:
             return _cut(show(sample))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-            pass  # not the kind of sample that this shows
+            pass  # not a sample that this formatter supports
     if isinstance(sample, Mapping):
         return _cut("\n".join(f"{name}: {_value(value)}" for name, value in sample.items()))
     if isinstance(sample, tuple | list):
@@ -99,7 +98,7 @@ def look(sample: Any, show: Show | None) -> str:
     return _cut(_value(sample))
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         first = ", ".join(f"{item:.4g}" for item in value.flatten()[:MOST_VALUES].tolist())
         more = ", ..." if value.numel() > MOST_VALUES else ""

@@ -1,4 +1,4 @@
-"""What `--help` prints."""
+"""The texts of `--help`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ paceline: trains any PyTorch module, and Keras models with TensorFlow
   paceline train CONFIG.yaml    train what a file describes
   paceline launch SCRIPT        run a script of yours on several processes, one for each GPU
   paceline verify RUN           check every checkpoint of a run
-  paceline export CHECKPOINT OUTPUT  make a folder for from_pretrained of a checkpoint in shards
-  paceline replay RUN --step N  make one update of a run again, and show its samples
+  paceline export CHECKPOINT OUTPUT  convert a sharded checkpoint to a folder for from_pretrained
+  paceline replay RUN --step N  rerun one optimizer step of a run, and show its samples
   paceline COMMAND --help       more on a command
   paceline --version            the version
 
-Ctrl-C stops a run with a checkpoint; the same command goes on from there."""
+Ctrl-C stops a run with a checkpoint; the same command resumes from there."""
 
 DEMO = """\
 paceline demo [text|digits] [--fresh] [--option value ...]
@@ -28,14 +28,14 @@ paceline demo [text|digits] [--fresh] [--option value ...]
   text      a small language model on the English that every Python carries (default)
   digits    scikit-learn's handwritten digits
 
-  --fresh             start over; the earlier run is moved aside
-  --seconds N         text: how long to train where no number of steps is given (default 90)
+  --fresh             start over; the earlier run is renamed
+  --seconds N         text: training time if no number of steps is given (default 90)
   --framework tf      digits: train with TensorFlow instead of torch (needs the extra `tf`)
-  --prompt TEXT       text: what the generated sample begins with
-  --output_dir DIR    where everything goes (default runs/demo, runs/digits)
+  --prompt TEXT       text: the prompt of the generated sample
+  --output_dir DIR    output folder (default runs/demo, runs/digits)
 
 Every option of TrainingArguments is accepted: --max_steps 200 --learning_rate 1e-3 --bf16 ...
-"paceline demo --help WORD" lists those that have to do with WORD."""
+"paceline demo --help WORD" lists those that contain WORD."""
 
 TRAIN = """\
 paceline train CONFIG.yaml [--fresh] [--option value ...] [--section.key value ...]
@@ -52,7 +52,7 @@ A configuration:
   # data: {train: corpus.txt, eval_fraction: 0.05}
   # data: my_package.my_module:make_data      returns a dataset, (train, eval), or {train:, eval:, test:}
   preprocess: my_module:function     # for datasets.map: {factory: ..., batched: true, num_proc: 4};
-                                     #   what is text after it is tokenised and cut into blocks by itself
+                                     #   remaining text is tokenised and split into blocks
   data_collator: my_module:collate   # also: compute_metrics, compute_loss_func,
                                      #   preprocess_logits_for_metrics, trainer (a subclass of Trainer)
   callbacks: [my_module:MyCallback, {factory: paceline:EarlyStoppingCallback, early_stopping_patience: 3}]
@@ -60,25 +60,25 @@ A configuration:
     output_dir: runs/my-run
     learning_rate: 3e-4
 
-Modules are looked for in the configuration's folder, the current folder, and what is installed; relative
-files in the configuration's folder, then the current folder. The command line wins over the file.
-A run goes on where it stopped; --fresh starts over. --do_eval and --do_predict without --do_train only
+Modules are searched for in the configuration's folder, the current folder, and installed packages; relative
+files in the configuration's folder, then the current folder. The command line overrides the file.
+A run resumes where it stopped; --fresh starts over. --do_eval and --do_predict without --do_train only
 evaluate, or predict on the test set.
 
 With TensorFlow (the extra `tf`): --framework tf, or `framework: tf` in the file. Then the model is a .keras file or
 your function, class or object; the options are those of TFTrainingArguments, `trainer` a subclass of TFTrainer; a
-function for data gives arrays as {train: (features, labels), eval: ...}; text without labels is cut into blocks for
+function for data gives arrays as {train: (features, labels), eval: ...}; text without labels is split into blocks for
 language models of transformers only. Everything else is the same.
 
-"paceline train --help WORD" lists the options that have to do with WORD."""
+"paceline train --help WORD" lists the options that contain WORD."""
 
 LAUNCH = """\
 paceline launch [--nproc-per-node N] [option of torchrun ...] SCRIPT [option of the script ...]
 
-Runs SCRIPT on several processes, which train together: torchrun, with a process for each GPU of this machine unless
---nproc-per-node says how many. Without --nnodes or --rdzv-... the processes are those of this machine alone.
+Runs SCRIPT on several processes with torchrun: one process per GPU of this machine unless --nproc-per-node is given.
+Without --nnodes or --rdzv-... only this machine is used.
 
-  --max-restarts N    start all processes anew, up to N times, when one dies: a Trainer goes on from its last checkpoint
+  --max-restarts N    restart all processes, up to N times, when one dies: a Trainer resumes from its last checkpoint
   -m                  SCRIPT is a module
 
 A Trainer in the script needs no other change: per_device_train_batch_size is that of each process."""
@@ -86,20 +86,23 @@ A Trainer in the script needs no other change: per_device_train_batch_size is th
 VERIFY = """\
 paceline verify RUN [RUN ...]
 
-Reads every file of every checkpoint in the folder of a run (or of one checkpoint) and compares it with what was
-written. Exit code 1 when something is damaged. A checkpoint of another trainer has no manifest: only its structure
+Reads every file of every checkpoint in the folder of a run (or of one checkpoint) and verifies its checksum.
+Exit code 1 if anything is damaged. A checkpoint of another trainer has no manifest: only its structure
 can be checked."""
 
 REPLAY = """\
-paceline replay RUN --step N [--show M]
+paceline replay RUN --step N [--show M] [--trust]
 
-Makes one update of a run again, from the newest checkpoint before it, and prints its loss, gradient norm and learning
-rate, whether they are the recorded ones to the last bit, and which samples it saw: what one needs to find the batch
-behind a spike. The run itself is not touched.
+Reruns one optimizer step of a run from the newest checkpoint before it, and prints its loss, gradient norm and learning
+rate, their bitwise comparison with the recorded ones, and its samples, to find the batch that caused a spike. The run
+itself is not changed.
 
   RUN          the folder of a run of `paceline train` or `paceline demo`
-  --step N     the update, as log.jsonl and the progress bar count them
-  --show M     how many of its samples to show (default 3)
+  --step N     the optimizer step, as counted by log.jsonl and the progress bar
+  --show M     number of its samples to show (default 3)
+
+The code that a run of `paceline train` names is imported, after a confirmation; --trust skips it, if you know who
+wrote the run's job.json.
 
 For a run of your own script: paceline.replay(trainer, step)."""
 
@@ -107,19 +110,19 @@ EXPORT = """\
 paceline export CHECKPOINT OUTPUT [--max-shard-size 5GB] [--files-from FOLDER]
 
 Writes the model of a checkpoint as safetensors, with its configuration and tokenizer, into a new folder that
-from_pretrained loads. The weights pass one tensor at a time, so that the model need not fit into memory. The folder
-appears when it is whole.
+from_pretrained loads. The weights are copied one tensor at a time, so that the model need not fit into memory. The
+folder is created atomically.
 
-  CHECKPOINT             in shards or whole, of paceline, or of accelerate under FSDP (pytorch_model_fsdp_0/,
-                         pytorch_model_fsdp.bin); of a run's folder the newest that is whole
-  --max-shard-size SIZE  of one file (default 50GB)
-  --files-from FOLDER    take configuration and tokenizer from there too: some checkpoints of others have none"""
+  CHECKPOINT             sharded or full, of paceline, or of accelerate under FSDP (pytorch_model_fsdp_0/,
+                         pytorch_model_fsdp.bin); of a run's folder the newest valid one
+  --max-shard-size SIZE  maximum size of one file (default 50GB)
+  --files-from FOLDER    also take configuration and tokenizer from there: other trainers' checkpoints may lack them"""
 
 TEXTS = {"demo": DEMO, "train": TRAIN, "launch": LAUNCH, "verify": VERIFY, "export": EXPORT, "replay": REPLAY}
 
 
 def help_on(command: str, words: Sequence[str]) -> str:
-    """The text on a command, or, with a word after `--help`, the options of `TrainingArguments` it occurs in."""
+    """Returns the help of a command, or, with words after `--help`, the options that contain one of them."""
     if command in ("launch", "verify", "replay"):
         return TEXTS[command]
     wanted = [word for word in words if not word.startswith("-") and word != "help"]
@@ -131,7 +134,7 @@ def help_on(command: str, words: Sequence[str]) -> str:
 
 
 def list_options(words: Iterable[str]) -> str:
-    """Name, default and explanation of the options in whose name or explanation one of the words occurs."""
+    """Lists name, default and help of the options whose name or help contains one of the words."""
     wanted = [word.lower().replace("-", "_") for word in words]
     lines = []
     for name, item in argument_fields().items():
@@ -142,4 +145,4 @@ def list_options(words: Iterable[str]) -> str:
         condition = "; with --framework tf" if is_option_of_tensorflow(name) else ""
         lines.append(f"  --{name} (default {default}{condition})")
         lines += textwrap.wrap(text, width=108, initial_indent="      ", subsequent_indent="      ")
-    return "\n".join(lines) if lines else f"no option has to do with {' or '.join(wanted)}"
+    return "\n".join(lines) if lines else f"no option contains {' or '.join(wanted)}"

@@ -1,4 +1,4 @@
-"""`paceline train CONFIG.yaml`: the same Trainer, put together from a file."""
+"""`paceline train CONFIG.yaml`: builds a Trainer from a file and runs it."""
 
 from __future__ import annotations
 
@@ -31,28 +31,27 @@ from paceline.cli.jobs import (
     write_results,
 )
 from paceline.cli.references import put_on_path, read_reference
-from paceline.hub.publishing import push_saved_model
-from paceline.tf.arguments import TFTrainingArguments
+from paceline.tensorflow.arguments import TFTrainingArguments
 
 if TYPE_CHECKING:
-    from paceline.tf.trainer import TFTrainer
-    from paceline.trainer import Trainer
+    from paceline.pytorch.trainer import Trainer
+    from paceline.tensorflow.trainer import TFTrainer
 
 logger = logging.getLogger(__name__)
 
-# the framework -> whose job it is, as job.json says
+# framework -> the command in job.json
 COMMANDS = {"torch": "train", "tf": "train --framework tf"}
 STAGES = ("do_train", "do_eval", "do_predict")
-# what a checkpoint has to do with; other sections may change from start to start
+# sections that must not change for a checkpoint to fit; others may
 IDENTITY = ("model", "tokenizer", "data", "preprocess", "trainer")
 PREDICTIONS_FILE = "predictions.npz"
 
 
 def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
-    """Train, evaluate and predict as the configuration says; returns the exit code.
+    """Trains, evaluates and predicts by the configuration; returns the exit code.
 
     Raises:
-        UsageError: the configuration cannot be honoured.
+        UsageError: the configuration is invalid.
     """
     put_on_path(config.folder, Path.cwd())
     framework = load_framework(config)
@@ -91,14 +90,14 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
             report(trainer, "eval", trainer.evaluate())
     if "do_predict" in stages:
         predict(trainer, splits, folder, say)
-    say(f"\nModel, metrics, log and run.json lie in {folder}/")
+    say(f"\nModel, metrics, log and run.json are saved to {folder}/")
     if args.output_store is not None:
         say(f"and, as soon as this command has ended, in {args.output_store}/")
     return 0
 
 
 def load_framework(config: JobConfig) -> Any:
-    """The module that puts a Trainer together, of torch or of TensorFlow; nothing of the other one is loaded.
+    """Imports the module that builds a Trainer, of torch or of TensorFlow; the other one is not imported.
 
     Raises:
         UsageError: the framework is not installed.
@@ -108,7 +107,7 @@ def load_framework(config: JobConfig) -> Any:
 
 
 def check_references(config: JobConfig) -> None:
-    """Find wrong names before anything is moved, loaded or computed."""
+    """Reports wrong names before anything is moved, loaded or computed."""
     for name, value in config.sections.items():
         entries = enumerate(value) if name == "callbacks" else [(None, value)]
         for i, entry in entries:
@@ -120,17 +119,17 @@ def check_references(config: JobConfig) -> None:
 
 
 def check_checkpoint(framework: str, checkpoint: Path | None) -> None:
-    """Refuse a named checkpoint of TensorFlow in a job of torch; the other way round TFTrainer does.
+    """Refuses a named checkpoint of TensorFlow in a job of torch; TFTrainer refuses the reverse.
 
     Raises:
-        UsageError: it is one.
+        UsageError: the checkpoint is of TensorFlow.
     """
     if framework == "torch" and checkpoint is not None and is_of_tensorflow(checkpoint):
         raise UsageError(f"resume_from_checkpoint: {checkpoint} is of TensorFlow: give --framework tf")
 
 
 def choose_stages(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """What is to be done: what `do_train`, `do_eval`, `do_predict` say where one is given; else train and evaluate."""
+    """Returns the stages by `do_train`, `do_eval`, `do_predict` if one is given; else train and evaluate."""
     given = [name for name in STAGES if name in arguments]
     if not any(str(arguments[name]).lower() in ("true", "1", "yes", "on") for name in given):
         left_out = set(given)
@@ -139,7 +138,7 @@ def choose_stages(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_splits(splits: Splits, args: TrainingArguments, stages: Sequence[str], given: Mapping[str, Any]) -> None:
-    """Whether there is data for everything that is asked for; said before training, not after.
+    """Checks before training that there is data for every stage.
 
     Raises:
         UsageError: a split is missing.
@@ -160,10 +159,10 @@ def check_splits(splits: Splits, args: TrainingArguments, stages: Sequence[str],
 
 
 def make_arguments(config: JobConfig) -> TrainingArguments:
-    """The arguments; without an `output_dir`, the run goes to `runs/NAME`, after the file.
+    """Builds the arguments; the default `output_dir` is `runs/NAME`, by the name of the file.
 
     Raises:
-        UsageError: an unknown option, or a value that is not possible.
+        UsageError: an unknown option or an invalid value.
     """
     try:
         kind = TFTrainingArguments if config.framework == "tf" else TrainingArguments
@@ -173,10 +172,10 @@ def make_arguments(config: JobConfig) -> TrainingArguments:
 
 
 def rebuild(job: Job, overrides: Mapping[str, Any]) -> tuple[Trainer, Show | None]:
-    """The Trainer of a run as it was at its start, and how to show a sample.
+    """Rebuilds the Trainer of a run as at its start, with the formatter of a sample.
 
     Raises:
-        UsageError: what the configuration names cannot be found or loaded any more.
+        UsageError: an object that the configuration names cannot be found or loaded.
     """
     given = job.settings["given"]
     config = JobConfig(Path(given["path"]), given["sections"], {**given["arguments"], **overrides})
@@ -195,7 +194,7 @@ def rebuild(job: Job, overrides: Mapping[str, Any]) -> tuple[Trainer, Show | Non
 
 
 def save_training(trainer: Trainer | TFTrainer, splits: Splits, job: Job, evaluates: bool) -> None:
-    """Keep the model, the history and the metrics."""
+    """Saves the model, the history and the metrics."""
     metrics = write_results(trainer, job, evaluates=evaluates and splits.eval is not None)
     rows = [row for row in trainer.state.log_history if "train_runtime" in row and "train_loss" in row]
     if rows:
@@ -203,22 +202,22 @@ def save_training(trainer: Trainer | TFTrainer, splits: Splits, job: Job, evalua
     if metrics:
         report(trainer, "eval", metrics)
     if trainer.args.push_to_hub:
-        push_saved_model(trainer, "End of training")
+        trainer._make_publisher().push_saved_model("End of training")
 
 
 def report(trainer: Trainer | TFTrainer, split: str, metrics: dict[str, float]) -> None:
-    """Print metrics and keep them in a file."""
+    """Prints metrics and saves them to a file."""
     trainer.log_metrics(split, metrics)
     trainer.save_metrics(split, metrics)
 
 
 def load_weights(trainer: Trainer | TFTrainer, job: Job, resume: str | bool | None, say: Say) -> None:
-    """Weights for a run that does not train: of a named checkpoint, else the job's result, else the model's own."""
+    """Loads the weights of a named checkpoint, else the job's result, else keeps the model's own; for no training."""
     source = named_checkpoint(resume)
     if source is None and (resume is None or asks_to_resume(resume)):
         source = job.folder if job.finished is not None else job.checkpoint
     if source is None:
-        say("The model is used as it is configured: nothing was trained here yet.")
+        say("The model is used as configured: nothing has been trained here yet.")
         return
     say(f"Weights from {source}.")
     trainer._load_from_checkpoint(str(source))
@@ -233,16 +232,18 @@ def predict(trainer: Trainer | TFTrainer, splits: Splits, folder: Path, say: Say
     say(f"Predictions: {folder / PREDICTIONS_FILE}")
 
 
-def named_arrays(name: str, value: Any) -> dict[str, Any]:
-    """The arrays among predictions or labels: `name`, or `name_0`, `name_KEY` of those in a tuple or a mapping."""
+def named_arrays(name: str, value: object) -> dict[str, Any]:
+    """Returns the arrays of predictions or labels: `name`, or `name_0`, `name_KEY` for a tuple or a mapping."""
     if isinstance(value, np.ndarray):
         return {name: value}
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple) else ()
+    if isinstance(value, tuple):
+        value = dict(enumerate(value))
+    items = value.items() if isinstance(value, Mapping) else ()
     return {f"{name}_{key}": array for key, array in items if isinstance(array, np.ndarray)}
 
 
 def show_finished(job: Job, args: TrainingArguments, say: Say) -> None:
-    """Say that there is nothing left to do, what came out, and which options it was not trained with."""
+    """Reports a finished run: its results, and changed options that it was not trained with."""
     assert job.finished is not None
     say(f"This run is finished: {job.finished['global_step']:,} steps, in {job.folder}/.  (--fresh starts over)")
     path = job.folder / "all_results.json"

@@ -1,4 +1,4 @@
-"""What `paceline train --framework tf` does with TensorFlow alone: the TFTrainer, its model and its data. No torch."""
+"""The TensorFlow part of `paceline train --framework tf`: TFTrainer, model and data. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from paceline.cli.job_text import LABEL_NAMES, tokenize
 from paceline.cli.job_tokenizer import build_tokenizer
 from paceline.cli.job_trainer import make_trainer
 from paceline.cli.references import is_of, read_reference
-from paceline.tf.arguments import TFTrainingArguments
-from paceline.tf.batches import KNOWN_LABELS
-from paceline.tf.columns import columns_of
-from paceline.tf.framework import keras
-from paceline.tf.objective import build_by_itself, check_model, is_functional, shifts
-from paceline.tf.saving import KERAS_FILE
-from paceline.tf.trainer import TFTrainer
+from paceline.tensorflow.arguments import TFTrainingArguments
+from paceline.tensorflow.checkpoint.model_files import KERAS_FILE
+from paceline.tensorflow.data.batches import KNOWN_LABELS
+from paceline.tensorflow.data.columns import columns_of
+from paceline.tensorflow.framework import keras
+from paceline.tensorflow.objective import build_by_itself, check_model, is_functional, shifts
+from paceline.tensorflow.trainer import TFTrainer
 
 KERAS_SUFFIX = ".keras"
 FORMS = f"a {KERAS_SUFFIX} file, a folder that holds {KERAS_FILE}, or package.module:name"
 
-# what training raises where the configuration cannot be honoured
+# errors of training that an invalid configuration causes
 REFUSALS = (UnsupportedOption,)
 
 
 def build_trainer(config: JobConfig, args: TFTrainingArguments) -> tuple[TFTrainer, Splits]:
-    """Model, data, functions and callbacks, put together. The seed is set before the model is made.
+    """Builds the Trainer from model, data, functions and callbacks. The seed is set before the model is created.
 
-    The model is made in the scope of `args.strategy`, so that all devices that it names share the work.
+    The model is created in the scope of `args.strategy`, so that it is placed on all of its devices.
 
     Raises:
-        UsageError: the configuration cannot be honoured.
+        UsageError: the configuration is invalid.
     """
     path, strategy = find_model(config), connect(args)
     keras.utils.set_random_seed(args.seed)
@@ -56,10 +56,10 @@ def build_trainer(config: JobConfig, args: TFTrainingArguments) -> tuple[TFTrain
 
 
 def connect(args: TFTrainingArguments) -> Any:
-    """The strategy. Several workers have to meet before anything is computed, as modules may that a job names.
+    """Returns the strategy. Several workers must connect before any computation, which a job's modules may run.
 
     Raises:
-        UsageError: the devices that the arguments or TF_CONFIG name cannot be had.
+        UsageError: the devices that the arguments or TF_CONFIG name are not available.
     """
     try:
         return args.strategy
@@ -68,10 +68,10 @@ def connect(args: TFTrainingArguments) -> Any:
 
 
 def find_model(config: JobConfig) -> Path | None:
-    """The file that the section `model` names; None where it names a function, class or object.
+    """Returns the file that the section `model` names; None if it names a function, class or object.
 
     Raises:
-        UsageError: it names none of these, or the file is not there.
+        UsageError: it names none of these, or the file does not exist.
     """
     section = config.get("model")
     if section is None:
@@ -85,13 +85,13 @@ def find_model(config: JobConfig) -> Path | None:
     if found is not None and found.is_dir() and (found / KERAS_FILE).is_file():
         return found / KERAS_FILE
     if found is None or found.is_dir() or found.suffix != KERAS_SUFFIX:
-        what = "is not there" if found is None else "is no model of Keras"
+        what = "does not exist" if found is None else "is not a Keras model"
         raise UsageError(f"model: {section} {what}: with TensorFlow give {FORMS}")
     return found
 
 
 def load_model(path: Path) -> Any:
-    """A model from a `.keras` file, with the loss that it was compiled with.
+    """Loads a model from a `.keras` file, with its compiled loss.
 
     Raises:
         UsageError: it cannot be loaded.
@@ -105,11 +105,11 @@ def load_model(path: Path) -> Any:
         ) from error
 
 
-def build_model(config: JobConfig, tokenizer: Any) -> Any:
-    """The model that a function or class gives, or the object itself that is named.
+def build_model(config: JobConfig, tokenizer: object) -> Any:
+    """Returns the model from a function or class, or the named object itself.
 
     Raises:
-        UsageError: it is no model of TensorFlow.
+        UsageError: it is not a TensorFlow model.
     """
     reference = read_reference("model", config.get("model"))
     assert reference is not None
@@ -129,10 +129,10 @@ def build_model(config: JobConfig, tokenizer: Any) -> Any:
 
 
 def check_arrays(splits: Splits) -> None:
-    """Refuse `(features, labels)` where splits are told apart.
+    """Refuses `(features, labels)`, which would be read as (train, eval).
 
     Raises:
-        UsageError: that is what a function gave.
+        UsageError: a function returned such a pair.
     """
     if is_array(splits.eval) and (is_array(splits.train) or isinstance(splits.train, Mapping)):
         raise UsageError(
@@ -141,21 +141,21 @@ def check_arrays(splits: Splits) -> None:
         )
 
 
-def is_array(data: Any) -> bool:
-    """Whether it is an array or a tensor, and no table."""
+def is_array(data: object) -> bool:
+    """True for an array or a tensor, False for a table."""
     return hasattr(data, "shape") and hasattr(data, "dtype")
 
 
 def columns_in(splits: Splits) -> set[str]:
-    """The columns of all splits that are tables of `datasets`."""
+    """Returns the columns of all splits that are tables of `datasets`."""
     return {column for dataset in splits.given().values() for column in getattr(dataset, "column_names", None) or ()}
 
 
 def tokenize_text(config: JobConfig, splits: Splits, model: Any, tokenizer: Any, made: set[str]) -> None:
-    """Text into token ids, as the model takes them; the tokenizer makes nothing else from now on, when it pads too.
+    """Converts text to the token ids of the model's inputs; the tokenizer then returns only these, also when it pads.
 
     Args:
-        made: columns that `preprocess` added. A model that does not tell the names of its inputs may take those.
+        made: columns that `preprocess` added, which a model with unnamed inputs may take.
 
     Raises:
         UsageError: as `tokenize`.
@@ -163,7 +163,7 @@ def tokenize_text(config: JobConfig, splits: Splits, model: Any, tokenizer: Any,
     inputs = columns_of(model, None)
     first = getattr(tokenizer, "model_input_names", None)
     is_single = inputs is None and is_functional(model) and not isinstance(model.input, list | tuple)
-    if first and is_single:  # a model of one input has no place for a mask
+    if first and is_single:  # a model with one input takes no mask
         tokenizer.model_input_names = first = first[:1]
     before = splits.given()
     makes_blocks = shifts(model) or type(model).__name__.endswith("MaskedLM")
@@ -175,10 +175,10 @@ def tokenize_text(config: JobConfig, splits: Splits, model: Any, tokenizer: Any,
 
 
 def check_text(splits: Splits, label_names: Sequence[str] | None) -> None:
-    """Refuse a data set with nothing to compute with: columns of text are left out of batches.
+    """Refuses a data set without numeric inputs: text columns are dropped from batches.
 
     Raises:
-        UsageError: all columns beside the labels are text.
+        UsageError: all columns except the labels are text.
     """
     labels = {*(label_names or ()), *(name for known in KNOWN_LABELS for name in known)}
     for name, dataset in splits.given().items():

@@ -1,4 +1,4 @@
-"""What `paceline train` does with torch alone: the Trainer, its model and its data."""
+"""The torch part of `paceline train`: Trainer, model and data."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from paceline.cli.job_model import build_model
 from paceline.cli.job_text import tokenize
 from paceline.cli.job_tokenizer import build_tokenizer
 from paceline.cli.job_trainer import make_trainer
-from paceline.data.collators import DefaultDataCollator
-from paceline.distributed.random import set_seed
-from paceline.model.outputs import ModelOutputError
-from paceline.model.signature import innermost, read_signature
-from paceline.trainer import Trainer
+from paceline.pytorch.data.collators import DefaultDataCollator
+from paceline.pytorch.distributed.random import set_seed
+from paceline.pytorch.model.outputs import ModelOutputError
+from paceline.pytorch.model.signature import innermost, read_signature
+from paceline.pytorch.trainer import Trainer
 
-# what training raises where the configuration cannot be honoured
+# errors of training that an invalid configuration causes
 REFUSALS = (UnsupportedOption, ModelOutputError)
 
 
 def build_trainer(config: JobConfig, args: TrainingArguments) -> tuple[Trainer, Splits]:
-    """Model, data, functions and callbacks, put together. The seed is set before the model is made.
+    """Builds the Trainer from model, data, functions and callbacks. The seed is set before the model is created.
 
     Raises:
-        UsageError: the configuration cannot be honoured.
+        UsageError: the configuration is invalid.
     """
     set_seed(args.seed)
     tokenizer = build_tokenizer(config)
@@ -33,7 +33,7 @@ def build_trainer(config: JobConfig, args: TrainingArguments) -> tuple[Trainer, 
     if config.get("preprocess") is not None:
         preprocess(config, splits, tokenizer)
     is_blocks = tokenize(config, splits, innermost(model), tokenizer, read_signature(model).names)
-    # blocks have nothing to pad, so no padding token is needed
+    # blocks need no padding, so no padding token is required
     collator = DefaultDataCollator() if is_blocks else None
     trainer: Trainer = make_trainer(
         config, Trainer, model=model, args=args, splits=splits, tokenizer=tokenizer, data_collator=collator

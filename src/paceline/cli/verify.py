@@ -1,23 +1,27 @@
-"""`paceline verify`: reads every checkpoint of a run and says which are good. Loads no torch."""
+"""`paceline verify`: verifies every checkpoint of a run. Does not import torch."""
 
 from __future__ import annotations
 
+import os
+import stat
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from paceline.checkpoint import folders
+from paceline.checkpoint.space import in_words
 from paceline.cli.errors import UsageError
-from paceline.core import folders
-from paceline.core.space import in_words
 
 _MOST_SHOWN = 5
 
 
 def run(words: Sequence[str]) -> int:
-    """Check run folders, or single checkpoints.
+    """Verifies run folders or single checkpoints.
 
     Returns:
-        0 when everything is as it was written, 1 when something is damaged.
+        0 if all are valid, 1 if any is damaged.
 
     Raises:
         UsageError: no folder is named, or one has no checkpoints.
@@ -29,7 +33,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def verify_place(place: Path) -> int:
-    """Check one run or checkpoint, and print a line for each checkpoint. Returns 0 or 1."""
+    """Verifies one run or checkpoint and prints a line for each checkpoint. Returns 0 or 1."""
     if not place.is_dir():
         raise UsageError(f"{place} is not a folder")
     checkpoints = folders.list_checkpoints(place)
@@ -37,31 +41,61 @@ def verify_place(place: Path) -> int:
         checkpoints = [place]
     if not checkpoints:
         raise UsageError(f"{place} has no checkpoints: name the folder that holds checkpoint-1, checkpoint-2, ...")
+    others = folders.own_checkpoints(place)[1]
     width = max(len(path.name) for path in checkpoints)
-    start, read, good = time.perf_counter(), 0, []
+    start = time.perf_counter()
+    num_read = num_bad = 0
+    good: list[Path] = []
     for path in checkpoints:
         problems = folders.verify(path)
-        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        read += size
-        if not problems:
+        size = num_bytes(path)
+        num_read += 0 if problems else size  # of a damaged one, most was not read
+        num_bad += bool(problems)
+        if not problems and path not in others:
             good.append(path)
-        print(f"{path.name:<{width}}  {describe(path, problems, size)}", flush=True)
-        for problem in problems[1:_MOST_SHOWN]:
-            print(f"{'':<{width}}           {problem}")
-        if len(problems) > _MOST_SHOWN:
-            print(f"{'':<{width}}           and {len(problems) - _MOST_SHOWN} more")
+        whose = "; of another run than the last" if path in others else ""
+        say(f"{path.name:<{width}}  {describe(path, problems, size)}{whose}")
+        say_problems(problems, width)
     for leftover in sorted(path.name for path in place.glob(f".{folders.PREFIX_CHECKPOINT_DIR}-*")):
-        print(f"{leftover}: being written, or left by a crash; a run that is resumed here clears it")
+        say(f"{leftover}: being written, or left by a crash; a run that is resumed here clears it")
     seconds = max(time.perf_counter() - start, 1e-9)
-    num_bad = len(checkpoints) - len(good)
-    print(f"{len(checkpoints)} checked, {num_bad} damaged; {in_words(read)} at {in_words(read / seconds)}/s")
-    if num_bad and checkpoints != [place]:
+    print(f"{len(checkpoints)} checked, {num_bad} damaged; {in_words(num_read)} at {in_words(num_read / seconds)}/s")
+    if (num_bad or others) and checkpoints != [place]:
         print(f"a resume takes {good[-1].name}" if good else "there is none to resume from")
     return 1 if num_bad else 0
 
 
+def say_problems(problems: list[str], width: int) -> None:
+    """Prints the problems of a checkpoint after the first, which its own line shows.
+
+    Args:
+        width: characters of the column before them.
+    """
+    for problem in problems[1:_MOST_SHOWN]:
+        say(f"{'':<{width}}           {problem}")
+    if len(problems) > _MOST_SHOWN:
+        print(f"{'':<{width}}           and {len(problems) - _MOST_SHOWN} more")
+
+
+def num_bytes(folder: Path) -> int:
+    """Returns the bytes of the readable files of a folder."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                found = os.lstat(os.path.join(place, name))
+                total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return total
+
+
+def say(line: str) -> None:
+    """Prints a line; escapes characters that the output cannot show."""
+    encoding = sys.stdout.encoding or "ascii"
+    print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
 def describe(path: Path, problems: Sequence[str], size: int) -> str:
-    """What was found in one checkpoint, in one line."""
+    """Describes the result for one checkpoint in one line."""
     if problems:
         return f"DAMAGED  {problems[0]}"
     if not (path / folders.MANIFEST_NAME).exists():

@@ -1,1 +1,1 @@
-"""What every engine shares: events, state, the loop, schedules, folders. Standard library and numpy only."""
+"""Framework-independent core: events, state, the training loop, schedules. Standard library and numpy only."""

@@ -1,4 +1,4 @@
-"""NVIDIA's Apex, told from the unrelated package of that name that registries have."""
+"""Finds and imports NVIDIA's Apex, and not the unrelated package of the same name on PyPI."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 def has_apex(part: str) -> bool:
-    """Whether NVIDIA's Apex is installed with its module `part`. Nothing is imported: another package may be there."""
+    """True if NVIDIA's Apex is installed with its module `part`. Imports nothing: it may be the unrelated package."""
     if f"apex.{part}" in sys.modules:
         return True
     try:
@@ -22,14 +22,14 @@ def has_apex(part: str) -> bool:
 
 
 def require_apex(part: str) -> ModuleType:
-    """Import `apex.PART` ("amp", "optimizers", "normalization").
+    """Imports `apex.PART` ("amp", "optimizers", "normalization").
 
     Raises:
-        ImportError: it is not there, or is another package of the same name.
+        ImportError: Apex is not installed, or the installed package is the unrelated one.
     """
     if not has_apex(part):
         raise ImportError(
-            f"apex.{part} of NVIDIA's Apex is needed here and cannot be imported: build Apex from NVIDIA's source for "
-            "this torch and CUDA (no package registry has it; the package named apex there is something else)"
+            f"apex.{part} of NVIDIA's Apex is required and cannot be imported: build Apex from NVIDIA's source for "
+            "this torch and CUDA (it is not on PyPI; the package named apex there is unrelated)"
         )
     return importlib.import_module(f"apex.{part}")

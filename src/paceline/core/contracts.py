@@ -1,6 +1,6 @@
-"""The contracts between the parts. A Protocol stands here where there are two real implementations, or a user's own.
+"""Protocols between the components. Each has at least two implementations, or one by the user.
 
-Nothing here names a framework: the loop is driven by torch and by TensorFlow engines alike, so tensors are `Any`.
+They are independent of the framework: the loop drives torch and TensorFlow engines alike, so tensors are `Any`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.core.journal import UpdateRow
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that survives a restart."""
+    """An object whose state is saved to a checkpoint and restored from it."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -24,13 +24,14 @@ class Stateful(Protocol):
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one update did. Tensors stay on the device until a log is due.
+    """The result of one optimizer step. Tensors stay on the device until the next log.
 
     Attributes:
-        losses: the contributions of its micro-batches; their sum is the update's loss. Empty when nothing weighed.
-        grad_norm: the total norm before clipping, or None.
-        applied: whether the parameters changed (not after an overflow in float16, nor when every target was ignored).
-        outputs: the model's outputs per micro-batch, where a callback asked for them.
+        losses: the contribution of each micro-batch; their sum is the loss of the step. Empty if every target was
+            ignored.
+        grad_norm: the total gradient norm before clipping, or None.
+        applied: True if the parameters changed (not after an overflow in fp16, nor when every target was ignored).
+        outputs: the model's outputs per micro-batch, if a callback asked for them.
     """
 
     losses: Sequence[Any]
@@ -43,48 +44,48 @@ Emit = Callable[..., None]
 
 
 class Engine(Protocol):
-    """Does one optimizer step. Knows tensors and the optimizer; knows no options, files or schedules of events.
+    """Runs one optimizer step. Handles tensors and the optimizer, but no options, files or events.
 
     Attributes:
-        keep_outputs: keep what the model returned in `StepOutput.outputs`: a callback asked for it.
-        keep_batches: leave the batches whole, whatever user code takes out of them: they are needed again.
+        keep_outputs: store the model's outputs in `StepOutput.outputs`, because a callback asked for them.
+        keep_batches: protect the batches from changes by user code, because they are used again.
     """
 
     keep_outputs: bool
     keep_batches: bool
 
     def step(self, batches: Sequence[Any], num_items: Any, emit: Emit | None) -> StepOutput:
-        """One update from the micro-batches of one window.
+        """Runs one optimizer step on the micro-batches of one accumulation window.
 
         Args:
             batches: collated micro-batches, on the host.
-            num_items: what the window was counted as for the model (`num_items_in_batch`), or None.
-            emit: called with the name of each event inside the step; None when nobody listens.
+            num_items: the window's `num_items_in_batch` for the model, or None.
+            emit: called with the name of each event inside the step; None if no callback listens.
         """
         ...
 
     def read(self) -> list[tuple[float, float, float, bool]]:
-        """(loss, grad_norm, learning_rate, whether it has a loss) of each update since the last read.
+        """Returns (loss, grad_norm, learning_rate, has a loss) of each optimizer step since the last call.
 
-        The one place where the host waits for the device.
+        The only place where the host waits for the device.
         """
         ...
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether smaller micro-batches could cure this error."""
+        """True if the error is an out-of-memory, which smaller micro-batches may avoid."""
         ...
 
     def discard(self) -> None:
-        """Forget the gradients of an update that failed half-way, and free what memory can be freed."""
+        """Clears the gradients of a failed step and frees cached memory."""
         ...
 
     def split(self, batches: Sequence[Any], micro_batch_size: int) -> list[Any]:
-        """The same samples in micro-batches of at most `micro_batch_size`."""
+        """Returns the same samples in micro-batches of at most `micro_batch_size`."""
         ...
 
 
-class Feed(Protocol):
-    """Hands out the micro-batches of one update at a time. Its position counts samples consumed, never prefetched."""
+class StatefulDataIterator(Protocol):
+    """Yields the micro-batches of one optimizer step at a time. Its position counts consumed samples only."""
 
     epoch: int
     consumed: int
@@ -92,7 +93,7 @@ class Feed(Protocol):
 
     @property
     def is_restored(self) -> bool:
-        """Whether a position was loaded that `start_epoch` has not gone to yet."""
+        """True if a position was loaded that `start_epoch` has not moved to yet."""
         ...
 
     def start_epoch(self, epoch: int) -> None: ...
@@ -109,32 +110,32 @@ class Feed(Protocol):
 
 
 class Pending(Protocol):
-    """Work under way on another thread.
+    """Work in progress on another thread.
 
     Attributes:
-        is_due: it has ended, and something is to be done about that on the main thread.
+        is_due: True if it has finished and `settle` must be called on the main thread.
     """
 
     is_due: bool
 
     def settle(self) -> None:
-        """Do that."""
+        """Handles the finished work on the main thread."""
         ...
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop calls back: bound from the Trainer's instance at the start of each run, overrides included.
+    """Callbacks of the loop, bound from the Trainer's instance at the start of each run, overrides included.
 
     Attributes:
-        log: `(logs, start_time)`: stamp, store and hand on one row of numbers.
-        act: what is due after a step or an epoch; forwards to `Loop.log_evaluate_save`.
-        evaluate: evaluate now and return the metrics.
-        save: write a checkpoint of this moment; whether it is there now, or is being written behind the training.
-        record: `(rows)`: keep the updates just read in the journal.
-        snapshot: everything that changes in training, as it is now, in memory.
-        rewind: `(snapshot, bad)`: back to a snapshot, and record what the bad update saw.
-        count: `(batches)`: add up the input tokens and operations of a window; None where nothing is to be counted.
+        log: `(logs, start_time)`: stamps, stores and reports one row of metrics.
+        act: logs, evaluates and saves if due; forwards to `Loop.log_evaluate_save`.
+        evaluate: evaluates and returns the metrics.
+        save: writes a checkpoint; returns True if it is complete, False if it is being written in the background.
+        record: `(rows)`: appends the optimizer steps just read to the journal.
+        snapshot: returns a copy of all training state in memory.
+        rewind: `(snapshot, bad)`: restores a snapshot and records the samples of the bad step.
+        count: `(batches)`: counts the input tokens and operations of an accumulation window; None if disabled.
     """
 
     log: Callable[[dict[str, float], float | None], None]
@@ -148,30 +149,37 @@ class Hooks:
 
 
 class Strategy(Protocol):
-    """Where tensors live. One file per strategy; nothing else names a backend.
+    """Placement and sharding of tensors on devices. One file per strategy; no other module names a backend.
 
-    It takes an optimizer *factory*, so that each calls it when its parameters are final: before wrapping, after
-    sharding, or inside an engine's own initialisation.
+    It takes an optimizer *factory*, so that each strategy calls it when the parameters are final: before wrapping,
+    after sharding, or inside an engine's own initialisation.
     """
 
     device: Any
     precision: Any
-    mesh: Any  # how the processes are laid out: `paceline.args.mesh.Mesh`
-    reduces_late: bool  # whether gradients are averaged by `reduce_gradients`, once all backward passes are done
-    in_step: bool  # whether forward and backward wait for the other processes, so that all must run as many
-    is_sharded: bool  # whether parameters and optimizer state are parts of tensors
-    runs_windows: bool  # whether it runs forward and backward of all micro-batches of an update itself
-    is_opaque: bool  # whether tensors have no address, by which one could tell which are the same
-    defers: bool  # whether operations are put off until `run_deferred`
-    takes_whole_models: bool  # whether a model is put on the device as a whole before `prepare`
-    holds_back: bool  # whether `micro_step` does anything, so that a step of one process need not enter it
-    place: Callable[[Any], Any]  # the batch, its tensors on the device
+    mesh: Any  # the layout of the ranks: `paceline.args.mesh.Mesh`
+    reduces_late: bool  # gradients are averaged by `reduce_gradients`, after all backward passes
+    in_step: bool  # forward and backward run collectives, so all ranks must run the same number of passes
+    is_sharded: bool  # parameters and optimizer state are sharded
+    runs_windows: bool  # it runs forward and backward of all micro-batches of an optimizer step itself
+    is_spmd: bool  # tensors have no address, so aliases cannot be detected
+    is_lazy: bool  # operations are deferred until `run_deferred`
+    accepts_full_model: bool  # the full model is put on the device before `prepare`
+    delays_grad_sync: bool  # `micro_step` has an effect; a single-process step may skip it otherwise
+    min_micro_batches: int  # of a window given to `run_window`; `divide` makes more of them
+    place: Callable[[Any], Any]  # returns the batch with its tensors on the device
 
     def prepare(self, model: Any, make_optimizer: Callable[[Any], Any] | None) -> Any: ...
 
     def forward_context(self) -> AbstractContextManager[Any]: ...
 
     def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]: ...
+
+    def check_training_step(self, training_step: Callable[..., Any]) -> None: ...
+
+    def divide(self, batches: Sequence[Any], split: Callable[[Sequence[Any], int], list[Any]]) -> list[Any]: ...
+
+    def run_window(self, engine: Any, passes: list[Any]) -> list[Any]: ...
 
     def reduce_gradients(self) -> None: ...
 

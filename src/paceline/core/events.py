@@ -1,7 +1,7 @@
-"""Events of a run: what callbacks hear, and the handler that calls them.
+"""Events of a run: the callback interface and the handler that dispatches events.
 
-The handler keeps, for each event, the tuple of the methods that listen, so that an event nobody listens to costs one
-dictionary look-up. It is rebuilt when a callback is added or removed, and when a training starts.
+The handler keeps a tuple of listening methods per event, so that an event without listeners costs one dictionary
+look-up. The table is rebuilt when a callback is added or removed, and when training starts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsIndex, TypeVar
 
+from paceline.args.training import TrainingArguments
 from paceline.core.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ WANTABLE = frozenset({"loss", "outputs", "inputs"})
 
 
 class TrainerCallback:
-    """Listens to a run. Override the events you need; the rest cost nothing.
+    """Base class of callbacks. Override the events you need; the others cost nothing.
 
     ::
 
@@ -46,7 +47,7 @@ class TrainerCallback:
             on_train_begin
             for each epoch:
                 on_epoch_begin
-                for each update:
+                for each optimizer step:
                     on_step_begin
                     for each micro-batch:
                         forward, backward
@@ -60,7 +61,7 @@ class TrainerCallback:
                     if control.should_log:              on_log
                     if control.should_evaluate:         on_prediction_step per batch, on_log, on_evaluate
                     if control.should_save:             on_save, once the checkpoint is on the disk
-                on_epoch_end                            and what it asks for: log, evaluate, save
+                on_epoch_end                            then log, evaluate, save as requested
             on_log                                      the numbers of the whole run
             on_train_end
         evaluate():  on_prediction_step per batch, on_log, on_evaluate
@@ -70,24 +71,24 @@ class TrainerCallback:
     Each event gets `args` (the TrainingArguments), `state` (TrainerState) and `control` (TrainerControl), then as
     keywords `model`, `processing_class` (also as `tokenizer`), `optimizer`, `lr_scheduler`, `train_dataloader` and
     `eval_dataloader`; `on_log` also `logs`, `on_evaluate` and `on_predict` also `metrics`. Name those you use and
-    take the others with `**kwargs`. `logs` is the callback's own copy; what is added to `metrics` is seen by whoever
-    asked for the evaluation, and by the choice of the best model.
+    take the others with `**kwargs`. `logs` is the callback's own copy. `metrics` is shared: added entries are returned
+    by the evaluation and can select the best model.
 
-    Raise flags of `control` to steer the run; returning another control replaces it.
+    Set flags of `control` to steer the run; returning another control replaces it.
 
-    To see more of a step, name it in `wants`: "loss" (of the update; on the device, reading it waits), "inputs" and
-    "outputs" (lists, one entry per micro-batch) come as keywords to `on_step_end`.
+    `wants` requests more keywords of `on_step_end`: "loss" (of the optimizer step; on the device, reading it
+    synchronizes), "inputs" and "outputs" (lists, one entry per micro-batch).
 
     A callback with state defines `state_dict()` and `load_state_dict(state)` (JSON-able), or derives from
     `ExportableState`. It is saved under `state_key`, by default the class's name.
 
     Attributes:
-        wants: what else `on_step_end` is given; a subset of {"loss", "outputs", "inputs"}.
+        wants: additional keywords of `on_step_end`; a subset of {"loss", "outputs", "inputs"}.
         state_key: the name under which the state is saved; None for the class's name.
-        may_fail: an exception in this callback is logged and the run goes on (reporters); else it ends the run.
-        reads_checkpoint: its `on_save` reads the checkpoint, or writes into it, so training waits until that is there;
-            False where it only wants to know: then it may be called some steps later.
-        saves_on_signal: a run that is told to end by a signal writes a checkpoint, also with `save_strategy="no"`.
+        may_fail: True logs an exception in this callback and continues the run (reporters); False ends the run.
+        reads_checkpoint: True if `on_save` reads or writes the checkpoint: training then waits until it is complete.
+            False lets `on_save` be called some steps later.
+        saves_on_signal: True writes a checkpoint when a signal stops the run, also with `save_strategy="no"`.
     """
 
     wants: frozenset[str] = frozenset()
@@ -97,78 +98,82 @@ class TrainerCallback:
     saves_on_signal: bool = False
 
     def on_init_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
         """The Trainer is built."""
 
     def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
-        """Training starts, or goes on after a resume: then `state.global_step` is not 0."""
+        """Training starts or resumes; after a resume `state.global_step` is not 0."""
 
     def on_train_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
         """Training is over."""
 
     def on_epoch_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
         """A pass over the data starts."""
 
     def on_epoch_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
         """A pass over the data is over."""
 
     def on_step_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
-        """An update starts: its micro-batches have been drawn."""
+        """An optimizer step starts; its micro-batches have been drawn."""
 
     def on_pre_optimizer_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
         """The gradients are complete and clipped."""
 
     def on_optimizer_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
         """The optimizer has stepped; the gradients are still there."""
 
     def on_substep_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
-        """A micro-batch, not the last of its update, has been through backward."""
+        """The backward pass of a micro-batch, not the last of its accumulation window, is done."""
 
     def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
-        """An update is done and counted. The place to raise flags."""
+        """An optimizer step is done and counted. Flags of `control` are usually set here."""
 
     def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
-        """An evaluation is over; `metrics` has its numbers."""
+        """An evaluation is over; `metrics` holds its results."""
 
     def on_predict(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> TrainerControl | None:
-        """A prediction is over; `metrics` has its numbers."""
+        """A prediction is over; `metrics` holds its results."""
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl | None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
         """A checkpoint has been written."""
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl | None:
-        """Numbers have been logged; `logs` has them."""
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """Metrics have been logged; `logs` holds them."""
 
     def on_prediction_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
         """A batch of an evaluation or prediction is done."""
 
     def on_push_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
         """A push to the hub is about to start."""
 
@@ -178,16 +183,16 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def ignores_keywords(method: Method) -> Method:
-    """Mark an event method that uses only args, state and control.
+    """Marks an event method that uses only args, state and control.
 
-    Where all listeners of an event are marked they are called without keywords: 0.5 us less per call, at each step.
+    If all listeners of an event are marked, they are called without keywords, which saves 0.5 us per call.
     """
     method.ignores_keywords = True  # type: ignore[attr-defined]
     return method
 
 
 class _FaultBarrier:
-    """Keeps the exceptions of one `may_fail` callback from the run: tells the first, gives up after three in a row."""
+    """Catches the exceptions of one `may_fail` callback: logs the first, disables it after three in a row."""
 
     LIMIT = 3
 
@@ -197,7 +202,9 @@ class _FaultBarrier:
         self.is_reported = False
 
     def wrap(self, event: str, method: Listener) -> Listener:
-        def guarded(args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl | None:
+        def guarded(
+            args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        ) -> TrainerControl | None:
             if self.in_a_row >= self.LIMIT:
                 return None
             try:
@@ -214,14 +221,14 @@ class _FaultBarrier:
         self.in_a_row += 1
         if not self.is_reported:
             self.is_reported = True
-            if isinstance(error, ConnectionError):  # a server that is not there; where it was asked for tells nothing
+            if isinstance(error, ConnectionError):  # a server that is down; the traceback adds nothing
                 logger.warning("%s failed in %s; the run goes on. %s", self.name, event, error)
             else:
                 logger.warning("%s failed in %s; the run goes on.", self.name, event, exc_info=error)
 
 
 class _Callbacks(list[Any]):
-    """The list users reach as `callback_handler.callbacks`: whatever changes it also rebuilds the dispatch table."""
+    """The list behind `callback_handler.callbacks`; every change to it rebuilds the dispatch table."""
 
     def __init__(self, items: Iterable[Any], changed: Callable[[], None]) -> None:
         super().__init__(items)
@@ -280,16 +287,16 @@ class CallbackHandler(TrainerCallback):
     """Calls the callbacks of a run, in the order in which they were added.
 
     Args:
-        callbacks: objects, or classes to be made into one each.
-        model: given to every event, as are the three below; each can be assigned later.
+        callbacks: instances, or classes to instantiate.
+        model: passed to every event, as are the three below; each can be assigned later.
         processing_class: tokenizer or processor.
         optimizer: the optimizer.
         lr_scheduler: the learning-rate schedule.
 
     Attributes:
-        table: the methods that listen, by event.
-        kwargs: the keywords that every event is given; kept up to date by assignment to the attributes of these names.
-        wanted: what the callbacks' `wants` name, together.
+        table: the listening methods per event.
+        kwargs: the keywords of every event; assigning to the attributes of these names updates them.
+        wanted: the union of the callbacks' `wants`.
     """
 
     model: Any
@@ -309,7 +316,7 @@ class CallbackHandler(TrainerCallback):
     ) -> None:
         self.kwargs: dict[str, Any] = dict.fromkeys((*_CONTEXT, "tokenizer"))
         self.table: dict[str, tuple[Listener, ...]] = {}
-        self._keywords: dict[str, dict[str, Any]] = {}  # by event: `kwargs`, or an empty one where nobody uses them
+        self._keywords: dict[str, dict[str, Any]] = {}  # by event: `kwargs`, or an empty dict if no listener uses them
         self.wanted: frozenset[str] = frozenset()
         self._barriers: dict[int, _FaultBarrier] = {}
         self.callbacks: list[Any] = []
@@ -348,29 +355,29 @@ class CallbackHandler(TrainerCallback):
     # ---- the list
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, or an object of a callback class. A second one of a class is added too, with a warning."""
+        """Adds a callback, or an instance of a callback class. A second one of a class is added with a warning."""
         added = callback() if isinstance(callback, type) else callback
         kind = _kind(added)
         if any(_kind(present) == kind for present in self.callbacks):
             logger.warning(
-                "A second %s was added. The callbacks are now: %s.",
+                "You are adding a %s to the callbacks of this Trainer, but there is already one. They are now: %s.",
                 type(added).__name__,
                 ", ".join([*(type(present).__name__ for present in self.callbacks), type(added).__name__]),
             )
         self.callbacks.append(added)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Take out and return this callback, or the first of this class; None where there is none."""
+        """Removes and returns this callback, or the first of this class; returns None if there is none."""
         for index, present in enumerate(self.callbacks):
             if isinstance(present, callback) if isinstance(callback, type) else present == callback:
                 return self.callbacks.pop(index)
         return None
 
     def remove_callback(self, callback: Any) -> None:
-        """Take out this callback, or the first of this class.
+        """Removes this callback, or the first of this class.
 
         Raises:
-            ValueError: this callback is not there. (A class of which there is none is no error.)
+            ValueError: this callback was not added. (A class without instances is no error.)
         """
         if self.pop_callback(callback) is None and not isinstance(callback, type):
             raise ValueError(f"{callback!r} is not among the callbacks: {self.callback_list}.")
@@ -383,10 +390,10 @@ class CallbackHandler(TrainerCallback):
     # ---- dispatch
 
     def rebuild(self) -> None:
-        """Look up anew which callbacks listen to what.
+        """Rebuilds the dispatch table from the callbacks.
 
         Raises:
-            ValueError: a callback's `wants` names something that cannot be had.
+            ValueError: a callback's `wants` holds an unknown name.
         """
         wanted: set[str] = set()
         for callback in self.callbacks:
@@ -400,7 +407,7 @@ class CallbackHandler(TrainerCallback):
                     )
                 wanted.update(wants)
         self.wanted = frozenset(wanted)
-        events = dict.fromkeys((*EVENTS, *self.table))  # with those that a subclass of the Trainer made up
+        events = dict.fromkeys((*EVENTS, *self.table))  # with the events that a subclass of the Trainer added
         self.table = {}
         for event in events:
             self._look_up(event)
@@ -419,15 +426,17 @@ class CallbackHandler(TrainerCallback):
         return barrier.wrap(event, method)
 
     def listening(self, event: str) -> list[Any]:
-        """The callbacks that do something at `event`."""
+        """Returns the callbacks that override `event`."""
         return [callback for callback in self.callbacks if _overrides(callback, event)]
 
     def heard(self, event: str) -> bool:
-        """Whether any callback listens to `event`."""
+        """True if any callback listens to `event`."""
         return bool(self.table[event])
 
-    def fire(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **extra: Any) -> TrainerControl:
-        """Call the listeners of `event`, in order. Returns the control, or what a callback put in its place."""
+    def fire(
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **extra: Any
+    ) -> TrainerControl:
+        """Calls the listeners of `event` in order. Returns the control, or the one that a callback returned instead."""
         listeners = self.table[event]
         if not listeners:
             return control
@@ -438,92 +447,112 @@ class CallbackHandler(TrainerCallback):
             logs = extra.get("logs")
         for listener in listeners:
             if logs is not None:
-                kwargs["logs"] = dict(logs)  # each its own: some reporters take keys out
+                kwargs["logs"] = dict(logs)  # a copy each: some reporters remove keys
             result = listener(args, state, control, **kwargs)
             if result is not None:
                 control = result
         return control
 
     def call_event(
-        self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Call any method of this name that callbacks have, an event of your own included."""
+        """Calls the method of this name on every callback that has one; custom events are allowed."""
         if event not in self.table:
             self._look_up(event)
         return CallbackHandler.fire(self, event, args, state, control, **kwargs)
 
     # ---- the events, each with the flags that it lowers
 
-    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         return self.fire("on_init_end", args, state, control, **kwargs)
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
-        self.rebuild()  # methods may have been replaced on the objects since
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        self.rebuild()  # methods may have been replaced on the instances
         if not any(base.__name__ == "DefaultFlowCallback" for cb in self.callbacks for base in type(cb).__mro__):
             logger.warning(
-                "No DefaultFlowCallback among the callbacks: nothing is logged, evaluated or saved but what a "
-                "callback asks for. trainer.add_callback(DefaultFlowCallback) puts it back."
+                "The Trainer will not work properly if you don't have a `DefaultFlowCallback`: nothing is logged, "
+                "evaluated or saved but what another asks for. trainer.add_callback(DefaultFlowCallback) puts it back."
             )
         control.begin_training()
         return self.fire("on_train_begin", args, state, control, **kwargs)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         return self.fire("on_train_end", args, state, control, **kwargs)
 
-    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         control.begin_epoch()
         return self.fire("on_epoch_begin", args, state, control, **kwargs)
 
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         return self.fire("on_epoch_end", args, state, control, **kwargs)
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         control.begin_step()
         return self.fire("on_step_begin", args, state, control, **kwargs)
 
     def on_pre_optimizer_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         return self.fire("on_pre_optimizer_step", args, state, control, **kwargs)
 
     def on_optimizer_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         return self.fire("on_optimizer_step", args, state, control, **kwargs)
 
-    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         return self.fire("on_substep_end", args, state, control, **kwargs)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         return self.fire("on_step_end", args, state, control, **kwargs)
 
     def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> TrainerControl:
         control.should_evaluate = False
         return self.fire("on_evaluate", args, state, control, metrics=metrics, **kwargs)
 
     def on_predict(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> TrainerControl:
         return self.fire("on_predict", args, state, control, metrics=metrics, **kwargs)
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         control.should_save = False
         return self.fire("on_save", args, state, control, **kwargs)
 
     def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> TrainerControl:
         control.should_log = False
         return self.fire("on_log", args, state, control, logs={} if logs is None else logs, **kwargs)
 
     def on_prediction_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         return self.fire("on_prediction_step", args, state, control, **kwargs)
 
-    def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_push_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         return self.fire("on_push_begin", args, state, control, **kwargs)
 
 
@@ -532,7 +561,7 @@ def _kind(callback: Any) -> tuple[str, str]:
 
 
 def _overrides(callback: Any, event: str) -> bool:
-    """Whether a callback does something at `event`: it, or a class below the empty base, defines the method."""
+    """True if the callback, or a class below the empty base, defines the method `event`."""
     if event in getattr(callback, "__dict__", ()):
         return True
     for cls in type(callback).__mro__:
@@ -546,9 +575,9 @@ def _overrides(callback: Any, event: str) -> bool:
 
 
 def callback_states(handler: CallbackHandler, control: TrainerControl | None = None) -> dict[str, dict[str, Any]]:
-    """The state of every callback that has one, by name; with `control`, its flags under its class name.
+    """Returns the state of every stateful callback by name; with `control`, its flags under its class name.
 
-    Names are the callbacks' `state_key`, else their class name, with "#2", "#3" ... where they repeat.
+    The name is the callback's `state_key`, else its class name, with "#2", "#3" ... if it repeats.
     """
     states = {name: _state_of(callback) for name, callback in _stateful(handler).items()}
     if control is not None:
@@ -557,19 +586,19 @@ def callback_states(handler: CallbackHandler, control: TrainerControl | None = N
 
 
 def restore_callback_states(handler: CallbackHandler, states: Mapping[str, Any], with_arguments: bool = False) -> None:
-    """Give callbacks back the states saved under their names, in place.
+    """Restores the callbacks' states by name, in place.
 
-    A callback without a saved state starts afresh; a saved state without a callback is left aside, with a warning.
-    Understands transformers' lists of states too.
+    A callback without a saved state starts afresh; a saved state without a callback is ignored with a warning. The
+    lists of states that transformers writes are read too.
 
     Args:
-        handler: has the callbacks.
-        states: what `callback_states` returned, or `TrainerState.stateful_callbacks`.
-        with_arguments: whether an `ExportableState` that also has `load_state_dict` is restored by `from_state`,
-            constructor arguments included, as `restore_callback_states_from_checkpoint` asks for.
+        handler: holds the callbacks.
+        states: the result of `callback_states`, or `TrainerState.stateful_callbacks`.
+        with_arguments: True restores an `ExportableState` that also has `load_state_dict` by `from_state`,
+            constructor arguments included (`restore_callback_states_from_checkpoint`).
 
     Raises:
-        ValueError: a callback could not take its state; the message names the callback.
+        ValueError: a callback could not load its state; the message names the callback.
     """
     saved = dict(states)
     for key, value in states.items():
@@ -588,7 +617,8 @@ def restore_callback_states(handler: CallbackHandler, states: Mapping[str, Any],
                 f"Callback {name} could not take its state from the checkpoint: {type(error).__name__}: {error}"
             ) from error
     if saved:
-        logger.warning("The checkpoint has states for callbacks that are not there now: %s.", ", ".join(sorted(saved)))
+        names = ", ".join(sorted(saved))
+        logger.warning("Checkpoint included callbacks not included in current configuration, left out: %s.", names)
 
 
 def _stateful(handler: CallbackHandler) -> dict[str, Any]:
@@ -628,5 +658,5 @@ def _restore(callback: Any, name: str, state: Mapping[str, Any], with_arguments:
     for argument, value in state.get("args", {}).items():
         if argument in present and present[argument] != value:
             logger.info("Callback %s: %s=%r, as in the checkpoint.", name, argument, value)
-    # In place: whoever holds the callback goes on holding the one that is called.
+    # In place, so that other references to the callback stay valid.
     vars(callback).update(vars(type(callback).from_state(state)))

@@ -1,4 +1,4 @@
-"""The rule of GreedyLR: a learning rate that follows a metric up and down (arXiv:2512.14527). Knows no framework."""
+"""GreedyLR: a learning rate that rises and falls with a metric (arXiv:2512.14527). Framework-independent."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _PLAIN_STATE = (
 
 
 class GreedyRule:
-    """What is observed of a metric, and what becomes of the rates; who has those says so in `_rates` and `_set`.
+    """Updates learning rates from observations of a metric. Subclasses read and set them by `_rates` and `_set`.
 
     Args:
-        num_groups: how many rates there are.
+        num_groups: the number of parameter groups.
         mode, factor, patience, threshold, threshold_mode, cooldown, warmup, min_lr, max_lr, eps, verbose, smooth,
-            window_size, reset_start: as of `paceline.optim.greedy.GreedyLR`.
+            window_size, reset_start: as in `paceline.pytorch.optim.greedy.GreedyLR`.
 
     Raises:
-        ValueError: a value out of range, or bounds that do not match the number of rates.
+        ValueError: a value out of range, or bounds that do not match the number of groups.
     """
 
     _last_lr: list[Any]
@@ -105,7 +105,7 @@ class GreedyRule:
         self._sum = 0.0
 
     def observe(self, metric: float, epoch: int | None = None) -> None:
-        """Take in one observation of the metric, and change the rates if it is time."""
+        """Records one observation of the metric and changes the learning rates if due."""
         observed = self._smoothed(metric) if self.smooth else metric
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         if self.cooldown_counter > 0:
@@ -132,7 +132,7 @@ class GreedyRule:
             self.num_bad_epochs, self.cooldown_counter = 0, self.cooldown
 
     def _smoothed(self, value: float) -> float:
-        # A running sum, not a fresh one: the same rounding as in a saved state, at any window size.
+        # A running sum, not a recomputed one: the same rounding as in a saved state, at any window size.
         self._window.append(value)
         self._sum += value
         if len(self._window) > self.window_size:
@@ -140,7 +140,7 @@ class GreedyRule:
         return self._sum / len(self._window)
 
     def is_better(self, current: float, best: float) -> bool:
-        """Whether `current` beats `best` by more than the threshold."""
+        """True if `current` beats `best` by more than the threshold."""
         margin = self.threshold if self.mode == "max" else -self.threshold
         target = best + margin if self.threshold_mode == "abs" else best * (1.0 + margin)
         return current > target if self.mode == "max" else current < target
@@ -171,7 +171,7 @@ class GreedyRule:
             logger.info("Observation %d: learning rate of group %d is now %.4e.", self.last_epoch, index, rate)
 
     def export(self) -> dict[str, Any]:
-        """Every option and counter, as plain values."""
+        """Returns every option and counter as plain values."""
         state: dict[str, Any] = {key: getattr(self, key) for key in _PLAIN_STATE}
         for key in ("min_lrs", "max_lrs", "_last_lr", "_init_lrs"):
             state[key] = list(getattr(self, key))
@@ -181,10 +181,10 @@ class GreedyRule:
         return state
 
     def take_up(self, state: Mapping[str, Any]) -> None:
-        """Take up a saved state, and set the rates to those of that moment.
+        """Loads a saved state and sets its learning rates.
 
         Raises:
-            ValueError: the numbers of rates differ.
+            ValueError: the numbers of parameter groups differ.
         """
         rates = list(state.get("_last_lr", self._last_lr))
         if len(rates) != len(self._rates()):

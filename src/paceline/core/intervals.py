@@ -1,10 +1,10 @@
-"""Confidence intervals in one pass: how sure a metric is, given the samples it was taken over.
+"""Confidence intervals of metrics in one pass over the samples.
 
-The bootstrap (Efron, 1979) draws the samples of a set anew, with replacement, many times. In one pass, over a set of
-unknown size, each sample enters each replicate with a weight drawn from a Poisson distribution of mean 1 (Oza and
-Russell, 2001, "Online bagging and boosting"; Chamandy et al., 2012, "Estimating uncertainty for massive data streams").
-What is drawn is the whole sample, so the tokens of one text, which are not independent, stay together. The weights are
-a function of the seed and of the sample's place in the set, never of the batch it came in.
+The bootstrap (Efron, 1979) resamples a set with replacement many times. In one pass, over a set of unknown size, each
+sample enters each replicate with a weight drawn from a Poisson distribution of mean 1 (Oza and Russell, 2001, "Online
+bagging and boosting"; Chamandy et al., 2012, "Estimating uncertainty for massive data streams"). Whole samples are
+resampled, so the tokens of one text, which are not independent, stay together. The weights are a function of the seed
+and of the sample's index in the set, independent of the batch size.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-# of a Poisson distribution of mean 1: its value at each of 65,536 evenly spaced quantiles
+# quantile function of a Poisson distribution of mean 1, at 65,536 evenly spaced quantiles
 POISSON = np.searchsorted(
     np.cumsum([math.exp(-1) / math.factorial(count) for count in range(12)]), (np.arange(1 << 16) + 0.5) / (1 << 16)
 ).astype(np.uint8)
 
 
 def poisson_weights(first: int, count: int, replicates: int, seed: int) -> Array:
-    """How often each of `count` samples, the first at place `first` of its set, enters each replicate.
+    """Returns the bootstrap weights of `count` samples, the first of which has the index `first` in its set.
 
-    A function of (seed, place) alone: the generator counts (Philox; Salmon et al., 2011), and each sample has its own
-    stretch of the counter.
+    They depend on (seed, index) alone: the generator is counter-based (Philox; Salmon et al., 2011), and each sample
+    has its own range of the counter.
 
     Returns:
-        `(count, replicates)` of uint8.
+        `(count, replicates)`, uint8.
     """
     counters = -(-replicates // 16)  # one step of the counter gives 4 x 64 bits, and a weight takes 16
     bits = np.random.Philox(key=seed, counter=first * counters)
@@ -39,7 +39,7 @@ def poisson_weights(first: int, count: int, replicates: int, seed: int) -> Array
 
 
 def percentiles(resampled: Array, confidence: float) -> tuple[float, float]:
-    """The middle of the replicates' values that holds `confidence` of them; those that are no number left out."""
+    """Returns the central percentile interval of the finite values that covers the share `confidence` of them."""
     finite = resampled[np.isfinite(resampled)]
     if finite.size == 0:
         return math.nan, math.nan
@@ -48,10 +48,10 @@ def percentiles(resampled: Array, confidence: float) -> tuple[float, float]:
 
 
 def wilson_interval(successes: float, trials: float, confidence: float) -> tuple[float, float]:
-    """Wilson's score interval of a share (1927, "Probable inference, the law of succession ...").
+    """Returns Wilson's score interval of a proportion (1927, "Probable inference, the law of succession ...").
 
     Args:
-        successes: how many of the trials succeeded.
+        successes: the number of successful trials.
         trials: at least 1.
         confidence: 0 to 1.
     """

@@ -1,38 +1,41 @@
-"""The journal of a run: for every update which samples it saw, its loss, gradient norm and learning rate.
+"""The journal of a run: samples, loss, gradient norm and learning rate of every optimizer step.
 
-Sixty bytes an update, appended at each log. Which samples an update saw is kept as a range of positions in the order of
-its epoch: that order is a pure function of the seed, so the samples' ids need not be written.
+It takes 60 bytes a step, appended at each log. The samples of a step are stored as a range of positions in the order of
+its epoch. That order is a pure function of the seed, so the samples' ids need not be written.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.core.outbox import Outbox, append_whole
+from paceline.core.counts import is_count
+from paceline.core.lineage import PROGRESS_FILE
+from paceline.core.retry_writer import RetryWriter, append_whole, replace_whole, set_aside
 
 JOURNAL_FILE = "journal.bin"
-SKIPPED_FILE = "skipped_samples.jsonl"  # the samples that a rewind left out
-NOT_COMPUTED = -1.0  # in place of a norm: no norm is negative
+SKIPPED_FILE = "skipped_samples.jsonl"  # the samples skipped by a rewind
+NOT_COMPUTED = -1.0  # placeholder for a norm: no norm is negative
 
 
 class UpdateRow(NamedTuple):
-    """One update.
+    """One optimizer step.
 
     Attributes:
         step: `global_step` after it.
-        epoch: whose samples it saw.
-        first: how many samples of the epoch were consumed before it.
-        num_samples: how many it consumed.
-        loss: of the update; NaN where every target was ignored.
-        grad_norm: before clipping; `NOT_COMPUTED` where it was not.
-        learning_rate: that the update was made with.
-        is_counted: whether the update has a loss: False where every target was ignored.
+        epoch: the epoch of its samples.
+        first: samples of the epoch consumed before it.
+        num_samples: samples it consumed.
+        loss: its loss; NaN if every target was ignored.
+        grad_norm: the gradient norm before clipping; `NOT_COMPUTED` if it was not computed.
+        learning_rate: the learning rate it used.
+        is_counted: False if every target was ignored, so that it has no loss.
     """
 
     step: int
@@ -60,9 +63,9 @@ FORMAT = np.dtype(
 
 
 def append_rows(path: Path, rows: Sequence[UpdateRow]) -> None:
-    """Append updates to a journal, which is made where there is none; half a row at its end goes.
+    """Appends rows to a journal, which is created if missing; an incomplete last row is removed first.
 
-    Raises: OSError, when the disk refuses; none of them is there then, and what was written before is whole.
+    Raises: OSError, if writing fails; the journal is then unchanged.
     """
     size = path.stat().st_size if path.is_file() else 0
     if size % FORMAT.itemsize:
@@ -71,7 +74,7 @@ def append_rows(path: Path, rows: Sequence[UpdateRow]) -> None:
 
 
 def read_rows(path: Path) -> list[UpdateRow]:
-    """Every update of a journal; half a row at its end, left by a crash, is passed over."""
+    """Returns every row of a journal; an incomplete last row, left by a crash, is ignored."""
     if not path.is_file():
         return []
     content = path.read_bytes()
@@ -81,34 +84,80 @@ def read_rows(path: Path) -> list[UpdateRow]:
 
 
 def truncate(path: Path, step: int) -> None:
-    """Forget the updates after `step`: the run goes on from there.
+    """Removes the rows after `step`, from which the run is resumed.
 
-    The file is cut in one call, so that a process that dies here loses no other row.
+    The file is truncated in one call, so that a crash here loses no other row.
 
-    Raises: OSError, when the disk refuses.
+    Raises: OSError, if writing fails.
     """
     later = next((index for index, row in enumerate(read_rows(path)) if row.step > step), None)
     if later is not None:
         os.truncate(path, later * FORMAT.itemsize)
 
 
+def skipped_windows(progress: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """Returns (epoch, first sample) of the accumulation windows skipped by rewinds, from a checkpoint's progress.
+
+    Raises: ValueError, if the entries are malformed; the message names the file.
+    """
+    pairs = progress.get("skipped") or []
+    is_list = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+    if not is_list or not all(is_count(number) for pair in pairs for number in pair):
+        raise ValueError(f"{PROGRESS_FILE} is damaged: the windows that were left out are not pairs of whole numbers")
+    return {(epoch, first) for epoch, first in pairs}
+
+
+def truncate_skipped(path: Path, skipped: Collection[tuple[int, int]]) -> None:
+    """Removes the lines of windows skipped after the checkpoint that a run is resumed from; the run writes them again.
+
+    Raises: OSError, if writing fails.
+    """
+    if not path.is_file():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if _window_of(line) in skipped]
+    if kept != lines:
+        replace_whole(path, "".join(kept))
+
+
+def _window_of(line: str) -> tuple[Any, Any] | None:
+    """Returns (epoch, first sample) of a line; None if a crash truncated it."""
+    try:
+        row = json.loads(line)
+        return (row["epoch"], row["first"]) if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def find_row(path: Path, step: int) -> UpdateRow | None:
-    """The update that led to `step`, as it was made last; None where it is not in the journal."""
+    """Returns the last row of `step`; None if it is not in the journal."""
     return next((row for row in reversed(read_rows(path)) if row.step == step), None)
 
 
-def keep_journal(outbox: Outbox, folder: Path | None, step: int) -> Callable[[Sequence[UpdateRow]], None]:
-    """Cut the journal of `folder` off after a step. Returns what appends rows to it; without a folder, nothing is done.
+def keep_journal(
+    retry_writer: RetryWriter, folder: Path | None, step: int, progress: Mapping[str, Any] | None = None
+) -> Callable[[Sequence[UpdateRow]], None]:
+    """Truncates the journal and the skipped samples of `folder` after a step. Returns the function that appends rows.
 
-    What the disk refuses waits in the outbox, and is tried again with the next rows.
+    At step 0 the files of an earlier run are renamed. Failed writes are queued and retried with the next rows.
+
+    Args:
+        folder: None writes nothing.
+        progress: the progress of the checkpoint at that step, which lists the windows skipped by then.
     """
     if folder is None:
-        return lambda rows: outbox.retry()
-    path = folder / JOURNAL_FILE
-    outbox.put(path, partial(truncate, path, step))
+        return lambda rows: retry_writer.retry()
+    path, left_out = folder / JOURNAL_FILE, folder / SKIPPED_FILE
+    if step == 0:
+        retry_writer.put(path, partial(set_aside, path))
+        retry_writer.put(left_out, partial(set_aside, left_out))
+    else:
+        retry_writer.put(path, partial(truncate, path, step))
+        if progress is not None and "skipped" in progress:
+            retry_writer.put(left_out, partial(truncate_skipped, left_out, skipped_windows(progress)))
 
     def record(rows: Sequence[UpdateRow]) -> None:
-        outbox.retry()
-        outbox.put(path, partial(append_rows, path, rows))
+        retry_writer.retry()
+        retry_writer.put(path, partial(append_rows, path, rows))
 
     return record

@@ -1,4 +1,4 @@
-"""Samples of similar length together: their order, and how long they are. Index arithmetic, of no framework."""
+"""Length-grouped sampling: the order of the samples and their lengths. Framework-independent."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MEGABATCHES = 50  # batches that are sorted by length together, as in the reference
+MEGABATCHES = 50  # batches sorted by length together, as in the Hugging Face Trainer
 
 
 def length_grouped_order(
     lengths: Sequence[int], batch_size: int, permutation: Any, num_batches: int | None = None
 ) -> list[int]:
-    """The permutation with samples of similar length side by side, and the longest sample first.
+    """Returns the permutation with samples of similar length side by side, and the longest sample first.
 
     Blocks of 50 batches (fewer for little data) are sorted by length, longest first, so that batches need little
-    padding and stay random; the longest of all comes first, so that an out-of-memory shows at once. The same order
-    as the reference's for the same permutation.
+    padding and stay random. The longest sample of all comes first, so that an out-of-memory occurs at once. The order
+    equals that of the Hugging Face Trainer for the same permutation.
 
     Args:
-        lengths: length of every sample.
-        batch_size: samples that will be padded together.
-        permutation: of `range(len(lengths))`, a tensor or an array.
-        num_batches: in a block, instead of 50 or fewer.
+        lengths: the length of every sample.
+        batch_size: samples that are padded together.
+        permutation: a permutation of `range(len(lengths))`, a tensor or an array.
+        num_batches: batches in a block; overrides the default of at most 50.
     """
     num_samples = len(lengths)
     block = batch_size * (num_batches or max(min(num_samples // (batch_size * 4), MEGABATCHES), 1))
@@ -39,7 +39,7 @@ def length_grouped_order(
 
 
 def find_lengths(dataset: Any, column: str = "length", model_input_name: str | None = None) -> list[int]:
-    """The length of every sample: a column of that name, else measured, which reads the whole dataset once.
+    """Returns the length of every sample, from a column of that name or else by reading the whole dataset once.
 
     Raises:
         ValueError: samples are not dicts, or lack the input that is measured.
@@ -60,8 +60,8 @@ def find_lengths(dataset: Any, column: str = "length", model_input_name: str | N
     return [len(dataset[index][name]) for index in range(len(dataset))]
 
 
-def describe_sample(sample: Any) -> str:
-    """A sample's kind in words, for error messages."""
+def describe_sample(sample: object) -> str:
+    """Describes a sample's type for error messages."""
     if isinstance(sample, Mapping):
         return f"dicts with {', '.join(map(repr, sample))}"
     return f"of type {type(sample).__name__}"

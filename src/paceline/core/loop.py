@@ -1,15 +1,15 @@
-"""When: epochs, windows of accumulation, and what is due after each update. Knows no tensors.
+"""The training loop: epochs, accumulation windows, and the actions due after each optimizer step. Handles no tensors.
 
-    on_train_begin
-    for each epoch:
-        on_epoch_begin
-        for each window of micro-batches that makes one update:
-            on_step_begin
-            engine.step:    [forward, backward, on_substep_end] ... clip, on_pre_optimizer_step, step, on_optimizer_step
-            on_step_end
-            when due:       log -> on_log; evaluate -> on_log, on_evaluate; save -> on_save
-        on_epoch_end, and what is due
-    on_train_end                                                   (fired by whoever finishes the run)
+on_train_begin
+for each epoch:
+    on_epoch_begin
+    for each accumulation window of micro-batches:
+        on_step_begin
+        engine.step:    [forward, backward, on_substep_end] ... clip, on_pre_optimizer_step, step, on_optimizer_step
+        on_step_end
+        when due:       log -> on_log; evaluate -> on_log, on_evaluate; save -> on_save
+    on_epoch_end, then log, evaluate, save if due
+on_train_end                                                   (fired by the Trainer)
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from paceline.args.plan import Plan
-from paceline.core.contracts import Engine, Feed, Hooks, Pending, StepOutput
+from paceline.args.training import TrainingArguments
+from paceline.core.contracts import Engine, Hooks, Pending, StatefulDataIterator, StepOutput
 from paceline.core.events import CallbackHandler
 from paceline.core.journal import NOT_COMPUTED, UpdateRow
-from paceline.core.metrics import best_metric_value, is_better
+from paceline.core.metrics import StartTime, best_metric_value, is_better
 from paceline.core.nonfinite import NonFiniteGuard
 from paceline.core.signals import Interrupted, StopSignals
 from paceline.core.state import TrainerControl, TrainerState
@@ -33,62 +33,75 @@ from paceline.core.summary import UpdateSummary
 
 logger = logging.getLogger(__name__)
 
-MAX_UNREAD = 1000  # updates whose numbers wait on the device, about 1 KB each, where nothing is due for long
+MAX_UNREAD = 1000  # optimizer steps whose metrics wait on the device, about 1 KB each, while nothing is due
 
 
 class Loop:
-    """Runs the updates of one training run.
+    """Runs the optimizer steps of one training run.
 
     Args:
-        args: the user's arguments, as callbacks see them.
-        plan: every decision; replaced here, and only here, after an out-of-memory.
+        args: the user's arguments, as passed to callbacks.
+        plan: the resolved configuration; replaced only here, after an out-of-memory.
         state: live; `max_steps` and the `*_steps` are read at each step.
-        control: live; callbacks raise its flags.
+        control: live; callbacks set its flags.
         handler: the callbacks.
-        engine: does the updates.
-        feed: hands out the data.
+        engine: runs the optimizer steps.
+        feed: the data iterator.
         hooks: logs, evaluates, saves.
-        signals: says whether the run was asked to stop.
-        saves: checkpoints being written behind the training.
+        signals: holds requests to stop the run.
+        saves: checkpoints being written in the background.
     """
 
     def __init__(
         self,
         *,
-        args: Any,
+        args: TrainingArguments,
         plan: Plan,
         state: TrainerState,
         control: TrainerControl,
         handler: CallbackHandler,
         engine: Engine,
-        feed: Feed,
+        feed: StatefulDataIterator,
         hooks: Hooks,
         signals: StopSignals,
         saves: Pending,
     ) -> None:
-        self.args, self.plan, self.state, self.control = args, plan, state, control
-        self.handler, self.engine, self.feed, self.hooks, self.signals = handler, engine, feed, hooks, signals
+        self.args = args
+        self.plan = plan
+        self.state = state
+        self.control = control
+        self.handler = handler
+        self.engine = engine
+        self.feed = feed
+        self.hooks = hooks
+        self.signals = signals
         self.saves = saves
-        self.start_time = time.time()
+        self.start_time = StartTime()
         self.guard = NonFiniteGuard(plan.nonfinite_policy)
-        self.unlogged = UpdateSummary()  # of the updates read since the last log
+        self.unlogged = UpdateSummary()  # of the optimizer steps read since the last log
         self.num_samples = 0  # that this run trained on
-        self.logged: list[tuple[float, int]] = []  # (mean loss, number of updates) of each log of this run
-        self.skipped: set[tuple[int, int]] = set()  # (epoch, first sample) of windows that a rewind left out
-        self.num_allowed_for = 0  # of these, windows that the plan's length has been without from the start
-        self.is_heeded = False  # a request to stop was obeyed, and what it left undone is for the resumed run
-        self._unread: list[tuple[int, int, int, int]] = []  # (step, epoch, first, count) of updates not yet read
-        self._snapshot: Any = None  # the last good state, where the policy is to rewind to it
-        self._ends_epoch = False  # whether the epoch was to end there
+        self.has_work = True  # the run was not complete before it began
+        self.logged: list[tuple[float, int]] = []  # (mean loss, number of optimizer steps) of each log of this run
+        self.skipped: set[tuple[int, int]] = set()  # (epoch, first sample) of windows skipped by a rewind
+        self.num_allowed_for = 0  # of these, windows that the plan's length excluded from the start
+        self.is_heeded = False  # a request to stop was obeyed; the resumed run does what is left
+        self._unread: list[tuple[int, int, int, int]] = []  # (step, epoch, first, count) of steps not yet read
+        self._snapshot: Any = None  # the last good state, if the policy is rollback
+        self._ends_epoch = False  # the epoch was to end at the snapshot
         self._split_to: int | None = None  # micro-batch size after an out-of-memory
-        # micro-batches, as the loader gives them, that make one epoch of `state.epoch`; a stream of unknown length is
-        # one epoch as a whole
+        # micro-batches of the loader per epoch of `state.epoch`; a stream of unknown length counts as one epoch
         known = plan.micro_batches_per_epoch
         self.batches_per_epoch = max(known if known is not None else state.max_steps * plan.accumulation, 1)
 
+    def resume(self, unlogged: UpdateSummary, skipped: set[tuple[int, int]]) -> None:
+        """Takes over the steps that no log has yet, and the skipped windows, from the run before."""
+        self.unlogged = unlogged
+        self.skipped = skipped
+        self.num_allowed_for = len(skipped) - (self.plan.max_steps - self.state.max_steps)
+
     def run(self) -> None:
-        """Train until `state.max_steps`, the last epoch, or a request to stop."""
-        self.start_time = time.time()
+        """Trains until `state.max_steps`, the last epoch, or a request to stop."""
+        self.start_time, self.has_work = StartTime(), self.state.global_step < self.state.max_steps
         self.control = self.handler.on_train_begin(self.args, self.state, self.control)
         if self.guard.policy == "rollback":
             self.keep_snapshot()
@@ -96,7 +109,7 @@ class Loop:
             self.finish_pending()
         elif self.plan.eval_on_start and self.state.global_step == 0:
             self.evaluate(skip_scheduler=True)
-        # a run that is measured in updates repeats the data until it has made them
+        # with max_steps the data is repeated until all steps are done
         num_epochs = sys.maxsize if self.args.max_steps > 0 else self.plan.num_epochs
         while True:
             while not self.is_over and self.feed.epoch < num_epochs:
@@ -106,15 +119,15 @@ class Loop:
                 break
             self.rewind(bad)
         if self.unlogged.num_updates:
-            self.summarise()  # logged nowhere, but part of the mean loss of the run
+            self.summarise()  # not logged, but part of the mean loss of the run
 
     @property
     def is_over(self) -> bool:
-        """Whether no further update is to be made."""
+        """True if no further optimizer step is due."""
         return self.control.should_training_stop or self.state.global_step >= self.state.max_steps
 
     def run_epoch(self, epoch: int) -> None:
-        """One pass over the data, or what is left of it after a resume."""
+        """Runs one pass over the data, or the rest of it after a resume."""
         feed, handler, state, args, signals = self.feed, self.handler, self.state, self.args, self.signals
         is_ended = self.control.should_epoch_stop and feed.is_restored and feed.consumed > 0  # before a restart
         feed.start_epoch(epoch)
@@ -143,7 +156,7 @@ class Loop:
                 self.hooks.count(batches)
             extra = self.extras(batches, output) if handler.wanted else {}
             self.control = control = handler.fire("on_step_end", args, state, control, **extra)
-            del output, extra  # the model's outputs, where they were wanted: not to be held through the next step
+            del output, extra  # frees the model's outputs before the next step
             if signals.requested is not None:
                 self.heed_signal()
             if self.saves.is_due:
@@ -153,23 +166,22 @@ class Loop:
             if is_due or len(self._unread) >= MAX_UNREAD:
                 self.hooks.act()
                 control = self.control
-                if feed.is_restored:  # rewound: the position may lie in an earlier epoch
+                if feed.is_restored:  # rewound: the position may be in an earlier epoch
                     return
         if not has_stepped:
             logger.warning(
-                "The training data gave no batch in epoch %d: stopping at step %d of %d.",
-                epoch,
-                state.global_step,
-                state.max_steps,
+                "There seems not to be a single sample in your epoch_iterator: the training data gave no batch in "
+                "epoch %d, stopping training at step %d of %d.",
+                *(epoch, state.global_step, state.max_steps),
             )
             self.control.should_training_stop = True
         self.end_epoch(is_exhausted or control.should_epoch_stop or feed.batches >= per_epoch)
 
     def end_epoch(self, is_exhausted: bool) -> None:
-        """Fire the event and do what is due at the end of an epoch; nothing when a signal cut the epoch short."""
+        """Fires the event, then logs, evaluates and saves if due; does nothing if a signal ended the epoch early."""
         if self.is_heeded:
             return
-        if is_exhausted:  # a checkpoint written from now on goes on with the next epoch
+        if is_exhausted:  # a checkpoint written from now on resumes with the next epoch
             self.feed.finish_epoch()
         self.control.begin_step()
         self.control = self.handler.on_epoch_end(self.args, self.state, self.control)
@@ -178,10 +190,10 @@ class Loop:
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
             self.hooks.act()
 
-    # ---- one update
+    # ---- one optimizer step
 
-    def step(self, batches: Sequence[Any], num_items: Any) -> StepOutput:
-        """One update; after an out-of-memory the same samples again, in smaller micro-batches."""
+    def step(self, batches: Sequence[Any], num_items: object) -> StepOutput:
+        """Runs one optimizer step; retries the same samples in smaller micro-batches after an out-of-memory."""
         table = self.handler.table
         listened = table["on_substep_end"] or table["on_pre_optimizer_step"] or table["on_optimizer_step"]
         emit = self.emit if listened else None
@@ -196,11 +208,11 @@ class Loop:
                 if not self.plan.auto_find_batch_size or not self.engine.is_out_of_memory(error):
                     raise
                 self.shrink(error)
-            # outside the handler: the traceback, which holds the failed step's tensors, is gone
+            # outside the handler: the traceback, which holds the failed step's tensors, is freed
             self.engine.discard()
 
     def shrink(self, error: Exception) -> None:
-        """Halve the micro-batch and keep the global batch: a new plan, which only the loop holds."""
+        """Halves the micro-batch size at the same global batch size, in a new plan that only the loop holds."""
         if self.plan.micro_batch_size <= 1:
             raise MemoryError(
                 "auto_find_batch_size: out of memory with one sample per micro-batch. Use a smaller model or "
@@ -210,24 +222,24 @@ class Loop:
         self._split_to = self.plan.micro_batch_size
         self.state.train_batch_size = self.plan.micro_batch_size
         logger.warning(
-            "Out of memory: going on with %d samples per micro-batch; the global batch stays %d.",
+            "Out of memory: continuing with %d samples per micro-batch; the global batch size stays %d.",
             self.plan.micro_batch_size,
             self.plan.global_batch_size,
         )
 
     def emit(self, event: str, **extra: Any) -> None:
-        """Fire an event from inside the engine's step."""
+        """Fires an event from inside the engine's step."""
         self.control = self.handler.fire(event, self.args, self.state, self.control, **extra)
 
     def extras(self, batches: Sequence[Any], output: StepOutput) -> dict[str, Any]:
-        """What callbacks that listen to on_step_end asked to see."""
+        """Returns the additional keywords of on_step_end that callbacks asked for."""
         seen = {"loss": sum(output.losses) if output.losses else None, "inputs": batches, "outputs": output.outputs}
         return {name: seen[name] for name in self.handler.wanted}
 
     # ---- what is due
 
     def log_evaluate_save(self) -> None:
-        """Do what the control's flags ask for, in this order; nothing where it turns out that the run must rewind."""
+        """Logs, evaluates and saves, in this order, by the control's flags; rewinds instead if a step is bad."""
         bad = self.collect()
         if bad is not None:
             self.rewind(bad)
@@ -245,16 +257,16 @@ class Loop:
             self.control.should_save = False
             if self.hooks.save():
                 self.control = self.handler.on_save(self.args, self.state, self.control)
-            if self.signals.requested is not None:  # while it was written: this boundary is the last one
+            if self.signals.requested is not None:  # received during the save: this step boundary is the last one
                 self.is_heeded = self.control.should_training_stop = True
         if self._snapshot is not None:
             self.keep_snapshot()
 
     def collect(self) -> UpdateRow | None:
-        """Read what the engine gathered, and apply the policy for what is not finite.
+        """Reads the engine's step metrics and applies the policy for non-finite values.
 
         Returns:
-            The update that the run must rewind before, or None.
+            The optimizer step that the run must rewind before, or None.
         """
         unread, self._unread = self._unread, []
         readings = self.engine.read()
@@ -268,7 +280,7 @@ class Loop:
         return bad
 
     def summarise(self) -> dict[str, float]:
-        """The updates since the last log as one row: mean loss, last gradient norm and learning rate."""
+        """Returns the log row of the steps since the last log: mean loss, last gradient norm and learning rate."""
         past, self.unlogged = self.unlogged, UpdateSummary()
         logs: dict[str, float] = {}
         mean = past.mean_loss(self.plan.leave_out_non_finite)
@@ -282,33 +294,34 @@ class Loop:
         logs["learning_rate"] = past.learning_rate
         return logs
 
-    def mean_loss(self, num_updates: int) -> float:
-        """The mean loss over the `num_updates` updates of this run, by what was logged and what would be next.
+    def mean_loss(self) -> float:
+        """Returns the mean loss over the optimizer steps of this run, logged or not; NaN without any.
 
-        0.0 only where there was nothing to do, as in transformers: of updates without a loss there is no mean.
+        As in transformers, it is 0.0 if the run was complete before it began.
         """
         counted = sum(number for _, number in self.logged)
         total = sum(loss * number for loss, number in self.logged)
-        return total / counted if counted else math.nan if num_updates else 0.0
+        nothing = math.nan if self.has_work else 0.0
+        return total / counted if counted else nothing
 
     def keep_snapshot(self) -> None:
-        """Take the present state for the last good one."""
+        """Stores the present state as the last good one."""
         self._snapshot, self._ends_epoch = self.hooks.snapshot(), self.control.should_epoch_stop
 
     def rewind(self, bad: UpdateRow) -> None:
-        """Go back to the last good state; the samples of the bad update are left out when their turn comes again."""
+        """Restores the last good state; the samples of the bad step will be skipped."""
         self.skipped.add((bad.epoch, bad.first))
         self.hooks.rewind(self._snapshot, bad)
         self.control.begin_step()
         self.control.should_epoch_stop = self._ends_epoch
         self.control.should_training_stop = self.signals.requested is not None
-        if self.args.max_steps <= 0:  # the epochs are as many updates shorter, and the last one is still to be known
+        if self.args.max_steps <= 0:  # the epochs are that many steps shorter, and the last step must still be known
             num_lost = len(self.skipped) - self.num_allowed_for
             self.state.max_steps = min(self.state.max_steps, self.plan.max_steps - num_lost)
         logger.warning("Rewound to step %d; %d samples are left out.", self.state.global_step, bad.num_samples)
 
     def evaluate(self, skip_scheduler: bool = False) -> None:
-        """Evaluate, and decide whether this is the best model so far."""
+        """Evaluates and updates the best model."""
         metrics = self.hooks.evaluate(skip_scheduler)
         self.control.should_evaluate = False
         is_best = not skip_scheduler and self.note_best(metrics)
@@ -316,7 +329,7 @@ class Loop:
             self.control.should_save = is_best
 
     def note_best(self, metrics: dict[str, float]) -> bool:
-        """Record the best metric. Returns whether it is this one: strictly better than all before."""
+        """Records the best metric. Returns True if this one is strictly better than all before."""
         name = self.plan.metric_for_best_model
         if name is None:
             return False
@@ -328,14 +341,14 @@ class Loop:
         return True
 
     def finish_pending(self) -> None:
-        """Do first what a checkpoint was written in the middle of: an evaluation that a signal cut short."""
+        """Runs the evaluation that a signal interrupted before the checkpoint was written."""
         logger.info("Step %d was left before its evaluation ended: evaluating now.", self.state.global_step)
         self.control.begin_step()
         self.control.should_evaluate = True
         self.hooks.act()
 
     def heed_signal(self) -> None:
-        """Save at this boundary, if checkpoints are written at all or for this, and train no further."""
+        """Stops training at this step boundary, after a checkpoint if saving is enabled."""
         self.is_heeded = True
         asked = [self.args.enable_jit_checkpoint, *(getattr(c, "saves_on_signal", 0) for c in self.handler.callbacks)]
         self.control.should_save = self.plan.save_strategy != "no" or True in asked

@@ -1,4 +1,4 @@
-"""Numbers about a run: speed, names, JSON-safe values, and which of two is better."""
+"""Metrics of a run: speed, names, JSON-safe values, and comparison."""
 
 from __future__ import annotations
 
@@ -11,6 +11,24 @@ from collections.abc import Mapping
 from typing import Any
 
 
+class StartTime(float):
+    """The current `time.time()`; durations since then use the monotonic clock."""
+
+    _begun: float
+
+    def __new__(cls) -> StartTime:
+        made = super().__new__(cls, time.time())
+        made._begun = time.monotonic()
+        return made
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (float(self),)  # the monotonic clock of another process has another origin
+
+    def elapsed(self) -> float:
+        """Returns the seconds since."""
+        return time.monotonic() - self._begun
+
+
 def speed_metrics(
     split: str,
     start_time: float,
@@ -18,11 +36,11 @@ def speed_metrics(
     num_steps: float | None = None,
     num_tokens: float | None = None,
 ) -> dict[str, float]:
-    """What was done per second since `start_time` (of `time.time()`), and `{split}_runtime` in seconds.
+    """Returns `{split}_runtime` in seconds, and the rate per second of each given count since `start_time`.
 
-    A rate is given for each count that is given; none where no measurable time has passed.
+    `start_time` is a `StartTime` or a value of `time.time()`. There are no rates if no measurable time has passed.
     """
-    runtime = time.time() - start_time
+    runtime = start_time.elapsed() if isinstance(start_time, StartTime) else time.time() - start_time
     metrics = {f"{split}_runtime": round(runtime, 4)}
     if runtime > 0:
         for unit, count in (("samples", num_samples), ("steps", num_steps), ("tokens", num_tokens)):
@@ -32,16 +50,16 @@ def speed_metrics(
 
 
 def prefix_metrics(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The same metrics, in the same order, each name under `prefix_`; names that are there already stay."""
+    """Adds `prefix_` to the metric names that lack it, in the same order."""
     start = f"{prefix}_"
     return {name if name.startswith(start) else start + name: value for name, value in metrics.items()}
 
 
-def jsonable(value: Any) -> Any:
-    """The same value in plain Python: numbers, strings, lists, dicts.
+def jsonable(value: object) -> Any:
+    """Converts a value to plain Python: numbers, strings, lists, dicts.
 
-    Scalars of numpy or of a tensor library become Python numbers (reading one from a device waits for it), arrays
-    become lists, enums their value, dataclasses dicts; what has no plain form becomes its text.
+    Scalars of numpy or of a tensor library become Python numbers (reading one from a device synchronizes), arrays
+    become lists, enums their value, dataclasses dicts, and anything else its text.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -62,17 +80,17 @@ def jsonable(value: Any) -> Any:
 
 
 class MetricNotFound(KeyError):
-    """The metric that decides about the best model is not among those of the evaluation."""
+    """`metric_for_best_model` is not among the metrics of the evaluation."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would show the message in quotes
 
 
 def best_metric_value(metrics: Mapping[str, Any], name: str) -> float:
-    """The value of `metric_for_best_model`, given with or without its `eval_`.
+    """Returns the value of `metric_for_best_model`, named with or without `eval_`.
 
     Raises:
-        MetricNotFound: there is no such metric; the message lists those that there are.
+        MetricNotFound: there is no such metric; the message lists the available ones.
         TypeError: it is not a number.
     """
     prefixed = name if name.startswith("eval_") else f"eval_{name}"
@@ -80,8 +98,9 @@ def best_metric_value(metrics: Mapping[str, Any], name: str) -> float:
     if key not in metrics:
         available = ", ".join(sorted(metrics)) or "none"
         raise MetricNotFound(
-            f"metric_for_best_model={name!r}: the evaluation gave no {prefixed!r}. It gave: {available}. "
-            "Name one of these, or return it from compute_metrics."
+            f"The `metric_for_best_model` training argument is set to {name!r}, which is not found in the evaluation "
+            f"metrics. metric_for_best_model={name!r}: the evaluation gave no {prefixed!r}. It gave: {available}. Name "
+            "one of these, or return it from compute_metrics."
         )
     value = jsonable(metrics[key])
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -90,7 +109,7 @@ def best_metric_value(metrics: Mapping[str, Any], name: str) -> float:
 
 
 def is_better(metric: float, best: float | None, greater_is_better: bool) -> bool:
-    """Whether `metric` is strictly better than `best`; any number beats None and NaN, and NaN beats nothing."""
+    """True if `metric` is strictly better than `best`; any number beats None and NaN, and NaN beats nothing."""
     if math.isnan(metric):
         return False
     if best is None or math.isnan(best):
@@ -98,12 +117,12 @@ def is_better(metric: float, best: float | None, greater_is_better: bool) -> boo
     return metric > best if greater_is_better else metric < best
 
 
-# Not about the quality of a model: left out of the sum that a search optimises.
+# Not about the quality of a model: excluded from the sum that a search optimises.
 _UNRELATED_ENDINGS = ("_runtime", "_per_second", "_preparation_time", "_compilation_time")
 
 
 def default_compute_objective(metrics: Mapping[str, float]) -> float:
-    """What a hyperparameter search optimises by default: the sum of what `compute_metrics` gave, else `eval_loss`.
+    """The default objective of a hyperparameter search: the sum of `compute_metrics`' values, else `eval_loss`.
 
     Raises:
         MetricNotFound: there is neither.
@@ -117,7 +136,7 @@ def default_compute_objective(metrics: Mapping[str, float]) -> float:
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The same metrics to be read by people: memory in MB, times as h:mm:ss.cc, operations in GF, 4 decimals."""
+    """Formats metrics for display: memory in MB, times as h:mm:ss.cc, operations in GF, 4 decimals."""
     return {name: _format_metric(name, value) for name, value in metrics.items()}
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from paceline.core.spelling import nearest
 
-_SEPARATOR = re.compile(r",(?![^(\[]*[)\]])")  # a comma that is not inside brackets
+_SEPARATOR = re.compile(r",(?![^(\[]*[)\]])")  # a comma outside brackets
 _WORDS = {"true": True, "yes": True, "false": False, "no": False, "none": None, "null": None}
 
 
 def split_options(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options of `optim_args`, values as written.
+    """Parses `optim_args` into options with values as written.
 
     Raises:
         ValueError: a part that is not `name=value`, or a name twice.
@@ -39,10 +39,10 @@ def typed_options(
     optimizer: str,
     further: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`optim_args` as keyword arguments of `make`, each in the type of that argument's default.
+    """Returns `optim_args` as keyword arguments of `make`, each in the type of that argument's default.
 
     Args:
-        further: options beside the arguments of `make`, with their defaults.
+        further: options in addition to the arguments of `make`, with their defaults.
 
     Raises:
         TypeError: `make` has no such argument; the nearest one is named.

@@ -1,14 +1,15 @@
-"""Optional packages: one way to ask for them, one error that says how to get them."""
+"""Import of optional packages, with an error that names the extra to install."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 from types import ModuleType
+from typing import Any
 
 
 def is_installed(module: str) -> bool:
-    """Whether `module` could be imported. Nothing is imported but the parents of a dotted name."""
+    """True if `module` can be imported. Imports only the parents of a dotted name."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
@@ -16,7 +17,7 @@ def is_installed(module: str) -> bool:
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional package.
+    """Imports an optional package.
 
     Raises:
         ImportError: the package is missing; the message names the extra that installs it.
@@ -24,4 +25,18 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f'{module} is needed here: pip install "paceline[{extra}]" ({error})') from error
+        raise ImportError(f'{module} is required: pip install "paceline[{extra}]" ({error})') from error
+
+
+class LateModule:
+    """A module that is imported on first use of one of its names, to keep start-up fast.
+
+    Args:
+        module: the full name of an installed module.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._module), name)

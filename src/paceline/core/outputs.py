@@ -1,4 +1,4 @@
-"""What train, evaluate, predict and a search return, and what `compute_metrics` is given."""
+"""Return types of train, evaluate, predict and hyperparameter search, and the argument of `compute_metrics`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 
 class EvalPrediction:
-    """What `compute_metrics` is given. Unpacks into (predictions, label_ids[, inputs][, losses]), the parts that exist.
+    """The argument of `compute_metrics`. Unpacks into (predictions, label_ids[, inputs][, losses]), those not None.
 
     Args:
         predictions: model outputs, one row per sample; an array or a (nested) tuple of arrays.
         label_ids: the targets, in the same form.
-        inputs: the inputs, where `include_for_metrics` names them.
-        losses: one loss per sample, where `include_for_metrics` names them.
+        inputs: the inputs, if `include_for_metrics` names them.
+        losses: one loss per sample, if `include_for_metrics` names them.
     """
 
     def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
@@ -33,12 +33,12 @@ class EvalPrediction:
     def __len__(self) -> int:
         return len(self.elements)
 
-    def __getitem__(self, index: int) -> Any:
-        return self.elements[index]
+    def __getitem__(self, idx: int) -> Any:
+        return self.elements[idx]
 
 
 class EvalLoopOutput(NamedTuple):
-    """What `evaluation_loop` returns."""
+    """The result of `evaluation_loop`."""
 
     predictions: Any
     label_ids: Any
@@ -47,7 +47,7 @@ class EvalLoopOutput(NamedTuple):
 
 
 class PredictionOutput(NamedTuple):
-    """What `predict` returns: as many rows of predictions as there were samples."""
+    """The result of `predict`: one row of predictions per sample."""
 
     predictions: Any
     label_ids: Any
@@ -55,10 +55,10 @@ class PredictionOutput(NamedTuple):
 
 
 class TrainOutput(NamedTuple):
-    """What `train` returns.
+    """The result of `train`.
 
-    `training_loss` is the mean over the updates of this call: NaN where none of them had a loss, 0.0 where none was
-    made (a finished run that was resumed).
+    `training_loss` is the mean over the optimizer steps of this call: NaN if none of them had a loss, 0.0 if there
+    were none (a finished run that was resumed).
     """
 
     global_step: int
@@ -67,13 +67,13 @@ class TrainOutput(NamedTuple):
 
 
 class BestRun(NamedTuple):
-    """What `hyperparameter_search` returns.
+    """The result of `hyperparameter_search`.
 
     Attributes:
-        run_id: the trial; its folder is `run-{run_id}`.
-        objective: what was reached (several where several were asked for).
-        hyperparameters: what was chosen for it.
-        run_summary: the backend's own account of the search.
+        run_id: the best trial; its folder is `run-{run_id}`.
+        objective: its objective (a list for a multi-objective search).
+        hyperparameters: its hyperparameters.
+        run_summary: the backend's summary of the search.
     """
 
     run_id: str
@@ -83,7 +83,7 @@ class BestRun(NamedTuple):
 
 
 def check_metrics(metrics: Any) -> Mapping[str, Any]:
-    """What `compute_metrics` returned.
+    """Returns the result of `compute_metrics` after a check of its type.
 
     Raises:
         TypeError: it is not a dict.

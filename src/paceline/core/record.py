@@ -1,4 +1,4 @@
-"""The record of a run, `run.json`: what one needs to tell later how its numbers came about. Standard library only."""
+"""The record of a run, `run.json`: everything needed to reproduce its results. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,27 +9,20 @@ import logging
 import math
 import os
 import platform
-import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from paceline.args.secrets import mask_command, mask_text, masked
+from paceline.core.lineage import KEY, RECORD_NAME, RunMark
+
 logger = logging.getLogger(__name__)
 
-RECORD_NAME = "run.json"
-MASK = "<MASKED>"
-
 _LIBRARIES = ("paceline", "torch", "numpy", "transformers", "datasets", "safetensors", "tensorflow")
-# `hub_token`, `--api-key`, `password`; not `include_num_input_tokens_seen` or `max_new_tokens`.
-_SECRET_NAME = re.compile(
-    r"(?:^|[_\-.])(?:token|password|passwd|secret|credentials?|(?:api|access|secret|auth)[_-]?key)$", re.IGNORECASE
-)
-_SECRET_VALUE = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{16,})")
-_URL_PASSWORD = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
-_GIT_SECONDS = 5.0  # a repository on a slow disk must not hold up a run
+_GIT_SECONDS = 5.0  # a repository on a slow disk must not delay a run
 
 
 def write_run_record(
@@ -39,13 +32,15 @@ def write_run_record(
     plan_dict: Mapping[str, Any],
     seeds: Mapping[str, Any],
     extra: Mapping[str, Any] | None = None,
+    run: RunMark | None = None,
 ) -> Path:
-    """Write `run.json` into `output_dir`: arguments, plan, seeds, versions, system, git commit, command, start time.
+    """Writes `run.json` to `output_dir`: arguments, plan, seeds, versions, system, git commit, command, start time.
 
-    Earlier runs in the same folder stay under `history`, oldest first. Values under names such as `hub_token`, and
-    tokens that can be recognised by their form, are masked. The file is replaced in one step.
+    Earlier runs in the same folder stay under `history`, oldest first. Secrets (`paceline.args.secrets`), such as
+    `hub_token`, are masked. With `run`, the ids that mark the run's checkpoints are written too. The file is replaced
+    atomically.
 
-    Returns: its path. Raises: OSError, when the folder cannot be written.
+    Returns: its path. Raises: OSError, if the folder cannot be written.
     """
     path = Path(output_dir, RECORD_NAME)
     earlier = _read_earlier(path)
@@ -53,7 +48,7 @@ def write_run_record(
         "format": 1,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": mask_command([sys.executable, *sys.argv]),
-        "working_directory": os.getcwd(),
+        "working_directory": mask_text(os.getcwd()),
         "git": git_state(Path.cwd()),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -62,6 +57,8 @@ def write_run_record(
         "arguments": jsonable(args_dict),
         "plan": jsonable(plan_dict),
     }
+    if run is not None:
+        record[KEY] = run.to_json()
     if extra is not None:
         record["extra"] = jsonable(extra)
     history: list[Any] = []
@@ -82,13 +79,13 @@ def write_run_record(
 
 
 def library_versions(names: Iterable[str] = _LIBRARIES) -> dict[str, str]:
-    """Versions of those of `names` that are installed, or imported already; none is imported for this."""
+    """Returns the versions of those of `names` that are installed or imported already; imports none."""
     versions = {}
     for name in names:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            # A package on the path without being installed, as in a source checkout.
+            # A package on the path that is not installed, as in a source checkout.
             version = getattr(sys.modules.get(name), "__version__", None)
             if isinstance(version, str):
                 versions[name] = version
@@ -96,7 +93,7 @@ def library_versions(names: Iterable[str] = _LIBRARIES) -> dict[str, str]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, and whether tracked files differ from it, of the repository around `folder`; None without one."""
+    """Returns the commit of the repository around `folder` and if tracked files differ from it; None without one."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -105,49 +102,29 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 
 
-def mask_command(command: Sequence[str]) -> list[str]:
-    """The words of a command line with the values of secret options (`--hub_token X`, `--api-key=X`) masked."""
-    masked = []
-    is_secret = False
-    for word in command:
-        name, equals, _ = word.partition("=")
-        if is_secret and not word.startswith("--"):
-            masked.append(MASK)
-        elif equals and _SECRET_NAME.search(name):
-            masked.append(f"{name}={MASK}")
-        else:
-            masked.append(_mask_text(word))
-        is_secret = word.startswith("-") and not equals and _SECRET_NAME.search(word) is not None
-    return masked
+def jsonable(value: object) -> Any:
+    """Converts `value` to strict JSON, secrets masked: enums by value, non-finite floats and other objects as text."""
+    return masked(_plain(value))
 
 
-def jsonable(value: Any, name: str = "") -> Any:
-    """`value` in terms of strict JSON, secrets masked: enums by value, non-finite floats and other objects as text."""
+def _plain(value: object) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Enum):
-        return jsonable(value.value, name)
+        return _plain(value.value)
     if isinstance(value, str):
-        return MASK if _SECRET_NAME.search(name) and not _is_placeholder(value) else _mask_text(value)
+        return str(value)
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Mapping):
-        return {str(key): jsonable(item, str(key)) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [jsonable(item, name) for item in value]
+        return [_plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((jsonable(item, name) for item in value), key=str)
-    return _mask_text(str(value))
-
-
-def _is_placeholder(value: str) -> bool:
-    return not value or (value.startswith("<") and value.endswith(">"))
-
-
-def _mask_text(text: str) -> str:
-    return _URL_PASSWORD.sub(MASK, _SECRET_VALUE.sub(MASK, text))
+        return sorted((_plain(item) for item in value), key=str)
+    return str(value)
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -166,7 +143,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _read_earlier(path: Path) -> dict[str, Any] | None:
-    """The record that is there, or None; one that cannot be read is kept beside, not overwritten."""
+    """Returns the existing record, or None; an unreadable one is renamed, not overwritten."""
     try:
         value = json.loads(path.read_bytes())
         if isinstance(value, dict) and isinstance(value.get("history", []), list):

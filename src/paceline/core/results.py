@@ -1,4 +1,4 @@
-"""Metrics on paper: a table for a person, JSON files for a program."""
+"""Output of metrics: a printed table and JSON files."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from paceline.args.secrets import mask_text, masked
 from paceline.core.metrics import jsonable
 
 
 def print_metrics(split: str, metrics: dict[str, Any]) -> None:
-    """Print metrics one per line, names and values in columns."""
+    """Prints metrics one per line, names and values in columns."""
     width = max((len(name) for name in metrics), default=0)
-    values = {name: str(value) for name, value in metrics.items()}
+    values = {name: mask_text(str(value)) for name, value in metrics.items()}
     value_width = max((len(value) for value in values.values()), default=0)
     print(f"***** {split} metrics *****")
     for name in sorted(values):
@@ -20,9 +21,9 @@ def print_metrics(split: str, metrics: dict[str, Any]) -> None:
 
 
 def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bool) -> None:
-    """Write `{split}_results.json`; `combined`: also merge into `all_results.json`, where later values win."""
+    """Writes `{split}_results.json`; `combined` also merges into `all_results.json`, where later values win."""
     folder.mkdir(parents=True, exist_ok=True)
-    values = jsonable(metrics)
+    values = masked(jsonable(metrics))
     (folder / f"{split}_results.json").write_text(json.dumps(values, indent=4, sort_keys=True), encoding="utf-8")
     if not combined:
         return

@@ -1,13 +1,13 @@
 """Learning-rate schedules as pure functions of the optimizer step.
 
-Each closed-form schedule is a small frozen dataclass: its fields are its options, calling it with a step (int, 0-based)
-gives the factor (float) that multiplies a parameter group's initial learning rate. Instances pickle, compare by value
-and know nothing of torch or tensorflow. To add a schedule: write a dataclass, put it into `SCHEDULES`.
+Each closed-form schedule is a small frozen dataclass. Its fields are its options. Calling it with a step (int, 0-based)
+returns the factor (float) that multiplies a parameter group's initial learning rate. Instances can be pickled, compare
+by value and are framework-independent. To add a schedule: write a dataclass and add it to `SCHEDULES`.
 
 Shared fields:
     num_warmup_steps: optimizer steps that rise from 0 to the full rate.
     num_training_steps: optimizer steps of the whole run, warm-up included.
-    num_cycles: waves of the cosine after the warm-up; 0.5 is one fall from 1 to 0.
+    num_cycles: periods of the cosine after the warm-up; 0.5 is one decay from 1 to 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _wave(num_cycles: float, fraction: float) -> float:
 
 @dataclass(frozen=True)
 class Constant:
-    """1 at every step."""
+    """The constant factor 1."""
 
     def __call__(self, step: int) -> float:
         return 1.0
@@ -56,7 +56,7 @@ class ConstantWithWarmup:
 
 @dataclass(frozen=True)
 class Linear:
-    """Linear warm-up, then a straight line to 0 at `num_training_steps`; 0 beyond."""
+    """Linear warm-up, then a linear decay to 0 at `num_training_steps`; 0 beyond."""
 
     num_warmup_steps: int
     num_training_steps: int
@@ -70,7 +70,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Cosine:
-    """Linear warm-up, then a cosine."""
+    """Linear warm-up, then a cosine decay."""
 
     num_warmup_steps: int
     num_training_steps: int
@@ -84,7 +84,7 @@ class Cosine:
 
 @dataclass(frozen=True)
 class CosineWithRestarts:
-    """Linear warm-up, then `num_cycles` falls from 1 to 0, each starting again at 1 (SGDR, arXiv:1608.03983)."""
+    """Linear warm-up, then `num_cycles` cosine decays from 1 to 0, each restarting at 1 (SGDR, arXiv:1608.03983)."""
 
     num_warmup_steps: int
     num_training_steps: int
@@ -101,10 +101,10 @@ class CosineWithRestarts:
 
 @dataclass(frozen=True)
 class Polynomial:
-    """Linear warm-up, then a fall to the learning rate `lr_end` along `(1 - fraction) ** power`.
+    """Linear warm-up, then a decay to the learning rate `lr_end` along `(1 - fraction) ** power`.
 
     Fields:
-        lr_init: the learning rate that the factor will multiply; `lr_end` is absolute and needs it.
+        lr_init: the initial learning rate, required because `lr_end` is absolute.
     """
 
     num_warmup_steps: int
@@ -169,7 +169,7 @@ class CosineWithMinimumAndWarmupRate:
     """Linear warm-up from `warmup_lr_rate`, then a cosine between 1 and `min_lr_rate`; the rate is never 0.
 
     Fields:
-        warmup_lr_rate: factor at step 0. None starts one warm-up step in, at `1 / num_warmup_steps`.
+        warmup_lr_rate: factor at step 0. None starts at `1 / num_warmup_steps`.
     """
 
     num_warmup_steps: int
@@ -184,7 +184,7 @@ class CosineWithMinimumAndWarmupRate:
             if start is None:
                 return (step + 1) / max(1, warmup)
             return start + (1.0 - start) * step / max(1, warmup - 1)
-        # One step ahead of CosineWithMinimum: the last step of the run is the one at the minimum.
+        # One step ahead of CosineWithMinimum: the last step of the run is at the minimum.
         wave = _wave(self.num_cycles, _run_fraction(step + 1, warmup, self.num_training_steps))
         return max(0.0, wave * (1.0 - self.min_lr_rate) + self.min_lr_rate)
 
@@ -194,9 +194,9 @@ class WarmupStableDecay:
     """Warm-up from `min_lr_ratio` to 1, a plateau at 1, a decay back to `min_lr_ratio` (arXiv:2404.06395).
 
     Fields:
-        num_stable_steps: the plateau's length; None takes what warm-up and decay leave of `num_training_steps`.
+        num_stable_steps: the plateau's length; None takes `num_training_steps` less warm-up and decay.
         warmup_type, decay_type: "linear", "cosine" or "1-sqrt".
-        num_cycles: waves of a cosine decay.
+        num_cycles: periods of a cosine decay.
     """
 
     num_warmup_steps: int
@@ -264,25 +264,25 @@ SCHEDULES: dict[str, Callable[..., Multiplier]] = {
     "cosine_warmup_with_min_lr": CosineWithMinimumAndWarmupRate,
     "warmup_stable_decay": WarmupStableDecay,
 }
-"""Name in `lr_scheduler_type` -> dataclass of the closed-form schedule."""
+"""Maps names in `lr_scheduler_type` to dataclasses of closed-form schedules."""
 
 
 def multiplier(
     name: str, *, num_warmup_steps: int | None = None, num_training_steps: int | None = None, **options: Any
 ) -> Multiplier:
-    """The closed-form schedule `name` as a function step -> factor of the initial learning rate.
+    """Returns the closed-form schedule `name` as a function step -> factor of the initial learning rate.
 
     Args:
         name: a key of `SCHEDULES`.
-        num_warmup_steps, num_training_steps: optimizer steps; left out where the schedule has no use for them.
-        options: the schedule's other fields. `lr_init`, the learning rate that will be multiplied, is taken by any
-            schedule; those with an absolute `lr_end` or `min_lr` need it. `min_lr` may stand for `min_lr_rate`.
+        num_warmup_steps, num_training_steps: optimizer steps; ignored by schedules without these fields.
+        options: the schedule's other fields. Every schedule accepts `lr_init`, the initial learning rate; an absolute
+            `lr_end` or `min_lr` requires it. `min_lr` is an alternative to `min_lr_rate`.
 
     Raises:
-        ValueError: unknown name, a missing number of steps, or a value that the schedule refuses.
-        TypeError: an option that this schedule does not have, with the nearest one that it has.
+        ValueError: unknown name, a missing number of steps, or an invalid value.
+        TypeError: an unknown option of this schedule; the message names the closest one.
     """
-    name = str(getattr(name, "value", name))  # an enum's member stands for its value
+    name = str(getattr(name, "value", name))  # an enum member means its value
     schedule = SCHEDULES.get(name)
     if schedule is None:
         raise ValueError(f"lr_scheduler_type={name!r} is no closed-form schedule; {nearest(name, SCHEDULES)}")
@@ -305,7 +305,7 @@ def multiplier(
 
 
 def _with_minimum_rate(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """`options` with an absolute `min_lr` turned into `min_lr_rate`; exactly one of the two must be there."""
+    """Returns `options` with an absolute `min_lr` converted to `min_lr_rate`; exactly one of the two is required."""
     options = dict(options)
     min_lr, min_lr_rate, lr_init = (options.pop(key, None) for key in ("min_lr", "min_lr_rate", "lr_init"))
     if (min_lr is None) == (min_lr_rate is None):

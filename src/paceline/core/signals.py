@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted at once, obeyed at the next step boundary."""
+"""Signals that ask a run to stop: recorded at once, obeyed at the next step boundary."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ PREEMPTION_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR
 
 
 class Interrupted(Exception):
-    """An evaluation was left because the run was asked to stop. Caught by the loop, never seen by a user."""
+    """An evaluation was interrupted because the run was asked to stop. Caught by the loop, never seen by a user."""
 
 
 class StopSignals:
-    """While entered, SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) set `requested`; the handlers before are put back at exit.
+    """Context manager in which SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) set `requested`; exit restores the old handlers.
 
-    SIGTERM and SIGUSR1 let the run save and end normally, and the handler that stood before is called too. Ctrl-C
-    does the same and is raised as KeyboardInterrupt after the save; a second Ctrl-C is raised at once. Outside the
-    main thread Python allows no handler, so none is installed and one line says so.
+    SIGTERM and SIGUSR1 let the run save and end normally, and the previous handler is called too. Ctrl-C does the same
+    and is raised as KeyboardInterrupt after the save; a second Ctrl-C is raised at once. Outside the main thread Python
+    allows no handlers: none is installed, and this is logged.
 
     Args:
-        enabled: False: no handler is installed.
-        is_shared: there are other processes. A signal is only `noted`; `requested` is set where all of them agree.
+        enabled: False installs no handler.
+        is_distributed: True if there are other ranks. A signal then only sets `noted`; `requested` is set when all
+            ranks agree.
     """
 
-    def __init__(self, enabled: bool = True, is_shared: bool = False) -> None:
-        self.enabled, self.is_shared = enabled, is_shared
+    def __init__(self, enabled: bool = True, is_distributed: bool = False) -> None:
+        self.enabled, self.is_distributed = enabled, is_distributed
         self.requested: int | None = None
         self.noted: int | None = None
         self._before: dict[int, Any] = {}
 
     @property
     def is_keyboard(self) -> bool:
-        """Whether the stop was asked by Ctrl-C."""
+        """True if the stop was requested by Ctrl-C."""
         return self.requested == signal.SIGINT
 
     def agree(self, by_keyboard: bool) -> None:
-        """All processes have agreed to stop: one of them was asked to."""
+        """Sets `requested` after all ranks have agreed to stop because one of them was asked to."""
         if self.requested is None:
             other = self.noted or getattr(signal, "SIGTERM", signal.SIGINT)
             self.requested = signal.SIGINT if by_keyboard else other
@@ -54,7 +55,7 @@ class StopSignals:
             return self
         for number in (*PREEMPTION_SIGNALS, signal.SIGINT):
             before = signal.getsignal(number)
-            # a handler that was not set from Python (None) cannot be chained or put back: leave it in place.
+            # a handler that was not set from Python (None) cannot be chained or restored: leave it in place.
             # SIGINT ignored on purpose (a job in the background of a shell) stays ignored.
             if before is None or (number == signal.SIGINT and before == signal.SIG_IGN):
                 continue
@@ -73,7 +74,7 @@ class StopSignals:
         if number == signal.SIGINT and self.noted == signal.SIGINT:
             raise KeyboardInterrupt
         first, self.noted = self.noted is None, number
-        if not self.is_shared:
+        if not self.is_distributed:
             self.requested = number
         if first:
             name = signal.Signals(number).name

@@ -1,40 +1,44 @@
-"""Where a run stands (`TrainerState`) and what it was asked to do next (`TrainerControl`).
+"""The progress of a run (`TrainerState`) and the actions requested next (`TrainerControl`).
 
-`TrainerState` is written as `trainer_state.json`. Field names and format are those of transformers, both ways: either
-library resumes from the other's file.
+`TrainerState` is written as `trainer_state.json`. Field names and format are those of transformers: either library
+resumes from the other's file.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from paceline.args.secrets import masked
+from paceline.args.sections import Options
+from paceline.core.counts import is_amount, is_count, shown
 from paceline.core.metrics import jsonable
 
 logger = logging.getLogger(__name__)
 
 
 class ExportableState:
-    """Something whose state goes into `trainer_state.json` as two dicts.
+    """Base class of objects whose state is saved in `trainer_state.json` as two dicts.
 
-    Implement `state()` to return `{"args": {constructor keywords}, "attributes": {set afterwards}}`, all of it
-    JSON-able. New code can offer `state_dict()` and `load_state_dict(state)` instead: any JSON-able dict will do.
+    Implement `state()` to return `{"args": {constructor keywords}, "attributes": {set afterwards}}`, JSON-serialisable.
+    New code can define `state_dict()` and `load_state_dict(state)` instead, with any JSON-serialisable dict.
     """
 
     def state(self) -> dict[str, Any]:
-        """What `from_state` needs to build an equal object."""
+        """Returns the state that `from_state` builds an equal object from."""
         raise NotImplementedError(f"{type(self).__name__} must define state() to be saved with a checkpoint.")
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Build an object from what `state()` returned."""
+        """Builds an object from the result of `state()`."""
         instance = cls(**state["args"])
         for name, value in state["attributes"].items():
             setattr(instance, name, value)
@@ -43,14 +47,14 @@ class ExportableState:
 
 @dataclass
 class TrainerControl(ExportableState):
-    """Flags that callbacks raise and the loop acts upon.
+    """Flags that callbacks set and the loop obeys.
 
     Attributes:
-        should_training_stop: make no further update. Stays up until the next training starts.
-        should_epoch_stop: make no further update in this epoch. Lowered when the next one starts.
-        should_save: write a checkpoint after this update. This one and those below are lowered at the next update.
-        should_evaluate: evaluate after this update.
-        should_log: log after this update.
+        should_training_stop: run no further optimizer step. Reset when the next training starts.
+        should_epoch_stop: run no further optimizer step in this epoch. Reset when the next epoch starts.
+        should_save: write a checkpoint after this step. This flag and those below are reset at the next step.
+        should_evaluate: evaluate after this step.
+        should_log: log after this step.
     """
 
     should_training_stop: bool = False
@@ -60,54 +64,59 @@ class TrainerControl(ExportableState):
     should_log: bool = False
 
     def begin_training(self) -> None:
-        """Lower what must not outlive a run."""
+        """Resets the flag that lasts one run."""
         self.should_training_stop = False
 
     def begin_epoch(self) -> None:
-        """Lower what must not outlive an epoch."""
+        """Resets the flag that lasts one epoch."""
         self.should_epoch_stop = False
 
     def begin_step(self) -> None:
-        """Lower what must not outlive an update."""
+        """Resets the flags that last one optimizer step."""
         self.should_save = False
         self.should_evaluate = False
         self.should_log = False
 
-    # The names that subclasses written for transformers call.
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Restores the saved flags that were requested and not acted on yet."""
+        self.should_evaluate = bool(saved.get("should_evaluate", False))
+        self.should_epoch_stop = bool(saved.get("should_epoch_stop", False))
+
+    # Names that subclasses written for transformers call.
     _new_training = begin_training
     _new_epoch = begin_epoch
     _new_step = begin_step
 
     def state(self) -> dict[str, Any]:
-        """The five flags, as constructor keywords."""
+        """Returns the five flags as constructor keywords."""
         return {"args": {flag.name: getattr(self, flag.name) for flag in dataclasses.fields(self)}, "attributes": {}}
 
 
 @dataclass
 class TrainerState:
-    """Where a training run stands. A step is one update of the weights, however many micro-batches it took.
+    """The progress of a training run. A step is one optimizer step, whatever its number of micro-batches.
 
     Attributes:
         epoch: epochs done, with the fraction of the current one.
-        global_step: updates done.
-        max_steps: updates at which training ends. Live: read at each step.
-        logging_steps: updates between two logs. Live, as are the two below.
-        eval_steps: updates between two evaluations.
-        save_steps: updates between two checkpoints.
+        global_step: optimizer steps done.
+        max_steps: optimizer steps at which training ends. Live: read at each step.
+        logging_steps: steps between two logs. Live, as are the two below.
+        eval_steps: steps between two evaluations.
+        save_steps: steps between two checkpoints.
         train_batch_size: samples per process and micro-batch.
-        num_train_epochs: epochs that the run makes at most.
-        num_input_tokens_seen: input tokens trained on, where they are counted; else 0.
-        total_flos: floating-point operations so far (a float, as it passes 2**63 on long runs).
+        num_train_epochs: the maximum number of epochs.
+        num_input_tokens_seen: input tokens trained on if they are counted, else 0.
+        total_flos: floating-point operations so far (a float, as it exceeds 2**63 on long runs).
         log_history: every row logged so far, each with its "step".
         best_metric: the best value so far of `metric_for_best_model`, or None.
-        best_global_step: the update at which it was reached.
+        best_global_step: the step at which it was reached.
         best_model_checkpoint: the folder of that checkpoint.
-        is_local_process_zero: whether this process speaks for its machine.
-        is_world_process_zero: whether this process speaks for the whole run.
-        is_hyper_param_search: whether this run is one trial of a search.
+        is_local_process_zero: True for the process of local rank 0.
+        is_world_process_zero: True for the process of rank 0.
+        is_hyper_param_search: True if this run is a trial of a hyperparameter search.
         trial_name: the trial's name.
-        trial_params: what the search chose for the trial.
-        stateful_callbacks: states of callbacks by name; a list of `ExportableState` objects is turned into that.
+        trial_params: the trial's hyperparameters.
+        stateful_callbacks: states of callbacks by name; a list of `ExportableState` objects is converted to that.
     """
 
     epoch: float = 0
@@ -139,21 +148,35 @@ class TrainerState:
         elif not isinstance(self.stateful_callbacks, dict):
             self.stateful_callbacks = export_states(self.stateful_callbacks)
 
+    def record_best(self, checkpoint: str | None) -> None:
+        """Sets the folder of the best checkpoint."""
+        self.best_model_checkpoint = checkpoint
+
+    def record_callbacks(self, callbacks: Sequence[Any]) -> None:
+        """Sets the states of the callbacks, of those that have a `state()`."""
+        stateful = [callback for callback in callbacks if callable(getattr(callback, "state", None))]
+        self.stateful_callbacks = export_states(stateful)
+
+    def take_back(self, saved: TrainerState) -> None:
+        """Restores all fields from a copy of this state, which is copied again."""
+        for field in dataclasses.fields(saved):
+            setattr(self, field.name, copy.deepcopy(getattr(saved, field.name)))
+
     def save_to_json(self, json_path: str | os.PathLike[str]) -> None:
-        """Write the state; a reader sees the old file or the new one, never half of one."""
+        """Writes the state atomically."""
         write_values(self.plain_values(), json_path)
 
     def plain_values(self) -> dict[str, Any]:
-        """What `save_to_json` writes, as it is now: numbers, text, lists and dicts that nobody else holds.
+        """Returns a copy of the state in plain values, which `save_to_json` writes.
 
-        Takes some 2 ms for each 1000 rows of the log; turning them into text would take three times as long.
+        It takes about 2 ms per 1000 rows of the log; serialising them to text would take three times as long.
         """
         values: dict[str, Any] = jsonable({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
         return values
 
     @classmethod
     def load_from_json(cls, json_path: str | os.PathLike[str]) -> Self:
-        """Read a state written by `save_to_json`, or by transformers. Keys unknown here are left out, with a log line.
+        """Reads a state written by `save_to_json` or by transformers. Unknown keys are ignored and logged.
 
         Raises:
             ValueError: the file is not the JSON of a state; the message names it.
@@ -169,16 +192,16 @@ class TrainerState:
         unknown = sorted(set(values) - known)
         if unknown:
             logger.info("%s: left out what this version does not know: %s.", path, ", ".join(unknown))
-        for name, accepted in _ACCEPTED.items():
-            value = values.get(name)
-            if value is not None and not isinstance(value, accepted):
-                raise ValueError(f"{path}: {name} cannot be {str(value)[:80]!r}.")
+        for name, is_possible in _POSSIBLE.items():
+            value = values.get(name, 0 if name in _NEVER_NULL else None)
+            if (value is not None or name in _NEVER_NULL) and not is_possible(value):
+                raise ValueError(f"{path}: {name} cannot be {shown(value)}.")
         return cls(**{name: value for name, value in values.items() if name in known})
 
-    def compute_steps(self, args: Any, max_steps: int) -> None:
-        """Set `logging_steps`, `eval_steps` and `save_steps` from the arguments; below 1 they are shares of max_steps.
+    def compute_steps(self, args: Options, max_steps: int) -> None:
+        """Sets `logging_steps`, `eval_steps` and `save_steps` from the arguments; below 1 they are ratios of max_steps.
 
-        `eval_steps` left open follows `logging_steps` where evaluation goes by steps.
+        `eval_steps=None` means `logging_steps` if `eval_strategy` is "steps".
         """
         eval_steps = args.eval_steps
         if eval_steps is None and args.eval_strategy == "steps":
@@ -188,7 +211,7 @@ class TrainerState:
                 setattr(self, f"{name}_steps", math.ceil(max_steps * steps) if steps < 1 else int(steps))
 
     def init_training_references(self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any) -> None:
-        """Note what a run is about to do: its length, the process it runs in, the trial of a search it belongs to."""
+        """Sets the run's length, its process flags and its trial of a hyperparameter search."""
         current_trial = getattr(trainer, "_trial", None)
         if getattr(trainer, "hp_name", None) is not None and current_trial is not None:
             self.trial_name = trainer.hp_name(current_trial)
@@ -200,34 +223,43 @@ class TrainerState:
 
 
 def write_values(values: Mapping[str, Any], json_path: str | os.PathLike[str]) -> None:
-    """Write what `plain_values` returned, in one step."""
+    """Writes the result of `plain_values` atomically, secrets masked."""
     path = Path(json_path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    shown = masked(values)
+    if "best_model_checkpoint" in values:  # not masked: a resumed run looks for this folder
+        shown["best_model_checkpoint"] = values["best_model_checkpoint"]
+    temporary.write_text(json.dumps(shown, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 
-# What a file may hold, beside null, where a wrong type would only surface hours later.
-_ACCEPTED: dict[str, tuple[type, ...]] = {
-    "epoch": (int, float),
-    "global_step": (int,),
-    "max_steps": (int,),
-    "logging_steps": (int, float),
-    "eval_steps": (int, float),
-    "save_steps": (int, float),
-    "train_batch_size": (int,),
-    "num_input_tokens_seen": (int, float),
-    "total_flos": (int, float),
-    "log_history": (list,),
-    "best_metric": (int, float),
-    "best_global_step": (int,),
-    "best_model_checkpoint": (str,),
-    "stateful_callbacks": (dict,),
+def _is_number(value: object) -> bool:
+    return type(value) is float or (type(value) is int and value.bit_length() <= 1024)
+
+
+_NEVER_NULL = frozenset({"global_step"})
+# Valid values, in addition to null but for those. Others would fail only hours later.
+_POSSIBLE: dict[str, Callable[[Any], bool]] = {
+    "epoch": is_amount,
+    "global_step": is_count,
+    "max_steps": is_count,
+    "logging_steps": is_amount,
+    "eval_steps": is_amount,
+    "save_steps": is_amount,
+    "train_batch_size": is_count,
+    "num_train_epochs": is_amount,
+    "num_input_tokens_seen": is_amount,
+    "total_flos": is_amount,
+    "log_history": lambda value: isinstance(value, list) and all(isinstance(row, dict) for row in value),
+    "best_metric": _is_number,
+    "best_global_step": is_count,
+    "best_model_checkpoint": lambda value: isinstance(value, str),
+    "stateful_callbacks": lambda value: isinstance(value, dict),
 }
 
 
 def export_states(exportables: Sequence[Any]) -> dict[str, Any]:
-    """The states of `ExportableState` objects by class name, in transformers' format: a list where a class repeats.
+    """Returns the states of `ExportableState` objects by class name, as transformers does: a list if a class repeats.
 
     Raises:
         TypeError: one of them cannot be exported.

@@ -1,9 +1,9 @@
-"""Metrics that are updated batch by batch: their state does not grow with the set, and two states can be merged.
+"""Streaming metrics, updated batch by batch. Their state has a constant size, and two states can be merged.
 
     trainer = Trainer(model, args, eval_dataset=data, compute_metrics=Perplexity())
 
-What most of them keep is a sum, over the samples, of a few numbers per sample; the value is a function of the sums. So
-any split into batches, and any order of merging shards, gives the same value, and sums of samples drawn anew give its
+Most of them keep sums, over the samples, of a few numbers per sample; the value is a function of the sums. So any split
+into batches, and any order of merging shards, gives the same value, and sums over resampled samples give its confidence
 interval (`paceline.core.intervals`).
 """
 
@@ -20,36 +20,36 @@ from paceline.core.outputs import EvalPrediction
 
 Array = np.ndarray[Any, Any]
 IGNORE_INDEX = -100
-# logits turned into float64 at once: small beside the batch they come from
+# logits converted to float64 at once: small compared with the batch
 CHUNK_ELEMENTS = 1 << 20
 
 
 @runtime_checkable
 class StreamingMetric(Protocol):
-    """What `Trainer(compute_metrics=...)` drives batch by batch: any object with these methods."""
+    """The interface of a `compute_metrics` object that the Trainer updates batch by batch."""
 
     def reset(self) -> None:
-        """Forget everything; called before each evaluation."""
+        """Resets the state; called before each evaluation."""
         ...
 
     def update(self, prediction: EvalPrediction, /) -> None:
-        """Take in one batch."""
+        """Adds one batch."""
         ...
 
-    def merge(self, other: Any, /) -> None:
-        """Take in what another metric of the same kind was updated with."""
+    def merge(self, other: object, /) -> None:
+        """Merges the state of another metric of the same type."""
         ...
 
     def compute(self) -> dict[str, float]:
-        """The values so far; nothing where there was no sample."""
+        """Returns the values so far; an empty dict without samples."""
         ...
 
 
-def is_streaming(metric: Any) -> bool:
-    """Whether a `compute_metrics` is to be driven batch by batch. A callable that has such methods too is called.
+def is_streaming(metric: object) -> bool:
+    """True if a `compute_metrics` is updated batch by batch. A callable with such methods is called instead.
 
     Raises:
-        TypeError: it can be updated but not reset, so a second evaluation would go on counting the first.
+        TypeError: it has `update` but no `reset`, so a second evaluation would include the first.
     """
     if isinstance(metric, SumMetric | F1 | MetricGroup):
         return True
@@ -64,7 +64,7 @@ def is_streaming(metric: Any) -> bool:
 
 
 def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each batch, and whether it is the last: one is held back, so that a stream of unknown length tells too."""
+    """Yields (batch, is last). It reads one batch ahead, so that it works for streams of unknown length."""
     iterator = iter(batches)
     try:
         held = next(iterator)
@@ -77,13 +77,13 @@ def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 class SumMetric(ABC):
-    """A metric that is a function of sums over samples. For your own: say what is summed, and what the sums mean.
+    """Base class of metrics that are functions of sums over samples. Subclasses define `rows` and `values`.
 
     Args:
-        confidence: of the intervals `<name>_low`, `<name>_high` beside each value, 0 to 1; None: no intervals. They
-            are percentiles of the bootstrap unless a metric says otherwise.
-        replicates: of the bootstrap. State is `replicates` times the numbers per sample, in float64.
-        seed: of the bootstrap's weights.
+        confidence: level of the intervals `<name>_low`, `<name>_high` of each value, 0 to 1; None computes none. They
+            are bootstrap percentiles unless a metric documents otherwise.
+        replicates: bootstrap replicates. The state holds `replicates` times the numbers per sample, in float64.
+        seed: seed of the bootstrap weights.
     """
 
     def __init__(self, *, confidence: float | None = 0.95, replicates: int = 500, seed: int = 0) -> None:
@@ -96,25 +96,25 @@ class SumMetric(ABC):
 
     @abstractmethod
     def rows(self, prediction: EvalPrediction) -> Array:
-        """What is summed: `(samples, numbers)`, float64. Each row depends on its own sample alone."""
+        """Returns the summands, `(samples, numbers)`, float64. Each row depends on its own sample alone."""
 
     @abstractmethod
     def values(self, sums: Array) -> dict[str, Array]:
-        """The values of sums `(..., numbers)`, each of shape `(...)`: of the set, and of all replicates at once."""
+        """Returns the values, each of shape `(...)`, from sums `(..., numbers)` of the set or of all replicates."""
 
     def reset(self, first_sample: int = 0) -> None:
-        """Forget everything.
+        """Resets the state.
 
         Args:
-            first_sample: the place in the set of the first sample to come. Metrics that are to be merged each start
-                at their own, so that no two samples share their weights in the bootstrap.
+            first_sample: the index in the set of the next sample. Metrics to be merged start at different indices, so
+                that no two samples share their bootstrap weights.
         """
         self.sums: Array | None = None
         self.resampled: Array | None = None
         self.first_sample = self.next_sample = first_sample
 
     def update(self, prediction: EvalPrediction, /) -> None:
-        """Take in one batch."""
+        """Adds one batch."""
         rows = np.asarray(self.rows(prediction), dtype=np.float64)
         resampled = None
         if self.confidence is not None:
@@ -124,10 +124,10 @@ class SumMetric(ABC):
         self.next_sample += len(rows)
 
     def merge(self, other: SumMetric, /) -> None:
-        """Take in what another metric of the same kind was updated with.
+        """Merges the state of another metric of the same type.
 
         Raises:
-            ValueError: it has other settings, or both counted their samples from the same place.
+            ValueError: it has other settings, or both started at the same sample index.
         """
         if type(other) is not type(self) or other.settings() != self.settings():
             raise ValueError(f"{self.settings()} cannot take in {other.settings()}: give both the same settings.")
@@ -148,7 +148,7 @@ class SumMetric(ABC):
             self.resampled = resampled if self.resampled is None else self.resampled + resampled
 
     def compute(self) -> dict[str, float]:
-        """The values so far, with their intervals."""
+        """Returns the values so far, with their intervals."""
         if self.sums is None:
             return {}
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -162,22 +162,22 @@ class SumMetric(ABC):
         return result
 
     def interval(self, name: str, value: float, resampled: Array) -> tuple[float, float]:
-        """The interval of one value, from its replicates."""
+        """Returns the confidence interval of one value, from its replicates."""
         assert self.confidence is not None
         return percentiles(resampled, self.confidence)
 
     def settings(self) -> tuple[Any, ...]:
-        """What two metrics must agree on to be merged."""
+        """Returns the settings that must be equal for a merge."""
         return (type(self).__name__, self.confidence, self.replicates, self.seed)
 
 
 class Mean(SumMetric):
-    """The mean of a number per sample, whatever it is.
+    """The mean of a number per sample.
 
     Args:
-        function: `(EvalPrediction) -> (samples,)`, or a pair of such arrays: numbers and the weight of each.
-        name: of the value.
-        options: of `SumMetric`.
+        function: `(EvalPrediction) -> (samples,)`, or a pair of such arrays: numbers and their weights.
+        name: the key of the value.
+        options: options of `SumMetric`.
     """
 
     def __init__(self, function: Callable[[EvalPrediction], Any], name: str = "mean", **options: Any) -> None:
@@ -198,16 +198,16 @@ class Mean(SumMetric):
 
 
 class Accuracy(SumMetric):
-    """The share of targets that were predicted right: of samples, or of all the tokens in them.
+    """The share of correct predictions, over samples or over all their tokens.
 
-    With one target per sample the interval is Wilson's (1927, "Probable inference"), which holds at 0 and 1 too; with
-    several it is the bootstrap's over samples.
+    With one target per sample the interval is Wilson's (1927, "Probable inference"), which is valid at 0 and 1 too;
+    with several it is the bootstrap's over samples.
 
     Args:
         shifted: the output at i predicts the target at i + 1, as in a causal language model.
-        ignore_index: the target value that does not count.
-        name: of the value.
-        options: of `SumMetric`.
+        ignore_index: the target value to ignore.
+        name: the key of the value.
+        options: options of `SumMetric`.
     """
 
     def __init__(
@@ -242,9 +242,9 @@ class Perplexity(SumMetric):
 
     Args:
         shifted: the output at i predicts the target at i + 1, as in a causal language model.
-        ignore_index: the target value that does not count.
-        name: of the value.
-        options: of `SumMetric`.
+        ignore_index: the target value to ignore.
+        name: the key of the value.
+        options: options of `SumMetric`.
     """
 
     def __init__(
@@ -273,11 +273,11 @@ class Perplexity(SumMetric):
 class Regression(SumMetric):
     """`mse`, `rmse`, `mae`, `r2` (the coefficient of determination) and `pearson` of predicted and true numbers.
 
-    Several numbers per sample are pooled. Sums are taken about the first target, so that data far from 0 lose no
-    digits.
+    Several numbers per sample are pooled. Sums are taken about the first target to avoid cancellation for data far
+    from 0.
 
     Args:
-        options: of `SumMetric`.
+        options: options of `SumMetric`.
     """
 
     def reset(self, first_sample: int = 0) -> None:
@@ -296,7 +296,7 @@ class Regression(SumMetric):
         return np.stack([term.sum(1) for term in terms], 1)
 
     def merge(self, other: SumMetric, /) -> None:
-        """Take in another metric's sums, moved to this one's origin."""
+        """Merges another metric's sums, shifted to this one's origin."""
         if isinstance(other, Regression) and other.origin is not None:
             if self.origin is None:
                 self.origin = other.origin
@@ -322,13 +322,13 @@ class Regression(SumMetric):
 
 
 def spread_of(number: Array, total: Array, squares: Array) -> Array:
-    """The sum of squared distances from the mean; exactly 0 where no more than rounding is left of it."""
+    """Returns the sum of squared deviations from the mean; exactly 0 if only rounding error is left."""
     spread = squares - total * total / number
     return np.where(spread > 1e-12 * squares, spread, 0.0)
 
 
 def move_origin(sums: Array | None, distance: float) -> Array | None:
-    """The sums of `Regression` as if its numbers had been taken about a point that lies `distance` higher."""
+    """Shifts the origin of `Regression`'s sums up by `distance`."""
     if sums is None or distance == 0:
         return sums
     n, y, yy, p, pp, yp, squared, absolute = np.moveaxis(sums, -1, 0)
@@ -348,21 +348,21 @@ def move_origin(sums: Array | None, distance: float) -> Array | None:
 class F1:
     """`f1`, `precision` and `recall` of a classifier, from its confusion matrix.
 
-    Intervals: rows are drawn anew from the matrix, which for independent targets is the bootstrap itself. Targets of
-    one sample (tags of one text) are taken for independent; where they are not, the interval is too narrow.
+    Intervals come from resampling the matrix, which for independent targets equals the bootstrap. Targets of one sample
+    (tags of one text) are assumed independent; if they are not, the interval is too narrow.
 
     Args:
-        num_classes: targets are 0 to num_classes - 1.
+        num_classes: number of classes; targets are 0 to num_classes - 1.
         average: `macro`: the mean over the classes; `weighted`: weighted by their number of targets; `micro`: over all
             targets together; `binary`: of class 1. A class without targets and predictions counts 0.
         shifted: the output at i predicts the target at i + 1.
-        ignore_index: the target value that does not count.
-        confidence: of the intervals `<name>_low` and `<name>_high`; None: none.
-        replicates: of the bootstrap, drawn when the values are computed.
-        seed: of the bootstrap.
+        ignore_index: the target value to ignore.
+        confidence: level of the intervals `<name>_low` and `<name>_high`; None computes none.
+        replicates: bootstrap replicates, drawn when the values are computed.
+        seed: seed of the bootstrap.
 
     Attributes:
-        matrix: `(num_classes, num_classes)`: how often each target (row) was predicted as each class (column).
+        matrix: the confusion matrix `(num_classes, num_classes)`: rows are targets, columns are predicted classes.
     """
 
     def __init__(
@@ -384,11 +384,11 @@ class F1:
         self.reset()
 
     def reset(self, first_sample: int = 0) -> None:
-        """Forget everything. The place of the first sample changes nothing here."""
+        """Resets the state. `first_sample` has no effect here."""
         self.matrix: Array = np.zeros((self.num_classes, self.num_classes), np.int64)
 
     def update(self, prediction: EvalPrediction, /) -> None:
-        """Take in one batch.
+        """Adds one batch.
 
         Raises:
             ValueError: a target or a predicted class is not below `num_classes`.
@@ -404,7 +404,7 @@ class F1:
         self.matrix = self.matrix + cells.reshape(self.matrix.shape)
 
     def merge(self, other: F1, /) -> None:
-        """Take in another metric's matrix.
+        """Adds another metric's matrix.
 
         Raises:
             ValueError: it has other settings.
@@ -414,11 +414,11 @@ class F1:
         self.matrix = self.matrix + other.matrix
 
     def settings(self) -> tuple[Any, ...]:
-        """What two metrics must agree on to be merged."""
+        """Returns the settings that must be equal for a merge."""
         return (type(self).__name__, self.num_classes, self.average, self.confidence, self.replicates, self.seed)
 
     def compute(self) -> dict[str, float]:
-        """The values so far, with their intervals."""
+        """Returns the values so far, with their intervals."""
         if not self.matrix.any():
             return {}
         result = {}
@@ -431,7 +431,7 @@ class F1:
         return result
 
     def _resampled(self) -> dict[str, Array]:
-        """The values of as many targets drawn from the matrix, `replicates` times; one at a time, for the memory."""
+        """Returns the values of `replicates` resampled matrices, drawn one at a time to save memory."""
         rows, columns = np.nonzero(self.matrix)
         counts = self.matrix[rows, columns]
         is_right = rows == columns
@@ -447,7 +447,7 @@ class F1:
 
 
 def f1_values(right: Array, actual: Array, found: Array, average: str) -> dict[str, float]:
-    """F1, precision and recall from the number of right, actual and predicted targets of each class."""
+    """Returns F1, precision and recall from the number of correct, actual and predicted targets of each class."""
     if average == "micro":
         right, actual, found = right.sum(keepdims=True), actual.sum(keepdims=True), found.sum(keepdims=True)
     if average == "binary":
@@ -462,41 +462,41 @@ def f1_values(right: Array, actual: Array, found: Array, average: str) -> dict[s
 
 
 def divide(numbers: Array, by: Array) -> Array:
-    """Element by element; 0 where there is nothing to divide by."""
+    """Divides element by element; division by 0 gives 0."""
     quotients: Array = np.divide(numbers, by, out=np.zeros(len(numbers)), where=by != 0)
     return quotients
 
 
 class MetricGroup:
-    """Several metrics over the same batches, as one.
+    """Combines several metrics over the same batches.
 
     Args:
-        metrics: streaming metrics; no two may give the same name.
+        metrics: streaming metrics with different value names.
     """
 
     def __init__(self, *metrics: StreamingMetric) -> None:
         self.metrics = metrics
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Resets every metric."""
         for metric in self.metrics:
             metric.reset()
 
     def update(self, prediction: EvalPrediction, /) -> None:
-        """Take in one batch."""
+        """Adds one batch."""
         for metric in self.metrics:
             metric.update(prediction)
 
     def merge(self, other: MetricGroup, /) -> None:
-        """Merge metric by metric."""
+        """Merges metric by metric."""
         for mine, theirs in zip(self.metrics, other.metrics, strict=True):
             mine.merge(theirs)
 
     def compute(self) -> dict[str, float]:
-        """The values of all.
+        """Returns the values of all metrics.
 
         Raises:
-            ValueError: two metrics give the same name.
+            ValueError: two metrics return the same name.
         """
         result: dict[str, float] = {}
         for metric in self.metrics:
@@ -512,7 +512,7 @@ class MetricGroup:
 
 
 def read_arrays(prediction: EvalPrediction, shifted: bool) -> tuple[Array, Array]:
-    """(predictions, labels) of a batch, the first of each where there are several; moved by one where `shifted`.
+    """Returns (predictions, labels) of a batch, the first of each if there are several; `shifted` aligns them by one.
 
     Raises:
         ValueError: one of them is missing.
@@ -531,10 +531,10 @@ def read_arrays(prediction: EvalPrediction, shifted: bool) -> tuple[Array, Array
 
 
 def read_classes(predictions: Array, labels: Array) -> Array:
-    """Predicted classes: the largest logit, or class numbers as `preprocess_logits_for_metrics` may return them.
+    """Returns predicted classes: the argmax of logits, or class indices from `preprocess_logits_for_metrics`.
 
     Raises:
-        ValueError: they are neither.
+        ValueError: the predictions are neither.
     """
     if predictions.ndim == labels.ndim + 1 and predictions.shape[:-1] == labels.shape:
         classes: Array = predictions.argmax(-1)
@@ -548,7 +548,7 @@ def read_classes(predictions: Array, labels: Array) -> Array:
 
 
 def token_losses(logits: Array, labels: Array, ignore_index: int = IGNORE_INDEX) -> Array:
-    """The negative log-likelihood of each target that counts, in float64, a few rows of logits at a time."""
+    """Returns the negative log-likelihood of each target that is not ignored, in float64, computed in chunks."""
     logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     (kept,) = np.nonzero(labels != ignore_index)
     losses = np.empty(len(kept))

@@ -1,4 +1,4 @@
-"""The updates since the last log, summed up: what the log says of them, whatever their number."""
+"""Running summary of the optimizer steps since the last log."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.counts import is_count
 from paceline.core.journal import NOT_COMPUTED, UpdateRow
 
 
 @dataclass
 class UpdateSummary:
-    """Running sums over updates; JSON-able, for a checkpoint between two logs.
+    """Running sums over optimizer steps; JSON-serialisable, for a checkpoint between two logs.
 
     Attributes:
-        num_updates: all of them.
-        num_counted: those that have a loss.
-        loss_sum: over those.
-        num_finite: those whose loss is finite.
-        finite_sum: over those.
-        grad_norm: of the last update, before clipping; `NOT_COMPUTED` where it was not.
-        learning_rate: of the last update.
+        num_updates: all steps.
+        num_counted: steps that have a loss.
+        loss_sum: the sum of their losses.
+        num_finite: steps whose loss is finite.
+        finite_sum: the sum of their losses.
+        grad_norm: the last step's gradient norm before clipping; `NOT_COMPUTED` if it was not computed.
+        learning_rate: the last step's learning rate.
     """
 
     num_updates: int = 0
@@ -34,16 +35,19 @@ class UpdateSummary:
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> UpdateSummary:
-        """From what `dataclasses.asdict` made.
+        """Builds a summary from the result of `dataclasses.asdict`.
 
-        Raises: TypeError, for anything but numbers under the names of this class.
+        Raises: TypeError, for unknown names or values that are not numbers.
         """
-        if not all(type(value) in (int, float) for value in saved.values()):
-            raise TypeError("the summary of updates since the last log holds something else than numbers")
-        return cls(**saved)
+        counts = {name: value for name, value in saved.items() if name.startswith("num_")}
+        others = (value for name, value in saved.items() if name not in counts)
+        if not all(map(is_count, counts.values())) or not all(type(each) in (int, float) for each in others):
+            raise TypeError("the summary of steps since the last log holds values that are not numbers")
+        values: dict[str, Any] = {name: value if name in counts else float(value) for name, value in saved.items()}
+        return cls(**values)
 
     def add(self, rows: Sequence[UpdateRow]) -> None:
-        """Take in updates, in their order."""
+        """Adds optimizer steps in their order."""
         for row in rows:
             if row.is_counted:
                 self.num_counted += 1
@@ -56,10 +60,10 @@ class UpdateSummary:
             self.grad_norm, self.learning_rate = rows[-1].grad_norm, rows[-1].learning_rate
 
     def mean_loss(self, leave_out_non_finite: bool) -> tuple[float, int] | None:
-        """The mean loss and the number of updates it is a mean of; None when no update has a loss.
+        """Returns the mean loss and the number of steps it covers; None if no step has a loss.
 
         Args:
-            leave_out_non_finite: take the mean of the finite losses, where there are any.
+            leave_out_non_finite: take the mean of the finite losses if there are any.
         """
         if leave_out_non_finite and self.num_finite:
             return self.finite_sum / self.num_finite, self.num_finite

@@ -1,7 +1,7 @@
-"""The model card, `README.md`: metadata that the hub reads, and what a person wants to know of the training.
+"""The model card, `README.md`: metadata for the hub and a description of the training.
 
-The text of the run stands between two comments. What somebody wrote outside of them stays, and so do metadata that
-neither the run nor the caller knows better.
+The generated text is between two comments. Text outside of them is kept, and so are metadata that neither the run nor
+the caller provides.
 """
 
 from __future__ import annotations
@@ -10,29 +10,27 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from paceline.args.secrets import mask_text
 from paceline.core.metrics import jsonable
 from paceline.core.optional import require
 from paceline.hub.card_text import describe
-from paceline.hub.contents import CARD_NAME, output_of
-from paceline.hub.described import CardFacts
+from paceline.hub.contents import CARD_NAME
+from paceline.hub.described import CardFacts, CardRun
 from paceline.hub.history import final_metrics
-
-if TYPE_CHECKING:
-    from paceline.hub.names import HubNames
 
 logger = logging.getLogger(__name__)
 
 BEGIN = "<!-- paceline: this part is written anew at each push -->"
 END = "<!-- paceline: end of that part -->"
-TEMPLATE_MARK = "[More Information Needed]"  # in cards that libraries make, of which nothing is kept but the metadata
+TEMPLATE_MARK = "[More Information Needed]"  # marks template cards of libraries, of which only the metadata is kept
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(?:/[\w][\w.-]*)?")
-# the end of a model class's name -> the task that the hub knows it under
+# suffix of a model class's name -> the hub's name of the task
 _TASKS = {
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
@@ -49,13 +47,13 @@ _TASKS = {
     "ForCTC": "automatic-speech-recognition",
     "ForImageTextToText": "image-text-to-text",
 }
-# files are no data sets: what `datasets` calls the loader of one says nothing
+# builders of `datasets` for local files, which name no data set of the hub
 _LOADERS = {"csv", "json", "pandas", "parquet", "text", "arrow", "generator", "imagefolder", "audiofolder", None}
 
 
 @dataclass(frozen=True)
 class CardOptions:
-    """What the caller of `create_model_card` knows; None or empty where the run is to say it."""
+    """The arguments of `create_model_card`; None or empty values are filled from the run."""
 
     language: Any = None
     license: Any = None
@@ -68,25 +66,31 @@ class CardOptions:
     dataset_args: Any = None
 
 
-def write_card(trainer: HubNames, options: CardOptions, find_facts: Callable[[], CardFacts]) -> None:
-    """The body of `create_model_card`. Raises: ImportError, when huggingface_hub is missing; OSError."""
-    if not trainer.is_world_process_zero():
-        return
-    path = output_of(trainer) / CARD_NAME
+def write_card(folder: Path, run: CardRun, facts: CardFacts, options: CardOptions) -> None:
+    """Writes the card of a model into a folder, or renews the generated part of the existing one.
+
+    Args:
+        folder: the output folder; its name is the default title.
+        run: the run that trained the model.
+        facts: the model.
+        options: further metadata.
+
+    Raises: ImportError, if huggingface_hub is missing; OSError.
+    """
+    path = folder / CARD_NAME
     metadata, text = read_card(path)
-    name = " ".join(str(options.model_name or output_of(trainer).name).split())
-    facts = find_facts()
-    data = make_metadata(trainer, facts, options, metadata, name)
-    own = describe(trainer, facts, name, data.base_model, results_named(options, data.datasets))
-    content = f"---\n{data.to_yaml()}\n---\n\n{merged(text, own)}"
+    name = " ".join(str(options.model_name or folder.name).split())
+    data = make_metadata(run, facts, options, metadata, name)
+    own = describe(run, facts, name, data.base_model, results_named(options, data.datasets))
+    content = mask_text(f"---\n{data.to_yaml()}\n---\n\n{merged(text, own)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{CARD_NAME}.incomplete-{os.getpid()}")  # a push may be reading the one that is there
+    temporary = path.with_name(f".{CARD_NAME}.incomplete-{os.getpid()}")  # a push may be reading the existing one
     temporary.write_text(content, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def read_card(path: Path) -> tuple[dict[str, Any], str]:
-    """Metadata and text of a card; empty where there is none, or where they cannot be read (with a warning)."""
+    """Returns metadata and text of a card; empty if there is none, or (with a warning) if it is unreadable."""
     if not path.is_file():
         return {}, ""
     content = path.read_text(encoding="utf-8")
@@ -95,14 +99,14 @@ def read_card(path: Path) -> tuple[dict[str, Any], str]:
         return {}, content.strip()
     try:
         card = require("huggingface_hub", "hub").ModelCard(content, ignore_metadata_errors=True)
-    except Exception as error:  # of YAML's many kinds
-        logger.warning("The metadata of %s could not be read, and are written anew: %s", path, error)
+    except Exception as error:  # YAML raises many types
+        logger.warning("The metadata of %s could not be read and are replaced: %s", path, error)
         return {}, content[match.end() :].strip()
     return card.data.to_dict(), card.text.strip()
 
 
 def merged(text: str, own: str) -> str:
-    """The text of a card with our part in its place, or at the end."""
+    """Replaces the generated part of a card's text, or appends it."""
     part = f"{BEGIN}\n\n{own}\n{END}"
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -116,10 +120,8 @@ def merged(text: str, own: str) -> str:
 # ---- metadata
 
 
-def make_metadata(
-    trainer: HubNames, facts: CardFacts, options: CardOptions, earlier: dict[str, Any], name: str
-) -> Any:
-    """huggingface_hub's ModelCardData: what was there, what the run knows, what the caller says; the last wins."""
+def make_metadata(run: CardRun, facts: CardFacts, options: CardOptions, earlier: dict[str, Any], name: str) -> Any:
+    """Builds huggingface_hub's ModelCardData from the existing card, the run and the caller; later ones override."""
     hub = require("huggingface_hub", "hub")
     values = {key: value for key, value in earlier.items() if key != "model-index"}
     base = options.finetuned_from or base_of(facts) or values.get("base_model")
@@ -133,16 +135,16 @@ def make_metadata(
     for key in ("language", "license"):
         if getattr(options, key):
             values[key] = getattr(options, key)
-    datasets = listed(options.dataset_tags) or listed(values.get("datasets")) or builders_of(trainer.train_dataset)
+    datasets = listed(options.dataset_tags) or listed(values.get("datasets")) or builders_of(run.train_dataset)
     values["datasets"] = datasets or None
-    results = evaluations(trainer, options, tasks, datasets, name)
+    results = evaluations(run, options, tasks, datasets)
     if results:
         values["metrics"] = [result.metric_type for result in results]
     return hub.ModelCardData(**jsonable(values), model_name=name if results else None, eval_results=results or None)
 
 
-def evaluations(trainer: HubNames, options: CardOptions, tasks: list[str], datasets: list[str], name: str) -> list[Any]:
-    """The metrics of the evaluation that describes the model, as the hub's EvalResult."""
+def evaluations(run: CardRun, options: CardOptions, tasks: list[str], datasets: list[str]) -> list[Any]:
+    """Returns the metrics of the evaluation that describes the model, as the hub's EvalResult."""
     hub = require("huggingface_hub", "hub")
     dataset_names, arguments = listed(options.dataset), listed(options.dataset_args)
     dataset_type = datasets[0] if datasets else "unknown"
@@ -156,24 +158,24 @@ def evaluations(trainer: HubNames, options: CardOptions, tasks: list[str], datas
             metric_name=metric.replace("_", " ").capitalize(),
             metric_value=value,
         )
-        for metric, value in final_metrics(trainer).items()
+        for metric, value in final_metrics(run).items()
     ]
 
 
-def results_named(options: CardOptions, datasets: Any) -> list[str]:
-    """What the text calls the data."""
+def results_named(options: CardOptions, datasets: object) -> list[str]:
+    """Returns the names of the data sets for the text."""
     return [str(item) for item in listed(options.dataset) or listed(datasets)]
 
 
-def listed(value: Any) -> list[Any]:
-    """A list of what is given alone or as several."""
+def listed(value: object) -> list[Any]:
+    """Returns one value or several as a list."""
     if value is None or value == "":
         return []
     return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict)) else [value]
 
 
-def is_hub_id(name: Any) -> bool:
-    """Whether a name could be that of a model of the hub; the hub refuses cards that name anything else."""
+def is_hub_id(name: object) -> bool:
+    """True if a name is a valid model id of the hub, which refuses cards with other names."""
     names = listed(name)
     return bool(names) and all(
         isinstance(item, str) and _HUB_ID.fullmatch(item) and not Path(item).exists() for item in names
@@ -181,17 +183,17 @@ def is_hub_id(name: Any) -> bool:
 
 
 def base_of(facts: CardFacts) -> str | None:
-    """The model of the hub that this one was made from, where it tells."""
+    """Returns the id of the base model on the hub, if known."""
     return next((name for name in facts.origins if name and is_hub_id(name)), None)
 
 
 def task_of(kind: str) -> str | None:
-    """The task of a model, read off the name of its class."""
+    """Returns the task of a model, from the name of its class."""
     return next((task for ending, task in _TASKS.items() if kind.endswith(ending)), None)
 
 
-def builders_of(dataset: Any) -> list[str]:
-    """The data set of the hub that `datasets` loaded, where it was one."""
+def builders_of(dataset: object) -> list[str]:
+    """Returns the data set of the hub that `datasets` loaded, if any."""
     if "datasets" not in sys.modules:
         return []
     name = getattr(getattr(dataset, "info", None), "builder_name", None)

@@ -1,8 +1,9 @@
-"""What goes into a push: files of the output folder, and of a published checkpoint, held while they are sent."""
+"""The content of a push: files of the output folder and of a published checkpoint, linked during the upload."""
 
 from __future__ import annotations
 
 import fnmatch
+import logging
 import os
 import re
 import shutil
@@ -11,30 +12,24 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from paceline.core.folders import PREFIX_CHECKPOINT_DIR, is_other_process
+from paceline.checkpoint.folders import PREFIX_CHECKPOINT_DIR, is_other_process
+from paceline.checkpoint.inside import leads_outside, without_links_outside
 from paceline.hub.described import CheckpointForm
 
-if TYPE_CHECKING:
-    from paceline.hub.names import HubNames
+logger = logging.getLogger(__name__)
 
 CARD_NAME = "README.md"
-LAST_CHECKPOINT = "last-checkpoint"  # the name in the repository that scripts resume from
+LAST_CHECKPOINT = "last-checkpoint"  # name in the repository; scripts resume from it
 
-PUSHING_THREAD = "paceline-push"  # the name of each thread that pushes
+PUSHING_THREAD = "paceline-push"  # name of the threads that push
 
 _STAGED = re.compile(r"\.push-(\d+)-\w+")
 _WEIGHTS = re.compile(r"(?:pytorch_model|model|adapter_model)[-.\w]*\.(?:safetensors|bin)(?:\.index\.json)?")
 
 
-def output_of(trainer: HubNames) -> Path:
-    """The output folder, with its full name: what is pushed, and where the card is."""
-    return Path(trainer._get_output_dir(None)).absolute()
-
-
 def files_of_output(folder: Path) -> dict[str, Path]:
-    """The files of an output folder by their path in it: no checkpoints, nothing hidden, nothing that begins with _."""
+    """Returns the files of an output folder by relative path, without checkpoints, hidden names and names with _."""
     found: dict[str, Path] = {}
     for place, folders, names in os.walk(folder):
         inside = Path(place).relative_to(folder)
@@ -42,7 +37,11 @@ def files_of_output(folder: Path) -> dict[str, Path]:
         folders[:] = [name for name in folders if _is_pushed(name, is_top)]
         for name in names:
             path = Path(place, name)
-            if _is_pushed(name, is_top) and path.is_file():
+            if not _is_pushed(name, is_top) or not path.is_file():
+                continue
+            if leads_outside(path, folder):
+                logger.warning("%s is a link to a file outside of %s: it is not pushed.", path, folder)
+            else:
                 found[(inside / name).as_posix()] = path
     return found
 
@@ -55,13 +54,13 @@ def _is_pushed(name: str, is_top: bool) -> bool:
 
 @dataclass(frozen=True)
 class Staged:
-    """A checkpoint held for a push: its files are linked, so that it may be rotated away while they are sent.
+    """A checkpoint staged for a push. Its files are hard-linked, so that rotation may delete it during the upload.
 
     Attributes:
-        folder: hidden, in the output folder; gone after `drop`.
-        output_dir: what stands beside the checkpoints is pushed with the model.
-        form: what of it is the model.
-        model_files: further files of the model.
+        folder: a hidden folder in the output folder, removed by `drop`.
+        output_dir: the output folder, whose files next to the checkpoints are pushed with the model.
+        form: distinguishes the files of the model.
+        model_files: additional files of the model.
     """
 
     folder: Path
@@ -71,10 +70,11 @@ class Staged:
 
     @classmethod
     def take(cls, checkpoint: Path, output_dir: Path, form: CheckpointForm) -> Staged:
-        """Link the files of a published checkpoint. Raises: OSError."""
+        """Links the files of a published checkpoint. Raises: OSError."""
         folder = Path(tempfile.mkdtemp(prefix=f".push-{os.getpid()}-", dir=output_dir))
         try:
-            shutil.copytree(checkpoint, folder / "checkpoint", copy_function=_link)
+            ignore = without_links_outside(checkpoint)
+            shutil.copytree(checkpoint, folder / "checkpoint", copy_function=_link, ignore=ignore)
             (folder / "weights").mkdir()
             return cls(folder, output_dir, form, form.model_files(folder / "checkpoint", folder / "weights"))
         except BaseException:
@@ -82,9 +82,9 @@ class Staged:
             raise
 
     def files(self, checkpoint_name: str | None) -> dict[str, Path]:
-        """Path in the repository -> file, for the model and what stands beside it, and for the checkpoint if named.
+        """Maps paths in the repository to files: the model, files next to it, and the checkpoint if named.
 
-        The files beside it are copied now: a run goes on writing to its logs. Raises: OSError.
+        The files next to it are copied, because the run continues to write its logs. Raises: OSError.
         """
         source = self.folder / "checkpoint"
         held = {path.relative_to(source).as_posix(): path for path in sorted(source.rglob("*")) if path.is_file()}
@@ -99,18 +99,18 @@ class Staged:
             try:
                 chosen[name] = Path(shutil.copy2(path, copy))
             except FileNotFoundError:
-                continue  # gone meanwhile
+                continue  # deleted in the meantime
         if checkpoint_name is not None:
             chosen.update({f"{checkpoint_name}/{name}": path for name, path in held.items()})
         return chosen
 
     def drop(self) -> None:
-        """Let go of the files."""
+        """Removes the links."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def clear_staged(output_dir: Path) -> None:
-    """Remove what the pushes of a run that was killed have left."""
+    """Removes the staging folders of a killed run."""
     for path in output_dir.glob(".push-*"):
         match = _STAGED.fullmatch(path.name)
         if match is not None and not _is_running(int(match[1])):
@@ -118,7 +118,7 @@ def clear_staged(output_dir: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    if pid == os.getpid():  # in a container, every run's
+    if pid == os.getpid():  # in a container every run has the same id
         return any(thread.name == PUSHING_THREAD for thread in threading.enumerate())
     return is_other_process(pid)
 

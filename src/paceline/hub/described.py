@@ -1,4 +1,4 @@
-"""What the hub modules ask of a framework: facts for a card, and how its checkpoints are pushed."""
+"""Input of the hub modules: the run and the model that a card describes, and the structure of checkpoints."""
 
 from __future__ import annotations
 
@@ -7,25 +7,84 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.core.state import TrainerState
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The options of a run that its card names, as they are called in the arguments."""
+
+    learning_rate: float
+    weight_decay: float
+    max_grad_norm: float
+    lr_scheduler_type: str
+    lr_scheduler_kwargs: dict[str, Any] | str | None
+    warmup_steps: float
+    gradient_accumulation_steps: int
+    per_device_eval_batch_size: int
+    optim: str
+    optim_args: str | None
+    optim_target_modules: str | list[str] | None
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    label_smoothing_factor: float
+    neftune_noise_alpha: float | None
+    train_sampling_strategy: str
+    seed: int
+    data_seed: int | None
+
+
+@dataclass(frozen=True)
+class CardRun:
+    """The run that a card describes.
+
+    Attributes:
+        options: its hyperparameters.
+        state: its progress and log history.
+        train_dataset: the training data; None without training.
+        is_training: True while it trains.
+        is_best_loaded: True if the run was to load its best model at the end, and has ended.
+    """
+
+    options: Hyperparameters
+    state: TrainerState
+    train_dataset: Any
+    is_training: bool
+    is_best_loaded: bool
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """An optimizer in a model card.
+
+    Attributes:
+        name: the name of its class; None before it is made.
+        settings: its settings, as "betas", "momentum", "eps" or "alpha"; None takes those of the options.
+    """
+
+    name: str | None
+    settings: Mapping[str, Any] | None
+
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says that each framework knows in its own way.
+    """Framework-specific facts of a model card.
 
     Attributes:
-        model: without wrappers.
-        kind: name of the class that tells the model's task.
-        origins: names that may be those of models of the hub which this one was made from.
-        library: that loads the model again, by its name on the hub; None for a plain module.
-        num_parameters, num_trained: numbers in all parameters, and in those that are trained.
-        shares: how many share an update.
-        share_name: what each of these is.
-        micro_batch_size: samples that each of them takes at once.
-        samples_per_update: that all of them take in one update.
-        precision: in words.
-        optimizer: its name and settings, in words.
-        num_samples: of a data set; None of a stream.
-        evaluation_sets: by name; one alone under "".
+        model: the model without wrappers.
+        kind: class name from which the task is inferred.
+        origins: candidate names of the base model on the hub.
+        library: the hub's name of the library that loads the model; None for a plain module.
+        num_parameters, num_trained: numbers of elements of all and of the trainable parameters.
+        shares: the number of data-parallel ranks or replicas.
+        share_name: the name of one of them ("process", "replica").
+        micro_batch_size: samples per rank and micro-batch.
+        global_batch_size: the global batch size in samples.
+        precision: description of the precision.
+        optimizer: the optimizer and its settings.
+        num_samples: returns the size of a data set; None for a stream.
+        evaluation_sets: evaluation sets by name; a single one under "".
     """
 
     model: Any
@@ -37,21 +96,21 @@ class CardFacts:
     shares: int
     share_name: str
     micro_batch_size: int
-    samples_per_update: int
+    global_batch_size: int
     precision: str
-    optimizer: str
+    optimizer: OptimizerFacts
     num_samples: Callable[[Any], int | None]
     evaluation_sets: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class CheckpointForm:
-    """How the checkpoints of a framework are pushed.
+    """The structure of a framework's checkpoints for pushes.
 
     Attributes:
-        resume_files: patterns of the files that only a resume reads; the others are the model.
-        model_files: `(held checkpoint, empty folder) -> function`, called on the main thread at once; the function, on
-            the thread that pushes, returns further files of the model, by their path in the repository.
+        resume_files: patterns of the files used only to resume; the others are the model.
+        model_files: `(staged checkpoint, empty folder) -> function`, called on the main thread at once. The function,
+            called on the pushing thread, returns additional files of the model by their path in the repository.
     """
 
     resume_files: tuple[str, ...]
@@ -59,7 +118,7 @@ class CheckpointForm:
 
 
 def num_items(dataset: Any) -> int | None:
-    """The length of a data set that has one."""
+    """Returns the length of a data set; None without one."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):

@@ -1,16 +1,15 @@
-"""The evaluations of a run, as its log history tells them."""
+"""The evaluations of a run, from its log history."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from paceline.hub.names import HubNames
+from paceline.hub.described import CardRun
 
 _PREFIX = "eval_"
-# how long something took says nothing about the model
+# timings do not describe the model
 _TIMES = ("runtime", "samples_per_second", "steps_per_second", "jit_compilation_time", "model_preparation_time")
 
 
@@ -19,11 +18,11 @@ class Evaluation:
     """One evaluation.
 
     Attributes:
-        step: optimizer updates before it.
-        epoch: passes over the data before it.
-        training_loss: as logged last before it; None where nothing was logged.
-        metrics: by name, without the prefix.
-        is_of_training: made while training, not after it.
+        step: optimizer steps before it.
+        epoch: epochs before it.
+        training_loss: the last one logged before it, or None.
+        metrics: metrics by name, without the prefix.
+        is_of_training: True if made during training, not after it.
     """
 
     step: int
@@ -34,7 +33,7 @@ class Evaluation:
 
 
 def evaluations_of(history: list[dict[str, Any]]) -> list[Evaluation]:
-    """The evaluations in a log history; those of several data sets at one step are one."""
+    """Returns the evaluations in a log history; those of several data sets at one step are merged."""
     found: list[Evaluation] = []
     loss: float | None = None
     is_training = True
@@ -54,7 +53,7 @@ def evaluations_of(history: list[dict[str, Any]]) -> list[Evaluation]:
 
 
 def metrics_of(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of an evaluation in a row of logs, the loss first."""
+    """Returns the metrics of an evaluation in a row of logs, the loss first."""
     return {
         name.removeprefix(_PREFIX): float(value)
         for name, value in sorted(row.items(), key=lambda item: item[0] != f"{_PREFIX}loss")
@@ -65,18 +64,17 @@ def metrics_of(row: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def describing(trainer: HubNames) -> Evaluation | None:
-    """The evaluation of the model as it is now: the last one, or where the best model was loaded, that of the best."""
-    found = evaluations_of(trainer.state.log_history)
+def describing(run: CardRun) -> Evaluation | None:
+    """Returns the evaluation of the present model: the last one, or that of the best model if it was loaded."""
+    found = evaluations_of(run.state.log_history)
     if not found:
         return None
-    is_best = trainer.args.load_best_model_at_end and not trainer.is_in_train
-    if is_best and found[-1].is_of_training and trainer.state.best_model_checkpoint is not None:
-        return next((one for one in found if one.step == trainer.state.best_global_step), found[-1])
+    if run.is_best_loaded and found[-1].is_of_training and run.state.best_model_checkpoint is not None:
+        return next((one for one in found if one.step == run.state.best_global_step), found[-1])
     return found[-1]
 
 
-def final_metrics(trainer: HubNames) -> dict[str, float]:
-    """The finite metrics of the evaluation that describes the model."""
-    found = describing(trainer)
+def final_metrics(run: CardRun) -> dict[str, float]:
+    """Returns the finite metrics of the evaluation that describes the model."""
+    found = describing(run)
     return {} if found is None else {name: value for name, value in found.metrics.items() if math.isfinite(value)}

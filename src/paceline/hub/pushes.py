@@ -1,4 +1,4 @@
-"""Pushes behind the training: one thread, one push at a time; of those that wait the newest, unless all are wanted."""
+"""Asynchronous pushes: one thread, one push at a time; the newest waiting push replaces older ones by default."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.hub.repository import in_words
 
 logger = logging.getLogger(__name__)
 
-SECONDS_BETWEEN_WORDS = 30.0  # while training has ended and a push has not
+SECONDS_BETWEEN_WORDS = 30.0  # between log lines while the end of training waits for a push
 
 
 @dataclass
@@ -27,11 +27,11 @@ class Push:
     """One push.
 
     Attributes:
-        name: what it is, in words.
-        send: does it, and returns what the hub answered.
-        drop: called when it is over, whatever became of it.
-        can_be_skipped: a newer one may take its place while it waits.
-        result: what `send` returned or raised.
+        name: description of its content.
+        send: runs the push and returns the hub's answer.
+        drop: called when the push has ended, with or without success.
+        can_be_skipped: a newer push may replace it while it waits.
+        result: future of the result or exception of `send`.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Push:
 
 
 class Pushes:
-    """The pushes of a Trainer. A push that fails is told once per outage, and never raised.
+    """The pushes of a Trainer. A failure is logged once per outage and never raised.
 
     Args:
-        repo_id: where they go, for the words.
+        repo_id: the repository, for messages.
 
     Attributes:
-        failure: of the last push that ended, if it failed.
+        failure: the error of the last finished push, if it failed.
     """
 
     def __init__(self, repo_id: str) -> None:
@@ -61,7 +61,7 @@ class Pushes:
         self._waits_at_exit = False
 
     def start(self, push: Push) -> Future[Any]:
-        """Do a push as soon as those before it have ended."""
+        """Queues a push behind the earlier ones."""
         skipped: list[Push] = []
         with self._lock:
             if push.can_be_skipped:
@@ -71,24 +71,24 @@ class Pushes:
                 self._waiting.append(push)
             else:
                 self._current = push
-                # a daemon, which Ctrl-C can leave behind: half a commit is no commit
+                # a daemon, so that Ctrl-C can abandon it: an incomplete commit has no effect
                 self._thread = threading.Thread(target=self._work, args=(push,), name=PUSHING_THREAD, daemon=True)
                 self._thread.start()
         self._wait_at_exit()
         for other in skipped:
-            logger.info("The push of %s is left out: that of %s waits by now.", other.name, push.name)
+            logger.info("The push of %s is skipped in favour of the newer push of %s.", other.name, push.name)
             other.drop()
             other.result.cancel()
         return push.result
 
     def is_done(self) -> bool:
-        """Whether no push is under way or waiting."""
+        """True if no push is running or waiting."""
         return self._thread is None
 
     def wait_until_done(self) -> None:
-        """Wait for all pushes, and say now and then that this is what is waited for.
+        """Waits for all pushes and logs this periodically.
 
-        Raises: KeyboardInterrupt; the interpreter will then not wait for them either.
+        Raises: KeyboardInterrupt; the interpreter then does not wait for them at exit.
         """
         try:
             self._wait()
@@ -119,12 +119,12 @@ class Pushes:
         return ", ".join(push.name for push in pushes if push is not None) or "nothing"
 
     def report(self, name: str, error: BaseException | None) -> None:
-        """Note how a push ended; say it where that is news."""
+        """Records the result of a push; logs a new failure or recovery."""
         before, self.failure = self.failure, error
         if error is not None and before is None:
             logger.warning(
-                "The push of %s to %s failed (%s). Training goes on, the files are in the output folder, and the next "
-                "checkpoint is pushed again; trainer.push_to_hub() pushes at any time.",
+                "The push of %s to %s failed (%s). Training continues, the files are in the output folder, and the "
+                "next checkpoint is pushed again; trainer.push_to_hub() pushes at any time.",
                 name,
                 self.repo_id,
                 in_words(error),
@@ -133,7 +133,7 @@ class Pushes:
             logger.warning("%s could be pushed to %s again.", name, self.repo_id)
 
     def _wait_at_exit(self) -> None:
-        """Let an interpreter that ends wait for the pushes, unless somebody has had enough of waiting."""
+        """Waits for the pushes at interpreter exit, unless Ctrl-C has ended the wait before."""
         if self._waits_at_exit:
             return
         self._waits_at_exit = True
@@ -145,9 +145,9 @@ class Pushes:
                 with suppress(KeyboardInterrupt):
                     pushes.wait_until_done()
 
-        # `atexit` is too late: executors, such as huggingface_hub has, take no more work by then
+        # `atexit` is too late: the executors of huggingface_hub accept no more work by then
         register: Callable[[Callable[[], None]], Any] = getattr(threading, "_register_atexit", atexit.register)
-        with suppress(RuntimeError):  # it is ending already
+        with suppress(RuntimeError):  # the interpreter is already ending
             register(wait)
 
     def _work(self, first: Push) -> None:

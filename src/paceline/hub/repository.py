@@ -1,4 +1,4 @@
-"""A repository of the hub: made, and committed to. All that is said to the server is said here."""
+"""Creation of and commits to a repository of the hub. All requests to the server are made here."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.args.secrets import mask_text
 from paceline.core.optional import require
 
 SHARD = re.compile(r"(?:pytorch_)?model(?:-\d{5}-of-\d{5}\.(?:safetensors|bin)|\.(?:safetensors|bin)\.index\.json)")
 
 
 class HubError(OSError):
-    """The repository cannot be pushed to; the message says why and what to do."""
+    """The repository cannot be pushed to; the message gives the reason and the remedy."""
 
 
 def open_repository(name: str, *, token: str | None, private: bool | None, revision: str | None) -> str:
-    """Make the repository where it is not there yet, and the branch.
+    """Creates the repository and the branch if missing.
 
     Args:
-        name: "owner/name", or "name" alone: under the user whose token it is.
-        token: None: that of `hf auth login` or `HF_TOKEN`.
-        private: of a new repository; None: as the owner's default.
-        revision: a branch to push to; None: main.
+        name: "owner/name", or "name" for a repository of the token's user.
+        token: None takes that of `hf auth login` or `HF_TOKEN`.
+        private: visibility of a new repository; None takes the owner's default.
+        revision: the branch to push to; None for main.
 
-    Returns: its full id. Raises: HubError; ImportError, when huggingface_hub is missing.
+    Returns: its full id. Raises: HubError; ImportError, if huggingface_hub is missing.
     """
     hub = require("huggingface_hub", "hub")
     if require("huggingface_hub.constants", "hub").HF_HUB_OFFLINE:
@@ -35,28 +36,28 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
         )
     try:
         repo_id = str(hub.HfApi().create_repo(name, token=token, private=private, exist_ok=True).repo_id)
-    except Exception as error:  # of whichever library the hub's client speaks through
+    except Exception as error:  # of the HTTP library of the hub's client
         remedy = (
-            "Log in with `hf auth login`, or set HF_TOKEN or hub_token to a token that may write; "
+            "Log in with `hf auth login`, or set HF_TOKEN or hub_token to a token with write permission; "
             "hub_model_id='owner/name' names another repository."
         )
         if is_unreachable(error):
-            remedy = "Look to the network and HF_ENDPOINT, or leave out push_to_hub and push the output folder later."
+            remedy = "Check the network and HF_ENDPOINT, or leave out push_to_hub and push the output folder later."
         raise HubError(
-            f"The hub repository {name!r} could not be made or reached ({in_words(error)}). {remedy}"
+            f"The hub repository {name!r} could not be created or reached ({in_words(error)}). {remedy}"
         ) from error
     make_branch(repo_id, revision, token)
     return repo_id
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Whether no server answered, in whichever library's words: a refused connection, an unknown host, a timeout."""
+    """True if no server answered (refused connection, unknown host, timeout), by the errors of any HTTP library."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool(names & {"ConnectError", "ConnectionError", "TimeoutException", "Timeout"})
 
 
 def make_branch(repo_id: str, revision: str | None, token: str | None) -> None:
-    """Make the branch that is pushed to. References such as `refs/pr/1`, and main, are there already.
+    """Creates the branch to push to. References such as `refs/pr/1`, and main, already exist.
 
     Raises: HubError.
     """
@@ -67,7 +68,7 @@ def make_branch(repo_id: str, revision: str | None, token: str | None) -> None:
         api.create_branch(repo_id, branch=revision, token=token, exist_ok=True)
     except Exception as error:
         raise HubError(
-            f"hub_revision={revision!r}: the branch could not be made in {repo_id} ({in_words(error)}). Name a branch."
+            f"hub_revision={revision!r}: the branch could not be created in {repo_id} ({in_words(error)}); use a branch"
         ) from error
 
 
@@ -80,13 +81,13 @@ def commit(
     revision: str | None,
     owned: str | None = None,
 ) -> Any:
-    """Upload files in one commit: whoever looks sees all of it, or nothing.
+    """Uploads files in one atomic commit.
 
     Args:
-        files: path in the repository -> file.
-        owned: a folder of the repository that shall hold these files and no others.
+        files: maps paths in the repository to files.
+        owned: a folder of the repository whose other files are deleted.
 
-    Returns: huggingface_hub's CommitInfo. Shards of an earlier push that belong to none of the files are deleted.
+    Returns: huggingface_hub's CommitInfo. Shards of an earlier push that none of the files belong to are deleted.
     """
     hub = require("huggingface_hub", "hub")
     api = hub.HfApi()
@@ -104,8 +105,8 @@ def commit(
 
 
 def in_words(error: BaseException) -> str:
-    """The first line of what an error says, with its type; and of the error that caused it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """Returns type and first line of an error and of its cause."""
+    lines = [line.strip() for line in mask_text(str(error)).splitlines() if line.strip()]
     first = lines[0] if lines else ""
     words = f"{type(error).__name__}: {first}" if first else type(error).__name__
     cause = error.__cause__

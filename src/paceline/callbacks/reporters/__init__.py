@@ -1,7 +1,7 @@
-"""Reporters by name: the built-in ones, and those that other packages bring.
+"""Registry of reporters: the built-in ones and those of other packages.
 
 A package adds one by an entry point of group `paceline.reporters`: its name is the value for `report_to`, its object a
-callback class that can be made without arguments.
+callback class that can be instantiated without arguments.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REPORTERS: dict[str, type[Reporter]] = {
     "csv": CSVReporter,
 }
 
-# Services whose reporters are still to come; each is one entry above when it does.
+# Services without a reporter here.
 _LATER = (
     "azure_ml",
     "clearml",
@@ -60,15 +60,15 @@ _LATER = (
 
 
 def find_reporters(report_to: str | Iterable[str] | None) -> list[type[Any]]:
-    """The callback classes that `report_to` names, each once, in its order.
+    """Returns the callback classes that `report_to` names, each once, in its order.
 
     Args:
         report_to: a name, several (also in one string, with commas), "all" for every one that can run here, or
             "none" or None for none.
 
     Raises:
-        UnsupportedOption: a service whose reporter does not exist here yet.
-        ValueError: no such reporter; the message names the nearest, and how to add one.
+        UnsupportedOption: a service without a reporter here.
+        ValueError: an unknown reporter; the message names the closest one, and how to add one.
     """
     names = _names(report_to)
     if "all" in names:
@@ -91,12 +91,12 @@ def _find(name: str) -> type[Any]:
         return _load(installed[name])
     if name in _LATER:
         raise UnsupportedOption(
-            f'report_to="{name}": this reporter is not there yet. Use one of {", ".join(REPORTERS)}, pass the '
+            f'report_to="{name}": this reporter is not supported. Use one of {", ".join(REPORTERS)}, pass the '
             f"service's own callback in callbacks=[...], or install a package with an entry point "
             f"{ENTRY_POINT_GROUP}:{name}."
         )
     known = [*REPORTERS, *installed, "all", "none"]
-    raise ValueError(f"report_to={name!r}: one of {', '.join(known)} is possible{did_you_mean(name, known) or '.'}")
+    raise ValueError(f"report_to={name!r}: expected one of {', '.join(known)}{did_you_mean(name, known) or '.'}")
 
 
 def _can_run(kind: type[Reporter]) -> bool:
@@ -108,7 +108,7 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def _load_all() -> list[type[Any]]:
-    """What the entry points name; one that cannot be loaded was not asked for by name, so it is only told of."""
+    """Loads the reporters of all entry points; logs a failure, because none was requested by name."""
     kinds = []
     for point in _entry_points().values():
         try:
@@ -119,7 +119,7 @@ def _load_all() -> list[type[Any]]:
 
 
 def _load(point: EntryPoint) -> type[Any]:
-    """The class an entry point names, made safe: an exception in it must not stop a run."""
+    """Loads the class of an entry point and sets `may_fail`: its exceptions must not stop a run."""
     kind = point.load()
     if not isinstance(kind, type):
         raise TypeError(f"Entry point {ENTRY_POINT_GROUP}:{point.name} must name a callback class, not {kind!r}.")

@@ -1,21 +1,22 @@
-"""What reporters share: they speak for the whole run, and never stop it."""
+"""Base class and helpers of reporters, which report for the whole run and never stop it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from paceline.args.secrets import mask_text
+from paceline.args.training import TrainingArguments
 from paceline.core import record
 from paceline.core.events import TrainerCallback
 from paceline.core.state import TrainerState
 
 
 class Reporter(TrainerCallback):
-    """A callback that tells somebody else how the run goes.
+    """Base class of callbacks that send logs to a tracker or file.
 
-    An exception in it is logged once, and training goes on. `requires` names the packages any one of which it needs.
+    An exception is logged once, and training continues. `requires` names alternative packages, one of which is needed.
     """
 
     may_fail = True
@@ -23,22 +24,12 @@ class Reporter(TrainerCallback):
 
 
 def log_row(logs: dict[str, Any], state: TrainerState) -> dict[str, Any]:
-    """One row of a log file: the step and epoch first, then what was logged."""
+    """Returns one row of a log file: step and epoch first, then the metrics."""
     return {"step": state.global_step, "epoch": state.epoch, **logs}
 
 
-def set_aside(path: Path) -> Path | None:
-    """Rename the log of an earlier run, `log.csv` to `log.1.csv` or the next free number, so that it is not lost."""
-    if not path.exists() or path.stat().st_size == 0:
-        return None
-    number = 1
-    while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return path.rename(free)
-
-
 def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """The names that trackers group by: `eval_x` becomes `eval/x`, `test_x` `test/x`, the rest `train/x`."""
+    """Renames metrics for trackers' groups: `eval_x` becomes `eval/x`, `test_x` `test/x`, others `train/x`."""
     names = {}
     for name, value in logs.items():
         split, _, rest = name.partition("_")
@@ -46,10 +37,10 @@ def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
     return names
 
 
-def settings_of(args: Any, model: Any) -> dict[str, Any]:
-    """What a tracker is told of a run: the model's configuration under the arguments, in plain types.
+def settings_of(args: TrainingArguments, model: Any) -> dict[str, Any]:
+    """Returns the settings of a run for trackers: the arguments over the model's configuration, in plain types.
 
-    Tokens and passwords are masked, by the names of the options and by their form.
+    Tokens and passwords are masked, by the options' names and by their format.
     """
     config = getattr(model, "config", None)
     settings: dict[str, Any] = {}
@@ -62,18 +53,24 @@ def settings_of(args: Any, model: Any) -> dict[str, Any]:
     return plain
 
 
+def run_name_of(args: TrainingArguments) -> str | None:
+    """Returns `run_name` with secrets masked."""
+    name = getattr(args, "run_name", None)
+    return None if name is None else mask_text(str(name))
+
+
 def as_mapping(config: Any) -> dict[str, Any]:
-    """A configuration as a dict; an empty one where there is none."""
+    """Returns a configuration as a dict; an empty one for None."""
     described = config.to_dict() if hasattr(config, "to_dict") else config
     return dict(described) if isinstance(described, Mapping) else {}
 
 
 def num_parameters(model: Any) -> int | None:
-    """Number of elements of all parameters; None of something that has none."""
+    """Returns the number of elements of all parameters; None for an object without parameters."""
     parameters = getattr(model, "parameters", None)
     return sum(parameter.numel() for parameter in parameters()) if callable(parameters) else None
 
 
 def is_set(variable: str) -> bool:
-    """Whether an environment variable says yes."""
+    """True if an environment variable has a true value."""
     return os.environ.get(variable, "").strip().lower() in ("1", "true", "yes", "on", "y")

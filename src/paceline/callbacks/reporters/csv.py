@@ -1,61 +1,82 @@
-"""Every row of logs as a line of `<output_dir>/log.csv`; a new metric becomes a new column."""
+"""Reporter that writes logs to `<output_dir>/log.csv`; a new metric becomes a new column."""
 
 from __future__ import annotations
 
 import csv
+import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.callbacks.reporters.base import Reporter, log_row, set_aside
+from paceline.args.secrets import masked
+from paceline.args.training import TrainingArguments
+from paceline.callbacks.reporters.base import Reporter, log_row
 from paceline.core.metrics import jsonable
+from paceline.core.retry_writer import RetryWriter, append_line, replace_whole, set_aside
 from paceline.core.state import TrainerControl, TrainerState
 
 FILE_NAME = "log.csv"
 
 
 class CSVReporter(Reporter):
-    """Appends each row; cells of metrics that a row does not have are empty.
+    """Appends each row of logs; cells of missing metrics are empty.
 
-    A row with a metric that was not there before rewrites the file, once, with one more column. A run that resumes
-    first takes out the rows after its checkpoint; a run that starts anew sets the file of the one before aside.
+    A row with a new metric rewrites the file once with another column. A resumed run first removes the rows after its
+    checkpoint; a new run renames the file of an earlier one.
     """
 
     def __init__(self) -> None:
         self._columns: list[str] = []
+        self._outbox = RetryWriter()
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._columns = []
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._columns, self._outbox = [], RetryWriter()
         if not state.is_world_process_zero:
             return
         path = _path(args)
         if state.global_step == 0:
-            set_aside(path)
-        elif path.exists():
-            columns, rows = read(path)
-            kept = [row for row in rows if _step(row) <= state.global_step]
-            write(path, columns, kept)
-            self._columns = columns
+            self._outbox.put(path, partial(set_aside, path))
+        else:
+            self._outbox.put(path, partial(self._truncate, path, state.global_step))
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         if not state.is_world_process_zero or not logs:
             return
-        path = _path(args)
-        row = jsonable(log_row(logs, state))
+        row = masked(jsonable(log_row(logs, state)))
+        self._outbox.retry()
+        self._outbox.put(_path(args), partial(self._append, _path(args), row))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._outbox.close()
+
+    def _truncate(self, path: Path, last_step: int) -> None:
+        if path.exists():
+            columns, rows = read(path)
+            write(path, columns, [row for row in rows if _step(row) <= last_step])
+            self._columns = columns
+
+    def _append(self, path: Path, row: dict[str, Any]) -> None:
         if not self._columns and path.exists():
             self._columns = read(path)[0]
         new = [name for name in row if name not in self._columns]
         if new:
-            rows = read(path)[1] if path.exists() else []
             columns = [*self._columns, *new]
-            write(path, columns, [*rows, row])
+            write(path, columns, [*(read(path)[1] if path.exists() else []), row])
             self._columns = columns
             return
-        with path.open("a", encoding="utf-8", newline="") as file:
-            csv.DictWriter(file, self._columns).writerow(row)
+        line = io.StringIO(newline="")
+        csv.DictWriter(line, self._columns).writerow(row)
+        append_line(path, line.getvalue())
 
 
 def read(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """Columns and rows. A last row that was cut off when the process died is left out."""
+    """Returns columns and rows. An incomplete last row, left by a crash, is ignored."""
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         text = file.read()
     reader = csv.DictReader(text.splitlines(keepends=True))
@@ -66,13 +87,13 @@ def read(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 def write(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
-    """Put a whole new file in place of the old one."""
-    temporary = path.with_name(f".{path.name}.rewritten")
-    with temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-    temporary.replace(path)
+    """Replaces the file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    replace_whole(path, text.getvalue())
 
 
 def _step(row: dict[str, Any]) -> float:
@@ -82,7 +103,5 @@ def _step(row: dict[str, Any]) -> float:
         return float("inf")
 
 
-def _path(args: Any) -> Path:
-    folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / FILE_NAME
+def _path(args: TrainingArguments) -> Path:
+    return Path(str(args.output_dir), FILE_NAME)

@@ -1,4 +1,4 @@
-"""TensorBoard's files written with the package `tensorboard` alone, for environments without torch."""
+"""Writer of TensorBoard files that needs only the package `tensorboard`, for environments without torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from paceline.core.optional import require
 
 
 class EventWriter:
-    """Writes numbers and texts; has of torch's `SummaryWriter` what the reporter uses.
+    """Writes scalars and texts; implements the part of torch's `SummaryWriter` that the reporter uses.
 
     Args:
         log_dir: folder of the file.
-        purge_step: what earlier files of the folder have from this step on is hidden; None: nothing.
+        purge_step: hides entries of earlier files of the folder from this step on; None hides nothing.
     """
 
     def __init__(self, log_dir: str, purge_step: int | None = None) -> None:
@@ -26,11 +26,11 @@ class EventWriter:
             self._writer.add_event(self._events.Event(wall_time=time.time(), step=purge_step, session_log=start))
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Write a number."""
+        """Writes a scalar."""
         self._add(self._summaries.Summary.Value(tag=tag, simple_value=float(value)), step)
 
     def add_text(self, tag: str, text: str, step: int = 0) -> None:
-        """Write a text, which is shown as Markdown."""
+        """Writes a text, which is displayed as Markdown."""
         plugin = self._summaries.SummaryMetadata.PluginData(plugin_name="text")
         tensors: Any = require("tensorboard.compat.proto.tensor_pb2", "tensorboard")
         shapes: Any = require("tensorboard.compat.proto.tensor_shape_pb2", "tensorboard")
@@ -44,9 +44,9 @@ class EventWriter:
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
 
     def flush(self) -> None:
-        """Bring what was written to the file."""
+        """Flushes the file."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush, and close the file."""
+        """Flushes and closes the file."""
         self._writer.close()

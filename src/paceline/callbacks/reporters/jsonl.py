@@ -1,59 +1,75 @@
-"""Every row of logs as a line of JSON in `<output_dir>/log.jsonl`."""
+"""Reporter that writes logs to `<output_dir>/log.jsonl`, one JSON object per line."""
 
 from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.callbacks.reporters.base import Reporter, log_row, set_aside
+from paceline.args.secrets import masked
+from paceline.args.training import TrainingArguments
+from paceline.callbacks.reporters.base import Reporter, log_row
 from paceline.core.metrics import jsonable
+from paceline.core.retry_writer import RetryWriter, append_line, replace_whole, set_aside
 from paceline.core.state import TrainerControl, TrainerState
 
 FILE_NAME = "log.jsonl"
 
 
 class JSONLReporter(Reporter):
-    """Appends each row, with `step`, `epoch` and `time` (seconds since 1970).
+    """Appends each row of logs, with `step`, `epoch` and `time` (seconds since 1970).
 
-    A run that resumes first takes out the rows after its checkpoint, so that no step is there twice; a run that starts
-    anew sets the file of the one before aside. NaN and infinity are written as Python's json writes and reads them.
+    A resumed run first removes the rows after its checkpoint, so that no step is repeated; a new run renames the file
+    of an earlier one. A failed write is retried with the next row. NaN and infinity are written as Python's json does.
     """
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def __init__(self) -> None:
+        self._outbox = RetryWriter()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._outbox = RetryWriter()
         if not state.is_world_process_zero:
             return
         path = _path(args)
         if state.global_step == 0:
-            set_aside(path)
-        elif path.exists():
-            truncate(path, state.global_step)
+            self._outbox.put(path, partial(set_aside, path))
+        else:
+            self._outbox.put(path, partial(truncate, path, state.global_step))
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         if not state.is_world_process_zero or not logs:
             return
-        line = json.dumps(jsonable({**log_row(logs, state), "time": round(time.time(), 3)})) + "\n"
-        # Opened for each row, some 30 us: nothing is left open, or unwritten, by a run that dies.
-        with _path(args).open("a", encoding="utf-8") as file:
-            file.write(line)
+        line = json.dumps(masked(jsonable({**log_row(logs, state), "time": round(time.time(), 3)}))) + "\n"
+        # Opened for each row (about 30 us), so that a crash leaves nothing unwritten.
+        self._outbox.retry()
+        self._outbox.put(_path(args), partial(append_line, _path(args), line))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._outbox.close()
 
 
 def truncate(path: Path, last_step: int) -> None:
-    """Keep the rows up to `last_step`. A line that was cut off when the process died is dropped too."""
-    temporary = path.with_name(f".{path.name}.rewritten")
-    with path.open(encoding="utf-8", errors="replace") as old, temporary.open("w", encoding="utf-8") as new:
-        for line in old:
-            try:
-                is_kept = json.loads(line)["step"] <= last_step
-            except (ValueError, KeyError, TypeError):
-                is_kept = False
-            if is_kept:
-                new.write(line)
-    temporary.replace(path)
+    """Keeps the rows up to `last_step`. An incomplete last line, left by a crash, is removed too."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        replace_whole(path, "".join(line for line in file if _is_kept(line, last_step)))
 
 
-def _path(args: Any) -> Path:
-    folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / FILE_NAME
+def _is_kept(line: str, last_step: int) -> bool:
+    try:
+        return bool(line.endswith("\n") and json.loads(line)["step"] <= last_step)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _path(args: TrainingArguments) -> Path:
+    return Path(str(args.output_dir), FILE_NAME)

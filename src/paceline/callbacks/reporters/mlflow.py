@@ -1,4 +1,4 @@
-"""Logs, settings and checkpoints for MLflow: a server, or a database file."""
+"""Reporter for MLflow (a server or a database file): logs, settings and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.callbacks.reporters.base import Reporter, is_set, num_parameters, settings_of
+from paceline.args.training import TrainingArguments
+from paceline.callbacks.reporters.base import Reporter, is_set, num_parameters, run_name_of, settings_of
 from paceline.core.metrics import jsonable
 from paceline.core.optional import is_installed, require
 from paceline.core.state import TrainerControl, TrainerState
@@ -24,28 +25,28 @@ from paceline.core.state import TrainerControl, TrainerState
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 10.0
-FINISH_SECONDS = 30.0  # that the end of a training waits for a slow server
-MAX_METRICS = 1000  # in one request, as MLflow's interface says
+FINISH_SECONDS = 30.0  # the end of training waits this long for a slow server
+MAX_METRICS = 1000  # per request, MLflow's limit
 NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_\-. :/]")
 
 
 class MLflowCallback(Reporter):
-    """Logs rows as metrics over the step, and the settings as parameters.
+    """Logs rows as metrics by step, and the settings as parameters.
 
-    Rows are sent by a thread of its own, so that a slow or dead server does not hold up a step. A run that is active is
-    used; else one is made, with the name `args.run_name`, and ended with the training. A training that is resumed goes
-    on with the run of its checkpoint, unless `run_name` or the experiment is another one now.
+    Rows are sent by a background thread, so that a slow or dead server does not delay a step. An active run is used;
+    otherwise one is created with the name `args.run_name`, and ended with the training. A resumed training continues
+    the run of its checkpoint, unless `run_name` or the experiment has changed.
 
     Environment:
-        MLFLOW_TRACKING_URI: of the server or database; without one MLflow takes `mlflow.db` in the working directory.
-        MLFLOW_EXPERIMENT_NAME: made where it does not exist; else `args.project`, where that was changed, else Default.
-        MLFLOW_RUN_ID: the run to go on with.
-        MLFLOW_NESTED_RUN: a true value makes a run inside the active one.
+        MLFLOW_TRACKING_URI: the server or database; by default `mlflow.db` in the working directory.
+        MLFLOW_EXPERIMENT_NAME: created if missing; by default `args.project` if that was changed, else Default.
+        MLFLOW_RUN_ID: the run to continue.
+        MLFLOW_NESTED_RUN: a true value creates a run inside the active one.
         MLFLOW_TAGS: a JSON dict of tags.
         MLFLOW_FLATTEN_PARAMS: a true value logs nested settings one by one, as `outer.inner`.
-        MLFLOW_MAX_LOG_PARAMS: log no more settings than this.
+        MLFLOW_MAX_LOG_PARAMS: maximum number of settings to log.
         HF_MLFLOW_LOG_ARTIFACTS: a true value uploads every checkpoint.
-        DISABLE_MLFLOW_INTEGRATION: a true value turns this callback off.
+        DISABLE_MLFLOW_INTEGRATION: a true value disables this callback.
 
     Raises:
         ImportError: mlflow is not installed.
@@ -55,7 +56,7 @@ class MLflowCallback(Reporter):
 
     def __init__(self) -> None:
         if not is_installed("mlflow"):
-            require("mlflow", "mlflow")  # raises, with what to install
+            require("mlflow", "mlflow")  # raises with the extra to install
         self._initialized = False
         self._auto_end_run = False
         self._log_artifacts = is_set("HF_MLFLOW_LOG_ARTIFACTS")
@@ -72,21 +73,21 @@ class MLflowCallback(Reporter):
 
     @property
     def reads_checkpoint(self) -> bool:  # type: ignore[override]
-        """Whether `on_save` needs the files."""
+        """True if `on_save` needs the files."""
         return self._log_artifacts
 
     def state_dict(self) -> dict[str, Any]:
-        """Which run this is, for a training that is resumed."""
+        """Returns the ids of the run, for a resumed training."""
         if self._run_id is None:
             return dict(self._resumes)
         return {"run_id": self._run_id, "run_name": self._run_name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with this run, where nothing speaks against it."""
+        """Restores the run to continue, if it still applies."""
         self._resumes = dict(state)
 
-    def setup(self, args: Any, state: TrainerState, model: Any) -> None:
-        """Make or find the run, and tell it the settings. Override to do it in another way."""
+    def setup(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
+        """Creates or finds the run and logs the settings. May be overridden."""
         if is_set("DISABLE_MLFLOW_INTEGRATION") or not state.is_world_process_zero:
             self._initialized = True
             return
@@ -97,9 +98,9 @@ class MLflowCallback(Reporter):
             experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or changed_project(args)
             chosen = mlflow.set_experiment(experiment).experiment_id if experiment else None
             before = None if given else self._run_to_resume(args, chosen)
-            mlflow.start_run(run_id=before, run_name=args.run_name, nested=is_nested)
+            mlflow.start_run(run_id=before, run_name=run_name_of(args), nested=is_nested)
             self._auto_end_run = True
-        self._run_id, self._run_name = mlflow.active_run().info.run_id, args.run_name
+        self._run_id, self._run_name = mlflow.active_run().info.run_id, run_name_of(args)
         client = mlflow.MlflowClient()
         self._log_settings(client, args, model)
         for name, value in json.loads(os.environ.get("MLFLOW_TAGS") or "{}").items():
@@ -112,21 +113,21 @@ class MLflowCallback(Reporter):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_sender": None}  # threads cannot be copied
 
-    def _run_to_resume(self, args: Any, experiment_id: str | None) -> str | None:
-        """The run of the checkpoint, where it is still there and nothing else was asked for."""
+    def _run_to_resume(self, args: TrainingArguments, experiment_id: str | None) -> str | None:
+        """Returns the run of the checkpoint if it still exists and no other is requested."""
         run_id = self._resumes.get("run_id")
-        if not run_id or self._resumes.get("run_name") != args.run_name:
+        if not run_id or self._resumes.get("run_name") != run_name_of(args):
             return None
         try:
             run = self._ml_flow.MlflowClient().get_run(run_id)
         except Exception as error:
-            logger.warning("MLflow's run %s cannot be gone on with, so a new one starts: %s", run_id, error)
+            logger.warning("MLflow's run %s cannot be continued, so a new one starts: %s", run_id, error)
             return None
         is_there = run.info.lifecycle_stage == "active" and experiment_id in (None, run.info.experiment_id)
         return str(run_id) if is_there else None
 
-    def _log_settings(self, client: Any, args: Any, model: Any) -> None:
-        """As parameters, those that are not there yet: MLflow lets nobody change one."""
+    def _log_settings(self, client: Any, args: TrainingArguments, model: Any) -> None:
+        """Logs the settings as parameters, except existing ones, which MLflow does not allow to change."""
         limits = require("mlflow.utils.validation", "mlflow")
         settings = settings_of(args, model)
         count = num_parameters(model)
@@ -139,7 +140,7 @@ class MLflowCallback(Reporter):
         long = [name for name, text in texts.items() if len(text) > limits.MAX_PARAM_VAL_LENGTH]
         if long:
             logger.warning(
-                "MLflow takes no values of more than %d characters, so these settings are left out: %s. "
+                "MLflow accepts no values of more than %d characters, so these settings are not logged: %s. "
                 "MLFLOW_FLATTEN_PARAMS=1 logs nested ones one by one.",
                 limits.MAX_PARAM_VAL_LENGTH,
                 ", ".join(long),
@@ -152,7 +153,7 @@ class MLflowCallback(Reporter):
             client.log_batch(self._run_id, params=params[start : start + limits.MAX_PARAMS_TAGS_PER_BATCH])
 
     def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         self._is_training = True
         if not self._initialized:
@@ -160,7 +161,7 @@ class MLflowCallback(Reporter):
 
     def on_log(
         self,
-        args: Any,
+        args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
         logs: Any = None,
@@ -181,32 +182,34 @@ class MLflowCallback(Reporter):
         self._sender.check()
 
     def _tell_of(self, names: list[str]) -> None:
-        """MLflow's metrics are numbers: say, once for each name, what is left out."""
+        """Warns, once per name, of logs that are not numbers, which MLflow does not accept."""
         new = [name for name in names if name not in self._left_out]
         if new:
             self._left_out.update(new)
-            logger.warning("MLflow takes numbers only, so these logs are left out: %s.", ", ".join(new))
+            logger.warning("MLflow accepts only numbers, so these logs are not sent: %s.", ", ".join(new))
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._log_artifacts and self._run_id is not None:
-            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
             self._ml_flow.MlflowClient().log_artifacts(self._run_id, str(folder), artifact_path=folder.name)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._is_training = False
         if self._sender is None:
             return
         is_sent = self._finish_sending()
         if self._auto_end_run and self._ml_flow.active_run() is not None:
             self._end_run(is_sent)
-        self._initialized = self._auto_end_run = False  # a further training is another run, or a resume of this one
+        self._initialized = self._auto_end_run = False  # the next training is another run or resumes this one
         if not is_sent:
             logger.warning(
                 "MLflow's server did not take the last %d numbers of run %s.", self._sender.num_waiting, self._run_id
             )
 
     def _finish_sending(self) -> bool:
-        """Wait until everything is sent, but not for a server that is not there. Returns whether it is."""
+        """Waits until everything is sent, unless the server is unreachable. Returns: True if it is reachable."""
         assert self._sender is not None
         try:
             check_server(self._ml_flow.get_tracking_uri())
@@ -215,20 +218,20 @@ class MLflowCallback(Reporter):
         return self._sender.drain(FINISH_SECONDS)
 
     def _end_run(self, is_reachable: bool) -> None:
-        """End the run; of a server that does not answer only here, since mlflow would go on trying for minutes."""
+        """Ends the run; only locally if the server is unreachable, since mlflow would retry for minutes."""
         if is_reachable:
             self._ml_flow.end_run()
             return
         active = getattr(require("mlflow.tracking.fluent", "mlflow"), "_active_run_stack", None)
-        if active is not None:  # else mlflow tries to end it when the process ends
+        if active is not None:  # otherwise mlflow tries to end it at process exit
             active.get().pop()
 
 
 def send_metrics(client: Any, run_id: str, metrics: list[Any]) -> None:
-    """One request.
+    """Sends one request.
 
     Raises:
-        ConnectionError: the server is not there, which mlflow says at length.
+        ConnectionError: the server is unreachable; replaces mlflow's long message.
     """
     try:
         client.log_batch(run_id, metrics=metrics)
@@ -238,10 +241,10 @@ def send_metrics(client: Any, run_id: str, metrics: list[Any]) -> None:
 
 
 class Sender:
-    """Sends numbers from a thread of its own, in order; what could not be sent is tried again with what comes next.
+    """Sends metrics from a background thread, in order; failed ones are retried with the next.
 
     Args:
-        send: takes a list, of at most `MAX_METRICS`; may raise.
+        send: sends a list of at most `MAX_METRICS`; may raise.
     """
 
     def __init__(self, send: Callable[[list[Any]], Any]) -> None:
@@ -256,31 +259,31 @@ class Sender:
 
     @property
     def num_waiting(self) -> int:
-        """Number of those that were not sent yet."""
+        """The number of metrics not sent yet."""
         return len(self._waiting)
 
     def put(self, items: list[Any]) -> None:
-        """Send these, soon."""
+        """Queues metrics."""
         with self._changed:
             self._waiting.extend(items)
             self._is_due = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Send no more."""
+        """Stops the thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise what sending raised, once for each outage."""
+        """Raises the error of the last send, once per outage."""
         error, self._error = self._error, None
         if error is not None and not self._is_told:
             self._is_told = True
             raise error
 
     def drain(self, seconds: float) -> bool:
-        """Wait until everything is sent, or failed, or the time is over. Returns whether it is sent."""
+        """Waits until everything is sent or failed, or a timeout. Returns: True if everything is sent."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_due, seconds)
             return not self._waiting
@@ -308,14 +311,14 @@ class Sender:
 
 
 def check_server(uri: str) -> None:
-    """Ask at once whether a tracking server can be reached; mlflow itself tries for minutes before it says so.
+    """Checks at once that a tracking server is reachable; mlflow itself would retry for minutes.
 
     Raises:
-        ConnectionError: it cannot; the message says where it was looked for.
+        ConnectionError: it is unreachable; the message contains its address.
     """
     parts = urllib.parse.urlsplit(uri)
     if parts.scheme not in ("http", "https") or parts.hostname is None:
-        return  # a database, a folder, a service with a name of its own
+        return  # a database, a folder, another scheme
     if parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.hostname):
         return  # only the proxy can reach it
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -328,14 +331,14 @@ def check_server(uri: str) -> None:
         ) from error
 
 
-def changed_project(args: Any) -> str | None:
-    """`args.project`, unless it is the default."""
+def changed_project(args: TrainingArguments) -> str | None:
+    """Returns `args.project` unless it is the default."""
     project = getattr(args, "project", None)
     return None if project in (None, "huggingface") else str(project)
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings one by one, under `outer.inner`."""
+    """Yields nested settings one by one, under `outer.inner`."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""Logs for TensorBoard, through torch's writer, tensorboard's own where there is no torch, or tensorboardX."""
+"""Reporter for TensorBoard, through torch's writer, tensorboard's own without torch, or tensorboardX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.callbacks.reporters.base import Reporter, grouped
+from paceline.args.secrets import mask_text
+from paceline.args.training import TrainingArguments
+from paceline.callbacks.reporters.base import Reporter, grouped, run_name_of
 from paceline.callbacks.reporters.event_files import EventWriter
 from paceline.core.metrics import jsonable
 from paceline.core.optional import is_installed, require
@@ -20,11 +22,11 @@ class TensorBoardCallback(Reporter):
     """Writes scalars (and strings as text) under `train/`, `eval/` and `test/`, and the arguments as text.
 
     The folder is `args.logging_dir` where set, else the environment's TENSORBOARD_LOGGING_DIR, else
-    `<output_dir>/runs/<date>_<host>` (and `_<run_name>`). A run that resumes into the same folder hides what lies after
+    `<output_dir>/runs/<date>_<host>` (and `_<run_name>`). A run resumed into the same folder hides the entries after
     its checkpoint.
 
     Args:
-        tb_writer: a writer to use, with `add_scalar`, `add_text`, `flush`, `close`; else one is made.
+        tb_writer: a writer to use, with `add_scalar`, `add_text`, `flush`, `close`; by default one is created.
 
     Raises:
         ImportError: neither tensorboard nor tensorboardX is installed.
@@ -34,12 +36,13 @@ class TensorBoardCallback(Reporter):
 
     def __init__(self, tb_writer: Any = None) -> None:
         if tb_writer is None and not any(is_installed(module) for module in self.requires):
-            require("tensorboard", "tensorboard")  # raises, with what to install
+            require("tensorboard", "tensorboard")  # raises with the extra to install
         self.tb_writer = tb_writer
         self.logging_dir: str | None = None
+        self._purge_step: int | None = None  # entries from this step on, after the checkpoint, are hidden
 
     def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         if not state.is_world_process_zero:
             return
@@ -47,9 +50,11 @@ class TensorBoardCallback(Reporter):
         writer.add_text("args", args.to_json_string())
         config: Any = getattr(model, "config", None)
         if hasattr(config, "to_json_string"):
-            writer.add_text("model_config", config.to_json_string())
+            writer.add_text("model_config", mask_text(config.to_json_string()))
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         if not state.is_world_process_zero or not logs:
             return
         writer = self._open(args, state)
@@ -58,31 +63,43 @@ class TensorBoardCallback(Reporter):
             if isinstance(plain, (bool, int, float)):
                 writer.add_scalar(name, plain, state.global_step)
             else:
-                writer.add_text(name, str(plain), state.global_step)
+                writer.add_text(name, mask_text(str(plain)), state.global_step)
         writer.flush()
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.tb_writer is not None:
             self.tb_writer.close()
             self.tb_writer = None
 
-    def _open(self, args: Any, state: TrainerState) -> Any:
+    def _open(self, args: TrainingArguments, state: TrainerState) -> Any:
         if self.tb_writer is None:
             if self.logging_dir is None:
                 self.logging_dir = logging_folder(args, state)
-            purge_step = state.global_step + 1 if state.global_step else None
-            self.tb_writer = _writer_class()(log_dir=self.logging_dir, purge_step=purge_step)
+            self._purge_step = state.global_step + 1 if state.global_step else None
+            self._init_summary_writer(args)
         return self.tb_writer
 
+    def _init_summary_writer(self, args: TrainingArguments, log_dir: str | None = None) -> None:
+        """Creates the writer. Subclasses may create another or name a folder."""
+        folder = self.logging_dir if log_dir is None else log_dir
+        self.tb_writer = self._SummaryWriter(log_dir=folder, purge_step=self._purge_step)
 
-def logging_folder(args: Any, state: TrainerState) -> str:
-    """Where the event files go."""
+    @property
+    def _SummaryWriter(self) -> Any:
+        """The writer's class."""
+        return _writer_class()
+
+
+def logging_folder(args: TrainingArguments, state: TrainerState) -> str:
+    """Returns the folder of the event files."""
     chosen = getattr(args, "logging_dir", None) or os.environ.get("TENSORBOARD_LOGGING_DIR")
     if chosen and not state.is_hyper_param_search:
         return str(Path(chosen).expanduser())
     name = f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
-    run_name = re.sub(r"[^\w.-]+", "-", str(getattr(args, "run_name", None) or ""))
-    folder = Path(args.output_dir, "runs", f"{name}_{run_name}" if run_name else name)
+    run_name = re.sub(r"[^\w.-]+", "-", run_name_of(args) or "")
+    folder = Path(str(args.output_dir), "runs", f"{name}_{run_name}" if run_name else name)
     if state.is_hyper_param_search and state.trial_name is not None:
         folder = folder / state.trial_name
     return str(folder)

@@ -1,4 +1,4 @@
-"""Logs, settings and models for Weights & Biases, online or (WANDB_MODE=offline) into a folder."""
+"""Reporter for Weights & Biases, online or (WANDB_MODE=offline) in a folder: logs, settings and models."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.callbacks.reporters.base import Reporter, grouped, is_set, num_parameters, settings_of
+from paceline.args.training import TrainingArguments
+from paceline.callbacks.reporters.base import Reporter, grouped, is_set, num_parameters, run_name_of, settings_of
 from paceline.core.metrics import jsonable
 from paceline.core.optional import is_installed, require
 from paceline.core.state import TrainerControl, TrainerState
 
 LOG_MODEL_CHOICES = ("end", "checkpoint", "false")
 WATCH_CHOICES = ("all", "parameters", "gradients")
-# numbers of the whole run: they stand in its summary, and are no curve
+# metrics of the whole run, written to its summary only
 OF_THE_WHOLE_RUN = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
 
 
 class WandbCallback(Reporter):
     """Logs rows under `train/`, `eval/` and `test/` over `train/global_step`, and the settings as the config.
 
-    A run that is there already (`wandb.init` was called, a sweep) is used; else one is made, in the project that
-    WANDB_PROJECT or `args.project` names, with the name `args.run_name`. A training that is resumed goes on with the
-    run of its checkpoint, unless `run_name` or the project is another one now, or WANDB_RUN_ID names one.
+    An existing run (after `wandb.init`, or of a sweep) is used; otherwise one is created in the project WANDB_PROJECT
+    or `args.project`, with the name `args.run_name`. A resumed training continues the run of its checkpoint, unless
+    `run_name` or the project has changed, or WANDB_RUN_ID is set.
 
     Environment:
-        WANDB_LOG_MODEL: "end" uploads the model after the training, "checkpoint" every checkpoint too, "false" none.
-        WANDB_WATCH: "gradients", "parameters" or "all" are recorded as histograms; "false" none.
-        WANDB_DISABLED: a true value turns this callback off.
+        WANDB_LOG_MODEL: "end" uploads the model after training, "checkpoint" every checkpoint too, "false" none.
+        WANDB_WATCH: records "gradients", "parameters" or "all" as histograms; "false" none.
+        WANDB_DISABLED: a true value disables this callback.
         WANDB_PROJECT, and what wandb itself reads: WANDB_NAME, WANDB_MODE, WANDB_DIR, WANDB_ENTITY, ...
 
     Raises:
         ImportError: wandb is not installed.
-        ValueError: WANDB_LOG_MODEL has a value that it cannot have.
+        ValueError: an invalid WANDB_LOG_MODEL.
     """
 
     requires = ("wandb",)
 
     def __init__(self) -> None:
         if not is_installed("wandb"):
-            require("wandb", "wandb")  # raises, with what to install
+            require("wandb", "wandb")  # raises with the extra to install
         self._log_model = log_model_choice()
         self._initialized = False
         self._resumes: Mapping[str, Any] = {}
@@ -52,26 +53,26 @@ class WandbCallback(Reporter):
 
     @property
     def reads_checkpoint(self) -> bool:  # type: ignore[override]
-        """Whether `on_save` needs the files."""
+        """True if `on_save` needs the files."""
         return self._log_model == "checkpoint"
 
     def state_dict(self) -> dict[str, Any]:
-        """Which run this is, for a training that is resumed."""
+        """Returns the ids of the run, for a resumed training."""
         run = self._wandb.run if self._initialized else None
         if run is None:
             return dict(self._resumes)
         return {"run_id": run.id, "project": run.project, "run_name": self._run_name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with this run, where nothing speaks against it."""
+        """Restores the run to continue, if it still applies."""
         self._resumes = dict(state)
 
-    def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
-        """Make or find the run, and tell it the settings. Override to do it in another way."""
+    def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
+        """Creates or finds the run and logs the settings. May be overridden."""
         if is_set("WANDB_DISABLED") or not state.is_world_process_zero:
             self._initialized = True
             return
-        self._run_name = args.run_name
+        self._run_name = run_name_of(args)
         wandb = self._wandb
         if wandb.run is None:
             wandb.init(**self._init_arguments(args, state))
@@ -86,21 +87,21 @@ class WandbCallback(Reporter):
         if watched in WATCH_CHOICES and model is not None:
             wandb.watch(model, log=watched, log_freq=max(100, int(state.logging_steps)))
 
-    def _init_arguments(self, args: Any, state: TrainerState) -> dict[str, Any]:
+    def _init_arguments(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
         project = os.environ.get("WANDB_PROJECT") or getattr(args, "project", None) or "huggingface"
         chosen: dict[str, Any] = {"project": project}
         if state.is_hyper_param_search and state.trial_name is not None:
-            return {**chosen, "name": state.trial_name, "group": args.run_name or args.output_dir}
+            return {**chosen, "name": state.trial_name, "group": run_name_of(args) or args.output_dir}
         if args.run_name is not None:
-            chosen["name"] = args.run_name
+            chosen["name"] = run_name_of(args)
         before = self._resumes
-        is_same = before.get("project") == project and before.get("run_name") == args.run_name
+        is_same = before.get("project") == project and before.get("run_name") == run_name_of(args)
         if is_same and before.get("run_id") and "WANDB_RUN_ID" not in os.environ:
             chosen.update(id=before["run_id"], resume="allow")
         return chosen
 
     def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         if state.is_hyper_param_search and self._initialized:
             self._wandb.finish()
@@ -110,11 +111,11 @@ class WandbCallback(Reporter):
 
     def on_log(
         self,
-        args: Any,
+        args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: Any = None,
         model: Any = None,
+        logs: Any = None,
         **kwargs: Any,
     ) -> None:
         run = self._run(args, state, model)
@@ -125,22 +126,22 @@ class WandbCallback(Reporter):
         run.log({**grouped(rows), "train/global_step": state.global_step})
 
     def on_predict(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
         run = self._run(args, state, kwargs.get("model"))
         if run is not None and metrics:
             run.log(grouped({name: jsonable(value) for name, value in metrics.items()}))
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         run = self._run(args, state, kwargs.get("model")) if self._log_model == "checkpoint" else None
         if run is None:
             return
         aliases = [f"epoch_{round(state.epoch or 0, 2)}", f"checkpoint_global_step_{state.global_step}"]
-        self._upload(run, args, Path(args.output_dir, f"checkpoint-{state.global_step}"), aliases)
+        self._upload(run, args, Path(str(args.output_dir), f"checkpoint-{state.global_step}"), aliases)
 
     def on_train_end(
         self,
-        args: Any,
+        args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
         model: Any = None,
@@ -155,15 +156,20 @@ class WandbCallback(Reporter):
             best = {f"eval/{args.metric_for_best_model}": state.best_metric} if args.load_best_model_at_end else {}
             self._upload(run, args, Path(folder), ["final_model"], {"final_model": True, **best})
 
-    def _run(self, args: Any, state: TrainerState, model: Any) -> Any:
-        """The run to write to; None in the other processes, and where it is turned off."""
+    def _run(self, args: TrainingArguments, state: TrainerState, model: Any) -> Any:
+        """Returns the run to write to; None on other ranks and if disabled."""
         if not self._initialized:
             self.setup(args, state, model)
         is_off = is_set("WANDB_DISABLED") or not state.is_world_process_zero
         return None if is_off else self._wandb.run
 
     def _upload(
-        self, run: Any, args: Any, folder: Path, aliases: list[str], metadata: Mapping[str, Any] | None = None
+        self,
+        run: Any,
+        args: TrainingArguments,
+        folder: Path,
+        aliases: list[str],
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         numbers = {name: value for name, value in dict(run.summary).items() if not name.startswith("_")}
         known = {name: value for name, value in numbers.items() if type(value) in (int, float)}
@@ -175,15 +181,15 @@ class WandbCallback(Reporter):
 
 
 def log_model_choice() -> str:
-    """What WANDB_LOG_MODEL says: "end", "checkpoint" or "false"."""
+    """Returns WANDB_LOG_MODEL: "end", "checkpoint" or "false"."""
     value = os.environ.get("WANDB_LOG_MODEL", "false").strip().lower() or "false"
     if value not in LOG_MODEL_CHOICES:
-        raise ValueError(f"WANDB_LOG_MODEL={value!r} is not possible: set it to one of {', '.join(LOG_MODEL_CHOICES)}.")
+        raise ValueError(f"WANDB_LOG_MODEL={value!r} is invalid: expected one of {', '.join(LOG_MODEL_CHOICES)}.")
     return value
 
 
 def save_model(model: Any, processing_class: Any, folder: Path) -> None:
-    """The model as a folder that it can be loaded from, with its structure as text."""
+    """Saves the model to a folder that it can be loaded from, with its structure as text."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(str(folder))
     else:

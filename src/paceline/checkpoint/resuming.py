@@ -1,0 +1,233 @@
+"""Resuming from a checkpoint: its selection, the initial state, and changed arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.args import sections
+from paceline.args.places import is_url
+from paceline.args.plan import Plan
+from paceline.checkpoint import folders
+from paceline.checkpoint.stores import bring_named, bring_run
+from paceline.core.lineage import RunMark, is_of_run, is_part, mark_of, run_in
+from paceline.core.state import TrainerState
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "trainer_state.json"
+AUTO = "auto"  # value of resume_from_checkpoint: the newest valid checkpoint, or a fresh start without one
+
+# options for paths and display, which do not change the run's results
+_INCIDENTAL = {
+    field.name
+    for section in (
+        sections.RunSection,
+        sections.LogSection,
+        sections.HubSection,
+        sections.ResumeSection,
+        sections.DebugSection,
+        sections.ScriptSection,
+    )
+    for field in dataclasses.fields(section)
+} | {"train_batch_size", "eval_batch_size", "logging_dir", "output_store"}
+
+
+def newest_checkpoint(folder: Path, store: str | None) -> Path | None:
+    """Returns the newest valid checkpoint of a run, from its folder or downloaded from its store.
+
+    Raises: StoreError, OSError.
+    """
+    folders.recover(folder, logger.warning)
+    if store:
+        return bring_run(store, folder, logger.warning)
+    return folders.newest_valid(folder, logger.warning)
+
+
+def find_checkpoint(resume: str | bool | None, output_dir: str, store: str | None) -> Path | None:
+    """Returns the checkpoint to resume from: the one named, or the newest valid one (True; "auto": if there is any).
+
+    Args:
+        resume: a folder or URL, "auto", or a boolean, also as text; None and False: no checkpoint.
+        output_dir: the output folder.
+        store: the URL of the object store that mirrors it, or None.
+
+    Raises:
+        ValueError: none was found, or the one named is damaged; the message gives the reason.
+    """
+    folder = Path(output_dir)
+    if isinstance(resume, str) and resume.lower() in ("true", "false"):
+        resume = resume.lower() == "true"
+    if resume is None or resume is False:
+        return None
+    if resume is True or resume == AUTO:
+        found = newest_checkpoint(folder, store)
+        if found is None and resume is True:
+            also = f" nor in {store}" if store else ""
+            others = _said_of_others(folder)
+            raise ValueError(f"No valid checkpoint found in output directory ({output_dir}){also}{others}")
+        return found
+    named = bring_named(resume, store, folder) if is_url(resume) else Path(resume)
+    check_named(named, resume)
+    run = run_in(named.parent)
+    if named.parent.resolve() == folder.resolve() and not is_part(run, named.name, mark_of(named)):
+        logger.warning(
+            "%s does not belong to the run started or resumed last in this folder. It is named, so training resumes "
+            "from it; resume_from_checkpoint=True takes the newest of the last run.",
+            named,
+        )
+    return named
+
+
+def check_named(named: Path, resume: str) -> None:
+    """Raises unless a folder is a whole checkpoint.
+
+    Args:
+        named: the folder.
+        resume: as the user named it.
+
+    Raises:
+        ValueError: it is none, or damaged; the message gives the reason.
+    """
+    problems = folders.verify(named) if named.is_dir() else ["it is not a folder"]
+    if problems and not any((named / name).exists() for name in (folders.MANIFEST_NAME, STATE_FILE)):
+        problems = ["it holds no manifest and no trainer_state.json, so it is no checkpoint"]
+    if problems:
+        raise ValueError(
+            f"Can't resume from {named}: {'; '.join(problems)}. Can't find a valid checkpoint at {resume}: "
+            "resume_from_checkpoint=True takes the newest good one."
+        )
+
+
+def _said_of_others(folder: Path) -> str:
+    """Returns the part of an error message on checkpoints of other runs than the last; empty without any."""
+    _, others = folders.own_checkpoints(folder)
+    if not others:
+        return ""
+    return (
+        f": the run started or resumed last there has written none, and {', '.join(map(_name_of, others))} "
+        f"{'is' if len(others) == 1 else 'are'} of another. To resume from that, name it: "
+        f"resume_from_checkpoint='{others[-1]}'. To start a new run: resume_from_checkpoint=False, or 'auto', which "
+        "does so if there is no checkpoint of the run."
+    )
+
+
+def _name_of(path: Path) -> str:
+    return path.name
+
+
+def begin_state(
+    plan: Plan,
+    checkpoint: Path | None,
+    *,
+    is_local_process_zero: bool,
+    is_world_process_zero: bool,
+    is_trial: bool = False,
+) -> TrainerState:
+    """Returns a fresh state, or the checkpoint's; the present arguments override the saved ones.
+
+    Args:
+        plan: of the run.
+        checkpoint: that it resumes from, or None.
+        is_local_process_zero: this process is the first of its machine.
+        is_world_process_zero: it is the first of all.
+        is_trial: the run is a trial of a hyper-parameter search.
+    """
+    saved = checkpoint / STATE_FILE if checkpoint is not None else None
+    state = TrainerState.load_from_json(str(saved)) if saved is not None and saved.is_file() else TrainerState()
+    if checkpoint is not None:
+        state.best_model_checkpoint = find_best(state, checkpoint)
+    state.logging_steps, state.eval_steps, state.save_steps = plan.logging_steps, plan.eval_steps, plan.save_steps
+    state.train_batch_size = plan.micro_batch_size
+    state.max_steps, state.num_train_epochs = plan.max_steps, plan.num_epochs
+    state.is_local_process_zero = is_local_process_zero
+    state.is_world_process_zero = is_world_process_zero
+    state.is_hyper_param_search = is_trial
+    if state.epoch is None:
+        state.epoch = 0
+    return state
+
+
+def find_best(state: TrainerState, checkpoint: Path) -> str | None:
+    """Returns a state's best checkpoint if it exists and belongs to the run of `checkpoint`; else None."""
+    if state.best_model_checkpoint is None:
+        return None
+    best = Path(state.best_model_checkpoint)
+    if not best.is_dir():
+        best = checkpoint.with_name(best.name)  # the run folder may have been moved
+    if not best.is_dir():
+        logger.warning("The best checkpoint so far, %s, is gone: it will not be loaded.", state.best_model_checkpoint)
+        return None
+    mark = mark_of(best)
+    if best != checkpoint and mark is not None and not is_part(mark_of(checkpoint), best.name, mark):
+        logger.warning("The best checkpoint so far, %s, now belongs to another run: it will not be loaded.", best)
+        return None
+    return str(best)
+
+
+def report_kept(folder: Path, run: RunMark) -> None:
+    """Logs the checkpoints of other runs in a folder, which this run neither counts nor deletes."""
+    others = [path.name for path in folders.list_checkpoints(folder) if not is_of_run(run, path.name, mark_of(path))]
+    if others:
+        logger.warning(
+            "%s holds %s of another run: not counted or deleted by save_total_limit, and overwritten if this run "
+            "reaches the same step. Use another output_dir to keep them apart.",
+            folder,
+            ", ".join(others),
+        )
+
+
+def announce_resume(state: TrainerState, checkpoint: Path) -> None:
+    """Logs the step at which a run resumes, and warns if it is already complete."""
+    logger.info(
+        "  Resuming training from checkpoint with epoch %d and global step %d of %d: %s.",
+        state.epoch or 0,
+        state.global_step,
+        state.max_steps,
+        checkpoint,
+    )
+    if state.global_step >= state.max_steps:
+        logger.warning(
+            "%s is at step %d of %d: nothing is left to train, and its model is kept unchanged.",
+            checkpoint,
+            state.global_step,
+            state.max_steps,
+        )
+
+
+def changed_arguments(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """Returns `name before -> now` for every changed option that may affect the run's results.
+
+    Args:
+        saved: saved options by name, as numbers, booleans and text (`to_sanitized_dict`).
+        present: present options in the same form.
+    """
+    return [
+        f"{name} {saved[name]} -> {value}"
+        for name, value in present.items()
+        if name not in _INCIDENTAL and name in saved and not is_same(saved[name], value)
+    ]
+
+
+def report_changes(checkpoint: Path, progress: Mapping[str, Any] | None, present: Mapping[str, Any]) -> None:
+    """Logs, in one line, the options that have changed since the checkpoint was written.
+
+    Args:
+        checkpoint: that a run resumes from.
+        progress: the contents of its `progress.json`.
+        present: the present options in the form of `to_sanitized_dict`.
+    """
+    saved = (progress or {}).get("arguments")
+    if not isinstance(saved, Mapping):
+        return
+    changes = changed_arguments(saved, present)
+    if changes:
+        logger.warning("Changed since %s was written: %s.", checkpoint.name, ", ".join(changes))
+
+
+def is_same(before: object, now: object) -> bool:
+    """True if an option is unchanged; NaN equals NaN."""
+    return bool(before == now) or (before != before and now != now)

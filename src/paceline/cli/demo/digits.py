@@ -1,0 +1,128 @@
+"""`paceline demo digits`: handwritten digits, a plain module, accuracy and the confusion matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.args.training import TrainingArguments
+from paceline.cli.demo.digits_data import (
+    COLUMNS,
+    DEFAULTS,
+    NAMES,
+    compute_accuracy,
+    identify,
+    read_images,
+    show_results,
+)
+from paceline.cli.demo.options import DemoOptions, make_arguments
+from paceline.cli.display import say, show_evaluations
+from paceline.cli.jobs import (
+    Job,
+    Say,
+    Show,
+    check_same,
+    is_finished,
+    kept,
+    open_job,
+    restore_finished,
+    train_job,
+    write_results,
+)
+from paceline.pytorch.trainer import Trainer
+
+SHADES = " .:+*#@"
+Samples = list[dict[str, Tensor]]
+
+
+class DigitClassifier(nn.Module):
+    """Two convolutions and two linear layers, for images of 8 x 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 48, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.classify = nn.Sequential(
+            nn.Flatten(), nn.Dropout(0.25), nn.Linear(48 * 16, 64), nn.ReLU(), nn.Linear(64, len(NAMES))
+        )
+
+    def forward(self, pixels: Tensor, digit: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Returns (loss, logits), or (logits,) without the digit.
+
+        Args:
+            pixels: `(batch, 1, 8, 8)`, 0 to 1.
+            digit: `(batch,)` ints.
+        """
+        logits = self.classify(self.features(pixels))
+        return (logits,) if digit is None else (functional.cross_entropy(logits, digit), logits)
+
+
+def load_digits() -> tuple[Samples, Samples, str]:
+    """Returns training samples, held-out samples (the same share of each digit), and a digest of the images.
+
+    Raises:
+        UsageError: scikit-learn is missing.
+    """
+    *parts, digest = read_images()
+    train, held_out = (
+        [{"pixels": torch.tensor(x), "digit": torch.tensor(y)} for x, y in zip(*part, strict=True)] for part in parts
+    )
+    return train, held_out, digest
+
+
+def run(options: DemoOptions, say: Say = say) -> int:
+    """Runs the demonstration; returns the exit code."""
+    args = make_arguments(DEFAULTS, options)
+    train, held_out, digest = load_digits()
+    say(
+        f"paceline demo digits: {len(train):,} handwritten digits to train on, {len(held_out)} held out. "
+        f"Everything goes to {args.output_dir}/"
+    )
+    folder, resume = Path(str(args.output_dir)), args.resume_from_checkpoint
+    job = open_job(folder, "demo digits", identify(digest), fresh=options.fresh, say=say, resume=resume)
+    trainer = build_trainer(args, train, held_out)
+    show_evaluations(trainer, COLUMNS)
+    length = {"max_steps": args.max_steps, "num_train_epochs": args.num_train_epochs}
+    if is_finished(job, length):
+        restore_finished(trainer, job, say)
+    else:
+        job.settings["given"] = kept(options.arguments)
+        code = train_job(trainer, job, length, say, resume)
+        if code:
+            return code
+        write_results(trainer, job)
+    show_results(trainer, held_out, [int(sample["digit"]) for sample in held_out], job, say)
+    return 0
+
+
+def build_trainer(args: TrainingArguments, train: Samples, held_out: Samples) -> Trainer:
+    """Builds the Trainer. The seed is set before the model is created."""
+    torch.manual_seed(args.seed)
+    return Trainer(
+        model=DigitClassifier(), args=args, train_dataset=train, eval_dataset=held_out, compute_metrics=compute_accuracy
+    )
+
+
+def rebuild(job: Job, overrides: Mapping[str, Any]) -> tuple[Trainer, Show]:
+    """Rebuilds the Trainer of a run as at its start, with the formatter of a sample.
+
+    Raises:
+        UsageError: the images have changed.
+    """
+    train, held_out, digest = load_digits()
+    check_same(job, identify(digest))
+    options = DemoOptions(job="digits", arguments={**job.settings["given"], **overrides})
+    return build_trainer(make_arguments(DEFAULTS, options), train, held_out), draw_digit
+
+
+def draw_digit(sample: Mapping[str, Tensor]) -> str:
+    """Draws a digit in characters, with its label."""
+    rows = (sample["pixels"][0] * (len(SHADES) - 1)).round().int().tolist()
+    drawn = "\n".join("".join(SHADES[value] * 2 for value in row) for row in rows)
+    return f"digit {int(sample['digit'])}\n{drawn}"

@@ -1,0 +1,46 @@
+"""Validation of numbers read from files. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeGuard
+
+MOST = 2**53  # of steps, samples, tokens: larger integers are not exact as floats
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """True if the value is a valid number of steps, epochs or samples: an integer from 0 to `MOST`."""
+    return type(value) is int and 0 <= value <= MOST
+
+
+def is_amount(value: Any) -> TypeGuard[float]:
+    """True if the value is a valid amount of epochs or operations: a finite number, not negative."""
+    return type(value) in (int, float) and 0 <= value < 10**300 and math.isfinite(value)
+
+
+def shown(value: object) -> str:
+    """Returns the value as text of at most 80 characters for an error message."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    text = str(value) if _is_short(value) else "a number too large"
+    return repr(text[:80]) if isinstance(value, str) else text[:80]
+
+
+def is_json(value: Any, sequences: tuple[type, ...] = (list,), depth: int = 100) -> bool:
+    """True if JSON returns a nest unchanged: text keys only, no tuples, no sets, at most `depth` levels.
+
+    Args:
+        value: the nest.
+        sequences: what may stand for a list.
+        depth: see above.
+    """
+    if type(value) is dict:
+        held = list(value.values())
+        return depth > 0 and all(type(key) is str for key in value) and is_json(held, sequences, depth - 1)
+    if type(value) in sequences:
+        return depth > 0 and all(is_json(item, sequences, depth - 1) for item in value)
+    return value is None or isinstance(value, str | int | float)
+
+
+def _is_short(value: object) -> bool:
+    return not isinstance(value, int) or value.bit_length() <= 128

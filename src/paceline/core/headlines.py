@@ -1,0 +1,27 @@
+"""The log lines at the start of a run, in the wording of transformers, which scripts search for."""
+
+from __future__ import annotations
+
+from paceline.args.plan import Plan
+
+
+def headlines(plan: Plan, num_samples: int | None, num_trainable: int) -> list[str]:
+    """Returns the log lines at the start of a run.
+
+    Args:
+        num_samples: samples of one epoch; None if the data has no length, to show those of the whole run.
+        num_trainable: elements of the trainable parameters.
+    """
+    shown = plan.global_batch_size * plan.max_steps if num_samples is None else num_samples
+    per_epoch = plan.max_steps if plan.updates_per_epoch is None else plan.updates_per_epoch
+    return [
+        "***** Running training *****",
+        f"  Num examples = {shown:,}",
+        f"  Num Epochs = {plan.num_epochs:,}",
+        f"  Num update steps per epoch = {per_epoch:,}",
+        f"  Instantaneous batch size per device = {plan.micro_batch_size:,}",
+        f"  Total train batch size (w. parallel, distributed & accumulation) = {plan.global_batch_size:,}",
+        f"  Gradient Accumulation steps = {plan.accumulation}",
+        f"  Total optimization steps = {plan.max_steps:,}",
+        f"  Number of trainable parameters = {num_trainable:,}",
+    ]

@@ -1,1 +1,0 @@
-"""Datasets to batches: order, columns, collation, loading, moving to the device."""

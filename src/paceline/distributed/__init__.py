@@ -1,1 +1,0 @@
-"""Where tensors live: the world of processes, precision, strategies, random state."""

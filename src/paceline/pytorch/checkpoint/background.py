@@ -1,0 +1,250 @@
+"""Asynchronous writing: a copy in host memory, and one thread that writes files from it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.pytorch.checkpoint.adapters import has_adapters
+from paceline.pytorch.checkpoint.tensors import plain_values, save_tensors
+from paceline.pytorch.checkpoint.weights import Sorted, num_bytes
+from paceline.pytorch.data.prefetch import has_pinned_memory
+
+Key = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+
+LOWER_PRIORITY = 10  # of 19: about a tenth of a busy core
+
+_PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
+_LIBRARIES = ("transformers", "peft")  # libraries whose save_pretrained needs nothing but the model
+
+
+class NotCopyable(Exception):
+    """Raised if a model cannot be copied to be written later; the message names the obstacle."""
+
+
+class HostBuffers:
+    """Host memory that is reused for one copy after the other: new pages cost several times as much as copying."""
+
+    def __init__(self) -> None:
+        self._free: dict[Key, list[Tensor]] = {}
+        self._used: list[tuple[Key, Tensor]] = []
+        self._copied: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes they hold."""
+        held = chain((buffer for _, buffer in self._used), chain.from_iterable(self._free.values()))
+        return sum(map(num_bytes, held))
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Copies the tensor's values to the host. Tensors that are the same stay so. `finish` before reading them."""
+        tensor = tensor.detach()
+        if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided:
+            return tensor.to("cpu", copy=True)
+        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and identity in self._copied:
+            return self._copied[identity][1]
+        is_pinned = tensor.device.type != "cpu" and has_pinned_memory()
+        made = torch.empty_like(tensor, device="meta")  # dense, the order of dimensions kept
+        key = (tensor.dtype, tensor.shape, made.stride())
+        free = self._free.get(key)
+        if free:
+            buffer = free.pop()
+        else:
+            buffer = torch.empty_strided(
+                made.shape, made.stride(), dtype=made.dtype, device="cpu", pin_memory=is_pinned
+            )
+        self._used.append((key, buffer))
+        buffer.copy_(tensor, non_blocking=is_pinned)
+        # with the source, so that no other tensor can get its address meanwhile
+        self._copied[identity] = (tensor, buffer)
+        return buffer
+
+    def finish(self) -> None:
+        """Waits for copies from an accelerator; drops buffers of earlier copies that this one does not need."""
+        is_waiting = any(source.device.type != "cpu" for source, _ in self._copied.values())
+        if is_waiting and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self._copied.clear()
+        self._free.clear()
+
+    def give_back(self) -> None:
+        """Returns the buffers: the copies have been written, and the next ones may use their memory."""
+        self._copied.clear()
+        for key, buffer in self._used:
+            self._free.setdefault(key, []).append(buffer)
+        self._used.clear()
+
+    def clear(self) -> None:
+        """Frees the memory."""
+        self._free.clear()
+        self._used.clear()
+        self._copied.clear()
+
+
+class HostCopy:
+    """The contents of one checkpoint's files, copied to the host. `write` writes the files, at any later time.
+
+    Writing may fail, and be retried.
+    """
+
+    def __init__(self, buffers: HostBuffers) -> None:
+        self.buffers = buffers
+        self._writes: list[Callable[[], Any]] = []
+
+    def add(self, write: Callable[[], Any]) -> None:
+        """Adds a function that writes files; it must use nothing that training changes."""
+        self._writes.append(write)
+
+    def add_tensors(self, state: object, path: str | os.PathLike[str]) -> None:
+        """Adds a `save_tensors`. Raises TypeError immediately for values that could not be read back."""
+        copied = plain_values(state, Path(path).name, self.buffers.copy)
+        self._writes.append(partial(save_tensors, copied, path))
+
+    def add_weights(self, weights: Sorted, write: Callable[[Sorted], None]) -> None:
+        """Adds a call of `write` with a copy of the weights. Raises TypeError immediately, as `add_tensors`."""
+        tensors = {name: self.buffers.copy(tensor) for name, tensor in weights.tensors.items()}
+        extra = plain_values(weights.extra, "the model's extra state", self.buffers.copy)
+        self._writes.append(partial(write, Sorted(tensors, weights.tied, extra)))
+
+    def add_model(self, model: nn.Module, folder: str | os.PathLike[str]) -> None:
+        """Adds a `model.save_pretrained` of a copy of the whole model.
+
+        Raises: NotCopyable, for a model that holds more than modules and plain tensors.
+        """
+        try:
+            copied: Any = copied_model(model, self.buffers.copy)
+        except NotCopyable:
+            raise
+        except Exception as error:  # any object can be an attribute of a module
+            raise NotCopyable(f"a part of the model cannot be copied: {type(error).__name__}: {error}") from error
+        self._writes.append(partial(copied.save_pretrained, os.fspath(folder)))
+
+    def write(self) -> None:
+        """Writes everything."""
+        for write in self._writes:
+            write()
+
+
+def copied_model(model: nn.Module, copy_tensor: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Returns a separate model with copied tensors; hooks, configuration and all else as in `model`.
+
+    If only adapters are saved, the frozen weights are shared.
+
+    Raises: NotCopyable, for quantised weights and other special tensors.
+    """
+    made: dict[int, Any] = {}
+    only_trained = has_adapters(model)
+    for tensor in chain(model.parameters(), model.buffers()):
+        if only_trained and not tensor.requires_grad:
+            made[id(tensor)] = tensor
+            continue
+        if type(tensor) not in _PLAIN_TYPES:
+            raise NotCopyable(f"the model has a {type(tensor).__name__}")
+        copied = copy_tensor(tensor)
+        made[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+    return copy.deepcopy(model, made)
+
+
+def writes_itself_safely(model: nn.Module) -> bool:
+    """True if `model.save_pretrained` works on a copy of the model: a library's own, not a user's."""
+    module = getattr(getattr(type(model), "save_pretrained", None), "__module__", "") or ""
+    is_quantized = getattr(model, "hf_quantizer", None) is not None
+    return module.partition(".")[0] in _LIBRARIES and not is_quantized
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of tensors, each counted once."""
+    return sum({(t.device, t.data_ptr(), t.numel()): num_bytes(t) for t in tensors if t.device.type != "meta"}.values())
+
+
+def available_host_memory() -> int | None:
+    """Returns the bytes that this process can still allocate: the system's and its control group's; None if unknown."""
+    known = [value for value in (_system_memory(), _group_memory()) if value is not None]
+    return min(known, default=None)
+
+
+def _system_memory() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _group_memory() -> int | None:
+    """Returns the free bytes of version 2 control groups, as containers see theirs."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+        reclaimable = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return limit - used + int(reclaimable.get("file", 0))
+    except (OSError, ValueError):
+        return None
+
+
+class Writer:
+    """Runs one task at a time on a background thread.
+
+    Attributes:
+        is_due: a task has ended and `settle` should be called. Read at each step, so a plain attribute.
+    """
+
+    def __init__(self) -> None:
+        self.is_due = False
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._ended: Callable[[BaseException | None], None] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a task was started and not settled."""
+        return self._thread is not None
+
+    def start(self, work: Callable[[], None], ended: Callable[[BaseException | None], None]) -> None:
+        """Runs `work` on the thread; `settle` calls `ended` with its exception or None. Waits for the task before."""
+        self.join()
+        self._error, self._ended = None, ended
+        # not a daemon: an interpreter that exits waits for the checkpoint being written
+        self._thread = threading.Thread(target=self._run, args=(work,), name="paceline-checkpoint")
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Calls `ended` of a finished task, on this thread; does nothing while it is running."""
+        thread, ended = self._thread, self._ended
+        if thread is None or not self.is_due:
+            return
+        thread.join()
+        self.is_due, self._thread, self._ended = False, None, None
+        error, self._error = self._error, None
+        if ended is not None:
+            ended(error)
+
+    def join(self) -> None:
+        """Waits for the running task, and settles it."""
+        if self._thread is not None:
+            self._thread.join()
+            self.settle()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        if sys.platform == "linux":  # if a thread has its own priority: training goes first
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWER_PRIORITY)
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+        self.is_due = True

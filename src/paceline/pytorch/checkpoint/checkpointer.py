@@ -1,0 +1,467 @@
+"""The Checkpointer: saves and restores the items of a run, by the methods that a subclass may override.
+
+A checkpoint is copied to host memory and written asynchronously, one at a time, unless something needs its folder at
+once (`Checkpointer.why_at_once`). A save that the disk refuses is given up with a warning, the checkpoints before it
+stay whole, and training continues; a best model that could not be written is kept in memory and retried.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint import folders
+from paceline.checkpoint.layout import OPTIMIZER_FOLDER, is_sharded
+from paceline.checkpoint.resuming import STATE_FILE, announce_resume, report_changes
+from paceline.checkpoint.retention import Retention, rotate
+from paceline.checkpoint.space import in_words
+from paceline.core.events import CallbackHandler, restore_callback_states
+from paceline.core.lineage import PROGRESS_FILE, RunMark, is_part, mark_of
+from paceline.core.methods import is_ours
+from paceline.core.state import TrainerControl, TrainerState, write_values
+from paceline.pytorch.checkpoint import files
+from paceline.pytorch.checkpoint.background import available_host_memory, writes_itself_safely
+from paceline.pytorch.checkpoint.fqn_state import load_foreign_optimizer, load_optimizer_shards
+from paceline.pytorch.checkpoint.items import (
+    DATA,
+    OPTIMIZER,
+    PRECISION,
+    RNG,
+    SCHEDULER,
+    Contents,
+    Format,
+    file_of,
+    further,
+)
+from paceline.pytorch.checkpoint.resume_state import CALLBACKS_FILE, describe_progress, read_progress, saved_callbacks
+from paceline.pytorch.checkpoint.saves import Job, Saves
+from paceline.pytorch.checkpoint.validate_state import wrap_load_error
+from paceline.pytorch.data.feed import StatefulDataIterator
+from paceline.pytorch.distributed.collectives import gather_objects, share_object
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveHooks:
+    """The methods that a checkpoint is made of, bound from the Trainer's instance: overrides count.
+
+    Attributes:
+        owner: the name of their class, for messages.
+        save_checkpoint, save: not called here; an override needs the folder.
+        save_model, save_optimizer_and_scheduler, save_scaler, save_rng_state: write their part into a folder.
+        load_optimizer_and_scheduler, load_scaler, load_rng_state: read it back.
+        load_best_model: loads the weights of the best checkpoint.
+        store_flos: adds the operations counted so far to the state.
+        push: sends a published checkpoint to the hub.
+        fire_saved: fires `on_save`.
+    """
+
+    owner: str
+    save_checkpoint: Callable[..., Any]
+    save_model: Callable[..., Any]
+    save: Callable[..., Any]
+    save_optimizer_and_scheduler: Callable[[str], Any]
+    save_scaler: Callable[[str], Any]
+    save_rng_state: Callable[[str], Any]
+    load_optimizer_and_scheduler: Callable[[str], Any]
+    load_scaler: Callable[[str], Any]
+    load_rng_state: Callable[[str], Any]
+    load_best_model: Callable[[], Any]
+    store_flos: Callable[[], None]
+    push: Callable[[str], Any]
+    fire_saved: Callable[[], None]
+
+    def overridden(self) -> str | None:
+        """Returns the name of a method that user code has replaced, and that may read the folder; None if none is.
+
+        It is called when all files before its own are written.
+        """
+        methods = {
+            "_save_checkpoint": self.save_checkpoint,
+            "save_model": self.save_model,
+            "_save": self.save,
+            "_save_optimizer_and_scheduler": self.save_optimizer_and_scheduler,
+            "_save_scaler": self.save_scaler,
+            "_save_rng_state": self.save_rng_state,
+        }
+        return next((name for name, method in methods.items() if not is_ours(method)), None)
+
+
+@dataclass(frozen=True)
+class SaveSettings:
+    """The options of saving and restoring.
+
+    Attributes:
+        should_save: this process writes files, if not all do.
+        push_to_hub: published checkpoints are pushed.
+        in_background: `save_in_background`.
+        retention: which checkpoints are kept.
+        describe_arguments: returns the arguments as plain values.
+        restores_arguments: `restore_callback_states_from_checkpoint`.
+        reports_changes: log the arguments that changed since the checkpoint that is restored.
+    """
+
+    should_save: bool
+    push_to_hub: bool
+    in_background: bool
+    retention: Retention
+    describe_arguments: Callable[[], Mapping[str, Any]]
+    restores_arguments: bool
+    reports_changes: bool
+
+
+class Checkpointer:
+    """Saves the items of a run, and restores them.
+
+    Args:
+        contents: the items, and how their tensors are placed.
+        format: the form in which model and optimizer are stored.
+        saves: the state of the run's saves; one of its own outside of a run.
+        in_run: a run is in progress; outside of one a checkpoint is written at once.
+        state: of the Trainer.
+        handler: the callbacks.
+        read_control: returns the present control.
+        read_mark: returns the mark of the run as it is now, None before the first.
+        mark_saved: returns the mark that a checkpoint written now is given; None outside of a run.
+        hooks: the methods that write and read its parts.
+        settings: the options.
+    """
+
+    def __init__(
+        self,
+        *,
+        contents: Contents,
+        format: Format,
+        saves: Saves,
+        in_run: bool,
+        state: TrainerState,
+        handler: CallbackHandler,
+        read_control: Callable[[], TrainerControl],
+        read_mark: Callable[[], RunMark | None],
+        mark_saved: Callable[[], RunMark] | None,
+        hooks: SaveHooks,
+        settings: SaveSettings,
+    ) -> None:
+        self.contents = contents
+        self.items = contents.items
+        self.world = contents.world
+        self.format = format
+        self.saves = saves
+        self.in_run = in_run
+        self.state = state
+        self.handler = handler
+        self.read_control = read_control
+        self.read_mark = read_mark
+        self.mark_saved = mark_saved
+        self.hooks = hooks
+        self.settings = settings
+
+    # ---- one checkpoint
+
+    def save(self, output_dir: Path) -> None:
+        """Writes one checkpoint: into a hidden folder first, published by one rename. The body of `_save_checkpoint`.
+
+        With several processes each gives its shard, and one writes (one of each machine, with `save_on_each_node`). The
+        first process decides the outcome. In the sharded format, each writes its own.
+        """
+        saves, world, state = self.saves, self.world, self.state
+        saves.begin()
+        self.hooks.store_flos()
+        folder = output_dir / folders.checkpoint_name(state.global_step)
+        logger.info("Saving model checkpoint to %s", folder)
+        best_before = state.best_model_checkpoint
+        is_best = self._point_to_best(folder, is_coming=True)
+        random = gather_objects(world, self.items[RNG].state_dict())
+        with saves.gathered(random, self._gather_positions(), self.format.gather()):
+            if self.settings.should_save or self.format.all_write:
+                self._write(folder, is_best, best_before)
+        if world.is_distributed and not self.format.all_write:
+            has_failed, best = share_object(world, (folder.name in saves.failed, state.best_model_checkpoint))
+            state.record_best(best)
+            if not self.settings.should_save and not has_failed:
+                saves.published_elsewhere()
+
+    def _gather_positions(self) -> list[Any] | None:
+        """Returns each process's position in its own shard of the data; None if one position suffices."""
+        feed = self.items.get(DATA)
+        if not isinstance(feed, StatefulDataIterator) or not self.world.is_distributed or feed.is_common:
+            return None
+        mesh = self.contents.strategy.mesh
+        positions = gather_objects(self.world, feed.state_dict())
+        return [position for rank, position in enumerate(positions) if mesh.is_data_leader(rank)]
+
+    def _write(self, folder: Path, is_best: bool, best_before: str | None) -> None:
+        """Collects the contents of the checkpoint, and writes it now or asynchronously."""
+        try:
+            job = self.format.take(folder, is_best, self.fill, self.why_at_once)
+        except OSError as error:
+            self._give_up(folder, best_before, error)
+            return
+        ended = partial(self._settle, job, best_before)
+        work = partial(self._publish, job)
+        if job.copy is not None:
+            self.saves.writer.start(work, ended)
+            return
+        try:
+            work()
+        except OSError as error:
+            ended(error)
+        except BaseException:
+            job.drop()
+            raise
+        else:
+            self.saves.published()
+            self._push(folder)
+
+    def fill(self, job: Job) -> None:
+        """Calls the methods that write the parts, each of which a subclass may override."""
+        path, hooks = str(job.temporary), self.hooks
+        hooks.save_model(path, _internal_call=True)
+        if not self.contents.save_only_model:
+            hooks.save_optimizer_and_scheduler(path)
+            hooks.save_scaler(path)
+            hooks.save_rng_state(path)
+            self.write_items(path, further(self.items))
+        self.state.record_callbacks([*self.handler.callbacks, self.read_control()])
+        job.later(partial(write_values, self.state.plain_values(), job.temporary / STATE_FILE))
+        text, states = describe_progress(
+            self.items,
+            mark=self.mark_saved() if self.mark_saved is not None else None,
+            positions=self.saves.positions,
+            arguments=self.settings.describe_arguments(),
+            world_size=self.world.world_size,
+            data_size=self.contents.strategy.mesh.data_size,
+        )
+        if states:
+            self.saves.put(states, path, CALLBACKS_FILE)
+        job.later(partial((job.temporary / PROGRESS_FILE).write_text, text, encoding="utf-8"))
+
+    def _publish(self, job: Job) -> None:
+        """Writes and publishes, on either thread, a postponed one first; deletes what no policy keeps."""
+        self.saves.retry_postponed()
+        job.run()
+        self.saves.frozen.published(job.folder)
+        self._tidy(job.folder.parent)
+
+    def _settle(self, job: Job, best_before: str | None, error: BaseException | None) -> None:
+        """Runs the main thread's follow-up of a checkpoint that was written, or could not be."""
+        saves = self.saves
+        if error is None:
+            saves.failed.clear()
+            saves.buffers.give_back()
+            self._push(job.folder)
+            self.hooks.fire_saved()
+            return
+        if not isinstance(error, OSError):
+            job.drop()
+            saves.write_in_front(f"writing {job.folder.name} behind it ended with {type(error).__name__}: {error}")
+        elif job.is_best and job.can_be_written:
+            saves.postpone(job)
+        else:
+            job.drop()
+            saves.buffers.give_back()
+        self._give_up(job.folder, best_before, error)
+
+    def _push(self, folder: Path) -> None:
+        if self.settings.push_to_hub and self.settings.should_save:
+            self.hooks.push(str(folder))
+
+    def _give_up(self, folder: Path, best_before: str | None, error: BaseException) -> None:
+        """Logs that a checkpoint was not written, and restores the best one before it."""
+        saves = self.saves
+        if self.state.best_model_checkpoint == str(folder) and not folder.is_dir():
+            self.state.record_best(best_before)
+        saves.failed.append(folder.name)
+        kept = saves.postponed is not None and saves.postponed.folder == folder
+        logger.warning(
+            "%s could not be written: %s. Training goes on; the checkpoints before it are whole. %s",
+            folder,
+            error,
+            "It holds the best model, so it stays in memory and is tried again with the next save."
+            if kept
+            else "The next save is tried when it is due.",
+            exc_info=None if isinstance(error, OSError) else error,
+        )
+
+    # ---- which are kept
+
+    def _point_to_best(self, folder: Path, *, is_coming: bool) -> bool:
+        """Sets the best checkpoint in the state, if that exists, or is this one and about to.
+
+        Returns: True if `folder` is the best.
+        """
+        if not self.state.best_global_step:
+            return False
+        best = folder.with_name(folders.checkpoint_name(self.state.best_global_step))
+        if (best == folder and is_coming) or (best.is_dir() and is_part(self.read_mark(), best.name, mark_of(best))):
+            self.state.record_best(str(best))
+        return best == folder
+
+    def _tidy(self, output_dir: Path) -> None:
+        """Deletes the checkpoints that no policy keeps. On the writing thread: deleting takes time too."""
+        state = self.state
+        self._point_to_best(output_dir / folders.checkpoint_name(state.global_step), is_coming=False)
+        if not self.settings.should_save:
+            return
+        try:
+            history, best = list(state.log_history), state.best_model_checkpoint
+            for path in rotate(output_dir, self.settings.retention, history, best, run=self.read_mark()):
+                logger.info("Deleting older checkpoint [%s] due to args.save_total_limit", path)
+        except OSError as error:
+            logger.warning("Old checkpoints in %s could not be deleted: %s", output_dir, error)
+
+    def finish(self, output_dir: Path) -> None:
+        """Waits for pending writes at the end of a run, retries failed ones once, and tidies up.
+
+        Several processes continue when the first has done so, with its best checkpoint.
+        """
+        self.saves.writer.join()
+        written = self.saves.finish_postponed()
+        if written is not None:
+            self.state.record_best(str(written))
+        if self.saves.failed:
+            logger.error("The run ends without %s: see the warnings above.", ", ".join(self.saves.failed))
+        self._tidy(output_dir)
+        self.state.record_best(share_object(self.world, self.state.best_model_checkpoint))
+
+    # ---- synchronous or asynchronous
+
+    def why_at_once(self, num_bytes: int) -> str | None:
+        """Returns the reason for writing this checkpoint synchronously, in words; None to write it asynchronously.
+
+        It is empty if the user asked for that.
+        """
+        saves = self.saves
+        if not self.in_run or not self.settings.in_background:
+            return ""
+        if saves.whole is not None:
+            return "the weights are put together from shards"
+        readers = [c for c in self.handler.listening("on_save") if getattr(c, "reads_checkpoint", True)]
+        if readers:
+            name = type(readers[0]).__name__
+            return f"{name} listens to on_save (reads_checkpoint = False says that it needs no files)"
+        own = self.hooks.overridden()
+        if own is not None:
+            return f"{self.hooks.owner} has its own {own}"
+        if saves.obstacle is not None:
+            return saves.obstacle
+        model = self.contents.model
+        if callable(getattr(model, "save_pretrained", None)) and not writes_itself_safely(model):
+            return f"{type(model).__name__} has its own save_pretrained"
+        available = available_host_memory()
+        needed = num_bytes - saves.buffers.num_bytes
+        if available is not None and 1.25 * needed > available:
+            return f"a copy needs {in_words(needed)} of host memory, and {in_words(available)} are available"
+        return None
+
+    # ---- its parts
+
+    def write_items(self, folder: str, names: Iterable[str]) -> None:
+        """Writes the files of these items, of those that there are; most need none for an empty state."""
+        for name in names:
+            job = self.saves.job
+            if name not in self.items or (name == OPTIMIZER and job is not None and job.in_shards):
+                continue  # its shards are written by all processes
+            whole = self.saves.whole if name == OPTIMIZER else None
+            state = whole[OPTIMIZER] if whole is not None else self.items[name].state_dict()
+            if state or name in (OPTIMIZER, SCHEDULER):
+                self.saves.put(state, folder, file_of(name))
+
+    def write_random_states(self, folder: str) -> None:
+        """Writes the random states of all processes in a checkpoint, else of this one."""
+        states = dict(enumerate(self.saves.random or []))
+        if not states:
+            states = {self.world.process_index: self.items[RNG].state_dict()}
+        for rank, state in states.items():
+            self.saves.put(state, folder, files.rng_name(rank, self.world.world_size))
+
+    # ---- restoring
+
+    def restore(self, checkpoint: Path) -> dict[str, Any] | None:
+        """Restores everything but weights and position, which were restored before the strategy took the model.
+
+        Returns: the contents of `progress.json`, for the loop; None in a checkpoint that another library wrote.
+        """
+        self.hooks.load_optimizer_and_scheduler(str(checkpoint))
+        self.hooks.load_scaler(str(checkpoint))
+        self.load_items(checkpoint, further(self.items))
+        progress = read_progress(checkpoint)
+        self._restore_callbacks(checkpoint, progress)
+        if self.settings.reports_changes and self.state.is_world_process_zero:
+            report_changes(checkpoint, progress, self.settings.describe_arguments())
+        self.hooks.load_rng_state(str(checkpoint))
+        announce_resume(self.state, checkpoint)
+        return progress
+
+    def _restore_callbacks(self, checkpoint: Path, progress: Mapping[str, Any] | None) -> None:
+        """Restores the callbacks' states, ours or those of a checkpoint of transformers."""
+        exported = self.state.stateful_callbacks or {}
+        states, sources = saved_callbacks(checkpoint, progress, exported)
+        if progress is not None:
+            with wrap_load_error(checkpoint / STATE_FILE):
+                self.read_control().resume(exported.get("TrainerControl", {}).get("args", {}))
+        if states or progress is not None:
+            with wrap_load_error(checkpoint / " or ".join(sources)):
+                restore_callback_states(self.handler, states, with_arguments=self.settings.restores_arguments)
+
+    def load_items(self, checkpoint: Path, names: Iterable[str]) -> None:
+        """Restores these items, of those that there are; one without a file (`save_only_model`) starts anew."""
+        for name in names:
+            item = self.items.get(name)
+            if item is not None and name == OPTIMIZER and self._load_named_optimizer(checkpoint):
+                continue
+            path = checkpoint / file_of(name)
+            if not path.is_file():
+                logger.warning("%s holds no %s: that part of the run starts anew.", checkpoint, path.name)
+                continue
+            if item is None:
+                logger.warning("%s is not loaded: there is no %s yet.", path, name)
+                continue
+            files.load_state(item, path)
+            if name == OPTIMIZER:
+                self.contents.strategy.shard_state(self.contents.optimizer)
+
+    def _load_named_optimizer(self, checkpoint: Path) -> bool:
+        """Restores the optimizer from shards, or from the files of another library, all keyed by parameter names.
+
+        Returns: False, with nothing changed, if the checkpoint has none of these.
+        """
+        model, optimizer = self.contents.model, self.contents.optimizer
+        if is_sharded(checkpoint / OPTIMIZER_FOLDER):
+            load_optimizer_shards(model, optimizer, checkpoint)
+            return True
+        if not load_foreign_optimizer(model, optimizer, checkpoint):
+            return False
+        self.contents.strategy.shard_state(optimizer)
+        return True
+
+    def load_scaler(self, checkpoint: Path) -> None:
+        """Restores the gradient scaler of float16, if the checkpoint holds one."""
+        if (checkpoint / file_of(PRECISION)).is_file():
+            self.load_items(checkpoint, (PRECISION,))
+
+    def load_random_states(self, checkpoint: Path) -> None:
+        """Restores the random states; without them (`save_only_model`) the run continues with others."""
+        rank, size = self.world.process_index, self.world.world_size
+        state = files.load_rng(checkpoint, rank, size)
+        if state is None:
+            logger.warning(
+                "%s holds no random state: the run goes on, but not bit for bit as it would have.", checkpoint
+            )
+            return
+        with wrap_load_error(checkpoint / files.rng_name(rank, size)):
+            self.items[RNG].load_state_dict(state)
+
+    def load_best(self, checkpoint: Path) -> None:
+        """Loads the best checkpoint, or logs why not, in which case the weights of the last optimizer step stay."""
+        problems = folders.verify(checkpoint)
+        if problems:
+            reason = "; ".join(problems[:3])
+            logger.error("The best model is not loaded, the last one stays: %s: %s.", checkpoint, reason)
+            return
+        self.hooks.load_best_model()

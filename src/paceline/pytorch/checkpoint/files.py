@@ -1,0 +1,413 @@
+"""The files of a checkpoint, under transformers' names, so that either side can load the other's.
+
+Everything takes and gives host state, so that a caller can snapshot first and write later; nothing read here can run
+code. `checkpoint.folders` chooses and publishes the folder.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from paceline.args.secrets import masked
+from paceline.checkpoint.manifest import KnownFile
+from paceline.pytorch.checkpoint.adapters import has_adapter_files, has_adapters, load_adapters
+from paceline.pytorch.checkpoint.background import HostCopy
+from paceline.pytorch.checkpoint.frozen_cache import FrozenPart, fingerprint
+from paceline.pytorch.checkpoint.tensors import CheckpointError, load_json, load_tensors, save_json, save_tensors
+from paceline.pytorch.checkpoint.validate_state import find_misfit
+from paceline.pytorch.checkpoint.weights import (
+    PICKLED_WEIGHTS_INDEX_NAME,
+    PICKLED_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    Sorted,
+    alias_groups,
+    apart_name,
+    read_weights,
+    sort_out,
+    write_sorted,
+    write_weights,
+)
+
+__all__ = [
+    "CheckpointError",
+    "load_json",
+    "load_model",
+    "load_optimizer",
+    "load_rng",
+    "load_scaler",
+    "load_scheduler",
+    "load_state",
+    "load_tensors",
+    "save_arguments",
+    "save_json",
+    "save_model",
+    "save_optimizer",
+    "save_rng",
+    "save_scaler",
+    "save_scheduler",
+    "save_tensors",
+]
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER_NAME = "optimizer.pt"
+SCHEDULER_NAME = "scheduler.pt"
+SCALER_NAME = "scaler.pt"
+TRAINER_STATE_NAME = "trainer_state.json"
+TRAINING_ARGS_NAME = "training_args.bin"
+DEFAULT_SHARD_BYTES = 50 * 10**9  # as transformers: sharding is for hosts that limit the size of a file
+
+_MOST_NAMED = 10
+_REFUSALS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError)
+_AS_IT_IS = "its files are loaded by name instead"
+
+
+class HasState(Protocol):
+    """An optimizer, a schedule, a gradient scaler: any object with `state_dict` and `load_state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def save_model(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    state_dict: Mapping[str, Any] | None = None,
+    processing_class: object = None,
+    max_shard_bytes: int | None = None,
+) -> None:
+    """Writes a model into `folder` in the form that its own library loads, and the processing class beside it.
+
+    A model with `save_pretrained` (transformers, PEFT, diffusers, ...) writes itself; any other module becomes
+    `model.safetensors`, tied tensors stored once, in shards above `max_shard_bytes` (50 GB by default).
+    `state_dict` replaces the model's own, for weights that were gathered or copied to the host before.
+
+    Raises: OSError if the disk refuses; ValueError, TypeError for state that cannot be stored.
+    """
+    model = without_compile(model)
+    os.makedirs(folder, exist_ok=True)
+    save_pretrained = getattr(model, "save_pretrained", None)
+    if callable(save_pretrained):
+        accepted = _parameters(save_pretrained)
+        options: dict[str, Any] = {}
+        if state_dict is not None:
+            if "state_dict" not in accepted and not (has_adapters(model) and "**" in accepted):
+                raise TypeError(
+                    f"{type(model).__name__}.save_pretrained takes no state_dict, so weights gathered elsewhere "
+                    "cannot be given to it: override save_model, or add that parameter"
+                )
+            options["state_dict"] = dict(state_dict)
+        if max_shard_bytes is not None and "max_shard_size" in accepted:
+            options["max_shard_size"] = max_shard_bytes
+        save_pretrained(os.fspath(folder), **options)
+    else:
+        weights = model.state_dict() if state_dict is None else state_dict
+        write_weights(weights, folder, max_shard_bytes=max_shard_bytes or DEFAULT_SHARD_BYTES)
+    if hasattr(processing_class, "save_pretrained"):
+        processing_class.save_pretrained(os.fspath(folder))
+
+
+def store_weights(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    frozen: FrozenPart,
+    copy: HostCopy | None = None,
+) -> dict[str, KnownFile]:
+    """Writes the weights of a plain module into a checkpoint, frozen ones in a separate shard.
+
+    Args:
+        frozen: links that shard from the checkpoint before, if possible.
+        copy: None: write now; else copy to be written later.
+
+    Returns: files of which the hash is known.
+    Raises: as `save_model`.
+    """
+    weights = sort_out(without_compile(model).state_dict())
+    apart = frozen.names(without_compile(model), weights.tensors)
+    known: dict[str, KnownFile] = {}
+    if apart:
+        name = apart_name(weights, apart, max_shard_bytes=DEFAULT_SHARD_BYTES)
+        prints = {key: fingerprint(weights.tensors[key]) for key in apart}
+        placed = frozen.place(prints, Path(folder, name), copy.add if copy is not None else _at_once)
+        if placed is not None:
+            known = placed
+            weights.tensors = {key: tensor for key, tensor in weights.tensors.items() if key not in apart}
+        frozen.written(prints, name)
+
+    def write(state: Sorted) -> None:
+        write_sorted(state, folder, max_shard_bytes=DEFAULT_SHARD_BYTES, apart=apart)
+
+    if copy is None:
+        write(weights)
+    else:
+        copy.add_weights(weights, write)
+    return known
+
+
+def _at_once(write: Callable[[], None]) -> None:
+    write()
+
+
+def has_weights(folder: str | os.PathLike[str]) -> bool:
+    """True if there is a file of the whole model, under any of the names that `load_model` reads."""
+    names = (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, PICKLED_WEIGHTS_NAME, PICKLED_WEIGHTS_INDEX_NAME)
+    return any(Path(folder, name).is_file() for name in names) or has_adapter_files(Path(folder))
+
+
+def load_model(model: nn.Module, folder: str | os.PathLike[str], state: dict[str, Any] | None = None) -> list[str]:
+    """Loads the weights in `folder` into `model`, which is unchanged if they do not fit.
+
+    Reads safetensors, shards, `pytorch_model.bin` (tensors only) and PEFT adapters. A transformers checkpoint that
+    stores its weights in another form than the model holds them (fused experts, renamed layers) goes through the
+    model's own `from_pretrained`, at the cost of a second copy on the host.
+
+    Args:
+        state: the weights, if they were read from files of another form.
+
+    Returns: one sentence each about weights that are missing or unexpected.
+    Raises: CheckpointError, naming the file, or the shapes that differ.
+    """
+    model = without_compile(model)
+    folder = Path(folder)
+    if has_adapters(model) and has_adapter_files(folder):
+        return load_adapters(model, folder)
+    is_own_form = state is None
+    state = read_weights(folder) if state is None else state
+    if state is None:
+        found = sorted(os.listdir(folder)) if folder.is_dir() else []
+        raise CheckpointError(
+            f"{folder} holds no weights to load: expected model.safetensors, pytorch_model.bin or their indexes, "
+            f"found {', '.join(found[:_MOST_NAMED]) or 'nothing'}"
+        )
+    own = model.state_dict()
+    missing, unexpected = _name_differences(own, state)
+    if (missing or unexpected) and is_own_form and _is_pretrained(model, folder):
+        try:
+            return _load_through_class(model, folder)
+        except _REFUSALS as error:  # usually a subclass with its own constructor
+            logger.warning("%s.from_pretrained cannot read %s (%s): %s", type(model).__name__, folder, error, _AS_IT_IS)
+    if not _renames_on_load(model):
+        _check_fit(model, own, state, folder)
+    return _put(model, state, folder, missing, unexpected)
+
+
+def save_optimizer(optimizer: HasState, folder: str | os.PathLike[str]) -> None:
+    """Writes `optimizer.pt`. Raises as `save_tensors`."""
+    save_tensors(optimizer.state_dict(), Path(folder, OPTIMIZER_NAME))
+
+
+def load_optimizer(optimizer: HasState, folder: str | os.PathLike[str]) -> None:
+    """Reads `optimizer.pt` into the optimizer. Raises FileNotFoundError, or CheckpointError if it does not fit."""
+    load_state(optimizer, Path(folder, OPTIMIZER_NAME))
+
+
+def save_scheduler(scheduler: HasState, folder: str | os.PathLike[str]) -> None:
+    """Writes `scheduler.pt`. Raises as `save_tensors`."""
+    save_tensors(scheduler.state_dict(), Path(folder, SCHEDULER_NAME))
+
+
+def load_scheduler(scheduler: HasState, folder: str | os.PathLike[str]) -> None:
+    """Reads `scheduler.pt` into the schedule. Raises FileNotFoundError, or CheckpointError if it does not fit."""
+    load_state(scheduler, Path(folder, SCHEDULER_NAME))
+
+
+def save_scaler(scaler: HasState, folder: str | os.PathLike[str]) -> None:
+    """Writes `scaler.pt`, the state of an fp16 gradient scaler. Raises as `save_tensors`."""
+    save_tensors(scaler.state_dict(), Path(folder, SCALER_NAME))
+
+
+def load_scaler(scaler: HasState, folder: str | os.PathLike[str]) -> None:
+    """Reads `scaler.pt` into the scaler. Raises FileNotFoundError, or CheckpointError if it does not fit."""
+    load_state(scaler, Path(folder, SCALER_NAME))
+
+
+def save_rng(state: Mapping[str, Any], folder: str | os.PathLike[str], rank: int = 0, world_size: int = 1) -> None:
+    """Writes one process' random number states: `rng_state.pth`, or `rng_state_RANK.pth` with several processes."""
+    save_tensors(dict(state), Path(folder, rng_name(rank, world_size)))
+
+
+def load_rng(folder: str | os.PathLike[str], rank: int = 0, world_size: int = 1) -> dict[str, Any] | None:
+    """Returns this process's random number states, ours or those of transformers; None (and a log line) without the
+    file.
+
+    Raises: CheckpointError, naming the file, when it is damaged.
+    """
+    path = Path(folder, rng_name(rank, world_size))
+    if not path.is_file():
+        logger.warning("%s is missing, so random numbers do not go on where they were", path)
+        return None
+    return _dict_of(path)
+
+
+def save_arguments(args_dict: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
+    """Writes `training_args.bin`: a plain dict, for people to read. paceline never reads it."""
+    save_tensors(showable_arguments(args_dict), Path(folder, TRAINING_ARGS_NAME))
+
+
+def showable_arguments(args_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the contents of `training_args.bin`: plain values, all else as text, secrets masked."""
+    return {name: _showable(value) for name, value in masked(args_dict).items()}
+
+
+def rng_name(rank: int, world_size: int) -> str:
+    """Returns the file name of one process' random number states."""
+    return "rng_state.pth" if world_size <= 1 else f"rng_state_{rank}.pth"
+
+
+def _showable(value: object) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _showable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_showable(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _dict_of(path: Path) -> dict[str, Any]:
+    value = load_tensors(path)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__} where a state dict is expected")
+    return value
+
+
+def load_state(target: HasState, path: Path) -> None:
+    """Reads a file of a state dict into its owner. Raises FileNotFoundError, or CheckpointError if it does not fit."""
+    take_state(target, _dict_of(path), path)
+
+
+def take_state(target: HasState, state: dict[str, Any], path: Path) -> None:
+    """Gives `target` a state read from `path`. Raises CheckpointError if it does not fit; then nothing changes."""
+    misfit = find_misfit(target, state)
+    if misfit is not None:
+        raise CheckpointError(f"{path} does not fit this {type(target).__name__}: {misfit}")
+    before = dict(target.state_dict())
+    try:
+        target.load_state_dict(state)
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
+        # torch's optimizers convert values after taking the new state, so a failure can leave half of it.
+        with suppress(*_REFUSALS):
+            target.load_state_dict(before)
+        raise CheckpointError(
+            f"{path} does not fit this {type(target).__name__}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def without_compile(model: nn.Module) -> nn.Module:
+    """Returns the module inside `torch.compile`'s wrapper, whose names are the ones to store."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _parameters(function: Any) -> set[str]:
+    """Returns the names of a function's parameters; "**" stands for any further keyword."""
+    kinds = inspect.signature(function).parameters.values()
+    return {"**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name for parameter in kinds}
+
+
+def _name_differences(own: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Returns (model names missing in `state`, except those tied to one it has; names unknown to the model)."""
+    first = alias_groups(own)
+    given = {first.get(name, name) for name in state}
+    missing = [name for name in own if name not in state and first.get(name, name) not in given]
+    return missing, [name for name in state if name not in own]
+
+
+def _renames_on_load(model: nn.Module) -> bool:
+    """True if the model edits a state dict as it loads it: then only loading can tell if it fits."""
+    return any(module._load_state_dict_pre_hooks for module in model.modules())
+
+
+def _check_fit(model: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any], folder: Path) -> None:
+    shared = [name for name in own if name in state]
+    if own and not shared:
+        raise CheckpointError(
+            f"no weight in {folder} has a name that the model knows: the checkpoint has {_few(state)}; "
+            f"the model has {_few(own)}"
+        )
+    differing = [name for name in shared if _shape(own[name]) != _shape(state[name])]
+    if any(not _loads_by_itself(model, name) for name in differing):
+        shown = [f"{name} {_shape(state[name])} instead of {_shape(own[name])}" for name in differing]
+        raise CheckpointError(f"{folder} does not fit the model, whose weights have other shapes: {_few(shown)}")
+
+
+def _loads_by_itself(model: nn.Module, name: str) -> bool:
+    """True if the module that holds this tensor, or the model, overrides loading, and may take any shape."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    ways = (type(model).load_state_dict, type(owner)._load_from_state_dict)
+    return any(not str(way.__module__).startswith("torch.nn.") for way in ways)
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    if not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(value):
+        return None
+    return tuple(value.shape)
+
+
+def _put(model: nn.Module, state: dict[str, Any], folder: Path, missing: list[str], unexpected: list[str]) -> list[str]:
+    own = model.state_dict()
+    is_risky = any(name in own and _shape(own[name]) != _shape(value) for name, value in state.items())
+    # a refusal may come after half of it was loaded
+    before = {name: deepcopy(value) for name, value in own.items()} if is_risky else None
+    try:
+        result = model.load_state_dict(state, strict=False)
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+        if before is not None:
+            with suppress(*_REFUSALS):
+                model.load_state_dict(before)
+        raise CheckpointError(f"{folder} does not fit the model: {error}") from error
+    if _renames_on_load(model) and result is not None:
+        missing, unexpected = list(result.missing_keys), list(result.unexpected_keys)
+    return _notes(folder, missing, unexpected)
+
+
+def _notes(folder: Path, missing: Iterable[str], unexpected: Iterable[str]) -> list[str]:
+    notes = []
+    missing, unexpected = list(missing), list(unexpected)
+    if missing:
+        notes.append(
+            f"There were missing keys in the checkpoint model loaded: {folder} lacks weights of the model, which keep "
+            f"their values: {_few(missing)}"
+        )
+    if unexpected:
+        notes.append(
+            f"There were unexpected keys in the checkpoint model loaded: {folder} has weights that the model does not "
+            f"know and that are left out: {_few(unexpected)}"
+        )
+    return notes
+
+
+def _is_pretrained(model: nn.Module, folder: Path) -> bool:
+    is_loadable = callable(getattr(type(model), "from_pretrained", None)) and hasattr(model, "config")
+    return is_loadable and (folder / "config.json").is_file()
+
+
+def _load_through_class(model: Any, folder: Path) -> list[str]:
+    """Loads the folder into a second model by the model's class, and copies the weights from that."""
+    floats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    widest = max(floats, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
+    with torch.random.fork_rng(devices=[]):  # it draws values for weights that the checkpoint lacks
+        other, info = type(model).from_pretrained(
+            os.fspath(folder), config=model.config, dtype=widest, output_loading_info=True, local_files_only=True
+        )
+    missing = list(info.get("missing_keys", ()))
+    state = {name: value for name, value in other.state_dict().items() if name not in missing}
+    _check_fit(model, model.state_dict(), state, folder)
+    return _put(model, state, folder, missing, list(info.get("unexpected_keys", ())))
+
+
+def _few(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f", and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

@@ -1,0 +1,160 @@
+"""The frozen part of a model: stored once, and linked from one checkpoint to the next."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint.manifest import KnownFile, entry_of
+from paceline.pytorch.checkpoint.weights import num_bytes
+
+logger = logging.getLogger(__name__)
+
+LEAST_BYTES = 1 << 20  # below this a separate file saves nothing
+
+_HOST_PIECE, _DEVICE_PIECE = 1 << 24, 1 << 27  # bytes hashed at a time
+_STEP, *_FACTORS = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # odd, as signed numbers of 64 bits
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file with frozen weights.
+
+    Attributes:
+        path: its path in a published checkpoint.
+        prints: fingerprints of the weights in it, by name.
+        known: its hash, and the identity of the hashed file.
+    """
+
+    path: Path
+    prints: Mapping[str, bytes]
+    known: KnownFile
+
+
+class FrozenPart:
+    """The location of a run's stored frozen weights."""
+
+    def __init__(self, least_bytes: int = LEAST_BYTES) -> None:
+        self.least_bytes = least_bytes
+        self.stored: Stored | None = None
+        self._written: tuple[dict[str, bytes], str] | None = None
+
+    def names(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Returns names -> bytes of the frozen parameters in `tensors`; empty if they are small.
+
+        Buffers are not included: training changes them.
+        """
+        frozen = {
+            name: tensors[name]
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad and name in tensors and tensors[name].data_ptr() == parameter.data_ptr()
+        }
+        trained = {parameter.data_ptr() for parameter in model.parameters() if parameter.requires_grad}
+        sizes = {name: num_bytes(tensor) for name, tensor in frozen.items() if tensor.data_ptr() not in trained}
+        return sizes if sum(sizes.values()) >= self.least_bytes else {}
+
+    def place(
+        self,
+        prints: Mapping[str, bytes],
+        target: Path,
+        later: Callable[[Callable[[], None]], None],
+    ) -> dict[str, KnownFile] | None:
+        """Links the stored file at `target`, if it holds these very weights.
+
+        Args:
+            later: receives the function that copies the file, if it cannot be linked.
+
+        Returns: the known file by its name, for `manifest.seal`; None if the weights must be written.
+        """
+        stored = self.stored
+        if stored is None or stored.prints != prints or not stored.known.is_still(stored.path):
+            return None
+        try:
+            os.link(stored.path, target)
+        except OSError as error:
+            logger.info("no link to %s (%s): it is copied", stored.path, error)
+            later(partial(_copy, stored.path, target))
+            return {}
+        return {target.name: stored.known}
+
+    def written(self, prints: dict[str, bytes], name: str) -> None:
+        """Records that the weights are in the file `name` of the checkpoint that will be published next."""
+        self._written = prints, name
+
+    def published(self, folder: Path) -> None:
+        """Records that the checkpoint is published."""
+        if self._written is None:
+            return
+        prints, name = self._written
+        self._written = None
+        known = entry_of(folder / name)
+        self.stored = None if known is None else Stored(folder / name, prints, known)
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+
+
+def fingerprint(tensor: Tensor) -> bytes:
+    """Returns a digest of a tensor's bits and their positions, computed on its device.
+
+    On the host it is SHA-256 of pieces, on all cores, 1 to 2 GB/s on each. On a device, whose bytes would first have to
+    come to the host, it is sums of its words, each mixed with its position: a single changed value is always detected,
+    several with a miss probability of about 1 in 2**32. That does not protect against intent.
+    """
+    data = tensor.detach().contiguous().view(-1)
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if data.numel() == 0:
+        return digest.digest()
+    if data.device.type == "cpu":
+        octets = data.view(torch.uint8).numpy().data
+        pieces = [octets[start : start + _HOST_PIECE] for start in range(0, len(octets), _HOST_PIECE)]
+        if len(pieces) == 1:
+            digest.update(pieces[0])
+        else:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing releases the GIL
+                for part in pool.map(_hash, pieces):
+                    digest.update(part)
+    else:
+        digest.update(mixed_sums(data))
+    return digest.digest()
+
+
+def _hash(piece: memoryview) -> bytes:
+    return hashlib.sha256(piece).digest()
+
+
+def mixed_sums(data: Tensor) -> bytes:
+    """Returns sums, over pieces of 128 MiB, of every eight bytes mixed with their position; waits for the device once.
+
+    The mixing is in the manner of SplitMix64 (Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195): one to one, so
+    that a single change is always detected; and of two rounds,
+     since after one a pair that differs in its highest bit alone
+    (1.0 and -1.0) can change places unseen. Takes three pieces of memory.
+    """
+    if data.data_ptr() % 8:
+        data = data.clone()
+    octets = data.view(torch.uint8)
+    whole = octets.numel() // 8 * 8
+    words = octets[:whole].view(torch.int64)
+    length = _DEVICE_PIECE // 8
+    places = torch.arange(min(length, words.numel()), device=data.device).mul_(_STEP)
+    sums = []
+    for piece in torch.split(words, length) if whole else ():
+        mixed = piece + places[: piece.numel()]
+        for factor in _FACTORS:
+            mixed.mul_(factor)
+            mixed.bitwise_xor_((mixed >> 32).bitwise_and_(0xFFFFFFFF))  # >> repeats the sign
+        sums.append(mixed.sum())
+    rest = octets[whole:].cpu().numpy().tobytes()
+    return (torch.stack(sums).cpu().numpy().tobytes() if sums else b"") + rest

@@ -1,0 +1,371 @@
+"""The state of a run beside weights and optimizer in a checkpoint: position, callbacks, arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.args.plan import Plan
+from paceline.checkpoint import resuming
+from paceline.core.contracts import Stateful
+from paceline.core.counts import is_count, is_json, shown
+from paceline.core.journal import skipped_windows
+from paceline.core.lineage import KEY, PROGRESS_FILE, RunMark
+from paceline.core.loop import Loop
+from paceline.core.summary import UpdateSummary
+from paceline.pytorch.checkpoint.items import CALLBACKS, DATA, LOSS, PROGRESS, Items
+from paceline.pytorch.checkpoint.tensors import CheckpointError, load_json, load_tensors, plain_values
+from paceline.pytorch.checkpoint.validate_state import wrap_load_error
+from paceline.pytorch.data.data_shard import DataShard
+from paceline.pytorch.data.dispatch import DispatchedLoader
+from paceline.pytorch.data.feed import StatefulDataIterator, place_in
+from paceline.pytorch.data.lengths import global_micro_batch_size, length_of, sample_count
+from paceline.pytorch.data.portable import from_portable, to_portable
+from paceline.pytorch.data.stream import StreamLoader, samples_in
+from paceline.pytorch.data.stream_places import CannotContinue, place_for_others
+from paceline.pytorch.distributed.launchers import num_restarts, run_identity
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = resuming.STATE_FILE
+CALLBACKS_FILE = "callbacks.pt"  # the states of callbacks that JSON would change: with tensors, tuples, other keys
+
+
+class LoopProgress:
+    """The state of the loop, as an item."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the skipped windows, the steps that no log has yet, and the length of the run."""
+        loop = self.loop
+        return {
+            "skipped": sorted(loop.skipped),
+            "unlogged": dataclasses.asdict(loop.unlogged),
+            "length": {"planned": loop.plan.max_steps, "max_steps": loop.state.max_steps},
+            "update_size": loop.plan.global_batch_size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Restores the steps that the next log averages, and the skipped accumulation windows."""
+        unlogged = UpdateSummary.restored(state.get("unlogged") or {})
+        self.loop.resume(unlogged, skipped_windows(state))
+
+
+NO_PROGRESS: dict[str, Any] = {"skipped": [], "unlogged": {}, "length": {}, "update_size": None}  # outside of a run
+
+
+def describe_progress(
+    items: Items,
+    *,
+    mark: RunMark | None,
+    positions: list[Any] | None,
+    arguments: Mapping[str, Any],
+    world_size: int,
+    data_size: int,
+) -> tuple[str, dict[str, Any]]:
+    """Returns the text of `progress.json`, and the states that JSON would change, for `callbacks.pt`.
+
+    Args:
+        items: of which those of data, callbacks, loss and loop are stored here.
+        mark: of the run, as of this checkpoint; None outside of a run.
+        positions: of the processes in the data, if they differ.
+        arguments: the present ones, as plain values.
+        world_size: the number of processes.
+        data_size: the number of processes that read different data.
+
+    Raises:
+        TypeError: a callback's state holds unsupported values; the message names the callback.
+    """
+    states = items[CALLBACKS].state_dict()
+    other = {name: state for name, state in states.items() if not is_json(state)}
+    for name, state in other.items():
+        try:
+            plain_values(state, "state", tensor=lambda value: value)
+        except TypeError as error:
+            raise TypeError(f"The state of callback {name} cannot be saved: {error}") from error
+    loop = items[PROGRESS].state_dict() if PROGRESS in items else NO_PROGRESS
+    progress: dict[str, Any] = {
+        "format": 1,
+        **({KEY: mark.to_json()} if mark is not None else {}),
+        "feed": items[DATA].state_dict() if DATA in items else None,
+        "feeds": positions,
+        "callbacks": {name: state for name, state in states.items() if name not in other},
+        "skipped": loop["skipped"],
+        "unlogged": loop["unlogged"],
+        "loss_rule": items[LOSS].state_dict(),
+        "length": loop["length"],
+        "arguments": arguments,
+        "world_size": world_size,
+        "data_size": data_size,
+        "update_size": loop["update_size"],
+        "launch": run_identity(os.environ),
+    }
+    return json.dumps(progress, indent=1), other
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any] | None:
+    """Returns the contents of `progress.json`; None in a checkpoint that another library wrote.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    path = checkpoint / PROGRESS_FILE
+    if not path.is_file():
+        return None
+    progress = load_json(path)
+    if not isinstance(progress, dict):
+        raise CheckpointError(f"{path} does not hold a mapping")
+    return progress
+
+
+def restarted_from(checkpoint: Path) -> bool:
+    """True if the launcher restarted these processes after one died, and this run of it wrote the checkpoint."""
+    launch = run_identity(os.environ)
+    progress = read_progress(checkpoint) if launch is not None and num_restarts(os.environ) > 0 else None
+    return progress is not None and progress.get("launch") == launch
+
+
+def resumed_batch_size(
+    checkpoint: Path, *, data_size: int, global_batch_size: int, arguments: Mapping[str, Any], reads_stream: bool
+) -> int | None:
+    """Returns the global batch size of the original run, if it is resumed on another number of processes.
+
+    None if the number is the same; if the batch arguments were changed, which then win; or if the samples cannot be
+    sharded evenly.
+
+    Args:
+        checkpoint: of the original run.
+        data_size: the number of processes that read different data now.
+        global_batch_size: that the present arguments ask for.
+        arguments: the present ones, as plain values.
+        reads_stream: the training data is a stream.
+    """
+    progress = read_progress(checkpoint) or {}
+    before, kept = progress.get("data_size", progress.get("world_size")), progress.get("update_size")
+    if before in (None, data_size) or not is_count(before) or not is_count(kept) or kept < 1:
+        return None
+    saved = progress.get("arguments") or {}
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    changed = [f"{name}={arguments[name]}" for name in names if saved.get(name) != arguments[name]]
+    split, splits = ("'split_batches': True" in str(each.get("accelerator_config")) for each in (saved, arguments))
+    changed += [f"accelerator_config={{'split_batches': {splits}}}"] if split != splits else []
+    reason = f"{', '.join(changed)} was set" if changed else None
+    accumulation = arguments["gradient_accumulation_steps"]
+    micro_batch_size = math.ceil(global_batch_size / accumulation / data_size)
+    shares = DataShard.of_update(0, data_size, micro_batch_size, kept)
+    if reads_stream and shares.each is None:
+        reason = f"of a stream, {kept} samples cannot be sharded evenly across {data_size} processes"
+    elif min(shares.slots) < data_size:
+        reason = f"{kept} samples are too few for {data_size} processes"
+    elif arguments["train_sampling_strategy"] == "batch_rebalance":
+        reason = "train_sampling_strategy='batch_rebalance' makes its own micro-batches"
+    if reason is not None and global_batch_size != kept:
+        logger.warning(
+            "Each optimizer step now takes %d samples, not %d as before: %s.", global_batch_size, kept, reason
+        )
+        return None
+    if global_batch_size == kept:
+        return None
+    logger.warning(
+        "Begun on %s processes, resuming on %d: each optimizer step takes the same %d samples, in %d micro-batches.",
+        before,
+        data_size,
+        kept,
+        len(shares.slots),
+    )
+    return kept
+
+
+def position_of_transformers(checkpoint: Path, loader: object, plan: Plan) -> dict[str, Any]:
+    """Returns the position of a transformers checkpoint in the data, which it does not record in samples.
+
+    It records the epoch, as a fraction of its micro-batches, and their size, so that another batch size or accumulation
+    than at the time finds the same position. An epoch of a stream of unknown length counts as the whole run.
+    """
+    path = checkpoint / STATE_FILE
+    saved = load_json(path) if path.is_file() else {}
+    batch_size = int(saved.get("train_batch_size") or plan.micro_batch_size)
+    num_samples = length_of(getattr(loader, "dataset", None)) or plan.samples_per_epoch
+    if num_samples is None:
+        per_epoch = max(int(saved.get("max_steps") or 0) * plan.accumulation, 1)
+    elif getattr(loader, "drop_last", False):
+        per_epoch = max(num_samples // batch_size, 1)
+    else:
+        per_epoch = max(-(-num_samples // batch_size), 1)
+    epoch, batches = divmod(round(float(saved.get("epoch") or 0.0) * per_epoch), per_epoch)
+    consumed = batches * batch_size
+    if num_samples is not None:
+        consumed = min(consumed, num_samples)
+    return {"epoch": epoch, "batches": batches, "consumed": consumed, "batch_size": batch_size}
+
+
+class PositionRestorer:
+    """Restores a feed's position from a checkpoint, and plans the remaining optimizer steps.
+
+    The position counts samples. With another batch size, accumulation, number of epochs or of samples than before, the
+    remaining samples make another number of optimizer steps; a run measured in epochs is then longer or shorter by the
+    difference. With the same ones its length is unchanged, even after steps skipped by a rollback or a callback.
+
+    Args:
+        checkpoint: holds the position.
+        feed: is put there.
+        plan: of a run from the start.
+        global_step: of the checkpoint.
+        coordinates: the index of this process among those that read different data, and their number.
+        arguments: the present ones, as plain values.
+        warmup_steps: the number of warm-up steps of a run of so many optimizer steps.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        feed: StatefulDataIterator,
+        plan: Plan,
+        *,
+        global_step: int,
+        coordinates: tuple[int, int],
+        arguments: Mapping[str, Any],
+        warmup_steps: Callable[[int], int],
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.feed = feed
+        self.plan = plan
+        self.global_step = global_step
+        self.coordinates = coordinates
+        self.arguments = arguments
+        self.warmup_steps = warmup_steps
+
+    def restore(self) -> tuple[Plan, int]:
+        """Puts the feed to the position, and returns the plan and the last optimizer step of the resumed run."""
+        checkpoint, feed, plan = self.checkpoint, self.feed, self.plan
+        progress = read_progress(checkpoint) or {}
+        with wrap_load_error(checkpoint / PROGRESS_FILE):
+            position = self._own_position(progress)
+        source = PROGRESS_FILE if position is not None else STATE_FILE
+        if position is None:
+            with wrap_load_error(checkpoint / source):
+                position = position_of_transformers(checkpoint, feed.loader, plan)
+        with wrap_load_error(checkpoint / source):
+            feed.load_state_dict(position, source=str(checkpoint / source))
+            if not all(map(is_count, (feed.epoch, feed.consumed, feed.batches))):
+                raise ValueError("the position in the data is not made of whole numbers")
+            if not feed.is_within(self.global_step + len(progress.get("skipped") or ())):
+                raise ValueError(f"{feed.consumed} samples in {self.global_step} steps (global_step of {STATE_FILE})")
+            left = (plan.micro_batches_per_epoch or 0) - place_in(feed.loader, position)[1]
+            length = self._planned_length(progress)
+        if self.arguments["max_steps"] > 0 or plan.updates_per_epoch is None or plan.micro_batches_per_epoch is None:
+            return plan, plan.max_steps
+        if length is not None:
+            planned, max_steps = length
+        else:
+            done = feed.epoch * plan.updates_per_epoch + plan.updates_per_epoch + (-left // plan.accumulation)
+            if done == self.global_step:
+                return plan, plan.max_steps
+            planned = max_steps = self.global_step + max(plan.max_steps - done, 0)
+            logger.info("With this batch size the run ends at step %d, not %d.", max_steps, plan.max_steps)
+        return dataclasses.replace(plan, max_steps=planned, warmup_steps=self.warmup_steps(planned)), max_steps
+
+    def _own_position(self, progress: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Returns this process's position in the data, of those in a checkpoint.
+
+        Raises:
+            ValueError: each process had its own shard, and the present number of processes cannot take these over.
+        """
+        (rank, size), positions, loader = self.coordinates, progress.get("feeds"), self.feed.loader
+        common: dict[str, Any] | None = progress.get("feed")
+        was_alone = progress.get("data_size", progress.get("world_size")) == 1 or bool((common or {}).get("is_dealt"))
+        if isinstance(loader, DispatchedLoader):  # one process reads for all
+            rank, size, loader = 0, 1, loader.loader
+        if positions is None and size > 1 and was_alone and isinstance(loader, StreamLoader):
+            positions = [common]  # each process reads a shard of a dataset that one process read whole
+        if positions is None:
+            return common
+        first: dict[str, Any] = positions[0]
+        if len(positions) == size:
+            own: dict[str, Any] = positions[rank]
+            return own
+        if self.arguments["ignore_data_skip"] or not first["consumed"]:
+            return first
+        before, reason = len(positions), "its loader saves a position that only one process can restore"
+        try:
+            if isinstance(loader, StreamLoader) and "stream" in first:
+                return position_for_others(positions, size, loader)
+        except CannotContinue as error:
+            reason = str(error)
+        raise ValueError(
+            f"The checkpoint was written in the middle of a stream ({PROGRESS_FILE}) that {before} "
+            f"process{'es' if before > 1 else ''} read, and there are {size} now: {reason}. Resume on {before}, or set "
+            "ignore_data_skip=True to begin the epoch anew."
+        )
+
+    def _planned_length(self, progress: Mapping[str, Any]) -> tuple[int, int] | None:
+        """Returns the saved optimizer steps of (the schedule, the run); None if they are outdated."""
+        length, position, before = (progress.get(name) or {} for name in ("length", "feed", "arguments"))
+        names = ("num_train_epochs", "max_steps", "gradient_accumulation_steps")
+        is_as_before = all(name in before and resuming.is_same(before[name], self.arguments[name]) for name in names)
+        loader = self.feed.loader
+        sizes = {"batch_size": global_micro_batch_size(loader), "num_samples": sample_count(loader)}
+        if (
+            not length
+            or not is_as_before
+            or any(name not in position or position[name] != sizes[name] for name in sizes)
+        ):
+            return None
+        planned, max_steps = length["planned"], length["max_steps"]
+        if not all(is_count(number) and number >= self.global_step for number in (planned, max_steps)):
+            raise ValueError(f"the length of the run cannot be {shown(planned)}, {shown(max_steps)}")
+        return planned, max_steps
+
+
+def position_for_others(positions: list[dict[str, Any]], size: int, loader: StreamLoader) -> dict[str, Any]:
+    """Returns the position in a stream that each of `size` processes resumes from, from those of the old processes."""
+    common, at_once = positions[0], loader.global_micro_batch_size
+    before = [from_portable(position["stream"]) for position in positions]
+    consumed, dealt = common["consumed"], max(int(common["batch_size"] or 1) // len(positions), 1)
+    stream = place_for_others(before, size, loader.num_workers, consumed, dealt)
+    return {
+        **common,
+        "batches": -(-consumed // at_once),
+        "batch_size": at_once,
+        "own_consumed": samples_in(stream),
+        "stream": to_portable(stream),
+    }
+
+
+def saved_callbacks(
+    checkpoint: Path, progress: Mapping[str, Any] | None, exported: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the callbacks' states in a checkpoint, and the names of the files that hold them.
+
+    Args:
+        checkpoint: holds them.
+        progress: the contents of its `progress.json`; None in a checkpoint that another library wrote.
+        exported: the states in its `trainer_state.json`.
+    """
+    if progress is None:
+        return dict(exported), [STATE_FILE]
+    sources = [PROGRESS_FILE]
+    with wrap_load_error(checkpoint / PROGRESS_FILE):
+        states = dict(progress.get("callbacks") or {})
+    if (checkpoint / CALLBACKS_FILE).is_file():
+        sources.append(CALLBACKS_FILE)
+        with wrap_load_error(checkpoint / CALLBACKS_FILE):
+            states.update(load_tensors(checkpoint / CALLBACKS_FILE))
+    return states, sources
+
+
+def restore_loop(loop: Loop, normalizer: Stateful, progress: Mapping[str, Any], label_smoothing: float) -> None:
+    """Restores the steps that the next log averages, the skipped accumulation windows, and the loss normalization."""
+    LoopProgress(loop).load_state_dict(progress)
+    rule, arguments = progress.get("loss_rule"), progress.get("arguments") or {}
+    # with other smoothing it is another loss, to be inferred again
+    if rule is not None and arguments.get("label_smoothing_factor") == label_smoothing:
+        normalizer.load_state_dict(rule)

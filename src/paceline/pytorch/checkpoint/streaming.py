@@ -1,0 +1,279 @@
+"""Converting weights to safetensors, tensor by tensor: at most one of them is in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from paceline.checkpoint.layout import FULL_MODEL_NAME, MODEL_FOLDER, is_sharded
+from paceline.core.optional import LateModule
+from paceline.pytorch.checkpoint.fqn_state import notes_of
+from paceline.pytorch.checkpoint.tensors import (
+    CheckpointError,
+    load_json,
+    load_tensors,
+    replacing,
+    save_json,
+    save_tensors,
+)
+from paceline.pytorch.checkpoint.weights import (
+    DTYPES,
+    EXTRA_STATE_NAME,
+    PICKLED_WEIGHTS_NAME,
+    TIED_KEY,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    alias_groups,
+    remove_stale,
+    tied_names,
+)
+from paceline.pytorch.checkpoint.zero_files import LATEST, has_zero_files, read_zero_files
+
+if TYPE_CHECKING:
+    from paceline.pytorch.checkpoint import shards as sharded
+else:
+    sharded = LateModule("paceline.pytorch.checkpoint.shards")
+
+Form = tuple[torch.Size, torch.dtype]
+Progress = Callable[[int], Any]
+
+
+@dataclass
+class Source:
+    """Weights that can be read one at a time.
+
+    Attributes:
+        what: their location, for messages.
+        forms: name -> (shape, type).
+        read: name -> the tensor, whole, on the host.
+        tied: name left out -> name that holds the same tensor.
+        extra: values that safetensors cannot hold.
+    """
+
+    what: str
+    forms: dict[str, Form]
+    read: Callable[[str], Tensor]
+    tied: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def num_bytes(self) -> int:
+        """Returns the bytes of all tensors."""
+        return sum(bytes_of(form) for form in self.forms.values())
+
+
+def bytes_of(form: Form) -> int:
+    """Returns the bytes of one tensor's values."""
+    return form[0].numel() * form[1].itemsize
+
+
+# ---- sources
+
+
+def open_weights(folder: str | os.PathLike[str]) -> Source:
+    """Opens the weights of a checkpoint: shards, ours or accelerate's; safetensors; one pickled file; or DeepSpeed's.
+
+    Raises:
+        CheckpointError: there are none, or a file is damaged.
+    """
+    folder = Path(folder)
+    for place in (folder / MODEL_FOLDER, folder):
+        if is_sharded(place):
+            return _open_shards(place, folder)
+    if (folder / WEIGHTS_NAME).is_file() or (folder / WEIGHTS_INDEX_NAME).is_file():
+        return _open_safetensors(folder)
+    for name in (FULL_MODEL_NAME, PICKLED_WEIGHTS_NAME):
+        if (folder / name).is_file():
+            return _open_pickled(folder / name)
+    if has_zero_files(folder):
+        return _open_zero(folder)
+    raise CheckpointError(
+        f"{folder} holds no weights that can be exported: expected {MODEL_FOLDER}/, {WEIGHTS_NAME} or its index, "
+        f"{FULL_MODEL_NAME}, {PICKLED_WEIGHTS_NAME}, or {LATEST} and the folder that DeepSpeed wrote"
+    )
+
+
+def _open_shards(place: Path, folder: Path) -> Source:
+    shards = sharded.Shards(place)
+    has_prefix = all(name.startswith("model.") for name in shards.tensors) and place != folder
+    prefix = "model." if has_prefix else ""
+    extra: dict[str, Any] = {}
+    if shards.plain:
+        plain = sharded.nested({name: shards.read(name) for name in shards.plain}, shards.paths)
+        extra = plain.get("model", {}) if has_prefix else plain
+    if (folder / EXTRA_STATE_NAME).is_file():
+        extra.update(load_tensors(folder / EXTRA_STATE_NAME))
+    forms = {name.removeprefix(prefix): form for name, form in shards.tensors.items()}
+    for name in [name for name, (_, dtype) in forms.items() if dtype not in DTYPES]:
+        extra[name] = shards.read(prefix + name)
+        del forms[name]
+    return Source(
+        str(place),
+        forms,
+        lambda name: shards.read(prefix + name),
+        dict(notes_of(folder).get("tied", {})),
+        extra,
+    )
+
+
+def _open_safetensors(folder: Path) -> Source:
+    notes: dict[str, Any] = {}
+    if (folder / WEIGHTS_NAME).is_file():
+        names = [WEIGHTS_NAME]
+    else:
+        index = load_json(folder / WEIGHTS_INDEX_NAME)
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+        notes = (index.get("metadata") or {}) if isinstance(index, dict) else {}
+        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise CheckpointError(f"{folder / WEIGHTS_INDEX_NAME} is damaged: it has no weight_map of names to files")
+    forms: dict[str, Form] = {}
+    places: dict[str, Any] = {}
+    for name in names:
+        try:
+            file: Any = safe_open(str(folder / name), framework="pt", device="cpu")
+            notes = {**(file.metadata() or {}), **notes}
+            for key in file.keys():  # noqa: SIM118, it is no mapping
+                part = file.get_slice(key)
+                forms[key] = torch.Size(part.get_shape()), NAMED[part.get_dtype()]
+                places[key] = file
+        except Exception as error:  # damaged files raise several types of exceptions
+            raise CheckpointError(f"{folder / name} cannot be read: {type(error).__name__}: {error}") from error
+    extra = load_tensors(folder / EXTRA_STATE_NAME) if (folder / EXTRA_STATE_NAME).is_file() else {}
+    return Source(str(folder), forms, lambda key: places[key].get_tensor(key), tied_names(notes), extra)
+
+
+def _open_zero(folder: Path) -> Source:
+    found = read_zero_files(folder)
+    forms: dict[str, Form] = {}
+    extra: dict[str, Any] = {}
+    for name in found.names():
+        form = found.form_of(name)
+        if form is not None and form[1] in DTYPES:
+            forms[name] = form
+        else:
+            extra[name] = found.read(name)
+    return Source(str(found.folder), forms, found.read, dict(found.tied), extra)
+
+
+def _open_pickled(path: Path) -> Source:
+    state = load_tensors(path, is_mapped=True)
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise CheckpointError(f"{path} holds no state dict")
+    tied = alias_groups(state)
+    kept = {name: value for name, value in state.items() if name not in tied}
+    tensors = {name: value for name, value in kept.items() if isinstance(value, Tensor) and value.dtype in DTYPES}
+    extra = {name: value for name, value in kept.items() if name not in tensors}
+    return Source(str(path), {n: (t.shape, t.dtype) for n, t in tensors.items()}, tensors.__getitem__, tied, extra)
+
+
+# ---- targets
+
+
+def write_stream(
+    source: Source,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int,
+    progress: Progress | None = None,
+) -> list[str]:
+    """Writes safetensors into `folder`, in shards of at most `max_shard_bytes` (a larger tensor: alone).
+
+    Takes the memory of the largest tensor.
+
+    Args:
+        progress: called with the bytes of each tensor written.
+
+    Returns: the names of the files.
+    Raises: OSError if the disk refuses; CheckpointError for a damaged source.
+    """
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive: the number of bytes in one file")
+    folder = Path(folder)
+    os.makedirs(folder, exist_ok=True)
+    files = cut(source.forms, max_shard_bytes)
+    notes = {TIED_KEY: json.dumps(source.tied, sort_keys=True)} if source.tied else {}
+    for name, keys in files.items():
+        forms = {key: source.forms[key] for key in keys}
+        write_file(folder / name, forms, source.read, {"format": "pt", **notes}, progress)
+    names = list(files)
+    if len(files) > 1:
+        weight_map = {key: name for name, keys in files.items() for key in keys}
+        about = {"total_size": source.num_bytes(), **notes}
+        save_json({"metadata": about, "weight_map": dict(sorted(weight_map.items()))}, folder / WEIGHTS_INDEX_NAME)
+        names.append(WEIGHTS_INDEX_NAME)
+    if source.extra:
+        save_tensors(source.extra, folder / EXTRA_STATE_NAME)
+        names.append(EXTRA_STATE_NAME)
+    remove_stale(folder, names)
+    return names
+
+
+def reading_order(forms: Mapping[str, Form], max_shard_bytes: int) -> list[str]:
+    """Returns the names in the order in which `write_stream` reads them."""
+    files = cut(forms, max_shard_bytes).values()
+    return [key for keys in files for key in aligned({key: forms[key] for key in keys})]
+
+
+def aligned(forms: Mapping[str, Form]) -> list[str]:
+    """Returns the names of one file's tensors in an order in which each begins at a multiple of its type's size."""
+    return sorted(forms, key=lambda key: (-forms[key][1].itemsize, key))
+
+
+def cut(forms: Mapping[str, Form], max_shard_bytes: int) -> dict[str, list[str]]:
+    """Returns file name -> names of its tensors, in order; at least one file."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, form in forms.items():
+        if shards[-1] and size + bytes_of(form) > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += bytes_of(form)
+    if len(shards) == 1:
+        return {WEIGHTS_NAME: shards[0]}
+    total = len(shards)
+    return {f"model-{number:05d}-of-{total:05d}.safetensors": keys for number, keys in enumerate(shards, 1)}
+
+
+def write_file(
+    path: Path,
+    forms: Mapping[str, Form],
+    read: Callable[[str], Tensor],
+    notes: Mapping[str, str],
+    progress: Progress | None = None,
+) -> None:
+    """Writes one safetensors file (8 bytes of length, a header in JSON, the values), reading tensor after tensor."""
+    ordered = aligned(forms)
+    header: dict[str, Any] = {"__metadata__": dict(notes)}
+    end = 0
+    for key in ordered:
+        start, end = end, end + bytes_of(forms[key])
+        shape, dtype = forms[key]
+        header[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for key in ordered:
+            tensor = read(key)
+            if (tensor.shape, tensor.dtype) != forms[key]:
+                raise CheckpointError(f"{key} is {tuple(tensor.shape)} of {tensor.dtype}, not what its index says")
+            file.write(octets(tensor))
+            if progress is not None:
+                progress(bytes_of(forms[key]))
+
+
+def octets(tensor: Tensor) -> memoryview:
+    """Returns the bytes of a tensor as they are in memory."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+NAMED = {name: dtype for dtype, name in DTYPES.items()}

@@ -1,0 +1,300 @@
+"""Weight files of a plain module: safetensors, in shards if they are large, tied tensors stored once.
+
+File names and the index are those that transformers and most tools read. Values that safetensors cannot hold (a
+module's `get_extra_state`, sparse, quantised or complex tensors) are saved to `model_extra_state.pt`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.nn.parameter import is_lazy
+
+from paceline.pytorch.checkpoint.tensors import (
+    CheckpointError,
+    load_json,
+    load_tensors,
+    replacing,
+    save_json,
+    save_tensors,
+)
+
+WEIGHTS_NAME = "model.safetensors"
+WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+PICKLED_WEIGHTS_NAME = "pytorch_model.bin"
+PICKLED_WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"
+EXTRA_STATE_NAME = "model_extra_state.pt"
+
+TIED_KEY = "tied"  # in a file's metadata: JSON, omitted name -> name that holds the same tensor
+_OWN_NAMES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|model_extra_state\.pt")
+# dtype -> its name in safetensors
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass
+class Sorted:
+    """A state dict, split by file.
+
+    Attributes:
+        tensors: tensors that safetensors can hold, each with its own memory.
+        tied: name left out -> name that holds the same tensor.
+        extra: values that safetensors cannot hold.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    tied: dict[str, str]
+    extra: dict[str, Any]
+
+
+def write_weights(state_dict: Mapping[str, Any], folder: str | os.PathLike[str], *, max_shard_bytes: int) -> list[str]:
+    """Writes a state dict into `folder`: one file, or shards of at most `max_shard_bytes` (a larger tensor: alone).
+
+    Weights that an earlier call left there are removed once the new ones are complete.
+
+    Returns: the names of the files.
+    Raises: ValueError for a tensor without values (meta device); TypeError for extra state that could not be read back;
+        OSError if the disk refuses.
+    """
+    return write_sorted(sort_out(state_dict), folder, max_shard_bytes=max_shard_bytes)
+
+
+def write_sorted(
+    weights: Sorted,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int,
+    apart: Mapping[str, int] | None = None,
+) -> list[str]:
+    """Writes the result of `sort_out`; raises as `write_weights`.
+
+    Args:
+        apart: names of tensors -> their bytes, for a separate last shard, which is written only if `weights`
+            has them: the caller puts it there otherwise, under the name that `apart_name` gives.
+    """
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive: the number of bytes in one file")
+    folder, apart = Path(folder), apart or {}
+    os.makedirs(folder, exist_ok=True)
+    tensors = weights.tensors
+    shards = _cut({key: tensor for key, tensor in tensors.items() if key not in apart}, max_shard_bytes)
+    if apart:
+        shards.append(list(apart))
+    tied_text = {TIED_KEY: json.dumps(weights.tied, sort_keys=True)} if weights.tied else {}
+    names = []
+    for number, shard in enumerate(shards, start=1):
+        name = WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        if all(key in tensors for key in shard):
+            _write_file({key: tensors[key] for key in shard}, folder / name, {"format": "pt", **tied_text})
+        names.append(name)
+    if len(shards) > 1:
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        total = sum(num_bytes(tensor) for key, tensor in tensors.items() if key not in apart) + sum(apart.values())
+        index = {"metadata": {"total_size": total, **tied_text}, "weight_map": dict(sorted(weight_map.items()))}
+        save_json(index, folder / WEIGHTS_INDEX_NAME)
+        names.append(WEIGHTS_INDEX_NAME)
+    if weights.extra:
+        save_tensors(weights.extra, folder / EXTRA_STATE_NAME)
+        names.append(EXTRA_STATE_NAME)
+    remove_stale(folder, names)
+    return names
+
+
+def remove_stale(folder: Path, names: Iterable[str]) -> None:
+    """Removes weights that an earlier call left in `folder`, except the files just written."""
+    kept = set(names)
+    for name in os.listdir(folder):
+        if _OWN_NAMES.fullmatch(name) and name not in kept:
+            os.unlink(folder / name)
+
+
+def apart_name(weights: Sorted, apart: Mapping[str, int], *, max_shard_bytes: int) -> str:
+    """Returns the name of the file in which `write_sorted` stores the tensors `apart`."""
+    number = len(_cut({key: value for key, value in weights.tensors.items() if key not in apart}, max_shard_bytes)) + 1
+    return f"model-{number:05d}-of-{number:05d}.safetensors"
+
+
+def read_weights(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Returns the state dict in `folder`, on the CPU, or None without weights; safetensors before pickled files.
+
+    Names omitted because they are tied to another come back with the same tensor.
+
+    Raises: CheckpointError, naming the file that is damaged or missing.
+    """
+    folder = Path(folder)
+    for name, index_name in (
+        (WEIGHTS_NAME, WEIGHTS_INDEX_NAME),
+        (PICKLED_WEIGHTS_NAME, PICKLED_WEIGHTS_INDEX_NAME),
+    ):
+        if (folder / name).is_file():
+            state, tied = read_file(folder / name)
+        elif (folder / index_name).is_file():
+            state, tied = _read_shards(folder / index_name)
+        else:
+            continue
+        for dropped, kept in tied.items():
+            if kept in state:
+                state.setdefault(dropped, state[kept])
+        if (folder / EXTRA_STATE_NAME).is_file():
+            state.update(_named(load_tensors(folder / EXTRA_STATE_NAME), folder / EXTRA_STATE_NAME))
+        return state
+    return None
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the tensors of one file, on the CPU, and its tied names. Raises CheckpointError, naming it."""
+    if path.suffix != ".safetensors":
+        return _named(load_tensors(path), path), {}
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, it is no mapping
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except Exception as error:  # SafetensorError, and torch's errors for an unknown dtype or shape
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    return state, tied_names(metadata)
+
+
+def alias_groups(state_dict: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the names of a tensor in `state_dict` -> its first name; views of a part are not included."""
+    first: dict[tuple[Any, ...], str] = {}
+    aliases = {}
+    for name, tensor in state_dict.items():
+        if not isinstance(tensor, torch.Tensor) or is_lazy(tensor) or tensor.layout is not torch.strided:
+            continue
+        if tensor.device.type == "meta" or not tensor.numel():
+            continue
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        kept = first.setdefault(key, name)
+        if kept != name:
+            aliases[name] = kept
+    return aliases
+
+
+def sort_out(state_dict: Mapping[str, Any]) -> Sorted:
+    """Splits a state dict by file. Copies nothing but overlapping tensors.
+
+    Raises: ValueError for a tensor without values (lazy, or on the meta device).
+    """
+    tied = alias_groups(state_dict)
+    tensors: dict[str, torch.Tensor] = {}
+    extra: dict[str, Any] = {}
+    storages: set[tuple[Any, int]] = set()
+    for name, value in state_dict.items():
+        if name in tied:
+            continue
+        _require_values(name, value)
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.dtype not in DTYPES:
+            extra[name] = value
+            continue
+        tensor = value.detach().contiguous()
+        storage = (tensor.device, tensor.untyped_storage().data_ptr())
+        if tensor.numel() and storage in storages:
+            tensor = tensor.clone()  # two parts of one storage; safetensors stores no overlap
+        storages.add(storage)
+        tensors[name] = tensor
+    # A tensor that only the extra file can hold is stored under each of its names there.
+    outside = {name: kept for name, kept in tied.items() if kept not in tensors}
+    extra.update({name: state_dict[name] for name in outside})
+    return Sorted(tensors, {name: kept for name, kept in tied.items() if name not in outside}, extra)
+
+
+def _require_values(name: str, value: Any) -> None:
+    if is_lazy(value):
+        raise ValueError(f"{name} has no shape yet and no values to save: run one batch through the model first")
+    if isinstance(value, torch.Tensor) and value.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device and has no values to save: load or initialise the model")
+
+
+def _cut(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[list[str]]:
+    """Returns names in order, split into shards of at most `max_shard_bytes`; at least one shard."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + num_bytes(tensor) > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += num_bytes(tensor)
+    return shards
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes of the values of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _write_file(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    with replacing(path) as temporary:
+        try:
+            save_file(tensors, str(temporary), metadata=metadata)
+        except SafetensorError as error:
+            found = re.search(r"os error (\d+)", str(error))
+            number = int(found[1]) if found else errno.EIO
+            raise OSError(number, f"{os.strerror(number)} ({error})", str(path)) from error
+
+
+def _read_shards(index_path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    index = load_json(index_path)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index_path} is damaged: it has no weight_map of names to files")
+    state: dict[str, Any] = {}
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name or "\\" in name:
+            raise CheckpointError(f"{index_path} names {name!r}, which is not a file of its folder")
+        path = index_path.parent / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing; {index_path.name} lists it")
+        state.update(read_file(path)[0])
+    absent = [key for key in weight_map if key not in state]
+    if absent:
+        raise CheckpointError(f"{index_path} lists tensors that no shard holds: {_few(absent)}")
+    metadata = index.get("metadata")
+    return state, tied_names(metadata if isinstance(metadata, dict) else {})
+
+
+def tied_names(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the map of tied names; empty if another writer left none (the module's own ties then apply)."""
+    try:
+        tied = json.loads(metadata.get(TIED_KEY, "{}"))
+    except (ValueError, TypeError, RecursionError):
+        return {}
+    if not isinstance(tied, dict):
+        return {}
+    return {name: kept for name, kept in tied.items() if isinstance(kept, str)}
+
+
+def _named(value: object, path: Path) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise CheckpointError(f"{path} holds no state dict")
+    return value
+
+
+def _few(names: Iterable[str], most: int = 5) -> str:
+    names = list(names)
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,1 @@
+"""Datasets to batches: sampling, columns, collation, loading, moving to the device."""

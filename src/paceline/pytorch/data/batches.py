@@ -1,0 +1,182 @@
+"""Collated batches of any structure: their number of samples, and splitting them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def batch_size_of(batch: object) -> int:
+    """Returns the number of samples in a collated batch: the leading dimension of the first array in it.
+
+    A list of arrays or dicts in a batch, as of images or detection targets, is either a nest of batched values or one
+    entry per sample: what stands beside it tells, and where it stands alone, whether its arrays are of one length.
+
+    Args:
+        batch: a tensor or array, or dicts, lists, tuples and dataclasses of them, nested at will.
+
+    Raises:
+        ValueError: nothing in the batch has a leading dimension.
+    """
+    size = _leading_size(batch)
+    if isinstance(batch, dict) and not batch:
+        raise ValueError(
+            "The batch received was empty, your model won't be able to train on it: let the dataset, or your "
+            "data_collator, give what the model's forward takes."
+        )
+    if size is None:
+        raise ValueError(
+            f"A batch of type {type(batch).__name__} holds no tensor or array with a first dimension, so its samples "
+            "cannot be counted. Let the data collator return tensors, arrays or lists, one row per sample."
+        )
+    return size
+
+
+def split_batch(batch: object, chunk: int) -> list[Any]:
+    """Splits a batch into batches of at most `chunk` samples; values without one row per sample are kept whole in each.
+
+    Args:
+        batch: as `batch_size_of` takes it.
+        chunk: samples per part, at least 1.
+    """
+    size = batch_size_of(batch)
+    return [cut_batch(batch, size, start, min(start + chunk, size)) for start in range(0, size, chunk)]
+
+
+def cut_batch(batch: Any, size: int, start: int, stop: int) -> Any:
+    """Samples `start` to `stop` of a batch of `size`: every leaf with `size` rows is cut, all else is kept."""
+    unclear = [value for value in _children(batch) if _is_open(value) and len(value) == size]
+    are_mixed = _are_mixed(unclear)
+
+    def cut(value: Any) -> Any:
+        if any(value is each for each in unclear) and (are_mixed or _is_by_sample(value, size)):
+            return value[start:stop]
+        return cut_batch(value, size, start, stop)
+
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return batch[start:stop] if batch.ndim > 0 and batch.shape[0] == size else batch
+    if isinstance(batch, Mapping):
+        return rebuild_mapping(batch, {key: cut(value) for key, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        if len(batch) == size and _is_row_list(batch):
+            return batch[start:stop]
+        return rebuild_sequence(batch, [cut(value) for value in batch])
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return rebuild_dataclass(batch, {name: cut(value) for name, value in vars(batch).items()})
+    return batch
+
+
+def rebuild_mapping(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Returns a mapping of the same type with other values (a BatchEncoding or ModelOutput stays one, attributes
+    included).
+    """
+    if type(like) is dict:
+        return values
+    if dataclasses.is_dataclass(like) and not isinstance(like, type):
+        return type(like)(**values)
+    if hasattr(like, "copy") and hasattr(like, "__setitem__"):
+        rebuilt = like.copy()
+        for key, value in values.items():
+            rebuilt[key] = value
+        return rebuilt
+    return type(like)(values)  # type: ignore[call-arg]
+
+
+def rebuild_sequence(like: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
+    """Returns a list or tuple (named ones too) of the same type with other values."""
+    if hasattr(like, "_fields"):
+        return type(like)(*values)
+    return values if type(like) is list else type(like)(values)
+
+
+def rebuild_dataclass(like: object, values: dict[str, Any]) -> Any:
+    """Returns a shallow copy of a dataclass instance with other values; nothing is recomputed."""
+    rebuilt = object.__new__(type(like))
+    for name, value in values.items():
+        object.__setattr__(rebuilt, name, value)
+    return rebuilt
+
+
+def _leading_size(batch: object) -> int | None:
+    """Returns the first leading dimension, depth first; a list of anything but arrays and containers is one row per
+    sample.
+    """
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return int(batch.shape[0]) if batch.ndim > 0 else None
+    if isinstance(batch, list | tuple) and batch and _is_row_list(batch):
+        return len(batch)
+    unclear: list[Any] = []
+    for value in _children(batch):
+        if _is_open(value):
+            unclear.append(value)
+            continue
+        size = _leading_size(value)
+        if size is not None:
+            return size
+    return _size_of_open(unclear)
+
+
+def _is_open(value: object) -> bool:
+    """True if a value may be a nest of batched values or one entry per sample: a list of arrays or of dicts."""
+    if not isinstance(value, list | tuple) or hasattr(value, "_fields") or not value or _is_row_list(value):
+        return False
+    return all(isinstance(item, torch.Tensor | np.ndarray | Mapping) for item in value)
+
+
+def _size_of_open(unclear: list[Any]) -> int | None:
+    """The number of samples in lists of which each could be read in two ways."""
+    lengths = [set(_lengths(value)) for value in unclear]
+    is_one = all(lengths) and len(set().union(*lengths)) == 1
+    if is_one and not _are_mixed(unclear):  # all arrays in them have as many rows
+        return lengths[0].pop()
+    if len({len(value) for value in unclear}) == 1:
+        return len(unclear[0])
+    return next((min(found) for found in lengths if found), None)
+
+
+def _are_mixed(unclear: list[Any]) -> bool:
+    """True if lists of one length hold arrays and dicts, as images and their targets: one for each sample."""
+    of_dicts = {any(isinstance(item, Mapping) for item in value) for value in unclear}
+    return len(of_dicts) == 2 and len({len(value) for value in unclear}) == 1
+
+
+def _is_by_sample(values: list[Any] | tuple[Any, ...], size: int) -> bool:
+    """True if a list of `size` arrays or dicts holds one for each sample."""
+    lengths = list(_lengths(values))
+    has_dicts = any(isinstance(value, Mapping) for value in values)
+    return any(length != size for length in lengths) if has_dicts else size not in lengths
+
+
+def _lengths(value: object) -> Iterator[int]:
+    """The first dimension of each array in a nest."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        if value.ndim > 0:
+            yield int(value.shape[0])
+        return
+    for child in _children(value):
+        yield from _lengths(child)
+
+
+def _is_row_list(values: list[Any] | tuple[Any, ...]) -> bool:
+    """True if a sequence is itself the rows (numbers, strings, lists of numbers, dicts without arrays), not a
+    container.
+    """
+    first = values[0] if values else None
+    if isinstance(first, Mapping):  # uncollated samples
+        return not any(isinstance(value, torch.Tensor | np.ndarray) for value in first.values())
+    if isinstance(first, list | tuple):
+        return _is_row_list(first) or not first
+    return isinstance(first, str | bytes | int | float | bool | np.generic)
+
+
+def _children(batch: object) -> Iterator[Any]:
+    if isinstance(batch, Mapping):
+        yield from batch.values()
+    elif isinstance(batch, list | tuple):
+        yield from batch
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        yield from vars(batch).values()

@@ -1,0 +1,89 @@
+"""The samples that each of several processes reads: index arithmetic over one common order.
+
+The order of the samples is that of one process. It is split into slots, one micro-batch of all processes together, and
+each slot into one shard per process, in the order of their ranks, sizes equal up to one sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DataShard:
+    """The shard of one process.
+
+    Attributes:
+        rank: this process.
+        size: number of processes.
+        slots: samples of each slot of an optimizer step, over all processes.
+        reads_all: this process reads the shards of all, one after another.
+    """
+
+    rank: int
+    size: int
+    slots: tuple[int, ...]
+    reads_all: bool = False
+
+    @classmethod
+    def even(cls, rank: int, size: int, batch_size: int) -> DataShard:
+        """Returns slots of `batch_size` samples for each process."""
+        return cls(rank, size, (batch_size * size,))
+
+    @classmethod
+    def of_update(cls, rank: int, size: int, batch_size: int, num_samples: int) -> DataShard:
+        """Returns the fewest slots that hold an optimizer step of `num_samples`, at most `batch_size` samples per
+        process.
+        """
+        count = -(-num_samples // (batch_size * size))
+        bounds = [num_samples * slot // count for slot in range(count + 1)]
+        return cls(rank, size, tuple(end - start for start, end in itertools.pairwise(bounds)))
+
+    @property
+    def each(self) -> int | None:
+        """Returns the samples of each process in every slot; None if these differ."""
+        sizes = set(self.slots)
+        size = self.slots[0] if len(sizes) == 1 else 1
+        return size // self.size if size % self.size == 0 else None
+
+    @property
+    def window(self) -> int:
+        """Returns the number of samples after which the slots repeat."""
+        return sum(self.slots)
+
+    def left_in_slot(self, position: int) -> int:
+        """Returns the samples from a position in the common order to the end of its slot."""
+        place = position % self.window
+        for slot in self.slots:
+            if place < slot:
+                return slot - place
+            place -= slot
+        raise AssertionError(position)
+
+    def num_slots(self, num_samples: int) -> int:
+        """Returns the number of slots, the last perhaps not full, that hold `num_samples`."""
+        windows, rest = divmod(num_samples, self.window)
+        count = windows * len(self.slots)
+        for slot in self.slots:
+            if rest <= 0:
+                break
+            rest -= slot
+            count += 1
+        return count
+
+    def bounds(self, length: int, rank: int | None = None) -> tuple[int, int]:
+        """Returns the start and end of a process's shard in a slot of `length` samples; this one's by default."""
+        rank = self.rank if rank is None else rank
+        return length * rank // self.size, length * (rank + 1) // self.size
+
+    def cut(self, samples: list[T]) -> Iterator[tuple[int, list[T]]]:
+        """Yields the non-empty shards of a slot that this process reads, and the start of each."""
+        for rank in range(self.size) if self.reads_all else (self.rank,):
+            start, end = self.bounds(len(samples), rank)
+            if start < end:
+                yield start, samples[start:end]

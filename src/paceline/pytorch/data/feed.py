@@ -1,0 +1,558 @@
+"""Iterating over training data one optimizer step at a time, with a position that is saved and restored.
+
+A reader is one pass over a loader. There is one for each way to restore a loader's position: by index (ours, over a
+dataset with an index), by the state of a stream (ours), by the loader's own `state_dict`, and, for any other iterable,
+by reading the same batches again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.pytorch.data.batches import batch_size_of, cut_batch
+from paceline.pytorch.data.dispatch import DispatchedBatches, DispatchedLoader, failing, source_of
+from paceline.pytorch.data.generators import capture_generators, capture_own, generators_at, own_generators, restore_own
+from paceline.pytorch.data.indexed import IndexedLoader, set_epoch
+from paceline.pytorch.data.lengths import global_micro_batch_size, loader_length, sample_count
+from paceline.pytorch.data.portable import from_portable, to_portable
+from paceline.pytorch.data.stream import StreamLoader, begin_pass, reread, samples_in
+
+logger = logging.getLogger(__name__)
+
+Window = tuple[list[Any], Any]  # micro-batches of an optimizer step, and their `num_items_in_batch`
+Collect = Callable[[Iterator[Any], int], Window]
+Synchronize = Callable[[Window, int], tuple[Window, int, int]]
+
+
+class Saved(dict[str, Any]):
+    """A saved position, and the file it was read from."""
+
+    source = "The saved position"
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Turns errors of a damaged position in the block into a ValueError that names the file."""
+        try:
+            yield
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+            raise ValueError(f"{self.source} is damaged, or does not fit this data: {error}") from error
+
+    def generators(self, own: Mapping[str, torch.Generator]) -> dict[str, Any]:
+        """Returns the saved states of the generators, validated; the present ones if none were saved."""
+        if "generators" not in self:
+            return capture_generators(own)
+        with self.restoring(), generators_at(self["generators"], own):
+            return dict(self["generators"])
+
+
+class Reader:
+    """Iterates over the batches of one epoch, and counts them.
+
+    Attributes:
+        consumed: samples taken in this epoch.
+        batches: micro-batches taken in this epoch.
+    """
+
+    iterator: Iterator[Any]
+
+    def __init__(self, consumed: int, batches: int) -> None:
+        self.consumed = consumed
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self.iterator)
+        self.consumed += self.count(batch)
+        self.batches += 1
+        return batch
+
+    def count(self, batch: object) -> int:
+        """Returns the number of samples in the last batch."""
+        return batch_size_of(batch)
+
+    def place(self) -> dict[str, Any]:
+        """Returns the state that restores this reader, beside the number of samples consumed; JSON-able."""
+        return {}
+
+
+class IndexReader(Reader):
+    """A reader over our loader of a dataset with an index: resumes at any sample, reading none."""
+
+    def __init__(self, loader: IndexedLoader, consumed: int, batches: int, saved: Saved | None) -> None:
+        super().__init__(consumed, batches)
+        indices = loader.batches
+        own = own_generators(loader)
+        own.pop("loader", None)
+        self.sampler = indices.sampler if indices.is_positionable else None
+        # an order drawn from a generator can be repeated only from the same state of the generator
+        self.generators = None
+        if self.sampler is None:
+            self.generators = capture_generators(own) if saved is None else saved.generators(own)
+        if saved is not None:
+            if self.sampler is not None and "order" in saved:
+                with saved.restoring():
+                    self.sampler.load_state_dict(saved["order"])
+            with generators_at(self.generators, own):
+                indices.set_position(consumed)
+        self.iterator = iter(loader)
+        self.sizes = indices.sizes  # of this pass, even if other code starts another
+
+    def __next__(self) -> Any:  # the hot path: one call less
+        try:
+            batch = next(self.iterator)
+        except StopIteration as error:
+            if self.sizes:  # raised by a collator in a worker
+                raise RuntimeError("StopIteration was raised while making a batch: it would end the epoch.") from error
+            raise
+        self.consumed += self.sizes.popleft()
+        self.batches += 1
+        return batch
+
+    def place(self) -> dict[str, Any]:
+        if self.sampler is not None:
+            return {"order": self.sampler.state_dict()}
+        return {"generators": self.generators}
+
+
+class StreamedReader(Reader):
+    """A reader over our loader of a stream."""
+
+    def __init__(self, loader: StreamLoader, consumed: int, batches: int, saved: Saved | None) -> None:
+        super().__init__(consumed, batches)
+        self.generators = None
+        if not loader.restores and not loader.num_workers:
+            self.generators = capture_generators() if saved is None else saved.generators({})
+        if saved is None:
+            self.stream = loader.open()
+        else:
+            if "stream" in saved:
+                with saved.restoring():
+                    position = from_portable(saved["stream"])
+                    if samples_in(position) != consumed:
+                        raise ValueError(f"{samples_in(position)} samples were read, but {consumed} were consumed")
+            else:
+                position = unread(loader, consumed)
+            loader.set_position(position)
+            with generators_at(self.generators):
+                self.stream = loader.open()
+        self.iterator = self.stream
+        self.sizes = self.stream.sizes
+
+    def count(self, batch: object) -> int:
+        return self.sizes.popleft()
+
+    def place(self) -> dict[str, Any]:
+        place = {"stream": to_portable(self.stream.position())}
+        return place if self.generators is None else {**place, "generators": self.generators}
+
+
+def unread(loader: StreamLoader, consumed: int) -> dict[str, Any]:
+    """Returns the position of a stream with only a known number of samples read."""
+    if loader.num_workers > 1:
+        raise ValueError(
+            f"dataloader_num_workers={loader.num_workers}: the checkpoint does not say how far each worker read into "
+            "the stream. Resume with dataloader_num_workers=0, or set ignore_data_skip=True to begin the epoch anew."
+        )
+    place = {"num_read": consumed, "is_shared": True, "is_ended": False, "dataset": None}
+    return {"num_workers": loader.num_workers, "last": -1, "workers": [place]}
+
+
+class StatefulReader(Reader):
+    """A reader over a user's loader with `state_dict` and `load_state_dict` (torchdata's, for instance)."""
+
+    def __init__(self, loader: Any, consumed: int, batches: int, saved: Saved | None) -> None:
+        super().__init__(consumed, batches)
+        self.loader = loader
+        self.is_ended = bool(saved and saved.get("is_ended"))
+        if saved is None or "loader" not in saved:
+            self.iterator = iter(loader)
+            return
+        if getattr(loader, "persistent_workers", False):
+            logger.warning(
+                "%s keeps its workers (persistent_workers=True): what they are after a restart is not what they were, "
+                "so the run does not go on bit for bit. Set persistent_workers=False for that.",
+                type(loader).__name__,
+            )
+        if not consumed:
+            with saved.restoring():
+                loader.load_state_dict(from_portable(saved["loader"]))
+            self.iterator = begin_pass(iter(loader), loader)
+            return
+        # at its end such a loader is at the start of the next epoch; torchdata's would draw the same order again
+        if not (self.is_ended and is_of_torchdata(loader)):
+            with saved.restoring():
+                loader.load_state_dict(from_portable(saved["loader"]))
+        with generators_at(None):
+            self.iterator = iter(()) if self.is_ended else iter(loader)
+        # not every such loader restores the generators that the next epoch's order comes from
+        with saved.restoring():
+            restore_own(saved.get("own") or {}, own_generators(loader))
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except StopIteration:
+            self.is_ended = True
+            raise
+
+    def place(self) -> dict[str, Any]:
+        return {
+            "loader": to_portable(self.loader.state_dict()),
+            "is_ended": self.is_ended,
+            "own": capture_own(own_generators(self.loader)),
+        }
+
+
+class ReplayReader(Reader):
+    """A reader over any other iterable of batches: it reads again from the epoch's start, under the generators saved
+    there.
+    """
+
+    def __init__(self, loader: Any, consumed: int, batches: int, saved: Saved | None) -> None:
+        super().__init__(consumed, batches)
+        forget_workers(loader)
+        own = own_generators(loader)
+        sampler = getattr(loader, "sampler", None)
+        self.fallback_size = getattr(loader, "batch_size", None) or 1
+        self.sampler = sampler if callable(getattr(sampler, "set_position", None)) else None
+        self.generators = capture_generators(own) if saved is None else saved.generators(own)
+        if saved is None or not consumed:
+            self.iterator = iter(loader)
+        elif self.sampler is not None:
+            if "order" in saved:
+                with saved.restoring():
+                    self.sampler.load_state_dict(saved["order"])
+            self.sampler.set_position(consumed)
+            self.iterator = iter(loader)
+        else:
+            with generators_at(self.generators, own):
+                self.iterator = self.replay(iter(loader), consumed)
+
+    def replay(self, source: Iterator[Any], consumed: int) -> Iterator[Any]:
+        """Yields the batches after the first `consumed` samples; a batch that was partly consumed is sliced."""
+        left: list[Any] = []
+        reread(itertools.islice(self.passing(source, consumed, left), consumed), consumed, "samples")
+        return itertools.chain(left, source)
+
+    def passing(self, source: Iterator[Any], consumed: int, left: list[Any]) -> Iterator[None]:
+        """Yields one item per sample read again; the rest of a batch beyond `consumed` is put into `left`."""
+        for batch in source:
+            size = self.count(batch)
+            if size > consumed:
+                left.append(cut_batch(batch, size, consumed, size))
+            yield from itertools.repeat(None, min(size, consumed))
+            consumed -= size
+            if consumed <= 0:
+                return
+
+    def count(self, batch: object) -> int:
+        try:
+            return batch_size_of(batch)
+        except ValueError:
+            return int(self.fallback_size)
+
+    def place(self) -> dict[str, Any]:
+        place = {"generators": self.generators}
+        if self.sampler is not None and hasattr(self.sampler, "state_dict"):
+            place["order"] = self.sampler.state_dict()
+        return place
+
+
+class DispatchedReader(Reader):
+    """A reader over a loader that one process reads for all: the batches dispatched to this one."""
+
+    def __init__(self, loader: DispatchedLoader, consumed: int, batches: int, saved: Saved | None) -> None:
+        super().__init__(consumed, batches)
+        self.inner, source = None, None
+        if loader.dispatcher.reads:
+            try:
+                self.inner = open_reader(loader.loader, consumed, batches, saved)
+                source = sized(self.inner)
+            except Exception as error:
+                source = failing(error)
+        self.dispatched = DispatchedBatches(loader.dispatcher, source)
+        self.iterator = self.dispatched
+
+    def count(self, batch: object) -> int:
+        return self.dispatched.num_samples
+
+    def place(self) -> dict[str, Any]:
+        return self.inner.place() if self.inner is not None else {}
+
+
+def sized(reader: Reader) -> Iterator[tuple[Any, int]]:
+    """Yields the batches of a reader, each with its number of samples."""
+    before = reader.consumed
+    for batch in reader:
+        yield batch, reader.consumed - before
+        before = reader.consumed
+
+
+def forget_workers(loader: object) -> None:
+    """Makes a user's loader start new workers, which is when torch seeds them.
+
+    Persistent workers keep the generator state of the epochs before, and an epoch would begin with one draw less than
+    the first of a process: neither can be restored after a restart.
+    """
+    if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is not None:
+        logger.info("persistent_workers: the loader's workers start anew with each epoch, so that it can be resumed.")
+        loader._iterator = None
+
+
+class StatefulDataIterator:
+    """Iterates over the micro-batches of one optimizer step at a time. Its position counts samples consumed, never
+    prefetched.
+
+    Args:
+        loader: from `make_loader`, or any iterable of batches.
+        accumulation: micro-batches of one optimizer step.
+        collect: `(iterator, accumulation) -> (batches, num_items)`: draws the accumulation window; the Trainer's
+            get_batch_samples.
+        ignore_data_skip: restart the epoch in progress after a restart of the run.
+
+    Attributes:
+        epoch: the epoch in progress.
+        consumed: samples consumed in it, by all processes.
+        batches: micro-batches consumed in it, by the process with most.
+        synchronize: `(window, samples in it) -> (window, samples, micro-batches)`: agrees on the accumulation window
+            with other processes. None: one process.
+    """
+
+    synchronize: Synchronize | None = None
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        accumulation: int,
+        collect: Collect,
+        ignore_data_skip: bool = False,
+    ) -> None:
+        self.loader = loader
+        self.accumulation = accumulation
+        self.collect = collect
+        self.ignore_data_skip = ignore_data_skip
+        self.epoch = self.consumed = self.batches = 0
+        self._num_read = 0  # samples taken by this reader; the position counts those of all processes
+        self._reader: Reader | None = None
+        self._saved: Saved | None = None  # a position for the next start_epoch
+        self._is_at_end = False  # the last window was empty
+        self._largest: int | None = 0  # the most samples in a window; None: not in the saved position
+
+    @property
+    def is_restored(self) -> bool:
+        """True if a loaded position is still to be applied by `start_epoch`."""
+        return self._saved is not None
+
+    @property
+    def is_common(self) -> bool:
+        """True if the position is the same on all processes: they read shards of one order, and need no more."""
+        if isinstance(self.loader, DispatchedLoader):
+            return True  # position of the one process which reads
+        return isinstance(self.loader, IndexedLoader) and self.loader.batches.is_positionable
+
+    @property
+    def _is_in_order(self) -> bool:
+        """True if a position is a global number of samples: this process reads its shards of one order."""
+        loader = self.loader
+        return self.is_common or (isinstance(loader, IndexedLoader) and loader.batches.batch_size is not None)
+
+    def synchronize_with(self, synchronize: Synchronize, collect: Collect) -> None:
+        """Draws the windows together with the other ranks from now on.
+
+        Args:
+            synchronize, collect: as in the constructor.
+        """
+        self.synchronize = synchronize
+        self.collect = collect
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begins an epoch, or continues the one that was loaded.
+
+        Our loaders leave the global generators unchanged; with samples read again, any loader does.
+
+        Raises:
+            ValueError: the loaded position cannot be reached with this loader; names the option and the remedy.
+        """
+        saved, self._saved = self._saved, None
+        if saved is not None and saved["epoch"] != epoch:
+            saved = None
+        self._reader = None
+        source = source_of(self.loader)
+        announce_epoch(source, epoch)
+        consumed, batches = (0, 0) if saved is None else place_in(self.loader, saved)
+        if saved is not None and consumed == 0:
+            with saved.restoring():
+                restore_own(saved.get("own") or {}, own_generators(source))
+            if not self._begins_at(saved):
+                saved = None
+        self.epoch = epoch
+        own = consumed if saved is None or self._is_in_order else int(saved.get("own_consumed", consumed))
+        self._reader = open_reader(self.loader, own, batches, saved)
+        self.consumed, self.batches, self._num_read = consumed, batches, own
+
+    def draw(self) -> tuple[list[Any], Any]:
+        """Returns the next accumulation window: (micro-batches, their count of items); no batches at the end of the
+        epoch.
+        """
+        reader = self._reader
+        if reader is None:
+            return [], None
+        window = self.collect(itertools.islice(reader, self.accumulation), self.accumulation)
+        num_samples = reader.consumed - self._num_read
+        self._num_read = reader.consumed
+        if self.synchronize is None:
+            self.batches = reader.batches
+        else:
+            window, num_samples, num_batches = self.synchronize(window, num_samples)
+            self.batches += num_batches
+        self.consumed += num_samples
+        if self._largest is not None and num_samples > self._largest:
+            self._largest = num_samples
+        self._is_at_end = not window[0]
+        return window
+
+    def finish_epoch(self) -> None:
+        """Marks this epoch as done: a position saved from now on is the start of the next one."""
+        is_left = self._reader is not None and not self._is_at_end
+        self._reader = None
+        self.epoch, self.consumed, self.batches = self.epoch + 1, 0, 0
+        position = Saved(self.state_dict())
+        if is_left and self._begins_at(position):  # continue from the saved position, as a resumed run does
+            self._saved = position
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position, JSON-able: epoch, samples and micro-batches consumed, and the state for the loader's
+        type.
+        """
+        if self._saved is not None:
+            return dict(self._saved)
+        place = self._reader.place() if self._reader is not None else self._between()
+        counts_own = self.synchronize is not None and self._reader is not None and not self._is_in_order
+        return {
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "batches": self.batches,
+            "batch_size": global_micro_batch_size(self.loader),
+            "num_samples": sample_count(self.loader),
+            "largest": self._largest,
+            **({"is_dealt": True} if isinstance(self.loader, DispatchedLoader) else {}),
+            **({"own_consumed": self._num_read} if counts_own else {}),
+            **place,
+        }
+
+    def _between(self) -> dict[str, Any]:
+        """Returns the start of the next epoch: generators that its order is drawn from, and a lasting position."""
+        loader = source_of(self.loader)
+        own = own_generators(loader)
+        if isinstance(loader, IndexedLoader | StreamLoader):
+            own.pop("loader", None)
+        place: dict[str, Any] = {"own": capture_own(own)} if own else {}
+        if isinstance(loader, StreamLoader):
+            standing = loader.standing()
+            if standing is not None:
+                place["stream"] = to_portable(standing)
+        elif is_stateful(loader) and not is_of_torchdata(loader):  # those begin from generators alone
+            place["loader"] = to_portable(loader.state_dict())
+        return place
+
+    def _begins_at(self, saved: Saved) -> bool:
+        """True if a position between two epochs holds this loader's position."""
+        source = source_of(self.loader)
+        if isinstance(source, StreamLoader):
+            return "stream" in saved and not source.num_workers
+        return "loader" in saved and is_stateful(source)
+
+    def load_state_dict(self, state: Mapping[str, Any], source: str = Saved.source) -> None:
+        """Loads a position for the next `start_epoch` of its epoch. Only `epoch` and `consumed` are required.
+
+        Args:
+            state: from `state_dict`.
+            source: the file it was read from, for the error of a position that cannot be restored.
+        """
+        saved = Saved(state)
+        if self.ignore_data_skip:
+            saved = Saved(epoch=saved["epoch"], consumed=0, batches=0)
+        saved.source = source
+        self._largest = state.get("largest")
+        self._saved = saved
+        self.epoch, self.consumed, self.batches = saved["epoch"], saved["consumed"], saved.get("batches", 0)
+
+    def is_within(self, num_windows: int) -> bool:
+        """True if `num_windows` can have held the samples consumed: reading to a false position could never end."""
+        return self._largest is None or self.consumed <= num_windows * self._largest
+
+    def close(self) -> None:
+        """Shuts the workers down."""
+        self._reader = None
+        if isinstance(self.loader, IndexedLoader | StreamLoader | DispatchedLoader):
+            self.loader.close()
+
+
+def open_reader(loader: object, consumed: int, batches: int, saved: Saved | None) -> Reader:
+    """Returns the reader for this type of loader, at its position."""
+    kind: Callable[[Any, int, int, Saved | None], Reader] = ReplayReader
+    if isinstance(loader, DispatchedLoader):
+        kind = DispatchedReader
+    elif isinstance(loader, IndexedLoader):
+        kind = IndexReader
+    elif isinstance(loader, StreamLoader):
+        kind = StreamedReader
+    elif is_stateful(loader):
+        kind = StatefulReader
+    return kind(loader, consumed, batches, saved)
+
+
+def is_stateful(loader: object) -> bool:
+    """True if a loader saves its own position. Loaders that accelerate prepared say so by an attribute."""
+    offers = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+    return offers and bool(getattr(loader, "use_stateful_dataloader", True))
+
+
+def is_of_torchdata(loader: object) -> bool:
+    """True if a loader is one of torchdata, whose state at the end of an epoch begins the same order again."""
+    return type(loader).__module__.startswith("torchdata.")
+
+
+def announce_epoch(loader: object, epoch: int) -> None:
+    """Sets the epoch of everything that shuffles by it, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inner = [getattr(batch_sampler, name, None) for name in ("batch_sampler", "sampler")]
+    holders = [loader, batch_sampler, *inner, getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
+    if isinstance(loader, IndexedLoader):
+        holders = [loader, loader.dataset]
+    elif isinstance(loader, StreamLoader):
+        holders = [loader]
+    told: list[Any] = []
+    for holder in holders:
+        if holder is not None and not any(holder is other for other in told):
+            told.append(holder)
+            set_epoch(holder, epoch)
+
+
+def place_in(loader: object, saved: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns (samples, micro-batches) consumed, in micro-batches of the present size, so that the epoch has its
+    length.
+    """
+    consumed, batches = int(saved["consumed"]), int(saved.get("batches", 0))
+    batch_size = global_micro_batch_size(loader)
+    if batch_size is None or batch_size == saved.get("batch_size"):
+        return consumed, batches
+    source = source_of(loader)
+    if isinstance(source, IndexedLoader) and source.batches.data_shard is not None:
+        return consumed, source.batches.data_shard.num_slots(consumed)
+    num_samples, num_batches = sample_count(loader), loader_length(loader)
+    if num_samples is None or num_batches is None or isinstance(source, StreamLoader):
+        return consumed, consumed // batch_size
+    left = max(num_samples - consumed, 0)
+    drops = bool(getattr(loader, "drop_last", False)) if isinstance(source, DataLoader) else False
+    return consumed, max(num_batches - (left // batch_size if drops else -(-left // batch_size)), 0)

@@ -1,0 +1,343 @@
+"""Loading datasets with an index: batches of indices that can start anywhere, and seeded workers."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from torch.utils.data.distributed import DistributedSampler
+
+from paceline.pytorch.data.data_shard import DataShard
+from paceline.pytorch.data.generators import seed_generators
+from paceline.pytorch.data.sampling import RebalancedBatches, skip_samples
+
+
+class SeededIndices(list[int]):
+    """The indices of one batch, and the key that a worker seeds its generators with before it reads them."""
+
+    key: tuple[int, int]  # epoch, samples of the epoch before this batch
+
+
+class SeededItems(Dataset[Any]):
+    """A dataset in the workers: random augmentation depends on (seed, epoch, position), never on the worker.
+
+    So it is the same for any number of workers, any read-ahead, and after a restart.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.epoch: int | None = None
+
+    def __getitems__(self, indices: SeededIndices) -> list[Any]:
+        epoch, position = indices.key
+        seed_generators(self.seed, epoch, position)
+        if epoch != self.epoch:  # a persistent worker has the dataset of the epoch it was started in
+            self.epoch = epoch
+            set_epoch(self.dataset, epoch)
+        read_many = getattr(self.dataset, "__getitems__", None)
+        if callable(read_many):
+            try:
+                rows: list[Any] = read_many(list(indices))
+            except StopIteration as error:
+                raise cut_short(self.dataset, *indices) from error
+            return rows
+        rows = list(map(partial(operator.getitem, self.dataset), indices))
+        if len(rows) != len(indices):
+            raise cut_short(self.dataset, indices[len(rows)])
+        return rows
+
+
+def cut_short(dataset: object, *indices: int) -> RuntimeError:
+    """Returns the error for a dataset or collator that raised StopIteration, which would end the epoch."""
+    name = f"index {indices[0]}" if len(indices) == 1 else f"one of the indices {', '.join(map(str, indices))}"
+    return RuntimeError(
+        f"StopIteration was raised while reading {name} of a {type(dataset).__name__}. It would end the epoch in "
+        "silence: call next() with a default, or catch StopIteration there and raise what says what is wrong."
+    )
+
+
+class IndexBatches(Sampler[list[int]]):
+    """Batches of indices from any sampler, and the number of samples of each, in their order.
+
+    Args:
+        sampler: gives indices; or lists of them, if `batch_size` is None.
+        batch_size: samples per batch.
+        drop_last: leave out a last batch that is smaller.
+        is_seeded: attach to each batch the key that a worker seeds its generators with.
+        data_shard: the shard of this process, if several read in the sampler's order; of a sampler's batches, each of n
+            processes takes every n-th.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        batch_size: int | None,
+        drop_last: bool,
+        is_seeded: bool,
+        data_shard: DataShard | None = None,
+    ) -> None:
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.is_seeded = is_seeded
+        self.data_shard = data_shard
+        self.sizes: deque[int] = deque()  # of the batches yielded by the latest iteration
+        self._epoch = 0
+        self._start = 0
+        self._opened: Iterator[Any] | None = None
+
+    @property
+    def is_positionable(self) -> bool:
+        """True if the sampler can start anywhere, and has settings that its order depends on."""
+        return all(hasattr(self.sampler, name) for name in ("set_position", "state_dict", "load_state_dict"))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of an epoch."""
+        self._epoch, self._start, self._opened = epoch, 0, None
+        set_epoch(self.sampler, epoch)
+
+    def set_position(self, consumed: int) -> None:
+        """Skips the first `consumed` samples in the next pass: of the common order, or of this process's sampler
+        batches.
+
+        A sampler that can only be read from its start is read immediately, so that a generator it draws from is used
+        here and now. No sample is read.
+        """
+        self._start = consumed
+        if hasattr(self.sampler, "set_position"):
+            self.sampler.set_position(consumed)
+        elif self.batch_size is None:
+            self._opened = iter(skip_samples(self._own_batches(iter(self.sampler)), consumed))
+        else:
+            self._opened = iter(self.sampler)
+            for _ in itertools.islice(self._opened, consumed):
+                pass
+
+    def forget_position(self) -> None:
+        """Lets later passes start at the beginning; open ones continue."""
+        self._start, self._opened = 0, None
+        if hasattr(self.sampler, "set_position"):
+            self.sampler.set_position(0)
+
+    def __len__(self) -> int:
+        """Returns the batches of a whole epoch."""
+        num = len(self.sampler)
+        if self.data_shard is not None:
+            return self._length_of_share(self.data_shard, num)
+        if self.batch_size is None:
+            return num
+        return num // self.batch_size if self.drop_last else -(-num // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # not consumed here: a DataLoader with workers opens two iterators and reads the second
+        source = self._opened if self._opened is not None else iter(self.sampler)
+        self.sizes = sizes = deque[int]()
+        if self.data_shard is not None and self.batch_size is not None:
+            return self._walk_share(self.data_shard, source, sizes, self._start)
+        return self._walk(source if self._opened is not None else self._own_batches(source), sizes, self._start)
+
+    def _own_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the sampler's batches that this process reads."""
+        data_shard = self.data_shard
+        if data_shard is None or data_shard.reads_all:
+            return batches
+        return itertools.islice(batches, data_shard.rank, None, data_shard.size)
+
+    def _length_of_share(self, data_shard: DataShard, num: int) -> int:
+        if self.batch_size is None:
+            return -(-num // data_shard.size)
+        return num // data_shard.window * len(data_shard.slots) if self.drop_last else data_shard.num_slots(num)
+
+    def _walk_share(
+        self,
+        data_shard: DataShard,
+        source: Iterator[Any],
+        sizes: deque[int],
+        position: int,
+    ) -> Iterator[list[int]]:
+        """Yields this process's shard of each slot; one at the end may be too small to have a shard for it."""
+        epoch = self._epoch
+        while slot := list(itertools.islice(source, length := data_shard.left_in_slot(position))):
+            if self.drop_last and len(slot) < length:
+                return
+            for start, own in data_shard.cut(slot):
+                sizes.append(len(own))
+                batch = SeededIndices(own) if self.is_seeded else own
+                if isinstance(batch, SeededIndices):
+                    batch.key = (epoch, position + start)
+                yield batch
+            position += len(slot)
+
+    def _walk(self, source: Iterator[Any], sizes: deque[int], position: int) -> Iterator[list[int]]:
+        epoch, batch_size = self._epoch, self.batch_size
+        while True:
+            batch: list[int]
+            if batch_size is None:
+                batch = next(source, [])
+            else:
+                batch = list(itertools.islice(source, batch_size))
+                if self.drop_last and len(batch) < batch_size:
+                    return
+            if not batch:
+                return
+            sizes.append(len(batch))
+            if self.is_seeded:
+                seeded = SeededIndices(batch)
+                seeded.key = (epoch, position)
+                position += len(batch)
+                batch = seeded
+            yield batch
+
+
+class LocalBatches(Iterator[Any]):
+    """Reads and collates batches in this process: the same as a DataLoader without workers, in less time.
+
+    Args:
+        dataset: with `__getitem__`, or `__getitems__` for a whole batch.
+        batches: lists of indices.
+        collate: makes a batch of a list of samples.
+    """
+
+    def __init__(self, dataset: Any, batches: Iterator[list[int]], collate: Callable[[list[Any]], Any]) -> None:
+        self.batches = batches
+        self.collate = collate
+        self.dataset = dataset
+        self.read = partial(operator.getitem, dataset)
+        self.read_many = getattr(dataset, "__getitems__", None)
+
+    def __next__(self) -> Any:
+        indices = next(self.batches)
+        try:
+            if self.read_many is not None:
+                return self.collate(self.read_many(indices))
+            rows = list(map(self.read, indices))  # which ends at an item that raises StopIteration
+            if len(rows) == len(indices):
+                return self.collate(rows)
+        except StopIteration as error:
+            raise cut_short(self.dataset, *indices) from error
+        raise cut_short(self.dataset, indices[len(rows)])
+
+
+class OpenPasses:
+    """The passes over a loader that may still have workers.
+
+    A worker ends with the iterator that started it. An error on the way holds on to that iterator, through its
+    traceback, so it is ended explicitly.
+    """
+
+    def __init__(self) -> None:
+        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Starts a pass."""
+        iterator = iter(loader)
+        self._iterators.add(iterator)
+        return iterator
+
+    def close(self) -> None:
+        """Stops the workers of all passes, and waits until they have ended."""
+        for iterator in list(self._iterators):
+            stop = getattr(iterator, "_shutdown_workers", None)  # torch's own, which it calls from __del__
+            if callable(stop):
+                stop()
+        self._iterators.clear()
+
+
+class IndexedLoader(DataLoader[Any]):
+    """A DataLoader over a dataset with an index, whose next pass can start at any sample.
+
+    The attributes are those of the DataLoader that a user would have built. With workers or pinned memory batches come
+    from an inner one, over `IndexBatches` and, with workers, `SeededItems`; else they are read here, and augmentation
+    draws from this process's generators as usual. If several processes share the data, the sampler gives the order of
+    all of them, and this reads the shard of this one.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        sampler: Any,
+        batch_size: int,
+        drop_last: bool,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        options: dict[str, Any],
+        data_shard: DataShard | None = None,
+    ) -> None:
+        gives_batches = isinstance(sampler, BatchSampler | RebalancedBatches)
+        if gives_batches:
+            shape: dict[str, Any] = {"batch_sampler": sampler}
+        else:
+            shape = {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last}
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        super().__init__(dataset, collate_fn=collate, generator=generator, **shape, **options)
+        self.seed = seed
+        self.batches = IndexBatches(
+            sampler,
+            None if gives_batches else batch_size,
+            not gives_batches and drop_last,
+            bool(self.num_workers),
+            None
+            if isinstance(sampler, RebalancedBatches | DistributedSampler)
+            else data_shard,  # workers give each batch its own seed
+        )
+        if data_shard is not None and getattr(sampler, "generator", self) is None:  # one order for all processes
+            sampler.generator = torch.Generator(device="cpu").manual_seed(seed)
+        self._options = options
+        self._inner: DataLoader[Any] | None = None
+        self._passes = OpenPasses()
+
+    @property
+    def global_micro_batch_size(self) -> int | None:
+        """Returns the samples of one micro-batch over all processes; None if the sampler makes the batches."""
+        data_shard = self.batches.data_shard
+        return self.batch_size if data_shard is None or self.batch_size is None else data_shard.slots[0]
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Returns `global_micro_batch_size` under accelerate's name."""
+        return self.global_micro_batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of an epoch."""
+        self.batches.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        if not self.num_workers and not self.pin_memory:
+            iterator: Iterator[Any] = LocalBatches(self.dataset, iter(self.batches), self.collate_fn)
+            self.batches.forget_position()
+            return iterator
+        if self._inner is None:
+            self._inner = DataLoader(
+                SeededItems(self.dataset, self.seed) if self.num_workers else self.dataset,
+                batch_sampler=self.batches,
+                collate_fn=self.collate_fn,
+                generator=self.generator,
+                **self._options,
+            )
+        iterator = self._passes.open(self._inner)
+        self.batches.forget_position()
+        return iterator
+
+    def close(self) -> None:
+        """Stops the workers: those of unfinished passes, and persistent ones."""
+        self._inner = None
+        self._passes.close()
+
+
+def set_epoch(holder: object, epoch: int) -> None:
+    """Calls `set_epoch` if it exists."""
+    method = getattr(holder, "set_epoch", None)
+    if callable(method):
+        method(epoch)

@@ -1,0 +1,165 @@
+"""The shards of a stream, one per worker, and reading them with another number of workers, or with none.
+
+A pass over a stream that N workers began has N shards, each at its own position. It is finished in the same N shards:
+each reader takes some of them, and while it reads one the stream sees that worker's identity.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data._utils import worker as torch_worker
+
+logger = logging.getLogger(__name__)
+
+
+class Watch:
+    """Records a read of the worker's identity: then the stream shards itself."""
+
+    def __init__(self, info: object) -> None:
+        self.was_read = False
+        watch = self
+
+        class WatchedInfo(type(info)):  # type: ignore[misc]
+            __slots__ = ()  # the same layout, so that the object can change its class
+
+            def __getattribute__(self, name: str) -> Any:
+                if name in ("id", "num_workers"):
+                    watch.was_read = True
+                return super().__getattribute__(name)
+
+        object.__setattr__(info, "__class__", WatchedInfo)
+
+
+class Share:
+    """The shard of a stream that one of several workers reads.
+
+    A stream that reads its worker's identity (as `datasets` streams do) shards itself; of any other,
+    worker w of n keeps the samples w, w + n, w + 2n, ..., so that none comes twice.
+
+    Args:
+        source: the stream's iterator.
+        watch: records a read of the worker's identity.
+        worker: this worker, of `num_workers`.
+        block: samples in a row of one worker, before the next one's.
+        place: `num_read`, and `is_shared` once it is known.
+    """
+
+    def __init__(self, source: Iterator[Any], watch: Watch, worker: int, num_workers: int, block: int = 1) -> None:
+        self.source = source
+        self.watch = watch
+        self.block = block
+        self.worker = worker
+        self.num_workers = num_workers
+        self.num_read = 0
+        self.is_shared: bool | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            sample = next(self.source)
+            position = self.num_read
+            self.num_read += 1
+            if self.is_shared is None:
+                self._decide()
+            if self.is_shared or position // self.block % self.num_workers == self.worker:
+                return sample
+
+    def _decide(self) -> None:
+        self.is_shared = self.watch.was_read
+        if not self.is_shared and self.worker == 0:
+            logger.info(
+                "Each of the %d workers reads the whole stream and keeps its part. To read each sample once, let the "
+                "dataset's __iter__ choose its part by torch.utils.data.get_worker_info().",
+                self.num_workers,
+            )
+
+
+class Part:
+    """The rest of one worker's shard, read by any process.
+
+    Args:
+        dataset: the stream; one that no other part uses.
+        worker: the shard's worker, of `num_workers`; 0 workers: the whole stream was read in the main process.
+        place: position of that worker; None: its start.
+        start: `(dataset, place) -> iterator`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        worker: int,
+        num_workers: int,
+        place: Mapping[str, Any] | None,
+        start: Callable[[Any, Mapping[str, Any] | None], Iterator[Any]],
+    ) -> None:
+        self.dataset = dataset
+        self.worker = worker
+        self.info: Any = None
+        if num_workers:
+            self.info = torch_worker.WorkerInfo(id=worker, num_workers=num_workers, seed=0, dataset=dataset)
+        watch = Watch(self.info) if self.info is not None else None
+        with acting_as(self.info):
+            source = start(dataset, place)
+        self.share = Share(source, watch, worker, max(num_workers, 1))  # type: ignore[arg-type]
+        if watch is None:
+            self.share.is_shared = True
+        if place is not None:
+            self.share.num_read, self.share.is_shared = place["num_read"], place["is_shared"]
+
+    def take(self, count: int) -> list[Any]:
+        """Returns the next `count` samples; fewer at the shard's end."""
+        with acting_as(self.info):
+            return list(itertools.islice(self.share, count))
+
+
+@contextmanager
+def acting_as(info: Any) -> Iterator[None]:
+    """While entered, `get_worker_info()` returns `info`."""
+    before = torch_worker._worker_info
+    torch_worker._worker_info = info
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before
+
+
+def open_parts(
+    dataset: object,
+    position: Mapping[str, Any],
+    reader: int,
+    num_readers: int,
+    start: Callable[[Any, Mapping[str, Any] | None], Iterator[Any]],
+) -> list[Part]:
+    """Returns the shards that one of several readers takes over: those of the workers `reader`, `reader + num_readers`,
+    ...
+
+    Raises:
+        ValueError: there are several, and the stream cannot be copied.
+    """
+    num_workers, places = position["num_workers"], position["workers"]
+    own = range(reader, len(places), num_readers)
+    parts = []
+    for worker in own:
+        try:
+            of_its_own = copy.deepcopy(dataset) if len(own) > 1 else dataset
+        except Exception as error:
+            raise ValueError(
+                f"dataloader_num_workers: the checkpoint was written in the middle of a stream that {num_workers} "
+                f"workers shared, and the stream cannot be copied to finish their parts here ({error}). Resume with "
+                f"dataloader_num_workers={num_workers}, or set ignore_data_skip=True to begin the epoch anew."
+            ) from error
+        parts.append(Part(of_its_own, worker, num_workers, places[worker], start))
+    return parts
+
+
+def next_part(parts: list[Part]) -> Part:
+    """Returns the next shard to read: the one that has read least, so that it depends on their positions only."""
+    return min(parts, key=lambda part: (part.share.num_read, part.worker))

@@ -1,0 +1,360 @@
+"""The order of samples: pure index arithmetic, a function of (seed, epoch, samples consumed).
+
+Nothing here reads a sample, draws from a global generator or keeps a position while iterating. To resume, the order of
+the epoch is recomputed (one permutation) and read from the position on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from paceline.core.lengths import find_lengths, length_grouped_order
+from paceline.pytorch.data.rebalance import balance
+
+logger = logging.getLogger(__name__)
+
+Order = Sequence[int] | Tensor
+CHUNK = 65536  # indices converted to Python integers at a time: 2 MB, not the whole permutation
+
+
+def random_order(size: int, seed: int, epoch: int) -> Tensor:
+    """Returns the permutation of one epoch, int64 of shape (size,): transformers' for the same seed."""
+    generator = torch.Generator(device="cpu").manual_seed(seed + epoch)
+    return torch.randperm(size, generator=generator, device="cpu")
+
+
+class OrderedSampler(Sampler[int]):
+    """Samples of an epoch in an order that depends only on (settings, epoch); can start anywhere in it.
+
+    Args:
+        size: number of samples.
+        settings: JSON-able values that the order depends on. They travel in checkpoints, so that an epoch in
+            progress is finished in its own order, even if the arguments were changed in between.
+        order: `(epoch, settings) -> the indices of that epoch`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        settings: Mapping[str, Any],
+        order: Callable[[int, Mapping[str, Any]], Order],
+    ) -> None:
+        self.size = size
+        self.settings = dict(settings)
+        self.order = order
+        self.epoch = 0
+        self.position = 0
+        self._current = self.settings
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of an epoch."""
+        self.epoch, self.position, self._current = epoch, 0, self.settings
+
+    def set_position(self, consumed: int) -> None:
+        """Skips the first `consumed` samples, until another epoch or position is set. Reads nothing."""
+        self.position = consumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the settings that the order of the epoch in progress depends on."""
+        return {**self._current, "size": self.size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Finishes the epoch in progress in the order it was begun in; the next epoch follows the present settings."""
+        self._current = finish_in(state, self.settings, self.size)
+
+    def __len__(self) -> int:
+        """Returns the samples of a whole epoch."""
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        return walk(self.indices(), self.position)
+
+    def indices(self) -> Order:
+        """Returns the indices of the whole epoch, in its order."""
+        return self.order(self.epoch, self._current)
+
+
+def finish_in(saved: Mapping[str, Any], settings: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Returns the settings of an epoch in progress: those saved, if they describe the same type of order."""
+    saved = dict(saved)
+    saved_size = saved.pop("size", size)
+    if saved_size != size:
+        logger.warning(
+            "The training data had %d samples when the checkpoint was written and has %d now: the samples left in this "
+            "epoch are not exactly those that were not seen yet.",
+            saved_size,
+            size,
+        )
+    if saved.get("kind") != settings.get("kind"):
+        logger.warning(
+            "train_sampling_strategy was %r when the checkpoint was written and is %r now: the samples left in this "
+            "epoch are not exactly those that were not seen yet.",
+            saved.get("kind"),
+            settings.get("kind"),
+        )
+        return dict(settings)
+    for name, value in settings.items():
+        if name in saved and isinstance(value, int) and not isinstance(saved[name], int):
+            raise ValueError(f"the order of the epoch in progress has {name}={str(saved[name])[:40]!r}, not a number")
+    return {**settings, **saved}
+
+
+def walk(order: Order, start: int) -> Iterator[int]:
+    """Yields the indices from `start` on, as Python integers, a chunk at a time."""
+    rest = order[start:]
+    if isinstance(rest, Tensor):
+        return itertools.chain.from_iterable(chunk.tolist() for chunk in torch.split(rest, CHUNK))
+    return iter(rest)
+
+
+def random_sampler(size: int, seed: int) -> OrderedSampler:
+    """Returns a sampler of every sample once per epoch, each epoch in another order."""
+    return OrderedSampler(
+        size, {"kind": "random", "seed": seed}, lambda epoch, settings: random_order(size, settings["seed"], epoch)
+    )
+
+
+def sequential_sampler(size: int) -> OrderedSampler:
+    """Returns a sampler in dataset order."""
+    return OrderedSampler(size, {"kind": "sequential"}, lambda epoch, settings: range(size))
+
+
+def length_grouped_sampler(lengths: Sequence[int], batch_size: int, seed: int) -> OrderedSampler:
+    """Returns a sampler that groups similar lengths, in another order each epoch; see `length_grouped_order`."""
+
+    def order(epoch: int, settings: Mapping[str, Any]) -> Order:
+        permutation = random_order(len(lengths), settings["seed"], epoch)
+        return length_grouped_order(lengths, settings["batch_size"], permutation)
+
+    settings = {"kind": "group_by_length", "seed": seed, "batch_size": batch_size}
+    return OrderedSampler(len(lengths), settings, order)
+
+
+class RebalancedBatches(Sampler[list[int]]):
+    """Micro-batches of about equal padded cost, a fixed number of samples per step; see `pytorch.data.rebalance`.
+
+    Args:
+        lengths: length in tokens of every sample.
+        global_batch_size: samples of one optimizer step, over all processes.
+        accumulation: micro-batches per optimizer step and process.
+        seed: of the order in which samples are taken.
+        num_ranks: processes that share each optimizer step.
+        rank: this process.
+        shuffle: another order each epoch; else dataset order.
+        drop_last: drop the samples that do not fill an optimizer step. If they are kept and are fewer than the
+            micro-batches of an optimizer step, samples from the epoch's start fill the gap, as in transformers.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        global_batch_size: int,
+        accumulation: int,
+        seed: int,
+        *,
+        num_ranks: int = 1,
+        rank: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+    ) -> None:
+        if global_batch_size < num_ranks * accumulation:
+            raise ValueError(
+                f"train_sampling_strategy='batch_rebalance': {global_batch_size} samples per update cannot fill "
+                f"{num_ranks * accumulation} micro-batches. Raise per_device_train_batch_size."
+            )
+        self.lengths = lengths
+        self.settings: dict[str, Any] = {
+            "kind": "batch_rebalance",
+            "seed": seed,
+            "samples_per_update": global_batch_size,
+            "accumulation": accumulation,
+        }
+        self.num_ranks = num_ranks
+        self.rank = rank
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.position = 0
+        self._current = self.settings
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of an epoch."""
+        self.epoch, self.position, self._current = epoch, 0, self.settings
+
+    def set_position(self, consumed: int) -> None:
+        """Skips the first `consumed` samples, counted over all processes, until another is set."""
+        self.position = consumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the settings that the batches of the epoch in progress depend on."""
+        return {**self._current, "size": len(self.lengths)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Finishes the epoch in progress in the batches it was begun in."""
+        self._current = finish_in(state, self.settings, len(self.lengths))
+
+    @property
+    def num_samples(self) -> int:
+        """Returns the samples of a whole epoch, over all processes."""
+        per_update, size = int(self.settings["samples_per_update"]), len(self.lengths)
+        rest = size % per_update
+        if self.drop_last or rest == 0:
+            return size - rest
+        return size - rest + max(rest, self.num_ranks * int(self.settings["accumulation"]))
+
+    def __len__(self) -> int:
+        """Returns the micro-batches of a whole epoch, of one process."""
+        num_samples, per_update = len(self.lengths), self.settings["samples_per_update"]
+        num_updates = num_samples // per_update if self.drop_last else -(-num_samples // per_update)
+        return int(num_updates * self.settings["accumulation"])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size = len(self.lengths)
+        order = random_order(size, self._current["seed"], self.epoch).tolist() if self.shuffle else range(size)
+        return self._updates(order, self._current["samples_per_update"], self.position)
+
+    def _updates(self, order: Sequence[int], per_update: int, position: int) -> Iterator[list[int]]:
+        """Yields this process's micro-batches, one optimizer step after another, from a position on."""
+        size = len(order)
+        first, skip = divmod(position, per_update)
+        for start in range(first * per_update, size, per_update):
+            samples = list(order[start : start + per_update])
+            if len(samples) < per_update and self.drop_last:
+                return
+            yield from self._micro_batches(samples, order, skip)
+            skip = 0
+
+    def _micro_batches(self, samples: list[int], order: Sequence[int], skip: int) -> Iterator[list[int]]:
+        """Yields this process's micro-batches of one optimizer step, without the first `skip` samples (of all
+        processes).
+        """
+        num_groups = self.num_ranks * self._current["accumulation"]
+        if len(samples) < num_groups:
+            samples += itertools.islice(itertools.cycle(order), num_groups - len(samples))
+        groups = balance(
+            samples,
+            self.lengths,
+            num_groups,
+            num_ranks=self.num_ranks,
+            max_moves=self._current["samples_per_update"],
+        )
+        for start in range(0, num_groups, self.num_ranks):
+            slot = groups[start : start + self.num_ranks]
+            size = sum(map(len, slot))
+            if skip >= size:
+                skip -= size
+                continue
+            own = slot[self.rank]
+            yield own[min(skip // self.num_ranks, len(own)) :] if skip else own
+            skip = 0
+
+
+def make_train_sampler(
+    dataset: Any,
+    *,
+    strategy: str,
+    batch_size: int,
+    accumulation: int,
+    seed: int,
+    lengths: Sequence[int] | None = None,
+    length_column: str = "length",
+    model_input_name: str | None = None,
+    drop_last: bool = False,
+    num_ranks: int = 1,
+    rank: int = 0,
+) -> Sampler[Any] | None:
+    """Returns the sampler of training samples: one order for all processes, each of which takes its shard.
+
+    Args:
+        dataset: anything with a length; None is returned for one without.
+        strategy: `random`, `sequential`, `group_by_length` or `batch_rebalance`.
+        batch_size: samples of one micro-batch, over all processes.
+        accumulation: micro-batches per optimizer step.
+        seed: of the order; epoch e is drawn with `seed + e`.
+        lengths: of every sample, for the two strategies that need them; else read from the column
+            `length_column`, else measured on `model_input_name` of every sample.
+        drop_last, num_ranks, rank: for `batch_rebalance`; see there.
+
+    Raises:
+        ValueError: an unknown strategy, or lengths that cannot be found.
+    """
+    if dataset is None or not has_length(dataset):
+        if dataset is not None and strategy in ("group_by_length", "batch_rebalance"):
+            raise ValueError(
+                f"train_sampling_strategy={strategy!r} needs to know every sample's length, and the training data has "
+                "no len(). Use train_sampling_strategy='random', which leaves a stream in its own order."
+            )
+        return None
+    if strategy == "random":
+        return random_sampler(len(dataset), seed)
+    if strategy == "sequential":
+        return sequential_sampler(len(dataset))
+    if strategy == "group_by_length":
+        lengths = lengths if lengths is not None else find_lengths(dataset, length_column, model_input_name)
+        return length_grouped_sampler(lengths, batch_size * accumulation, seed)
+    if strategy == "batch_rebalance":
+        lengths = lengths if lengths is not None else find_lengths(dataset, length_column, model_input_name)
+        return RebalancedBatches(
+            lengths,
+            batch_size * accumulation,
+            accumulation,
+            seed,
+            num_ranks=num_ranks,
+            rank=rank,
+            drop_last=drop_last,
+        )
+    raise ValueError(
+        f"train_sampling_strategy={strategy!r} is unknown. Use random, sequential, group_by_length or batch_rebalance."
+    )
+
+
+def make_eval_sampler(
+    dataset: Any,
+    *,
+    strategy: str,
+    batch_size: int,
+    seed: int,
+    lengths: Sequence[int] | None = None,
+    length_column: str = "length",
+    model_input_name: str | None = None,
+) -> OrderedSampler | None:
+    """Returns the sampler of evaluation samples: in dataset order, or by length if training is `group_by_length`.
+
+    That is the order of computation, for speed: `predict` gives the rows in dataset order.
+
+    Arguments and errors as `make_train_sampler`; None for a dataset without a length.
+    """
+    if dataset is None or not has_length(dataset):
+        return None
+    if strategy == "group_by_length":
+        lengths = lengths if lengths is not None else find_lengths(dataset, length_column, model_input_name)
+        return length_grouped_sampler(lengths, batch_size, seed)
+    return sequential_sampler(len(dataset))
+
+
+def has_length(dataset: Any) -> bool:
+    """True if `len(dataset)` works."""
+    try:
+        len(dataset)
+    except TypeError:
+        return False
+    return True
+
+
+def skip_samples(batches: Iterable[list[int]], consumed: int) -> Iterator[list[int]]:
+    """Yields batches of indices without the first `consumed` indices; for samplers that can only be read from the
+    start.
+    """
+    iterator = iter(batches)
+    for batch in iterator:
+        if consumed < len(batch):
+            return itertools.chain([batch[consumed:]], iterator)
+        consumed -= len(batch)
+    return iterator

@@ -1,0 +1,1 @@
+"""Distributed training: the world of processes, precision, strategies, random state."""

@@ -1,0 +1,204 @@
+"""Data parallel: every process holds the whole model; gradients are averaged in buckets during the backward pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from paceline.args.errors import UnsupportedOption
+from paceline.args.mesh import resolve_mesh
+from paceline.pytorch.distributed.collectives import sum_ints
+from paceline.pytorch.distributed.strategy import NOTHING, Prepared, SingleDevice
+
+logger = logging.getLogger(__name__)
+
+SENT_AS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's own buckets
+
+
+class DistributedData(SingleDevice):
+    """One model per process, wrapped in torch's DistributedDataParallel (Li et al., 2020, arXiv:2006.15704).
+
+    Args:
+        world, precision: as for one device.
+        args: `ddp_*`, `activation_checkpointing` and `gradient_accumulation_steps` are read.
+
+    Raises:
+        UnsupportedOption: a static graph with accumulation.
+    """
+
+    delays_grad_sync = True
+
+    def __init__(self, world: Any, precision: Any, args: Any) -> None:
+        super().__init__(world, precision, resolve_mesh(args, world.world_size))
+        if args.ddp_static_graph and args.gradient_accumulation_steps > 1:
+            raise UnsupportedOption(
+                f"ddp_static_graph=True with gradient_accumulation_steps={args.gradient_accumulation_steps} is not "
+                "supported: torch's static graph fails where gradients are not reduced in every backward pass. Leave "
+                "ddp_static_graph out."
+            )
+        if args.ddp_static_graph and args.auto_find_batch_size:
+            raise UnsupportedOption(
+                "ddp_static_graph=True with auto_find_batch_size=True is not supported: gradients are then reduced "
+                "after the backward passes, and torch's static graph wants it within. Leave one of them out."
+            )
+        self.args = args
+        self.reduces_late = bool(args.auto_find_batch_size)
+        self._wrapped: DistributedDataParallel | None = None
+
+    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
+        """Puts the model on the device, makes its optimizer, and wraps it."""
+        prepared = super().prepare(model, make_optimizer)
+        model = prepared.model
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return prepared
+        device = self.device
+        self._wrapped = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type != "cpu" and is_on(model, device) else None,
+            **ddp_options(self.args),
+        )
+        register_comm_hook(self._wrapped, self.args.ddp_comm_hook)
+        return Prepared(self._wrapped, prepared.optimizer)
+
+    def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
+        """Delays gradient synchronization until the last micro-batch of an optimizer step.
+
+        Args:
+            last: True for that micro-batch.
+            silent: its weight is 0, and it takes part in the collective only: its gradients are zero, whatever its
+                loss.
+        """
+        is_held = not last or self.reduces_late
+        if not is_held and not silent:
+            return NOTHING
+        stack = ExitStack()
+        if is_held and self._wrapped is not None:
+            stack.enter_context(self._wrapped.no_sync())
+        if silent:
+            stack.enter_context(silenced(self.parameters))
+        return stack
+
+    def reduce_gradients(self) -> None:
+        """Averages the gradients over the processes after the backward passes, if these did not."""
+        if self._wrapped is None:
+            return
+        trained = [parameter for parameter in self._wrapped.module.parameters() if parameter.requires_grad]
+        used = sum_ints(self.world, [int(parameter.grad is not None) for parameter in trained])
+        for parameter, number in zip(trained, used, strict=True):
+            if number and parameter.grad is None:  # used by other ranks only
+                parameter.grad = torch.zeros_like(parameter)
+        name = self.args.ddp_comm_hook
+        for bucket in in_buckets([parameter.grad for parameter in trained if parameter.grad is not None]):
+            whole = torch.cat([gradient.flatten() for gradient in bucket])
+            sent = whole.to(SENT_AS[name]) if name is not None else whole
+            distributed.all_reduce(sent.div_(self.world.world_size))
+            parts = torch.split(sent, [gradient.numel() for gradient in bucket])
+            for gradient, part in zip(bucket, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+        share_buffers(self._wrapped)
+
+    def evaluation_model(self, model: nn.Module) -> nn.Module:
+        """Returns the module itself, called without collectives; its buffers are those of the first process."""
+        if model is not self._wrapped or self._wrapped is None:
+            return model
+        share_buffers(self._wrapped)
+        inner: nn.Module = self._wrapped.module
+        return inner
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Returns the module as the user gave it."""
+        return super().unwrap(model.module if isinstance(model, DistributedDataParallel) else model)
+
+
+def share_buffers(wrapped: DistributedDataParallel) -> None:
+    """Broadcasts the buffers of the first process, unless `ddp_broadcast_buffers` is off."""
+    if wrapped.broadcast_buffers:
+        for buffer in wrapped.module.buffers():
+            distributed.broadcast(buffer, src=0)
+
+
+def in_buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yields gradients of one dtype and device in buckets of some megabytes."""
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        is_alike = not bucket or (gradient.dtype, gradient.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and (not is_alike or sum(each.nbytes for each in bucket) + gradient.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
+
+
+def ddp_options(args: Any) -> dict[str, Any]:
+    """Returns DistributedDataParallel's options from the arguments.
+
+    Unused parameters are looked for unless that is turned off, or cannot be done: with a static graph, which finds
+    them itself, and with reentrant checkpointing of activations.
+    """
+    options: dict[str, Any] = {"find_unused_parameters": args.ddp_find_unused_parameters}
+    if options["find_unused_parameters"] is None:
+        settings = args.activation_checkpointing_kwargs or {}
+        is_reentrant = bool(args.activation_checkpointing and settings.get("use_reentrant"))
+        options["find_unused_parameters"] = not (is_reentrant or args.ddp_static_graph)
+    if args.ddp_bucket_cap_mb is not None:
+        options["bucket_cap_mb"] = args.ddp_bucket_cap_mb
+    if args.ddp_broadcast_buffers is not None:
+        options["broadcast_buffers"] = args.ddp_broadcast_buffers
+    if args.ddp_static_graph is not None:
+        options["static_graph"] = args.ddp_static_graph
+    return options
+
+
+def register_comm_hook(wrapped: DistributedDataParallel, name: str | None) -> None:
+    """Registers the hook that sends gradients in 16 bits, if `ddp_comm_hook` asks for it. They are summed in 16 bits
+    too.
+    """
+    if name is not None:
+        dtype = SENT_AS[name]
+        hook: Any = lambda state, bucket: send_as(state, bucket, dtype)  # noqa: E731  (torch checks annotations)
+        wrapped.register_comm_hook(distributed.group.WORLD, hook)  # type: ignore[no-untyped-call]
+
+
+def send_as(state: Any, bucket: Any, dtype: torch.dtype) -> Any:
+    """A communication hook: one bucket's mean over the processes, sent in `dtype`.
+
+    torch's own for bfloat16 requires NCCL; for float16 this is the same.
+    """
+    if dtype == torch.float16:
+        return default_hooks.fp16_compress_hook(state, bucket)
+    buffer = bucket.buffer()
+    sent = buffer.to(dtype).div_(distributed.get_world_size())
+
+    def put_back(future: Any) -> Tensor:
+        whole: Tensor = future.value()[0]
+        buffer.copy_(whole)
+        return buffer  # type: ignore[no-any-return]
+
+    return distributed.all_reduce(sent, async_op=True).get_future().then(put_back)
+
+
+@contextmanager
+def silenced(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """While entered, backward adds zeros to the gradients, not numbers and not NaN."""
+    hooked: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
+    handles = [parameter.register_hook(torch.zeros_like) for parameter in hooked]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def is_on(model: nn.Module, device: torch.device) -> bool:
+    """True if all of a model is on one device."""
+    return all(parameter.device == device for parameter in model.parameters())

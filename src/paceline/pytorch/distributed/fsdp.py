@@ -1,0 +1,241 @@
+"""Fully sharded data parallel: each process holds a shard of every parameter, its gradient and its optimizer state.
+
+Through torch's `fully_shard` (FSDP 2): parameters become DTensors, gathered layer by layer while they are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from paceline.args.errors import UnsupportedOption
+from paceline.args.mesh import resolve_mesh
+from paceline.args.sections import Options
+from paceline.args.sharding import Sharding, read_sharding
+from paceline.pytorch.distributed.broadcast_init import FirstWeights, spread
+from paceline.pytorch.distributed.device_mesh import build_device_mesh, sharding_mesh
+from paceline.pytorch.distributed.precision import ApexPrecision
+from paceline.pytorch.distributed.shard_precision import (
+    cast_at_root,
+    cast_gathered,
+    precision_under,
+    torch_policy,
+    warn_of_short_weights,
+)
+from paceline.pytorch.distributed.strategy import NOTHING, Prepared, SingleDevice
+from paceline.pytorch.distributed.tensor_parts import map_tensors, whole
+
+logger = logging.getLogger(__name__)
+
+
+class FullyShardedData(SingleDevice):
+    """Shards of one model (Zhao et al., 2023, arXiv:2304.11277); of several replicas, with `hybrid_shard`.
+
+    Args:
+        world, precision: as for one device.
+        args: `fsdp` and `fsdp_config` are read.
+
+    Raises:
+        UnsupportedOption: half_precision_backend='apex', whose master weights are whole tensors.
+    """
+
+    delays_grad_sync = True
+    in_step = True
+    is_sharded = True
+
+    def __init__(self, world: Any, precision: Any, args: Any) -> None:
+        self.sharding = read_sharding(args.fsdp or True, args.fsdp_config)
+        policy = self.sharding.precision
+        mesh = resolve_mesh(args, world.world_size, world.local_size)
+        super().__init__(world, precision_under(policy, precision), mesh)
+        if isinstance(precision, ApexPrecision):
+            raise UnsupportedOption(
+                "half_precision_backend='apex' with a sharded model is not supported: leave it out (fp16=True runs by "
+                "torch's autocast), or set bf16=True."
+            )
+        check_full_eval(args)
+        self.accepts_full_model = not self.sharding.from_first
+        self._label_names = args.label_names
+        # in 16 bits sums of several micro-batches would lose digits: each is reduced, and added up in the shards
+        self._exchanges_each = policy is not None and policy.exchanges_short
+        self._model: nn.Module | None = None
+
+    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
+        """Shards the model in place, then makes its optimizer over the shards."""
+        self._shard_once(model)
+        return super().prepare(model, make_optimizer)
+
+    def evaluation_model(self, model: nn.Module) -> nn.Module:
+        """Returns the model itself, sharded first if its values or dtypes depend on that."""
+        if self.sharding.from_first or self.sharding.precision is not None:
+            self._shard_once(model)
+        return model
+
+    def run_within(self, model: nn.Module, function: Callable[[], Any]) -> Any:
+        """Runs `function` with the parameters outside all units gathered, and the units initialized, as the model's
+        forward does.
+        """
+        if not isinstance(model, FSDPModule):
+            return function()
+        model.paceline_call = function  # type: ignore[assignment]
+        register_fsdp_forward_method(model, "paceline_call")
+        try:
+            return model.paceline_call()  # type: ignore[operator]
+        finally:
+            del model.paceline_call
+
+    def cast_model(self, model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        """As for one device; for a sharded model, the gathered parameters are cast."""
+        if not self.holds_part_of(model):
+            return super().cast_model(model, dtype)
+        return cast_gathered(model, dtype, by_module=self.mesh.tp > 1)
+
+    def awaits_weights(self, model: nn.Module) -> bool:
+        """True if this process's values still come from the first one, so that it need not load any."""
+        return self.sharding.from_first and not self.world.is_first and not self.holds_part_of(model)
+
+    def _shard_once(self, model: nn.Module) -> None:
+        if not self.holds_part_of(model):
+            if not self.sharding.from_first:
+                spread(model, self.device)
+            self._shard(model, build_device_mesh(self.mesh, self.device.type))
+
+    def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        options: dict[str, Any] = {
+            "mesh": sharding_mesh(mesh),
+            "reshard_after_forward": self.sharding.reshard,
+        }
+        if self.sharding.offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+        units = find_units(model, self.sharding)
+        first = FirstWeights(self.world, model, self.device) if self.sharding.from_first else None
+        policy = self.sharding.precision
+        for unit in (*units, model):
+            if first is not None:  # no more than one unit of it is whole at a time
+                first.fill(unit)
+            if policy is not None:
+                options["mp_policy"] = torch_policy(policy, unit is model)
+            fully_shard(unit, **options)
+        if policy is not None:
+            warn_of_short_weights(model)
+            cast_at_root(model, policy, self._label_names)
+        num_own = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
+        logger.info(
+            "Sharded in %d units and what is left, over the mesh %s: %s of %s parameters here.",
+            len(units),
+            options["mesh"],
+            f"{num_own:,}",
+            f"{sum(p.numel() for p in model.parameters()):,}",
+        )
+
+    def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
+        """Reduces gradients after the last micro-batch only. One that weighs nothing has a factor of 0."""
+        if isinstance(self._model, FSDPModule):
+            last = last or self._exchanges_each
+            self._model.set_requires_gradient_sync(last)
+            self._model.set_is_last_backward(last)
+        return NOTHING
+
+    def clip(self, max_norm: float) -> Tensor | None:
+        """As on one device; the norm is that of all shards."""
+        norm = super().clip(max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def holds_part_of(self, model: nn.Module) -> bool:
+        """True if a model is sharded."""
+        return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+    def whole_tensor(self, name: str, value: Tensor) -> Tensor:
+        """Returns a value of the model gathered from its shards, on the host; all processes take part."""
+        tensor: Tensor = whole(value.detach())
+        return tensor
+
+    def full_state(self, state: object) -> Any:
+        """Returns the same nest with every shard as the whole tensor, on the host; all processes take part."""
+        return map_tensors(whole, state)
+
+    def load_full(self, model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+        """Loads whole weights into the shards; returns the missing names, and the unexpected ones."""
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        result = set_model_state_dict(model, dict(weights), options=options)
+        return list(result.missing_keys), list(result.unexpected_keys)
+
+    def shard_state(self, optimizer: Optimizer) -> None:
+        """Shards the state that was loaded whole like the parameters that it belongs to."""
+        for parameter, state in optimizer.state.items():
+            shards: Any = parameter
+            for name, value in state.items() if isinstance(shards, DTensor) else ():
+                is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+                if is_whole and value.shape == shards.shape:
+                    value = value.to(shards.device_mesh.device_type)
+                    state[name] = distribute_tensor(value, shards.device_mesh, shards.placements)
+
+
+def check_full_eval(args: Options) -> None:
+    """Raises for options that the cast of a sharded model for evaluation would not reach.
+
+    Raises:
+        UnsupportedOption: a compiled model, or `generate`, which calls parts of the model.
+    """
+    for full_eval in ("bf16_full_eval", "fp16_full_eval"):
+        for name in ("torch_compile", "predict_with_generate"):
+            if getattr(args, full_eval) and getattr(args, name, False):
+                raise UnsupportedOption(
+                    f"{full_eval}=True and {name}=True are not supported together with a sharded model: leave one of "
+                    "them out."
+                )
+
+
+def find_units(model: nn.Module, sharding: Sharding) -> list[nn.Module]:
+    """Returns the modules that are sharded one by one, inner ones first: by class, by size, or by the model's own plan.
+
+    Raises:
+        ValueError: the model has no layer of a class that was named.
+    """
+    if sharding.is_whole:
+        return []
+    modules = [module for module in model.modules() if module is not model]
+    if sharding.least_parameters:
+        return list(by_size(model, sharding.least_parameters))
+    hint = getattr(model, "_no_split_modules", None) or ()
+    names = sharding.layer_classes or tuple(hint)
+    units = [module for module in modules if type(module).__name__ in names]
+    missing = [name for name in sharding.layer_classes if name not in {type(unit).__name__ for unit in units}]
+    if missing:
+        there = sorted({type(module).__name__ for module in modules})
+        raise ValueError(
+            f"fsdp_config['transformer_layer_cls_to_wrap']: {type(model).__name__} has no layer {missing[0]!r}, but "
+            f"{', '.join(there)}."
+        )
+    if not names:
+        units = [each for module in modules if isinstance(module, nn.ModuleList) for each in module]
+    return list(reversed(units))
+
+
+def by_size(model: nn.Module, least: int) -> Iterator[nn.Module]:
+    """Yields modules of at least `least` parameters that are in no unit already, inner ones first."""
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        taken = 0
+        for child in module.children():
+            units = list(visit(child))
+            yield from units
+            taken += sum(p.numel() for unit in units for p in unit.parameters())
+        if module is not model and sum(p.numel() for p in module.parameters()) - taken >= least:
+            yield module
+
+    found: list[nn.Module] = []
+    for unit in visit(model):
+        if not any(unit is other for other in found) and not isinstance(unit, nn.ModuleList | nn.ModuleDict):
+            found.append(unit)
+    yield from found

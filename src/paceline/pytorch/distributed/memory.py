@@ -1,0 +1,102 @@
+"""Memory of a model in training on one process: its parameters, their gradients, and the optimizer's state, in bytes.
+
+Counted from the tensors as the strategy left them, so that shards, replicas and frozen parts count with their true
+size. FakeTensors count as the tensors that they stand for; parameters on the device "meta" are another stage's, held by
+another process. Activations are not counted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.pytorch.distributed.tensor_parts import local_part
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory on one process, in bytes.
+
+    Attributes:
+        parameters: of the model, with its buffers.
+        gradients: of the parameters that are trained, once there are any.
+        optimizer: its state after the first optimizer step; None if unknown before.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int | None
+
+    def describe(self) -> str:
+        """Returns the numbers in a line of text."""
+        state = "of a size known after the first optimizer step" if self.optimizer is None else as_text(self.optimizer)
+        return (
+            f"{as_text(self.parameters)} of parameters, {as_text(self.gradients)} of gradients, "
+            f"optimizer state {state}; activations come on top"
+        )
+
+
+def count_memory(model: nn.Module, optimizer: object) -> Memory:
+    """Returns the memory that this process will hold of a model that the strategy has prepared."""
+    parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    return Memory(
+        parameters=total([*parameters, *model.buffers()]),
+        gradients=total(parameter for parameter in parameters if parameter.requires_grad),
+        optimizer=count_state(optimizer),
+    )
+
+
+def count_state(optimizer: Any) -> int | None:
+    """Returns the bytes of an optimizer's state; before its first step, found by making one on tensors without data.
+
+    None for optimizers that are not torch's own: the state that their step creates is unknown.
+    """
+    state = getattr(optimizer, "state", None)
+    if state:
+        return total(value for entry in state.values() for value in tensors_of(entry))
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return None
+    rehearsed = copy.copy(optimizer)
+    vars(rehearsed).pop("step", None)  # a schedule's wrapper, bound to the optimizer itself
+    rehearsed.state, rehearsed.param_groups = defaultdict(dict), []
+    rehearsed._optimizer_step_pre_hooks, rehearsed._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    for group in optimizer.param_groups:
+        own = [parameter for parameter in group["params"] if parameter.requires_grad and not parameter.is_meta]
+        shadows = list(map(shadow, own))
+        rehearsed.param_groups.append({**group, "params": shadows, "fused": False, "foreach": False})
+    try:
+        rehearsed.step()
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # it reads values
+        return None
+    return total(value for entry in rehearsed.state.values() for value in tensors_of(entry))
+
+
+def shadow(parameter: Tensor) -> nn.Parameter:
+    """Returns a parameter of the same local size, with a gradient, both without data."""
+    like = torch.empty_like(local_part(parameter), device="meta")
+    made = nn.Parameter(like)
+    made.grad = torch.empty_like(like)
+    return made
+
+
+def tensors_of(entry: object) -> list[Tensor]:
+    """Returns the tensors of one parameter's state."""
+    values = entry.values() if isinstance(entry, dict) else (entry,)
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def total(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes that this process holds of tensors, each counted once."""
+    held = {id(tensor): local_part(tensor) for tensor in tensors}
+    return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+
+
+def as_text(size: int) -> str:
+    """Returns a size with its unit."""
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"

@@ -1,0 +1,290 @@
+"""Precision: the dtype of the forward pass, and the loss scaling that protects its gradients; held by the strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.core.apex import require_apex
+from paceline.pytorch.data.batches import rebuild_dataclass, rebuild_mapping, rebuild_sequence
+
+
+class Precision:
+    """fp32: the model computes in the dtype of its own parameters.
+
+    Attributes:
+        scales: True if losses are scaled; otherwise `scale` and `unscale` need not be called.
+        autocasts: True if outputs are in 16 bits, and to be widened.
+        has_rescaled: True if the last optimizer step was skipped only to adapt the loss scale.
+        has_masters: True if the optimizer steps copies of the weights in another dtype.
+        backward: (loss, learning rate) -> None, if the precision runs the backward pass itself; else None.
+    """
+
+    scales = False
+    autocasts = False
+    has_rescaled = False
+    has_masters = False
+    backward: Any = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        """Returns the model and the optimizer to call and step in place of these two."""
+        return model, optimizer
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Returns the context of a forward pass; a fresh one at each call, so that a user may nest them."""
+        return nullcontext()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss to call `backward` on."""
+        return loss
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Unscales the gradients, before they are clipped or read."""
+
+    def step(self, optimizer: Optimizer, is_bad: torch.Tensor | None = None) -> bool:
+        """Steps the optimizer, unless `is_bad` holds (0-dim, on the device). Returns True if the step was applied.
+
+        A fused optimizer takes the flag on the device, and the result is always True; for others it is read.
+        """
+        if is_bad is None:
+            optimizer.step()
+            return True
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            if bool(is_bad):
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch warns of the schedule's step
+                return False
+            optimizer.step()
+            return True
+        fused: Any = optimizer
+        fused.grad_scale, fused.found_inf = None, is_bad.to(torch.float32)
+        try:
+            optimizer.step()
+        finally:
+            del fused.grad_scale, fused.found_inf
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Does nothing: there is no state."""
+
+
+class CastWeights(Precision):
+    """The strategy computes with 16-bit copies of the weights, and steps them in float32."""
+
+    autocasts = True  # the outputs are 16 bits, and are widened before the loss
+
+
+class BFloat16(Precision):
+    """Mixed precision in bfloat16: matrix products in 16 bits, parameters and gradients as they are."""
+
+    autocasts = True
+
+    def context(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+
+class Float16(Precision):
+    """Mixed precision in float16 with a loss scale that adapts (Micikevicius et al., 2018, arXiv:1710.03740).
+
+    An optimizer step whose gradients overflowed is not applied and the scale is lowered. Deciding that reads back from
+    the device at each step:
+     the price of float16, which bfloat16 does not pay.
+    """
+
+    scales = True
+    autocasts = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.scaler = torch.amp.GradScaler(device.type)
+        self._scale: float | None = None  # the scale as read after the last optimizer step
+
+    def context(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, dtype=torch.float16)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.scaler.scale(loss)
+        return scaled
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, is_bad: torch.Tensor | None = None) -> bool:
+        # the scaler checks every gradient itself, and lowers the scale when one overflowed. Calls of
+        # optimizer.step prove nothing: a fused optimizer is always called, and decides on the device.
+        before = self.scaler.get_scale() if self._scale is None else self._scale
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        self._scale = self.scaler.get_scale()
+        # below 1 the overflow is not caused by the scale
+        self.has_rescaled = self._scale < before and before > 1
+        return self._scale >= before
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self.scaler.load_state_dict(state)
+            self._scale = None
+
+
+class ApexPrecision(Precision):
+    """NVIDIA's `apex.amp`, for scripts that were written for it.
+
+    Its levels: O0 (float32), O1 (casts around functions), O2 (float16 weights), O3 (all float16).
+
+    amp patches the model and the optimizer, scales the loss inside `backward`, and makes the optimizer skip a step
+    whose gradients overflowed.
+
+
+    Args:
+        level: "O0" to "O3".
+
+    Raises:
+        ImportError: NVIDIA's Apex is not installed, or is a release without amp.
+    """
+
+    def __init__(self, device: torch.device, level: str) -> None:
+        super().__init__(device)
+        try:
+            self.amp: Any = require_apex("amp")
+        except ImportError as error:
+            raise ImportError(
+                f"half_precision_backend='apex': {error}; or leave the option out: fp16=True runs by torch's autocast"
+            ) from error
+        self.level = level
+        # there the optimizer steps float32 copies of the weights, whose gradients are the ones to clip
+        self.has_masters = level == "O2"
+        self._optimizer: Optimizer | None = None
+        self._saved: dict[str, Any] | None = None
+        self._has_overflowed = False  # a gradient of the optimizer step in progress
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        """Lets amp patch both, once for each optimizer."""
+        if optimizer is None:
+            return model, None
+        if not hasattr(optimizer, "_amp_stash"):
+            model, optimizer = self.amp.initialize(model, optimizer, opt_level=self.level, verbosity=0)
+        self._optimizer = optimizer
+        if self._saved is not None:
+            self.amp.load_state_dict(self._saved)
+        return model, optimizer
+
+    def backward(self, loss: torch.Tensor, lr: object) -> None:
+        """Runs the backward pass of the scaled loss; afterwards the gradients are unscaled."""
+        before = self._scale()
+        with self.amp.scale_loss(loss, self._optimizer) as scaled:
+            scaled.backward()
+        self._has_overflowed = self._has_overflowed or self._scale() < before
+
+    def step(self, optimizer: Optimizer, is_bad: torch.Tensor | None = None) -> bool:
+        # amp has replaced optimizer.step for this once, if a gradient overflowed
+        self.has_rescaled, self._has_overflowed = self._has_overflowed, False
+        return super().step(optimizer, is_bad) and not self.has_rescaled
+
+    def _scale(self) -> float:
+        scalers = self.amp.state_dict()
+        return float(scalers["loss_scaler0"]["loss_scale"]) if "loss_scaler0" in scalers else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.amp.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._saved = state or None
+        if self._optimizer is not None and state:
+            self.amp.load_state_dict(state)
+
+
+def make_precision(name: str, device: torch.device) -> Precision:
+    """Returns the precision for `full`, `bf16`, `fp16` or `apex-O1` and the like, as in `Plan.precision`."""
+    if name.startswith("apex-"):
+        return ApexPrecision(device, name.removeprefix("apex-"))
+    kinds: dict[str, type[Precision]] = {"full": Precision, "bf16": BFloat16, "fp16": Float16}
+    return kinds[name](device)
+
+
+@contextmanager
+def widened(model: nn.Module) -> Iterator[None]:
+    """While entered, 16-bit outputs of `model` are converted to float32, in their own containers.
+
+    A loss of an autocast model's outputs is then not computed in 16 bits.
+    """
+    handle = model.register_forward_hook(lambda module, args, outputs: widen(outputs))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def widen(value: object) -> Any:
+    """Returns the same nest with 16-bit tensors in float32; the very same object if there are none."""
+    return recast(value, widen_tensor)
+
+
+def widen_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a 16-bit tensor in float32, any other unchanged."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def recast(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Returns the same nest with `change` applied to its tensors; the very same object if none changes."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        parts = {key: recast(item, change) for key, item in value.items()}
+        return rebuild_mapping(value, parts) if any(parts[key] is not value[key] for key in parts) else value
+    if isinstance(value, list | tuple):
+        items = [recast(item, change) for item in value]
+        has_changed = any(item is not before for item, before in zip(items, value, strict=True))
+        return rebuild_sequence(value, items) if has_changed else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changed = {name: recast(item, change) for name, item in fields.items()}
+        if any(changed[name] is not fields[name] for name in fields):
+            return rebuild_dataclass(value, {**vars(value), **changed})
+    return value
+
+
+def narrow(value: object, dtype: torch.dtype, kept: Container[str]) -> Any:
+    """Returns a model's inputs with floating-point tensors in `dtype`; those named in `kept` (labels) are unchanged."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping) and not dataclasses.is_dataclass(value):  # a model's own outputs have its dtype
+        parts = {name: item if name in kept else narrow(item, dtype, kept) for name, item in value.items()}
+        return rebuild_mapping(value, parts)
+    if isinstance(value, list | tuple):
+        return rebuild_sequence(value, [narrow(item, dtype, kept) for item in value])
+    return value
+
+
+@contextmanager
+def cast_in_place(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """While entered, a model's parameters and buffers are in `dtype`; afterwards as before, to the bit."""
+    with cast_tensors([*model.parameters(), *model.buffers()], dtype):
+        yield
+
+
+@contextmanager
+def cast_tensors(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """While entered, the floating-point ones hold copies in `dtype`."""
+    changed = [tensor for tensor in tensors if tensor.is_floating_point()]
+    originals = [tensor.data for tensor in changed]
+    try:
+        for tensor in changed:
+            tensor.data = tensor.data.to(dtype)
+        yield
+    finally:
+        for tensor, original in zip(changed, originals, strict=True):
+            tensor.data = original

@@ -1,0 +1,131 @@
+"""Random state: seeding, full determinism, and the snapshot that lets a resumed run draw the same numbers."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.pytorch.distributed.xla_runtime import random_state, seed_devices
+
+
+def set_seed(seed: int, deterministic: bool = False) -> None:
+    """Seeds Python's, numpy's and torch's generators, those of every accelerator included.
+
+    Args:
+        seed: any integer in [0, 2**32).
+        deterministic: also request torch's deterministic algorithms.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    seed_devices(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
+    """Seeds everything and makes every operation deterministic, at some cost in speed.
+
+    The one place where the package writes environment variables: cuBLAS and the HIP libraries read theirs when
+    they start, so call this before the first operation on a GPU.
+
+    Args:
+        seed: as in `set_seed`.
+        warn_only: warn about an operation that has no deterministic form, instead of raising an error.
+    """
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    os.environ["ASCEND_LAUNCH_BLOCKING"] = "1"
+    os.environ["HCCL_DETERMINISTIC"] = "1"
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
+    set_seed(seed)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def capture_rng() -> dict[str, Any]:
+    """Returns the state of every generator of this process: only tensors, integers, tuples and strings.
+
+    Returns:
+        `python` (version, tuple of integers, gauss), `numpy` (name, uint32 keys as an int64 tensor, position, ...),
+        `cpu` (uint8 tensor) and, with an accelerator, `<type>` (a list of uint8 tensors, one per device; an integer
+        for XLA devices).
+    """
+    legacy: Any = np.random.get_state(legacy=True)
+    name, numpy_keys, position, has_gauss, cached = legacy
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(numpy_keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
+        "cpu": torch.get_rng_state(),
+    }
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        if hasattr(module, "get_rng_state_all"):
+            state[accelerator.type] = module.get_rng_state_all()
+        else:
+            state[accelerator.type] = [module.get_rng_state()]
+    recorded = random_state()
+    if recorded is not None:
+        state["xla"] = recorded
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Restores the result of `capture_rng`; snapshots of the Hugging Face Trainer (tuples and arrays) are read too.
+
+    States of devices that this machine lacks are ignored.
+    """
+    if "python" in state:
+        version, keys, gauss = state["python"]
+        random.setstate((version, tuple(keys), gauss))
+    if "numpy" in state:
+        name, numpy_keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((name, np.asarray(numpy_keys, dtype=np.uint32), position, has_gauss, cached))
+    if "cpu" in state:
+        torch.set_rng_state(state["cpu"].cpu())
+    if isinstance(state.get("xla"), int):
+        seed_devices(state["xla"])
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type not in state:
+        return
+    module, saved = torch.get_device_module(accelerator), state[accelerator.type]
+    if isinstance(saved, torch.Tensor):
+        module.set_rng_state(saved)
+    elif hasattr(module, "set_rng_state_all") and len(saved) == module.device_count():
+        module.set_rng_state_all(saved)
+    else:
+        module.set_rng_state(saved[0])
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Restores every generator after the block, for any draws or seeds in the block."""
+    state = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(state)
+
+
+def seed_everything(seed: int, *, is_deterministic: bool, tf32: bool | None) -> None:
+    """Seeds all generators, and sets the determinism and the matrix precision that a run asks for.
+
+    Args:
+        seed: of Python, numpy and torch.
+        is_deterministic: deterministic operations only.
+        tf32: multiply float32 matrices in TF32; None leaves it as it is.
+    """
+    if is_deterministic:
+        enable_full_determinism(seed)
+    else:
+        set_seed(seed)
+    if tf32 is not None:
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")

@@ -1,0 +1,122 @@
+"""XLA devices through torch_xla: their selection for a run, and their random numbers.
+
+torch_xla is imported only where it is used: its import takes seconds, and installing it does not select it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.args.errors import UnsupportedOption
+from paceline.args.sections import Options
+from paceline.args.sharding import is_asked, is_xla_asked
+from paceline.core.optional import is_installed, require
+
+logger = logging.getLogger(__name__)
+
+EXTRA = "xla"
+TPU_FILES = ("/dev/accel0", "/dev/vfio/0")  # one of them is there for the first chip of a machine
+
+
+def wants_xla(args: Options) -> bool:
+    """True if a run uses XLA devices: by the arguments, by PJRT_DEVICE, or for a TPU and no other accelerator.
+
+    PJRT_DEVICE=CPU alone does not count: torch_xla sets it by itself when another library asks it for a device.
+    """
+    if args.use_cpu:
+        return False
+    if is_xla_asked(args.parallel, args.fsdp, args.fsdp_config):
+        return True
+    if not is_installed("torch_xla"):
+        return False
+    named = os.environ.get("PJRT_DEVICE")
+    if named is not None:
+        return named != "CPU"
+    return not torch.accelerator.is_available() and has_tpu()
+
+
+def has_tpu() -> bool:
+    """True if this machine has TPU chips and the library that drives them."""
+    if not is_installed("libtpu") or not any(Path(name).exists() for name in TPU_FILES):
+        return False
+    return int(require("torch_xla._internal.tpu", EXTRA).num_available_chips()) > 0
+
+
+def start_device(args: Options, num_processes: int) -> torch.device:
+    """Returns the XLA device of this process; with several to share the work, the one that represents all of them.
+
+    Args:
+        args: `fsdp`, `fsdp_config` and `tpu_num_cores` are read; if the last is unset, TPU_NUM_CORES
+            of the environment.
+        num_processes: that a launcher started.
+
+    Raises:
+        ImportError: torch_xla is missing.
+        UnsupportedOption: there are several processes.
+        ValueError: another number of devices than one or all was requested.
+    """
+    runtime: Any = require("torch_xla.runtime", EXTRA)
+    if num_processes > 1:
+        raise UnsupportedOption(
+            f"XLA devices with {num_processes} processes are not supported: start one process of this script, which "
+            "drives all devices of its machine (fsdp=True, fsdp_config={'xla': True, 'xla_fsdp_v2': True})."
+        )
+    if is_distributed(args) and not runtime.is_spmd():
+        runtime.use_spmd()  # before the first tensor: a device of this mode represents all of them
+    device = torch.device(require("torch_xla", EXTRA).device())
+    count, asked = int(runtime.global_runtime_device_count()), number_asked(args)
+    if runtime.process_count() > 1:
+        raise UnsupportedOption(
+            f"XLA devices of {runtime.process_count()} machines are not supported: use those of one (a TPU host, not a "
+            "pod slice)."
+        )
+    if asked not in (None, 1, count):
+        raise ValueError(f"tpu_num_cores={asked} is invalid: there are {count} XLA devices; use 1 or {count}.")
+    return device
+
+
+def number_asked(args: Options) -> int | None:
+    """Returns `tpu_num_cores`, or the environment's value."""
+    if args.tpu_num_cores is not None:
+        return int(args.tpu_num_cores)
+    text = os.environ.get("TPU_NUM_CORES", "")
+    if not text:
+        return None
+    if not text.isdecimal() or text == "0":
+        raise ValueError(f"TPU_NUM_CORES={text!r} is invalid: expected a whole number, or no such variable.")
+    return int(text)
+
+
+def is_distributed(args: Options) -> bool:
+    """True if several XLA devices share the work: with shards of the model, or the whole of it on each."""
+    return is_asked(args.fsdp) or args.parallel == "fsdp" or (number_asked(args) or 1) > 1
+
+
+# ---- random numbers: the devices have their own generator, which torch's functions do not reach
+
+
+def started() -> Any:
+    """Returns torch_xla's module of generators if this process uses XLA devices; else None. Imports nothing."""
+    module = sys.modules.get("torch_xla")
+    if module is None or not module._XLAC._xla_runtime_is_initialized():
+        return None
+    return require("torch_xla.core.xla_model", EXTRA)
+
+
+def seed_devices(seed: int) -> None:
+    """Seeds the devices' generator, if any are in use."""
+    generators = started()
+    if generators is not None:
+        generators.set_rng_state(seed)
+
+
+def random_state() -> int | None:
+    """Returns the state of the devices' generator; None if none are in use."""
+    generators = started()
+    return None if generators is None else int(generators.get_rng_state())

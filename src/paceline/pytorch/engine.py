@@ -1,0 +1,334 @@
+"""One optimizer step. Knows tensors; knows no options, files or kinds of machine.
+
+`Engine.step` is the whole of it: count the micro-batches of an accumulation window, accumulate their gradients
+(forward, weigh, backward), clip, step the optimizer and the schedule, log. The strategy runs the passes of the window
+and calls back `run_pass` for each; the Trainer's `training_step` calls back `run_micro_step` for its body.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.contracts import Emit, StepOutput, Strategy
+from paceline.core.journal import NOT_COMPUTED
+from paceline.pytorch.data.loading import batch_size_of, split_batch
+from paceline.pytorch.distributed.precision import widened
+from paceline.pytorch.distributed.strategy import empty_device_cache
+from paceline.pytorch.distributed.window import LossOf, Pass
+from paceline.pytorch.loss_audit import LossAudit
+from paceline.pytorch.model.loss import Counts, LossNormalizer
+from paceline.pytorch.model.objective import accepts, adapted
+from paceline.pytorch.model.outputs import check_loss, detach, no_gradient
+from paceline.pytorch.optim.layerwise import steps_in_backward
+from paceline.pytorch.sync import StepRow, Sync
+
+logger = logging.getLogger(__name__)
+
+NOTHING = nullcontext()
+
+
+class StepLog(list[tuple[Sequence[Tensor], Any, Any]]):
+    """(contributions to the loss, grad_norm, rate) of each optimizer step since the last read.
+
+    A step in which every target was ignored has no contributions. Nothing leaves the device until the read.
+    """
+
+    def drain(self) -> list[tuple[float, float, float, bool]]:
+        """Returns (loss, grad_norm, rate, whether it has a loss) of each step, and forgets it; waits for the device."""
+        steps = list(self)
+        self.clear()
+        values = iter(to_floats([loss for losses, _, _ in steps for loss in losses]))
+        known = iter(to_floats([norm for _, norm, _ in steps if norm is not None]))
+        rows = []
+        for losses, norm, rate in steps:
+            loss = sum(itertools.islice(values, len(losses))) if losses else math.nan
+            rows.append((loss, NOT_COMPUTED if norm is None else next(known), float(rate), len(losses) > 0))
+        return rows
+
+
+class Engine:
+    """Makes optimizer steps.
+
+    Args:
+        strategy: owns the tensors' places, and runs the passes of a window.
+        normalizer: counts micro-batches and weighs losses.
+        sync: tells how much a window weighs on all processes.
+        model: the module to call, as the strategy prepared it.
+        optimizer: over its parameters.
+        scheduler: stepped once per optimizer step, unless `scheduler_follows_metrics` or float16 left the step out.
+        training_step: the Trainer's, bound: `(model, inputs, num_items_in_batch) -> contribution to the loss`.
+        compute_loss: the Trainer's, bound: `(model, inputs) -> loss`, and `num_items_in_batch` where it accepts that.
+        prepare_inputs: the Trainer's: moves a batch to the device.
+        max_grad_norm: infinity only computes the norm of the gradients; 0 not even that.
+        skips_non_finite: a step whose loss or gradient norm is not finite is not applied; the schedule goes on.
+        empty_cache_every: give cached device memory back every so many steps (None: never).
+
+    Attributes:
+        num_micro_steps: micro-batches of the window in progress.
+        own_divisor: the number that user code divides the window's losses by instead; None: it sets none.
+        is_applied: the last step changed the parameters.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        normalizer: LossNormalizer,
+        sync: Sync,
+        *,
+        model: nn.Module,
+        optimizer: Any,
+        scheduler: Any,
+        scheduler_follows_metrics: bool,
+        training_step: Callable[..., Tensor],
+        compute_loss: Callable[..., Tensor],
+        prepare_inputs: Callable[[Any], Any],
+        max_grad_norm: float,
+        skips_non_finite: bool = False,
+        empty_cache_every: int | None = None,
+    ) -> None:
+        self.strategy, self.normalizer, self.sync = strategy, normalizer, sync
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.steps_scheduler = scheduler is not None and not scheduler_follows_metrics
+        self.training_step = adapted(training_step, 3)
+        self.compute_loss, self.prepare_inputs = compute_loss, prepare_inputs
+        self.max_grad_norm = max_grad_norm
+        self.skips_non_finite = skips_non_finite
+        self.empty_cache_every = empty_cache_every
+        self.log = StepLog()
+        self.keep_outputs = False
+        self.keep_batches = False  # user code may take labels out of a batch; a copy leaves it whole for a retry
+        self.num_micro_steps = 1
+        self.own_divisor: int | None = None
+        self.is_applied = True
+        must_match = sync.must_match(strategy, compute_loss)
+        self._audit = LossAudit(strategy, normalizer, model, compute_loss, prepare_inputs, must_match, sync.is_any)
+        self._inner = strategy.unwrap(model)  # its mode is not the wrapper's, when a user has changed it
+        # some optimizers (schedule-free) keep two sets of weights and are told which one is in use
+        self._enter_train = getattr(optimizer, "train", None)
+        self._run_window = sync.runner_of(strategy)
+        self._asks_schedule = getattr(scheduler, "shows_rates", False)
+        self._autocasts = strategy.precision.autocasts
+        # only the device knows that a fused optimizer left a step out: the schedule goes on, whatever the optimizer;
+        # float16 asks at each step anyway
+        self._counts_skipped = skips_non_finite and not strategy.precision.scales
+        self._passes_count = accepts(compute_loss, "num_items_in_batch")
+        self._num_steps = 0
+        # of the window in progress
+        self._batches: Sequence[Any] = ()
+        self._counts: Sequence[Counts] = ()
+        self._num_items: Any = None
+        self._emit: Emit | None = None
+        self._current: Pass | None = None
+        self._seen: Any = None  # the model's last outputs
+        self._kept: list[Any] = []  # outputs of its micro-batches, where a callback wants them
+
+    @property
+    def is_last_micro_step(self) -> bool:
+        """True if the gradients are complete after the pass in progress; True between windows."""
+        return self._current is None or self._current.is_last
+
+    # ---- the contract of the loop
+
+    def step(self, batches: Sequence[Any], num_items: Any, emit: Emit | None) -> StepOutput:
+        """One optimizer step. A window in which nothing weighs (every target ignored) changes and logs nothing."""
+        if len(batches) < self.strategy.min_micro_batches:
+            batches = self.strategy.divide(batches, self.split)
+        self.num_micro_steps, self.own_divisor = len(batches), None
+        self._batches, self._num_items, self._emit = batches, num_items, emit
+        self._counts = counts = list(map(self.normalizer.count, batches))
+        passes = self.sync.begin(batches, counts, self.strategy, self.keep_batches or self.keep_outputs)
+        if not passes:
+            return self._skip()
+        losses = self._run_window(self, passes)
+        self._batches, self._current = (), None
+        norm = self.strategy.clip(self.max_grad_norm)
+        if emit is not None:
+            emit("on_pre_optimizer_step")
+        self.is_applied = self.strategy.step(self._is_bad(losses, norm) if self.skips_non_finite else None)
+        if emit is not None:
+            emit("on_optimizer_step")
+        rate = self.optimizer.param_groups[0]["lr"]
+        if rate is None or self._asks_schedule:  # Adafactor with rates of its own, which its schedule waits for
+            rate = self.scheduler.get_last_lr()[0]
+        known_norm = norm if self.is_applied or not self.strategy.precision.has_rescaled else None
+        self.log.append((losses, known_norm, rate if isinstance(rate, float) else float(rate)))
+        if self.steps_scheduler and (self.is_applied or self._counts_skipped):
+            self.scheduler.step()
+        self.strategy.clear_gradients()
+        if self.strategy.is_lazy:  # with the gradients gone: what is still there has to be kept
+            self.strategy.run_deferred()
+        self._num_steps += 1
+        if self.empty_cache_every is not None and self._num_steps % self.empty_cache_every == 0:
+            empty_device_cache(self.strategy.device)
+        outputs, self._kept = self._kept, []
+        return StepOutput(losses, norm, self.is_applied, outputs)
+
+    def read(self) -> list[StepRow]:
+        """Returns (loss, grad_norm, learning_rate, whether it has a loss) of each step since the last read."""
+        return self.sync.mean_losses(self.log.drain())
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Returns whether smaller micro-batches may cure an error: not where a part of the step may be done already."""
+        return not steps_in_backward(self.optimizer) and self.sync.is_out_of_memory(error)
+
+    def discard(self) -> None:
+        """Drop the gradients and outputs of a failed step."""
+        self.strategy.clear_gradients()
+        self._seen = None
+        self._kept = []
+        self._current = None
+        self._batches = ()
+        self.sync.discard()
+        empty_device_cache(self.strategy.device)
+
+    def split(self, batches: Sequence[Any], micro_batch_size: int) -> list[Any]:
+        """Returns the same samples in micro-batches of at most `micro_batch_size`."""
+        parts: list[Any] = []
+        for batch in batches:
+            parts += split_batch(batch, micro_batch_size) if batch_size_of(batch) > micro_batch_size else [batch]
+        return parts
+
+    # ---- the window, which the strategy runs
+
+    def run_pass(self, current: Pass, model: nn.Module | None = None) -> Tensor:
+        """Forward and backward of one micro-batch; returns its contribution to the window's loss, 0-dim, detached.
+
+        Args:
+            current: the pass.
+            model: called instead of the engine's.
+        """
+        self._current = current
+        loss = self.training_step(self.model if model is None else model, current.batch, self._num_items)
+        if self.keep_outputs and not current.is_dummy:
+            self._kept.append(detach(self._seen))
+        self._seen = None
+        return torch.zeros_like(loss) if current.is_dummy else loss
+
+    def skip_pass(self, current: Pass) -> None:
+        """Leave out a micro-batch that weighs nothing."""
+        if self.keep_outputs:
+            self._kept.append(None)
+
+    def end_pass(self, current: Pass | None) -> None:
+        """Fire the event between two passes; None: no pass is in progress."""
+        self._current = current
+        if self._emit is not None:
+            self._emit("on_substep_end")
+
+    def enter_training(self, model: nn.Module) -> None:
+        """Switch a model and the optimizer to training mode."""
+        model.train()
+        if callable(self._enter_train):
+            self._enter_train()
+
+    # ---- one pass
+
+    def run_micro_step(self, model: nn.Module, inputs: object, num_items: object) -> Tensor:
+        """Forward, weigh, backward: the body of `Trainer.training_step`.
+
+        The loss is scaled before backward, so that a backend that reduces inside backward sees the true gradient.
+
+        Returns:
+            This micro-batch's contribution to the window's loss, 0-dim, detached.
+        """
+        if not (model.training and self._inner.training):
+            self.enter_training(model)
+        current = self._current or self.sync.lone_pass(inputs)
+        if not current.is_prepared:
+            inputs = self.prepare_inputs(inputs)
+        if self.sync.is_look_due and self._current is not None:
+            self._look(inputs, current, num_items)
+        numbers = {"num_items_in_batch": num_items} if self._passes_count else {}
+        handle = model.register_forward_hook(self._keep) if self.keep_outputs else None
+        try:
+            with self._autocasting(model) if self._autocasts else NOTHING:
+                loss = self.compute_loss(model, inputs, **numbers)
+        finally:
+            if handle is not None:
+                handle.remove()
+        if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()):
+            loss = check_loss(loss, "compute_loss")
+        if not loss.requires_grad:
+            raise no_gradient()
+        if self.own_divisor is not None and not self.normalizer.is_scaled:
+            loss = loss * (self.num_micro_steps / self.own_divisor)
+        if current.needs_factor or num_items is not None:
+            loss = self._weigh(loss, current)
+        self.strategy.backward(loss)
+        return loss.detach()
+
+    def _weigh(self, loss: Tensor, current: Pass) -> Tensor:
+        """The part of a loss in the window's, which is one weighted mean."""
+        total = self.sync.total if current is self._current else current.counts.weight
+        is_nothing = current.is_dummy or not total
+        factor = 0 if is_nothing else self.normalizer.factor(current.counts, total)
+        if factor == 1:
+            return loss
+        return loss * (self.strategy.upload(factor) if self.strategy.is_lazy else factor)
+
+    @contextmanager
+    def _autocasting(self, model: nn.Module) -> Iterator[None]:
+        """Mixed precision for a forward pass; who makes the loss gets the outputs in full precision."""
+        with self.strategy.forward_context(), widened(model):
+            yield
+
+    def _keep(self, module: nn.Module, args: Any, outputs: object) -> None:
+        self._seen = outputs
+
+    # ---- looking at the loss
+
+    def _look(self, inputs: object, current: Pass, num_items: object) -> None:
+        """Learn what the loss is a mean over, in the first pass of a window."""
+        observations = []
+        if not current.is_dummy or self._audit.must_match:
+            divisor = self.own_divisor
+            observations = self._audit.observe(inputs, current.index, self._batches, self._counts, num_items)
+            self.own_divisor = divisor  # an own compute_loss may set it at each call
+        self.sync.learn([] if current.is_dummy else observations)
+
+    def look_ahead(self, passes: list[Pass], model: nn.Module, loss_of: LossOf) -> list[Pass]:
+        """Learn what the loss is a mean over before the first pass of a window, where that is due.
+
+        Args:
+            passes: of the window.
+            model: whose state the extra passes leave as it is.
+            loss_of: the strategy's way to a loss, without gradients.
+
+        Returns:
+            The passes by what the window weighs then.
+        """
+        if not self.sync.is_look_due:
+            return passes
+        self.sync.learn(self._audit.observe_ahead(model, loss_of, self._batches, self._counts, self._num_items))
+        return self.sync.begin_again(passes, self._batches, self.strategy)
+
+    # ---- after the passes
+
+    def _is_bad(self, losses: Sequence[Tensor], norm: Tensor) -> Tensor:
+        """Returns True if the step is not finite on any process: 0-dim, on the device."""
+        return self.sync.on_any(~torch.isfinite(torch.stack([*losses, norm.detach()]).sum()))
+
+    def _skip(self) -> StepOutput:
+        """A step without a single target that counts."""
+        logger.warning("Every target of this update is ignored: no step was made and no loss counted.")
+        self._batches = ()
+        self.log.append(((), None, self.optimizer.param_groups[0]["lr"]))
+        return StepOutput((), None, False)
+
+
+def to_floats(values: Sequence[Any]) -> list[float]:
+    """Returns numbers and 0-dim tensors as floats, all tensors in one transfer."""
+    # a list, not a generator: half the calls
+    if not values or not all([isinstance(value, Tensor) for value in values]):
+        return [float(value) for value in values]
+    stacked = torch.stack([value.detach() for value in values])
+    floats: list[float] = (stacked.double() if stacked.device.type != "mps" else stacked.float()).tolist()
+    return floats

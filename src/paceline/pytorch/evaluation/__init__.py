@@ -1,0 +1,1 @@
+"""Evaluation and prediction: forward passes, sums of losses, rows of predictions, metrics."""

@@ -1,0 +1,259 @@
+"""Distributed evaluation: each sample once, on one process; loss, rows and metrics are those of one process.
+
+Every process runs its shard of the batches through the model. Before each round they synchronize if a batch is left and
+if one was asked to stop, so none waits for another that has ended.
+"""
+
+from __future__ import annotations
+
+import copy
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.core.disk_buffer import DiskBuffer
+from paceline.core.methods import is_ours
+from paceline.core.rows import RowCollector, map_nest
+from paceline.core.signals import Interrupted, StopSignals
+from paceline.pytorch.distributed.collectives import gather_objects, share_object, sum_floats, sum_ints
+from paceline.pytorch.distributed.world import World
+from paceline.pytorch.evaluation.loss_sum import LossSum
+from paceline.pytorch.evaluation.prediction_buffer import EvaluationOptions, PredictionBuffer, to_host
+from paceline.pytorch.evaluation.predictor import EvaluationLoop
+from paceline.pytorch.loss_probe import LossProbe, Part
+from paceline.pytorch.model.loss import Counts, LossNormalizer
+from paceline.pytorch.model.reductions import Observation
+
+CHUNK_BYTES = 2**26  # bytes of rows that a process sends at a time
+
+Rows = dict[str, Any]
+
+
+class DistributedLossSum(LossSum):
+    """The weighted mean of the losses of all processes."""
+
+    def __init__(self, rule: LossNormalizer, world: World, is_data_leader: bool) -> None:
+        super().__init__(rule)
+        self.world = world
+        self.is_data_leader = is_data_leader
+
+    def _share(self, values: list[float]) -> list[float]:
+        return sum_floats(self.world, values if self.is_data_leader else [0.0] * len(values))
+
+
+class DistributedPredictionBuffer(PredictionBuffer):
+    """The rows of all processes: each holds its own until the end, when they are merged in order."""
+
+    def __init__(self, options: EvaluationOptions, disk_buffer: DiskBuffer, world: World, is_data_leader: bool) -> None:
+        super().__init__(options, disk_buffer)
+        self.world = world
+        self.is_data_leader = is_data_leader
+        self._collectors = {name: RowCollector(concatenate=False, disk_buffer=disk_buffer) for name in self._collectors}
+        self._sizes: dict[str, list[int]] = {name: [] for name in self._collectors}
+
+    def add(self, rows: Rows, size: int, loader: object) -> None:
+        """Adds one batch; nothing in a round without one on this process."""
+        if size > 0:
+            super().add(rows, size, loader)
+
+    def _flush(self) -> None:
+        for rows, size in self._waiting:
+            for name, value in rows.items():
+                if value is not None:
+                    self._sizes[name].append(size)
+        super()._flush()
+
+    def result(self, order: Sequence[int] | None = None) -> Rows:
+        """Returns the rows of all processes, on each of them."""
+        self._flush()
+        self.num_samples = sum_ints(self.world, [self.num_samples if self.is_data_leader else 0])[0]
+        whole = {
+            name: RowCollector(self.options.concatenate, disk_buffer=self.disk_buffer) for name in self._collectors
+        }
+        for name, collector in self._collectors.items():
+            own = list(zip(collector.result() or [], self._sizes[name], strict=True)) if self.is_data_leader else []
+            for parts in self._rounds(own, collector.num_bytes):
+                if self.options.concatenate:
+                    for nest, size in parts:
+                        whole[name].add(nest, size)
+                else:
+                    whole[name].add(join(parts), sum(size for _, size in parts))
+        return {name: collector.result(order) for name, collector in whole.items()}
+
+    def _rounds(self, own: list[tuple[Any, int]], num_bytes: int) -> Iterator[list[tuple[Any, int]]]:
+        """Yields the rows of each round, by rank; sent some batches at a time."""
+        known = gather_objects(self.world, (len(own), num_bytes))
+        number = max(count for count, _ in known)
+        largest = max((size // count for count, size in known if count), default=0)
+        step = max(CHUNK_BYTES // max(largest, 1), 1)
+        for start in range(0, number, step):
+            chunks = gather_objects(self.world, own[start : start + step])
+            for index in range(max(map(len, chunks))):
+                yield [chunk[index] for chunk in chunks if index < len(chunk)]
+
+
+class DistributedEvaluation(EvaluationLoop):
+    """The evaluation of one of several processes.
+
+    Args:
+        world: the processes.
+        signals: of the training in progress, which are synchronized; None: there is none.
+        compute_loss: the Trainer's, bound: an override may gather, so all processes call it equally often.
+        options: of `EvaluationLoop`.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        signals: StopSignals | None,
+        compute_loss: Callable[..., Any],
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.world = world
+        self.signals = signals
+        self.compute_loss = compute_loss
+        self._speaks = self.strategy.mesh.is_data_leader(world.process_index)  # or another rank does
+        self._filler: Any = None
+
+    def _make_sum(self) -> LossSum:
+        return DistributedLossSum(self.rule, self.world, self._speaks)
+
+    def _make_buffer(self, disk_buffer: DiskBuffer) -> PredictionBuffer:
+        return DistributedPredictionBuffer(self.options, disk_buffer, self.world, self._speaks)
+
+    def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
+        """Yields each round's batch of this process, None if it has none left, and True in the last round."""
+        iterator = iter(loader)
+        held = next(iterator, None)
+        while True:
+            after = next(iterator, None) if held is not None else None
+            noted = self.signals.noted if self.signals is not None else None
+            looks = held is not None and self._is_due(self.name_inputs(held), is_last=False)
+            flags = [held is not None, after is not None, noted is not None, noted == signal.SIGINT, looks]
+            here, more, asked, by_keyboard, looking = sum_ints(self.world, list(map(int, flags)))
+            self._looks = looking > 0
+            if asked and self.signals is not None:
+                self.signals.agree(bool(by_keyboard))
+                raise Interrupted
+            if not here:
+                return
+            if self._fills and here < self.world.world_size and self._filler is None:
+                self._filler = self._find_filler(held)
+            yield held, more == 0
+            self.rule.num_updates += 1
+            held = after
+
+    def _find_filler(self, held: object) -> Any:
+        """Returns a batch of another process, for a dummy pass on a process without any batch."""
+        offers = gather_objects(self.world, held)
+        return next(self.name_inputs(offer) for offer in offers if offer is not None)
+
+    def _take(
+        self,
+        batch: object,
+        total: LossSum,
+        kept: PredictionBuffer,
+        loader: object,
+        loss_only: bool,
+        ignore_keys: list[str] | None,
+    ) -> tuple[Rows, int]:
+        if batch is None:
+            if self._looks:
+                self._observe_nothing()
+            if self._fills:
+                self.prediction_step(self.model, copy.copy(self._filler), loss_only, ignore_keys)
+            return {}, 0
+        self._filler = copy.copy(self.name_inputs(batch)) if self._fills else None
+        return super()._take(batch, total, kept, loader, loss_only, ignore_keys)
+
+    def _observe_nothing(self) -> None:
+        """Take part where the others look at their losses."""
+        if self._fills:
+            probe = LossProbe(self.model, self._loss_of, must_match=True)
+            probe.look(self.rule, [Part(self._filler, Counts(0, None, 0))], None)
+        self.rule.learn(self._gather([]))
+
+    @property
+    def waits_for_others(self) -> bool:  # type: ignore[override]
+        makes_loss = (self.prediction_step, self.compute_loss)
+        return self.strategy.in_step or not all(map(is_ours, makes_loss))  # an override may gather, as those of TRL do
+
+    @property
+    def _fills(self) -> bool:
+        """True if a process without a batch runs a dummy pass."""
+        return self.waits_for_others
+
+    def _gather(self, observations: list[Observation]) -> list[Observation]:
+        gathered = gather_objects(self.world, observations if self._speaks else [])
+        return [observation for each in gathered for observation in each]
+
+    def _stream(self, rows: Rows, size: int, is_last: bool) -> None:
+        """Gives the metrics the batches of all processes, as one."""
+        own = {name: to_host(value) for name, value in rows.items()}
+        parts = gather_objects(self.world, (own, size) if self._speaks else ({}, 0))
+        names = dict.fromkeys(name for part, _ in parts for name in part)
+        whole = {name: join([(part[name], count) for part, count in parts if name in part]) for name in names}
+        if self.metric is None:  # a function gets tensors, as it does from one process
+            place = partial(to_tensor, device=self.strategy.device)
+            whole = {name: map_nest(place, nest) for name, nest in whole.items()}
+        super()._stream({"predictions": None, "labels": None, **whole}, sum(count for _, count in parts), is_last)
+
+    def _metrics(self, gathered: Rows, loss_only: bool) -> Rows:
+        """Returns the first process's metrics, for all, so that decisions by them agree."""
+        metrics: Rows = share_object(self.world, super()._metrics(gathered, loss_only))
+        return metrics
+
+
+class PipelineEvaluation(DistributedEvaluation):
+    """The evaluation of pipeline stages on the same batches: the process with the last stage predicts for all."""
+
+    strategy: Any  # one that runs accumulation windows
+
+    @property
+    def _fills(self) -> bool:
+        return bool(self.strategy.in_step)  # the loss is made by the last part's process alone
+
+    def _predict(self, batch: object, total: LossSum, loss_only: bool, ignore_keys: list[str] | None) -> Rows:
+        batch = self.strategy.place(batch)
+        if self._looks:
+            self._observe(batch, self.rule.count(batch))
+            self._looks = False
+        if not self.strategy.is_last:
+            self.strategy.forward(batch, None)
+            return {}
+        self.strategy.last.expect(batch)
+        self.strategy.last.receive(None)
+        rows = super()._predict(batch, total, loss_only, ignore_keys)
+        self.strategy.last.check_called("prediction_step")
+        return rows
+
+    def _loss_of(self, batch: object, num_items: object) -> torch.Tensor | None:
+        """Returns the loss of a batch that goes through the stages, on all processes of the pipeline."""
+        loss = None
+        with self.strategy.looking():
+            if not self.strategy.is_last:
+                self.strategy.forward(batch, None)
+            else:
+                self.strategy.last.expect(batch)
+                self.strategy.last.receive(None)
+                loss = super()._loss_of(batch, num_items)
+        told = self.strategy.share_from_last(None if loss is None else (float(loss), loss.dtype))
+        return None if told is None else torch.tensor(told[0], dtype=told[1])
+
+
+def to_tensor(array: Any, device: torch.device) -> Any:
+    """Returns an array as a tensor; one of Python objects, or text, unchanged."""
+    return torch.as_tensor(array, device=device) if array.dtype.kind in "biufc" else array
+
+
+def join(parts: list[tuple[Any, int]]) -> Any:
+    """Returns the nests of several processes concatenated; None if none has any."""
+    collector = RowCollector()
+    for nest, size in parts:
+        collector.add(nest, size)
+    return collector.result()

@@ -1,0 +1,89 @@
+"""Sums of losses over the batches of an evaluation, for the mean over samples or targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from paceline.pytorch.model.loss import Counts, LossNormalizer
+from paceline.pytorch.model.reductions import LossReduction
+
+
+@dataclass
+class Sum:
+    """The losses so far under reductions that weighed every batch alike: the sum, and its weight."""
+
+    reductions: list[LossReduction]
+    total: Any = 0.0
+    weight: float = 0.0
+
+
+class LossSum:
+    """The weighted mean of the losses of any number of batches, equal for any split of the samples into batches.
+
+    Each batch is weighed under all reductions that may still be right, so that a decision by a later batch applies to
+    the earlier ones too. One sum is stored for all reductions with equal weights, for any number of batches.
+    """
+
+    def __init__(self, rule: LossNormalizer) -> None:
+        self.rule = rule
+        self.num_batches = 0  # batches with a loss
+        self._sums = [Sum(list(rule.candidates))]
+
+    def add(self, loss: Tensor, counts: Counts, num_items: object) -> None:
+        """Adds one batch; nothing is read back from the device. One of weight 0 adds nothing, whatever its loss."""
+        loss = loss.detach().double() if loss.device.type != "mps" else loss.detach()
+        self.num_batches += 1
+        sums: list[Sum] = []
+        for kept in self._sums:
+            for weight, reductions in self._weights(kept.reductions, counts, num_items).items():
+                total = kept.total + loss * weight if weight else kept.total
+                sums.append(Sum(reductions, total, kept.weight + weight))
+        self._sums = sums
+
+    def _weights(
+        self,
+        reductions: list[LossReduction],
+        counts: Counts,
+        num_items: Any,
+    ) -> dict[float, list[LossReduction]]:
+        """Returns the reductions by the weight of this batch under each."""
+        if self.rule.function is not None:
+            return {counts.weight: reductions}
+        if self.rule.is_scaled and num_items is not None:
+            return {float(num_items): reductions}
+        found: dict[float, list[LossReduction]] = {}
+        for reduction in reductions:
+            is_sum = reduction.unit == "sum"
+            weight = 1 if is_sum else reduction.weigh(counts.labels, counts.samples, counts.is_shifted)
+            found.setdefault(weight, []).append(reduction)
+        return found
+
+    def mean(self) -> float | None:
+        """Returns the mean loss; None if no batch had one. Waits for the device.
+
+        It warns if other possible reductions would give another mean.
+        """
+        rule = self.rule
+        reductions = rule.open_reductions()
+        found = [next(item for item in self._sums if reduction in item.reductions) for reduction in reductions]
+        number, *values = self._share([self.num_batches, *(float(item.total) for item in found)])
+        weights = self._share([item.weight for item in found])
+        means = [self._divide(*each) for each in zip(reductions, values, weights, strict=True)]
+        own = means[0]
+        if number > 1:
+            rule.warn_of_coupling()
+            others = [mean for mean in means[1:] if mean is not None and own is not None]
+            rule.warn_of_doubt(any(abs(mean - (own or 0.0)) > 1e-6 * abs(own or 0.0) for mean in others))
+        return own if number else None
+
+    def _share(self, values: list[float]) -> list[float]:
+        """Returns the sums over all processes."""
+        return values
+
+    def _divide(self, reduction: LossReduction, total: float, weight: float) -> float | None:
+        if weight == 0:
+            return None
+        return total if reduction.unit == "sum" and not self.rule.is_scaled else total / weight

@@ -1,0 +1,204 @@
+"""The predictions of an evaluation: on the device for a few batches, then on the host, then on disk."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.callbacks.memory import format_bytes
+from paceline.core.disk_buffer import DiskBuffer
+from paceline.core.outputs import EvalPrediction
+from paceline.core.rows import RowCollector, map_nest
+from paceline.pytorch.data.loading import loader_length
+from paceline.pytorch.model.signature import innermost
+
+logger = logging.getLogger(__name__)
+
+# a list of these is one row per sample, not a nest
+ROW_TYPES = (str, bytes, int, float, bool, np.generic)
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """The options of an evaluation, from the arguments.
+
+    Attributes:
+        concatenate: one array per output (False: a list of batches).
+        streaming: metrics are taken batch by batch: `compute_metrics` is called with `compute_result`, or driven as a
+            `StreamingMetric`.
+        include: those of `inputs` and `loss` that the metrics get.
+        host_every: move predictions to the host every `host_every` batches.
+        dtype: cast the whole model to this dtype while it is evaluated; None disables it.
+        spill_bytes: predictions beyond this many bytes are saved to disk; None: never.
+        spill_folder: its folder, if the system's temporary folder is in memory.
+    """
+
+    concatenate: bool = True
+    streaming: bool = False
+    include: tuple[str, ...] = ()
+    host_every: int = 1
+    dtype: torch.dtype | None = None
+    spill_bytes: int | None = None
+    spill_folder: str | None = None
+
+
+class PredictionBuffer:
+    """The predictions of an evaluation: on the device for a few batches, then on the host, then on disk.
+
+    Args:
+        options: the data to store, and its location.
+        disk_buffer: the memory limit, and the files beyond it.
+
+    Attributes:
+        num_samples: number of samples added.
+    """
+
+    def __init__(self, options: EvaluationOptions, disk_buffer: DiskBuffer) -> None:
+        self.options = options
+        self.disk_buffer = disk_buffer
+        self.num_samples = 0
+        self._waiting: list[tuple[dict[str, Any], int]] = []
+        self._num_batches = 0
+        names = ("predictions", "labels", "inputs", "losses")
+        self._collectors = {name: RowCollector(options.concatenate, disk_buffer=disk_buffer) for name in names}
+
+    def add(self, rows: dict[str, Any], size: int, loader: object) -> None:
+        """Adds one batch. After the first one, it logs the expected size of all."""
+        self.num_samples += size
+        self._num_batches += 1
+        self._waiting.append((rows, size))
+        if self._num_batches == 1:
+            self._flush()
+            self._project(loader_length(loader))
+        elif len(self._waiting) >= self.options.host_every:
+            self._flush()
+
+    def result(self, order: Sequence[int] | None = None) -> dict[str, Any]:
+        """Returns everything, by name; None for absent data. `order`: the position of each row; None: in order of
+        arrival.
+        """
+        self._flush()
+        return {name: collector.result(order) for name, collector in self._collectors.items()}
+
+    def _flush(self) -> None:
+        """Moves waiting results from the device to the host."""
+        for rows, size in self._waiting:
+            for name, value in rows.items():
+                if value is not None:
+                    self._collectors[name].add(to_host(value), size)
+        self._waiting.clear()
+
+    def _project(self, num_batches: int | None) -> None:
+        """Warns of the expected size, if it exceeds the memory limit."""
+        each = sum(collector.num_bytes for collector in self._collectors.values())
+        announce(self.disk_buffer, each, num_batches)
+
+
+def make_prediction(batch: dict[str, Any]) -> EvalPrediction:
+    """Returns the metrics' input from the data stored under these names."""
+    return EvalPrediction(
+        predictions=batch.get("predictions"),
+        label_ids=batch.get("labels"),
+        inputs=batch.get("inputs"),
+        losses=batch.get("losses"),
+    )
+
+
+def to_host(value: object) -> Any:
+    """Returns a nest of tensors as numpy arrays; bfloat16, which numpy lacks, as float32."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        if value.dtype == torch.bfloat16:
+            value = value.float()
+        elif value.untyped_storage().nbytes() > value.nbytes:
+            value = value.clone()  # a view of a larger array, which would be kept with it
+        return value.numpy()
+    if isinstance(value, Mapping):
+        return {key: to_host(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not is_row_list(value):
+        return tuple(to_host(item) for item in value) if isinstance(value, tuple) else [to_host(v) for v in value]
+    return value if value is None or isinstance(value, np.ndarray) else np.asarray(value)
+
+
+def is_row_list(values: list[Any] | tuple[Any, ...]) -> bool:
+    """True if a sequence is one row per sample: numbers or texts, some perhaps missing, and nothing else."""
+    has_rows = bool(values) and isinstance(values[0], ROW_TYPES)
+    return has_rows and all(value is None or isinstance(value, ROW_TYPES) for value in values)
+
+
+def with_rows(arrays: Any, size: int) -> Any:
+    """Returns the same nest, its 0-dim arrays or tensors repeated for each of `size` samples."""
+
+    def repeated(value: Any) -> Any:
+        if value.ndim:
+            return value
+        return value.expand(size) if isinstance(value, Tensor) else np.full(size, value)
+
+    return map_nest(repeated, arrays)
+
+
+def expected_bytes(
+    model: nn.Module,
+    batch: object,
+    *,
+    label_names: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+) -> int | None:
+    """Returns the host bytes of one batch's predictions and labels, before the model is called.
+
+    Known if every token gives one number per word of the vocabulary: the model names the layer that makes them
+    (`get_output_embeddings`, as models of transformers do), and the batch has as many tokens as it has labels or input
+    ids. Those are the evaluations that fill a machine; others are known only from the first batch's outputs.
+
+    Args:
+        model: not called.
+        batch: the first one.
+        label_names: of the labels among its fields.
+        dtype: that the model is cast to; None: that of its weights.
+
+    Returns: bytes, without outputs beside the logits; None if unknown.
+    """
+    inner = innermost(model)
+    find_head = getattr(inner, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not isinstance(batch, Mapping):
+        return None
+    labels = [batch[name] for name in label_names if isinstance(batch.get(name), Tensor)]
+    is_encoder_decoder = bool(getattr(getattr(inner, "config", None), "is_encoder_decoder", False))
+    ids = (labels or [None])[0] if is_encoder_decoder else batch.get(getattr(inner, "main_input_name", "input_ids"))
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        return None
+    kind: torch.dtype = dtype or weight.dtype
+    item_bytes = 4 if kind == torch.bfloat16 else kind.itemsize  # which numpy lacks
+    num_bytes: int = ids.numel() * weight.shape[0] * item_bytes + sum(label.nbytes for label in labels)
+    return num_bytes
+
+
+def announce(disk_buffer: DiskBuffer, batch_bytes: int | None, num_batches: int | None) -> None:
+    """Warns if the predictions exceed the memory limit, and the last warning by a good deal."""
+    limit = disk_buffer.limit
+    if limit is None or batch_bytes is None or num_batches is None:
+        return
+    expected = batch_bytes * num_batches
+    if expected <= max(limit, 1.25 * disk_buffer.announced):
+        return
+    disk_buffer.announce(expected)
+    logger.warning(
+        "This evaluation keeps about %s of predictions (%d batches of %s); past %s (eval_spill_gb) it goes to "
+        "%s (%s free). To keep less: reduce them batch by batch with preprocess_logits_for_metrics, give a "
+        "streaming metric as compute_metrics, or set prediction_loss_only=True.",
+        format_bytes(expected),
+        num_batches,
+        format_bytes(batch_bytes),
+        format_bytes(limit),
+        disk_buffer.folder,
+        format_bytes(shutil.disk_usage(disk_buffer.folder).free),
+    )

@@ -1,0 +1,415 @@
+"""Evaluation and prediction: the loop over the batches, sums of losses, rows of predictions, metrics, speed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.contracts import Strategy
+from paceline.core.disk_buffer import DiskBuffer
+from paceline.core.metrics import jsonable, prefix_metrics, speed_metrics
+from paceline.core.outputs import EvalLoopOutput, check_metrics
+from paceline.core.signals import Interrupted
+from paceline.core.streaming import StreamingMetric, is_streaming, with_last
+from paceline.pytorch.data.loading import batch_size_of, close_loader, loader_length, order_by_length, sample_count
+from paceline.pytorch.distributed.precision import narrow
+from paceline.pytorch.distributed.strategy import is_out_of_memory
+from paceline.pytorch.evaluation.loss_sum import LossSum
+from paceline.pytorch.evaluation.prediction_buffer import (
+    EvaluationOptions,
+    PredictionBuffer,
+    announce,
+    make_prediction,
+    to_host,
+    with_rows,
+)
+from paceline.pytorch.loss_probe import LossProbe, Part
+from paceline.pytorch.model.loss import Counts, LossNormalizer
+from paceline.pytorch.model.reductions import Observation
+
+logger = logging.getLogger(__name__)
+
+ADVICE_ON_MEMORY = (
+    "Evaluation hit an out-of-memory error in a batch of {} samples. Set a smaller per_device_eval_batch_size; where "
+    "predictions pile up on the device, eval_accumulation_steps=1; where they are not needed, "
+    "prediction_loss_only=True, or preprocess_logits_for_metrics to keep less of them."
+)
+
+
+class EvaluationLoop:
+    """Runs a model over batches.
+
+    Args:
+        model: as the strategy prepared it.
+        strategy: places its tensors.
+        rule: weighs losses.
+        prediction_step: the Trainer's, bound: `(model, inputs, loss_only, ignore_keys) -> (loss, logits, labels)`.
+        count_items: `(batches) -> num_items_in_batch` as the model gets it, or None.
+        compute_metrics: `(EvalPrediction) -> dict`, with `compute_result` when streaming, or a `StreamingMetric`; None:
+            the loss only.
+        preprocess_logits: `(logits, labels) -> predictions to store`.
+        options: from the arguments.
+        name_inputs: gives the values of a tuple batch the names of forward's parameters.
+        on_step: called after each batch (fires on_prediction_step).
+        is_stopping: returns True if the run was asked to stop.
+        expect: `(batch) -> bytes` of its predictions, or None if unknown before.
+    """
+
+    waits_for_others = False  # extra passes contain collectives, so all processes must make the same number
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        strategy: Strategy,
+        rule: LossNormalizer,
+        prediction_step: Callable[..., tuple[Any, Any, Any]],
+        count_items: Callable[[Sequence[Any]], Any],
+        compute_metrics: Callable[..., dict[str, Any]] | StreamingMetric | None,
+        preprocess_logits: Callable[[Any, Any], Any] | None,
+        options: EvaluationOptions,
+        name_inputs: Callable[[Any], Any],
+        on_step: Callable[[], None],
+        is_stopping: Callable[[], bool],
+        expect: Callable[[Any], int | None] | None = None,
+    ) -> None:
+        self.model = model
+        self.strategy = strategy
+        self.rule = rule
+        self.prediction_step = prediction_step
+        self.count_items = count_items
+        self.metric: Any = compute_metrics if is_streaming(compute_metrics) else None
+        self.compute_metrics: Any = None if self.metric is not None else compute_metrics
+        self.preprocess_logits = preprocess_logits
+        self.options = options
+        self.name_inputs = name_inputs
+        self.on_step = on_step
+        self.is_stopping = is_stopping
+        self.expect = expect
+        self._looks = False  # the batch in progress is probed
+        self._before: Part | None = None  # the batch before it, if it held one sample
+        self._streamed: dict[str, Any] = {}
+        self._keeps = True  # the model's outputs, for the end
+
+    def run(
+        self,
+        loader: object,
+        *,
+        loss_only: bool,
+        ignore_keys: list[str] | None,
+        prefix: str,
+        keep_streamed: bool = False,
+    ) -> EvalLoopOutput:
+        """Evaluates every batch of `loader` once.
+
+        Args:
+            loader: gives the batches.
+            loss_only: keep nothing but the loss.
+            ignore_keys: outputs of the model to drop.
+            prefix: of the metrics' names.
+            keep_streamed: store the predictions though the metrics are streaming: the caller returns them.
+
+        Returns:
+            predictions and labels with one row per sample, in the order of the dataset (None when `loss_only` or
+            streaming), metrics, and the number of samples.
+        """
+        total = self._make_sum()
+        is_streamed = self.options.streaming and not loss_only
+        self._keeps = not loss_only and (keep_streamed or not is_streamed)
+        if self.metric is not None:
+            self.metric.reset()
+        with DiskBuffer(self.options.spill_bytes, self.options.spill_folder) as disk_buffer, self.rule.put_back():
+            kept = self._make_buffer(disk_buffer)
+            as_cast = casting(self.model, self.options.dtype, self.rule, self.strategy)
+            self.rule.num_updates = 0
+            with evaluating(self.model), as_cast:
+                for batch, is_last in self._batches(loader):
+                    rows, size = self._take(batch, total, kept, loader, loss_only, ignore_keys)
+                    if self.strategy.is_lazy:
+                        self.strategy.run_deferred()
+                    if is_streamed:
+                        self._stream(rows, size, is_last)
+                    kept.add(rows if self._keeps or loss_only else {}, size, loader)
+                    self.on_step()
+            gathered = kept.result(order_by_length(loader))
+            loss = total.mean()
+        metrics = self._metrics(gathered, loss_only)
+        if loss is not None:
+            metrics["loss"] = loss
+        return EvalLoopOutput(
+            predictions=gathered["predictions"],
+            label_ids=gathered["labels"],
+            metrics=prefix_metrics(jsonable(metrics), prefix),
+            num_samples=kept.num_samples,
+        )
+
+    def _make_sum(self) -> LossSum:
+        return LossSum(self.rule)
+
+    def _make_buffer(self, disk_buffer: DiskBuffer) -> PredictionBuffer:
+        return PredictionBuffer(self.options, disk_buffer)
+
+    def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
+        """Yields each batch, and True with the last. Raises Interrupted if the run was asked to stop."""
+        for batch, is_last in with_last(loader):
+            if self.is_stopping():
+                raise Interrupted
+            self._looks = self._is_due(self.name_inputs(batch), is_last)
+            yield batch, is_last
+            self.rule.num_updates += 1
+
+    def _take(
+        self,
+        batch: object,
+        total: LossSum,
+        kept: PredictionBuffer,
+        loader: object,
+        loss_only: bool,
+        ignore_keys: list[str] | None,
+    ) -> tuple[dict[str, Any], int]:
+        """Runs one batch through the model; returns the data to store, and the number of samples."""
+        batch = self.name_inputs(batch)
+        size = batch_size_of(batch)
+        if self.expect is not None and self._keeps and kept.num_samples == 0:
+            announce(kept.disk_buffer, self.expect(batch), loader_length(loader))
+        with advice_on_memory(size):
+            return self._predict(batch, total, loss_only, ignore_keys), size
+
+    def _predict(self, batch: object, total: LossSum, loss_only: bool, ignore_keys: list[str] | None) -> dict[str, Any]:
+        """Runs one batch through the model: adds its loss, returns the data to store, still on the device."""
+        counts = self.rule.count(batch)
+        if self._looks:
+            self._observe(batch, counts)
+        self._before = Part(copy.copy(batch), counts) if counts.samples == 1 else None
+        given = dict(batch) if isinstance(batch, Mapping) and "inputs" in self.options.include else None
+        num_items = self.count_items([batch])  # now: an overridden compute_loss may take the labels out
+        loss, logits, labels = self.prediction_step(self.model, batch, loss_only, ignore_keys)
+        if loss is not None:
+            loss = loss.detach().mean()
+            total.add(loss, counts, num_items)
+        if logits is not None and self.preprocess_logits is not None:
+            logits = self.preprocess_logits(logits, labels)
+        rows = {"predictions": logits, "labels": labels}
+        if given is not None:
+            rows["inputs"] = given.get(getattr(self.model, "main_input_name", "input_ids"), given)
+        if "loss" in self.options.include:
+            rows["losses"] = loss
+        return rows
+
+    def _is_due(self, batch: object, is_last: bool) -> bool:
+        """True if the loss of this batch and of parts of it is to be probed."""
+        rule = self.rule
+        is_said = rule.declared not in (None, "samples") or rule.is_scaled
+        if is_said or (is_last and rule.num_updates == 0):
+            return False  # nothing is open, or there is nothing that it is added to
+        counts = [part.counts for part in self._parts(batch, rule.count(batch))]
+        is_done = rule.is_confirmed and not rule.is_open_for(counts, True, rule.candidates)
+        return sum(item.samples for item in counts) > 1 and not is_done and rule.is_due(counts, by_row=True)
+
+    def _parts(self, batch: object, counts: Counts) -> list[Part]:
+        """Returns the samples for a probe: a batch, and with batches of one sample, the one before it."""
+        parts = [Part(batch, counts)]
+        return [*parts, self._before] if counts.samples == 1 and self._before is not None else parts
+
+    def _observe(self, batch: object, counts: Counts) -> None:
+        """Probes the loss of a batch and of parts of it."""
+        probe = LossProbe(self.model, self._loss_of, 2, self.waits_for_others, [self.prediction_step])
+        self.rule.learn(self._gather(probe.look(self.rule, self._parts(copy.copy(batch), counts), None)))
+
+    def _loss_of(self, batch: object, num_items: object) -> Tensor | None:
+        return self.prediction_step(self.model, batch, True, None)[0]  # type: ignore[no-any-return]
+
+    def _gather(self, observations: list[Observation]) -> list[Observation]:
+        """Returns the observations of all processes."""
+        return observations
+
+    def _stream(self, rows: dict[str, Any], size: int, is_last: bool) -> None:
+        """Gives one batch to the metrics. A batch without labels is skipped.
+
+        A `StreamingMetric` gets arrays on the host, a function the tensors on their device, as in the Hugging Face
+        Trainer.
+        """
+        if rows["predictions"] is None or rows["labels"] is None:
+            return
+        if self.metric is not None:
+            rows = {name: to_host(value) for name, value in rows.items()}
+        for name in {"predictions", "losses"} & rows.keys():
+            rows[name] = with_rows(rows[name], size)
+        prediction = make_prediction(rows)
+        if self.metric is not None:
+            self.metric.update(prediction)
+        elif self.compute_metrics is not None:
+            metrics = self.compute_metrics(prediction, compute_result=is_last) or self._streamed
+            self._streamed = dict(check_metrics(metrics)) if is_last else metrics
+
+    def _metrics(self, gathered: dict[str, Any], loss_only: bool) -> dict[str, Any]:
+        """Returns the user's metrics over all results."""
+        if loss_only:
+            return {}
+        if self.metric is not None:
+            return dict(self.metric.compute())
+        if self.options.streaming:
+            return dict(self._streamed)
+        if self.compute_metrics is None or gathered["predictions"] is None or gathered["labels"] is None:
+            return {}
+        return dict(check_metrics(self.compute_metrics(make_prediction(gathered))))
+
+
+@contextmanager
+def advice_on_memory(size: int) -> Iterator[None]:
+    """Adds the remedies to an out-of-memory error over a batch of `size` samples."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(ADVICE_ON_MEMORY.format(size)) from error
+
+
+@contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Sets evaluation mode; restores the mode of every module afterwards."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Sets evaluation mode, without gradients; restores both afterwards."""
+    with in_evaluation_mode(model), torch.no_grad():
+        yield
+
+
+@contextmanager
+def casting(model: nn.Module, dtype: torch.dtype | None, rule: LossNormalizer, strategy: Any) -> Iterator[None]:
+    """Casts a model to `dtype`, if requested, and its floating-point inputs; labels are unchanged.
+
+    Afterwards the weights are restored exactly.
+    """
+    if dtype is None:
+        yield
+        return
+    cast = partial(narrow, dtype=dtype, kept=rule.label_names)
+    handle = model.register_forward_pre_hook(lambda module, args, named: (cast(args), cast(named)), with_kwargs=True)
+    try:
+        with strategy.cast_model(model, dtype):
+            yield
+    finally:
+        handle.remove()
+
+
+class Evaluator:
+    """Implements `Trainer.evaluation_loop`.
+
+    Args:
+        make_loop: makes the loop over the batches, once the contexts are entered.
+        contexts: entered in this order around the loop: the weights to evaluate, the edits of the model.
+        keeps_workers: `(loader) -> True` if its workers outlive the evaluation.
+        batch_size: samples of a batch, for the log.
+        loss_only: keep nothing but the loss, unless a call says otherwise.
+        label_names: names under which a batch carries its labels.
+        wants_metrics: the user's metrics are called at the end, over all predictions.
+        reports_preparation: the metrics hold the seconds that preparing the model took.
+    """
+
+    def __init__(
+        self,
+        *,
+        make_loop: Callable[[], EvaluationLoop],
+        contexts: Sequence[Callable[[], AbstractContextManager[Any]]],
+        keeps_workers: Callable[[Any], bool],
+        batch_size: int,
+        loss_only: bool,
+        label_names: Sequence[str],
+        wants_metrics: bool,
+        reports_preparation: bool,
+    ) -> None:
+        self.make_loop = make_loop
+        self.contexts = contexts
+        self.keeps_workers = keeps_workers
+        self.batch_size = batch_size
+        self.loss_only = loss_only
+        self.label_names = label_names
+        self.wants_metrics = wants_metrics
+        self.reports_preparation = reports_preparation
+
+    def run(
+        self,
+        loader: object,
+        description: str,
+        loss_only: bool | None,
+        ignore_keys: list[str] | None,
+        prefix: str,
+    ) -> EvalLoopOutput:
+        """Runs the model over a loader once. The loader's workers end with it, unless a run keeps them.
+
+        Args:
+            loader: gives the batches.
+            description: "Evaluation", or "Prediction", whose predictions are returned with streaming metrics, too.
+            loss_only: keep nothing but the loss; None: as all evaluations.
+            ignore_keys: outputs of the model to drop.
+            prefix: of the metrics' names.
+        """
+        num_samples = sample_count(loader)
+        logger.info("***** Running %s *****", description)
+        logger.info("  Num examples = %s", "Unknown" if num_samples is None else num_samples)
+        logger.info("  Batch size = %d", self.batch_size)
+        start = time.perf_counter()
+        try:
+            with ExitStack() as stack:
+                for context in self.contexts:
+                    stack.enter_context(context())
+                seconds = round(time.perf_counter() - start, 4)
+                output = self.make_loop().run(
+                    loader,
+                    loss_only=self.loss_only if loss_only is None else loss_only,
+                    ignore_keys=ignore_keys,
+                    prefix=prefix,
+                    keep_streamed=description == "Prediction",
+                )
+            if self.reports_preparation and output.metrics is not None:
+                output.metrics[f"{prefix}_model_preparation_time"] = seconds
+            return output
+        finally:
+            if not self.keeps_workers(loader):
+                close_loader(loader)
+
+    def warn_of_gaps(self, output: EvalLoopOutput, prefix: str) -> None:
+        """Warns of missing results that an evaluation was asked for, if it ends without an error."""
+        if output.num_samples == 0:
+            logger.warning("The evaluation gave no batch: its data is empty, or a generator that has been read before.")
+            return
+        names = ", ".join(self.label_names)
+        if f"{prefix}_loss" not in (output.metrics or {}):
+            logger.warning(
+                "The evaluation has no %s_loss: the batches hold no target that counts under %s, or no loss is made "
+                "of them. Name the columns of the labels with label_names=[...].",
+                prefix,
+                names,
+            )
+        if self.wants_metrics and output.label_ids is None:
+            logger.warning(
+                "compute_metrics was not called: the batches hold no labels under %s. Name them with "
+                "label_names=[...].",
+                names,
+            )
+
+
+def timed_metrics(output: EvalLoopOutput, prefix: str, start: float, num_batches: int | None) -> dict[str, float]:
+    """Returns the metrics of an evaluation with its speed, which excludes preparing the model."""
+    start += (output.metrics or {}).get(f"{prefix}_model_preparation_time", 0.0)
+    spent = speed_metrics(prefix, start, num_samples=output.num_samples, num_steps=num_batches)
+    return {**(output.metrics or {}), **spent}

@@ -1,0 +1,174 @@
+"""The loaders of a run: their samples, order, and the batches of this process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from paceline.args.accelerator_config import check_batch, global_micro_batch_size, is_on
+from paceline.args.mesh import Mesh
+from paceline.core.contracts import Strategy
+from paceline.pytorch.data.columns import has_removable_columns
+from paceline.pytorch.data.data_shard import DataShard
+from paceline.pytorch.data.dispatch import BatchDispatcher
+from paceline.pytorch.data.loading import KeptLoaders, check_dataset
+from paceline.pytorch.data.sampling import make_eval_sampler, make_train_sampler
+from paceline.pytorch.distributed.collectives import dispatch_objects, pack
+from paceline.pytorch.distributed.world import World
+from paceline.pytorch.model.objective import adapted
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """The settings of loaders, from the arguments.
+
+    Attributes:
+        train_batch_size, eval_batch_size: samples of a batch on one process.
+        accumulation: micro-batches of an optimizer step.
+        sampling: the order of training samples: `random`, `sequential`, `group_by_length` or `batch_rebalance`.
+        eval_sampling: the order of evaluated samples, one of these.
+        seed: of both orders.
+        length_column: the column with the length of each sample.
+        model_input_name: the column whose length is measured without that one; None: the usual names.
+        drop_last: leave an incomplete last batch out of training.
+        accelerator: the settings of `accelerator_config`: what a batch size counts, and who reads the data.
+    """
+
+    train_batch_size: int
+    eval_batch_size: int
+    accumulation: int
+    sampling: str
+    eval_sampling: str
+    seed: int
+    length_column: str
+    model_input_name: str | None
+    drop_last: bool
+    accelerator: Any
+
+
+class LoaderFactory:
+    """Makes the loaders and samplers of a Trainer.
+
+    Args:
+        settings: from the arguments.
+        world: the processes.
+        strategy: says which of them read the same data.
+        make_loader: `paceline.pytorch.data.loading.make_loader`, given the arguments.
+        collate: a list of samples to a batch.
+        filter_collator: `(collate, description) -> collate` that drops what the model does not take.
+        filter_dataset: `(dataset, description) -> dataset` without the columns that the model does not take.
+        kept: loaders of evaluations whose workers outlive them; None: none do.
+        resumed_batch_size: samples of an optimizer step, if a run is resumed on another number of processes.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: LoaderSettings,
+        world: World,
+        strategy: Strategy,
+        make_loader: Callable[..., Any],
+        collate: Callable[[list[Any]], Any],
+        filter_collator: Callable[[Any, str], Any],
+        filter_dataset: Callable[[Any, str], Any],
+        kept: KeptLoaders | None = None,
+        resumed_batch_size: int | None = None,
+    ) -> None:
+        self.settings = settings
+        self.world = world
+        self.mesh = strategy.mesh
+        self.rank, self.size = strategy.data_coordinates()
+        self.make_loader = make_loader
+        self.collate = collate
+        self.filter_collator = filter_collator
+        self.filter_dataset = filter_dataset
+        self.kept = kept
+        self.resumed_batch_size = resumed_batch_size
+
+    def make(
+        self,
+        dataset: object,
+        description: str,
+        batch_size: int,
+        make_sampler: Callable[[Any], Any] | None,
+        is_training: bool,
+    ) -> Any:
+        """Returns a loader of `dataset`; the cached one, in a run that keeps the workers of its evaluations.
+
+        Args:
+            dataset: may have columns that the model does not take.
+            description: its use, as "evaluation".
+            batch_size: samples of a batch, as in the arguments.
+            make_sampler: dataset -> sampler; None: the dataset's own order.
+            is_training: True for training steps.
+
+        Raises:
+            TypeError, ValueError: it is not a dataset, or holds no column that the model takes.
+        """
+        check_dataset(dataset)
+        given, collate = dataset, self.filter_collator(self.collate, description)
+        sampler = adapted(make_sampler, 1)(dataset) if make_sampler is not None else None  # may read any column
+        if has_removable_columns(dataset):
+            dataset, collate = self.filter_dataset(dataset, description), self.collate
+        make = partial(
+            self.make_loader,
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            collate=collate,
+            train=is_training,
+            seed=self.settings.seed,
+            data_shard=self._data_shard(batch_size, is_training),
+            dispatcher=dispatcher_of(self.world, self.mesh, is_on(self.settings.accelerator, "dispatch_batches")),
+        )
+        return make() if is_training or self.kept is None else self.kept.get(given, description, make)
+
+    def _data_shard(self, batch_size: int, is_training: bool) -> DataShard | None:
+        """Returns this process's shard of the data, if several read different shards, or reproduce such a run."""
+        config = self.settings.accelerator
+        at_once = global_micro_batch_size(config, batch_size, self.size)
+        if is_training and self.resumed_batch_size is not None:
+            return DataShard.of_update(self.rank, self.size, math.ceil(at_once / self.size), self.resumed_batch_size)
+        if self.size == 1:
+            return None
+        check_batch(config, f"per_device_{'train' if is_training else 'eval'}_batch_size", batch_size, self.size)
+        return DataShard(self.rank, self.size, (at_once,))
+
+    def train_order(self, dataset: object) -> Any:
+        """Returns the training sampler; None for a dataset without a length."""
+        settings = self.settings
+        return make_train_sampler(
+            dataset,
+            strategy=settings.sampling,
+            batch_size=global_micro_batch_size(settings.accelerator, settings.train_batch_size, self.size),
+            accumulation=settings.accumulation,
+            seed=settings.seed,
+            length_column=settings.length_column,
+            model_input_name=settings.model_input_name,
+            drop_last=settings.drop_last,
+            num_ranks=self.size,
+            rank=self.rank,
+        )
+
+    def eval_order(self, dataset: object) -> Any:
+        """Returns the evaluation sampler; None for a dataset without a length."""
+        settings = self.settings
+        return make_eval_sampler(
+            dataset,
+            strategy=settings.eval_sampling,
+            batch_size=global_micro_batch_size(settings.accelerator, settings.eval_batch_size, self.size),
+            seed=settings.seed,
+            length_column=settings.length_column,
+            model_input_name=settings.model_input_name,
+        )
+
+
+def dispatcher_of(world: World, mesh: Mesh, is_asked: bool) -> BatchDispatcher | None:
+    """Returns the dispatcher if one of several processes reads for all; None if each reads for itself."""
+    if not (world.is_distributed and is_asked):
+        return None
+    parts = tuple(mesh.data_coordinates(rank)[0] for rank in range(world.world_size))
+    return BatchDispatcher(parts, world.is_first, pack, partial(dispatch_objects, world))

@@ -1,0 +1,329 @@
+"""Extra forward passes without side effects that detect the reduction of a loss.
+
+They run without gradients, and restore the random generators, buffers and modes of the modules afterwards. None takes
+more rows than a training step (two, if micro-batches hold one sample), and nothing of it is kept, so their memory is
+below that of the step's own forward and backward passes.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.pytorch.data.batches import batch_size_of, cut_batch, rebuild_mapping
+from paceline.pytorch.distributed.random import preserved_rng
+from paceline.pytorch.distributed.strategy import is_out_of_memory
+from paceline.pytorch.model.loss import Counts, LossNormalizer
+from paceline.pytorch.model.reductions import MAIN, LossReduction, Observation, Split, tolerance_of
+from paceline.pytorch.side_effects import undoing
+
+logger = logging.getLogger(__name__)
+
+LossOf = Callable[[Any, Any], Tensor | None]  # (batch, num_items_in_batch) -> loss
+MAX_PLACES = 32  # positions that are considered for splitting a batch
+MAX_CUTS = 6  # tried in one probe: some are uninformative, as when a part has no target
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Samples for a forward pass, and their weights."""
+
+    batch: Any
+    counts: Counts
+
+    def cut(self, start: int, stop: int) -> Part:
+        """Returns some of its samples."""
+        labels = self.counts.labels
+        cut_labels = None if labels is None else labels[start:stop]
+        counts = Counts(stop - start, cut_labels, 0, self.counts.is_shifted)
+        return Part(cut_batch(self.batch, self.counts.samples, start, stop), counts)
+
+
+@contextmanager
+def leaving_no_trace(model: nn.Module) -> Iterator[None]:
+    """Disables gradients; restores random generators, buffers and modes afterwards. Nothing is compiled inside."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    # without gradients, a pass of DistributedDataParallel would broadcast buffers, and not in the step after it
+    syncs = getattr(model, "require_forward_param_sync", None)
+    if syncs is not None:
+        model.require_forward_param_sync = False  # type: ignore[assignment]
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    try:
+        with preserved_rng(), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of activation checkpointing: no gradients are computed
+            with set_stance("force_eager") if set_stance is not None else nullcontext():
+                yield
+    finally:
+        if syncs is not None:
+            model.require_forward_param_sync = syncs
+        for module, mode in modes:
+            module.training = mode
+        for module, name, buffer, value in buffers:
+            module._buffers[name] = buffer
+            with torch.no_grad():
+                buffer.copy_(value)
+
+
+class LossProbe:
+    """Probes the loss of a model.
+
+    Args:
+        model: the module to call.
+        loss_of: `(batch, num_items_in_batch) -> loss`, 0-dim, or None.
+        rounds: batches that are cut in one look.
+        must_match: all processes have to make the same number of passes, whatever their data.
+        agree: whether any process says yes; called alike on all of those that must match.
+        owners: what is called for the loss beside the model: what they count and collect is put back.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_of: LossOf,
+        rounds: int = 2,
+        must_match: bool = False,
+        owners: Sequence[Any] = (),
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
+        self.model = model
+        self.loss_of = loss_of
+        self.rounds = rounds
+        self.must_match = must_match
+        self.owners, self.agree = owners, agree
+        self.failure: str | None = None  # why the last pass gave no loss
+        parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+        self._dtype = None if parameter is None else parameter.dtype
+        self._tolerance = 0.0
+        self._largest = 0  # samples of the micro-batches that the step itself takes
+        self._wholes: dict[Part, float | None] = {}  # losses of earlier splits
+
+    def look(self, rule: LossNormalizer, parts: Sequence[Part], num_items: object) -> list[Observation]:
+        """Returns the observations from the losses of these micro-batches and of parts of them.
+
+        Args:
+            rule: the reduction rule to test.
+            parts: micro-batches; the first one's pass is always made.
+            num_items: the count that the loss function gets; None: none.
+        """
+        found: list[Observation] = []
+        self._largest = max(part.counts.samples for part in parts)
+        with undoing([self.model, *self.owners]), leaving_no_trace(self.model):
+            is_open = rule.declared is None and rule.is_scaled is not False
+            if is_open and self.agree(num_items is not None):
+                found.append(self._change_count(rule, parts[0], num_items))
+                if self.agree(found[0].count in ("scaled", "partly")):
+                    return found
+            if rule.is_scaled:
+                return found
+            self.model.eval()
+            return found + self._cut_all(rule, parts, num_items)
+
+    def _cut_all(self, rule: LossNormalizer, parts: Sequence[Part], num_items: object) -> list[Observation]:
+        """Splits micro-batches where that separates most of the open reductions."""
+        found: list[Observation] = []
+        wanted = 1 if rule.trusts_class or rule.is_confirmed else self.rounds
+        # if memory ran out over two joined samples, the processes would make different numbers of passes
+        joins = not self.must_match or self._largest > 1
+        cuts = find_cuts(parts, rule.candidates) if joins else []
+        for _ in range(wanted if self.must_match else MAX_CUTS):
+            missed = {candidate for item in found for candidate in item.misses}
+            asked = MAIN if rule.is_certain else rule.open_reductions(among=rule.candidates)
+            alive = [item for item in asked if item not in missed]
+            best = max(cuts, key=lambda cut: (cut.tells(alive), cut.score(alive)), default=None)
+            has_enough = sum(bool(item.misses) for item in found) >= wanted
+            if not self.must_match and (best is None or (has_enough and not best.tells(alive))):
+                break
+            if best is None:
+                for _ in range(3):
+                    self._loss(parts[0], num_items)
+                continue
+            found += self._compare(rule, best, num_items)
+            cuts.remove(best)
+            for cut in cuts:
+                cut.uses += cut.whole is best.whole
+        return found
+
+    def _loss(self, part: Part, num_items: object) -> float | None:
+        """Returns the loss of a batch, or of samples of two; None if it has none or the pass failed."""
+        self.failure = None
+        try:
+            loss = self.loss_of(copy.copy(part.batch), num_items)
+        except Exception as error:
+            if is_out_of_memory(error) and part.counts.samples <= self._largest and not self.must_match:
+                raise  # else the step itself will run out of memory, on a way that the other processes know of
+            self.failure = f"{type(error).__name__}: {error}"
+            logger.debug("A forward pass that looks at the loss failed: %s", self.failure)
+            return None
+        if loss is None:
+            return None
+        self._tolerance = tolerance_of(loss.dtype, self._dtype)
+        return float(loss.detach().mean())
+
+    def _effect_of_doubling(self, first: float | None, second: float | None) -> str:
+        """Returns "ignored", "scaled" or "partly", by the losses with a count and with twice the count; "unknown" if
+        they cannot be compared.
+        """
+        if not first or not second or not math.isfinite(first) or not math.isfinite(second):
+            return "unknown"
+        ratio, allowed = second / first, max(10 * self._tolerance, 1e-4)
+        if abs(ratio - 1) <= allowed:
+            return "ignored"
+        return "scaled" if abs(ratio - 0.5) <= allowed else "partly"
+
+    def _change_count(self, rule: LossNormalizer, part: Part, num_items: Any) -> Observation:
+        """Finds out if another count gives another loss, with the same random numbers.
+
+        Args:
+            rule: what is asked about.
+            part: the micro-batch.
+            num_items: its count; None: this process has none, and passes where the others do.
+        """
+        first = self._repeatable(part, num_items)
+        second = self._repeatable(part, None if num_items is None else num_items * 2)
+        count = self._effect_of_doubling(first, second) if num_items is not None else "unknown"
+        is_asked = count in ("scaled", "partly") and not rule.passes_count and rule.scaled_factor != 1
+        multiple = 0.0
+        if self.agree(is_asked):
+            mean, number = self._repeatable(part, None), self._num_targets(rule, part)
+            if is_asked and first and mean and number:
+                multiple = first * float(num_items) / (mean * number)
+        return Observation(count=count, multiple=multiple)
+
+    def _repeatable(self, part: Part, num_items: object) -> float | None:
+        """The loss of a micro-batch; the next call draws the same random numbers."""
+        with preserved_rng():
+            return self._loss(part, num_items)
+
+    def _num_targets(self, rule: LossNormalizer, part: Part) -> int:
+        """Of a micro-batch: an own compute_loss that is given no count returns the mean over them."""
+        own = LossReduction("tokens", shifted=rule.shifts)
+        return own.weigh(part.counts.labels, part.counts.samples, part.counts.is_shifted)
+
+    def _compare(self, rule: LossNormalizer, cut: Cut, num_items: object) -> list[Observation]:
+        """Compares the loss of a micro-batch with those of its first samples and of the others."""
+        whole, *others = cut.parts()
+        if whole not in self._wholes or self.must_match:
+            self._wholes[whole] = self._loss(whole, num_items)
+        losses = [self._wholes[whole], *(self._loss(part, num_items) for part in others)]
+        known = [value for value in losses if value is not None]
+        if len(known) < 3 or not math.isfinite(known[0]):
+            return []
+        return [Split(known[0], known[1], known[2], cut.shares.get, self._tolerance).observe(rule.candidates)]
+
+
+# ---- where to split
+
+
+def choose_parts(window: Sequence[Counts], own: int, number: int) -> list[int]:
+    """Returns the indices of at most `number` micro-batches to probe beside `own`, from each kind in turn."""
+    kinds: dict[tuple[bool, ...], list[int]] = {}
+    for index, item in enumerate(window):
+        if index != own and item.weight > 0:
+            rows = [main.row_weights(item.labels, item.samples, item.is_shifted) for main in MAIN[:2]]
+            kinds.setdefault(tuple(min(row) > 0 for row in rows), []).append(index)
+    rounds = itertools.zip_longest(*kinds.values())
+    return [index for each in rounds for index in each if index is not None][:number]
+
+
+@dataclass(eq=False)
+class Cut:
+    """A micro-batch that can be split after its first samples.
+
+    Attributes:
+        whole: the micro-batch.
+        place: the number of its samples before the split.
+        shares: the first part's share of the weight, under each reduction with a weight.
+        is_safe: both parts keep targets under any shift; else a loss may be a mean over nothing.
+        uses: probes at other positions of this micro-batch.
+    """
+
+    whole: Part
+    place: int
+    shares: dict[LossReduction, float]
+    is_safe: bool
+    uses: int = 0
+
+    def parts(self) -> tuple[Part, Part, Part]:
+        """Returns the whole, and both parts."""
+        size = self.whole.counts.samples
+        return self.whole, self.whole.cut(0, self.place), self.whole.cut(self.place, size)
+
+    def tells(self, alive: Sequence[LossReduction]) -> bool:
+        """True if this split separates some of these reductions."""
+        return len({self.shares.get(item) for item in alive}) > 1
+
+    def score(self, alive: Sequence[LossReduction]) -> float:
+        """Returns the informativeness of a probe: the number of separated reductions, and the distance."""
+        shares = {self.shares.get(item, 0.0) for item in alive}
+        balance = min(self.place, self.whole.counts.samples - self.place) / self.whole.counts.samples
+        score = len(shares) + max(shares, default=0.0) - min(shares, default=0.0) + 0.01 * balance
+        return score * (1.0 if self.is_safe else 0.1) * 0.7**self.uses
+
+
+def find_cuts(parts: Sequence[Part], candidates: Sequence[LossReduction]) -> list[Cut]:
+    """Returns every position at which one of these micro-batches can be split."""
+    found = []
+    for whole in cuttable(parts):
+        counts = whole.counts
+        weights = {item: item.row_weights(counts.labels, counts.samples, counts.is_shifted) for item in candidates}
+        places = range(1, counts.samples)
+        for place in places[:: max(1, len(places) // MAX_PLACES)]:
+            totals = {item: (sum(rows[:place]), sum(rows)) for item, rows in weights.items()}
+            shares = {item: round(first / both, 9) for item, (first, both) in totals.items() if both}
+            keeps = all(0 < totals[item][0] < totals[item][1] for item in MAIN[:2])
+            found.append(Cut(whole, place, shares, keeps))
+    return found
+
+
+def cuttable(parts: Sequence[Part]) -> Iterator[Part]:
+    """Yields micro-batches of several samples, and halves of two joined: no more samples than one of them, or two."""
+    parts = [part for part in parts if is_of_rows(part)]
+    yield from (part for part in parts if part.counts.samples > 1)
+    for one, other in itertools.pairwise(parts):
+        joined = join(one.cut(0, (one.counts.samples + 1) // 2), other.cut(0, (other.counts.samples + 1) // 2))
+        if joined is not None:
+            yield joined
+
+
+def is_of_rows(part: Part) -> bool:
+    """True if a batch has the same number of rows as of labels."""
+    try:
+        return batch_size_of(part.batch) == part.counts.samples
+    except ValueError:
+        return False
+
+
+def join(one: Part, other: Part) -> Part | None:
+    """Joins the samples of two micro-batches; None if their shapes differ, or they hold more than tensors."""
+    first, second = one.batch, other.batch
+    if not isinstance(first, Mapping) or not isinstance(second, Mapping) or first.keys() != second.keys():
+        return None
+    joined: dict[str, Any] = {}
+    for name, value in first.items():
+        beside = second[name]
+        if not isinstance(value, Tensor) or not isinstance(beside, Tensor) or value.shape[1:] != beside.shape[1:]:
+            return None
+        if value.shape[:1] != (one.counts.samples,) or beside.shape[:1] != (other.counts.samples,):
+            return None
+        joined[name] = torch.cat([value, beside])
+    labels = [part.counts.labels for part in (one, other) if part.counts.labels is not None]
+    counts = Counts(
+        one.counts.samples + other.counts.samples, torch.cat(labels) if labels else None, 0, one.counts.is_shifted
+    )
+    return Part(rebuild_mapping(first, joined), counts)

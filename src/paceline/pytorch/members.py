@@ -1,0 +1,53 @@
+"""The members of a Trainer that its session reads and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
+
+from paceline.core.session import Facade
+from paceline.pytorch.checkpoint.checkpointer import Checkpointer
+from paceline.pytorch.sync import Measure
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.remote_sync import RemoteSync
+
+
+class TrainerMembers(Facade, Protocol):
+    """The members of a Trainer that a subclass may override and that its session uses; each is documented there.
+
+    Attributes:
+        train_dataset: the training data.
+        eval_dataset: the evaluation data, or a dict of several.
+        model_init: makes a fresh model for each run; None: the model is trained further.
+        loss_is_scaled_for_ga: declared by a subclass; None: to be found out.
+        remote_sync: uploads the output folder; None without an `output_store`.
+    """
+
+    train_dataset: Any
+    eval_dataset: Any
+    model_init: Callable[..., nn.Module] | None
+    loss_is_scaled_for_ga: bool | None
+    place_model: Callable[[], None]
+    call_model_init: Callable[..., nn.Module]
+    get_train_dataloader: Callable[[], Any]
+    get_eval_dataloader: Callable[..., Any]
+    get_batch_samples: Callable[..., Any]
+    create_optimizer_and_scheduler: Callable[..., None]
+    get_num_trainable_parameters: Callable[[], int]
+    training_step: Callable[..., Tensor]
+    compute_loss: Callable[..., Any]
+    store_flos: Callable[[], None]
+    remote_sync: RemoteSync | None
+    _make_checkpointer: Callable[[], Checkpointer]
+    _make_measurer: Callable[[], Measure | None]
+    _prepare_inputs: Callable[[Any], Any]
+    _wrap_model: Callable[..., nn.Module]
+    _evaluate: Callable[..., dict[str, float]]
+    _maybe_log_save_evaluate: Callable[..., None]
+    _save_checkpoint: Callable[..., None]
+    _load_from_checkpoint: Callable[..., None]
+    _finished_pushes: Callable[[], AbstractContextManager[None]]

@@ -1,0 +1,1 @@
+"""Outputs and losses of any module, and edits of a model before it trains."""

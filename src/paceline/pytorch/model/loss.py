@@ -1,0 +1,510 @@
+"""One loss rule: the divisor of a returned loss, so that any split of the same samples gives the same gradient.
+
+A model's loss is one number per micro-batch. To sum micro-batches correctly, its divisor must be known. It is decided
+in this order: the declared one; `num_items_in_batch`, if changing it was seen to change the loss; the number of
+targets, if the model's class says so; the number of samples. Extra forward passes over parts of a batch
+(`paceline.pytorch.loss_probe`) test that: they replace an assumption if two probes agree, and warn if they contradict
+the rule in force.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.pytorch.data.loading import batch_size_of
+from paceline.pytorch.model.outputs import candidate_logits, find_loss
+from paceline.pytorch.model.reductions import IGNORE_INDEX, MAIN, LossReduction, Observation, make_candidates
+
+__all__ = ["IGNORE_INDEX", "Counts", "LabelSmoother", "LossNormalizer", "LossReduction"]
+
+logger = logging.getLogger(__name__)
+
+# besides steps 1, 2, 4, 8 ...: probes of steps whose weights depend on an open decision
+MAX_EXTRA_LOOKS = 10
+
+DECLARED = {
+    "samples": LossReduction("samples"),
+    "tokens": LossReduction("tokens"),
+    "shifted_tokens": LossReduction("tokens", shifted=True),
+    "scaled": LossReduction("tokens"),
+}
+REMEDY = (
+    'Say what it is with TrainingArguments(loss_weight="samples" | "tokens" | "shifted_tokens" | "scaled"), or give '
+    "loss_weight a function (batch) -> float that returns the weight of a micro-batch."
+)
+
+
+@dataclass(slots=True)
+class Counts:
+    """The contents of one collated micro-batch, counted on the host before user code can take the labels out."""
+
+    samples: int
+    labels: Tensor | None  # the targets of the loss; None: there are none
+    weight: float  # weight of this micro-batch under the reduction in force when it was counted
+    is_shifted: bool = False  # the labels align with the outputs they are compared with
+
+
+class LossNormalizer:
+    """Counts micro-batches, and computes the weight of each returned loss in its optimizer step.
+
+    Args:
+        label_names: names under which a batch carries its targets.
+        declared: `loss_weight` as the user gave it: a key of `DECLARED`, or a function `(batch) -> float`; None: unset.
+        known: the known reduction of the loss of this class of models; None: unknown.
+        shifts: the model is known to shift its targets, so that the first one of each sample does not count.
+        pad_token_id: another target value that may be ignored.
+        coupled: how the loss couples the samples of a batch, if known; logged as a warning.
+
+    Attributes:
+        reduction: the assumed reduction of the returned loss.
+        is_scaled: it is divided by `num_items_in_batch`; None: not known yet.
+        passes_count: the Trainer has passed the count to the model or `compute_loss_func`.
+        scaled_factor: the multiplier of a loss that was divided for the whole optimizer step: the number of processes,
+            if the division was by the count of all of them and gradients are averaged.
+    """
+
+    scaled_factor = 1.0
+
+    def __init__(
+        self,
+        label_names: Sequence[str],
+        declared: str | Callable[[Any], float] | None = None,
+        known: LossReduction | None = None,
+        shifts: bool = False,
+        pad_token_id: int | None = None,
+        coupled: str | None = None,
+    ) -> None:
+        self.label_names = tuple(label_names)
+        self.function = declared if callable(declared) else None
+        self.declared = "function" if callable(declared) else declared
+        self.known = known
+        self.shifts = shifts
+        # also if the loss is made elsewhere: of two that fit, the one that the model's own loss would be
+        self.likely = known or (LossReduction("tokens", shifted=True) if shifts else None)
+        self.coupled = coupled
+        self.is_averaged_by_author = False
+        self.candidates = make_candidates(pad_token_id)
+        self.passes_count = False
+        self.is_made_here = False  # the loss is not the model's own
+        self._said: set[str] = set()  # each message is logged once
+        self.begin()
+
+    def begin(self, last_probe: int | None = None) -> LossNormalizer:
+        """Resets observations, not declarations: runs of the same data are then the same. Returns self.
+
+        Args:
+            last_probe: number of optimizer steps after which the loss is probed no more; None: no limit.
+        """
+        self.last_probe = last_probe
+        self.reduction = DECLARED.get(self.declared or "", self.known or LossReduction("samples"))
+        self.is_scaled: bool | None = self.declared == "scaled" or (None if self.declared is None else False)
+        self.hits = dict.fromkeys(self.candidates, 0)
+        self.misses = dict.fromkeys(self.candidates, 0)
+        self._doubt: str | None = None  # the last contradiction that nothing has settled
+        self.is_multiplied = False  # True if the author of the loss multiplied it by the number of processes
+        self.num_updates = self.num_looks = self.num_extra = 0
+        return self
+
+    def declare(self, name: str, is_averaged_by_author: bool = False) -> None:
+        """Sets the reduction for good, declared by the caller.
+
+        Args:
+            name: a key of `DECLARED`.
+            is_averaged_by_author: `scaled` is for all processes too, whose gradients are averaged.
+        """
+        self.declared, self.is_averaged_by_author = name, is_averaged_by_author
+        self.begin()
+
+    def know(self, reduction: LossReduction) -> None:
+        """Sets the reduction of a loss that the caller makes."""
+        self.known = self.reduction = reduction
+        self.is_scaled = False
+        self.is_made_here = True
+
+    # ---- counting
+
+    def find_labels(self, batch: object) -> Tensor | None:
+        """Returns the targets of a batch: `labels`, or those under the first label name that it has."""
+        if type(batch) is not dict and not isinstance(batch, Mapping):
+            return None
+        for name in self.label_names:
+            labels = batch.get(name)
+            if isinstance(labels, Tensor):
+                return None if labels.dim() == 0 else labels
+        return None
+
+    def count(self, batch: Any) -> Counts:
+        """Counts one micro-batch. One read-back if the labels are already on a device; none for host batches."""
+        labels = self.find_labels(batch)
+        samples = batch_size_of(batch) if labels is None else labels.shape[0]
+        is_shifted = labels is not None and "shift_labels" in batch  # a padding-free collator shifted them already
+        if is_shifted:
+            labels = batch["shift_labels"]
+        if self.function is not None:
+            return Counts(samples, labels, self.weigh_by_function(batch), is_shifted)
+        return Counts(samples, labels, sum(self.reduction.row_weights(labels, samples, is_shifted)), is_shifted)
+
+    def weigh_by_function(self, batch: object) -> float:
+        """Returns the result of `loss_weight` for a batch.
+
+        Raises: ValueError, if that is not a weight.
+        """
+        assert self.function is not None
+        weight = float(self.function(batch))
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"loss_weight returned {weight} for a batch: its weight must be a number from 0 on.")
+        return weight
+
+    def num_items(self, batches: Sequence[Any]) -> Tensor | None:
+        """Returns the targets in the micro-batches of an optimizer step, the model's divisor; None if none are counted.
+
+        Labels under several names (start and end of an answer) are not counted by one number, unless one of them is
+        `labels`. A 0-dim tensor on the host: reading it waits for nothing, and tensors on any device can be divided by
+        it.
+        """
+        targets = LossReduction("tokens", shifted=self.shifts)
+        total = 0
+        for batch in batches:
+            labels = self.find_labels(batch)
+            if labels is None or labels.is_floating_point():
+                return None
+            if "labels" not in batch and sum(name in batch for name in self.label_names) > 1:
+                return None
+            is_shifted = "shift_labels" in batch
+            total += targets.weigh(batch["shift_labels"] if is_shifted else labels, labels.shape[0], is_shifted)
+        return torch.tensor(total)
+
+    # ---- weight of a returned loss
+
+    def factor(self, counts: Counts, total: float) -> float:
+        """Returns the multiplier of a returned loss, with which the step's contributions add up to one weighted mean.
+
+        Args:
+            counts: this micro-batch.
+            total: the sum of the weights of all micro-batches of the optimizer step, not 0; with several processes
+                whose gradients are averaged, each one's share of it.
+        """
+        if self.is_scaled or (self.reduction.unit == "sum" and self.declared is None):
+            return 1 if self.is_averaged_by_author or self.is_multiplied else self.scaled_factor
+        return 1 if counts.weight == total else counts.weight / total
+
+    def recount(self, counts: Sequence[Counts]) -> float:
+        """Weighs again after a probe changed the reduction; returns the new total."""
+        if self.function is None:
+            for item in counts:
+                item.weight = self.reduction.weigh(item.labels, item.samples, item.is_shifted)
+        return sum(item.weight for item in counts)
+
+    def has_target(self, counts: Sequence[Counts]) -> bool:
+        """True if an optimizer step has a target at all."""
+        targets = LossReduction("tokens", self.reduction.shifted, self.reduction.ignore_index)
+        return any(
+            item.labels is None or targets.weigh(item.labels, item.samples, item.is_shifted) > 0 for item in counts
+        )
+
+    # ---- results of extra forward passes
+
+    def is_due(self, counts: Sequence[Counts], by_row: bool = False) -> bool:
+        """True if the next step is to be probed: steps 1, 2, 4, 8 ... and those that depend on an open decision.
+
+        Args:
+            counts: its micro-batches.
+            by_row: True if their rows depend on it; else their sums.
+        """
+        number = self.num_updates + 1
+        if self.last_probe is not None and number > self.last_probe:
+            return False
+        if number & (number - 1) == 0:
+            return True
+        if self.num_extra >= MAX_EXTRA_LOOKS or self.is_certain:
+            return False
+        return self.is_open_for(counts, by_row, self.candidates)
+
+    @property
+    def is_certain(self) -> bool:
+        """True if the reduction in force is more than a default: declared, told by the class, or seen to be scaled.
+
+        With declared samples, it is open if those without a target count.
+        """
+        return self.declared not in (None, "samples") or self.trusts_class or bool(self.is_scaled)
+
+    @property
+    def trusts_class(self) -> bool:
+        """True if the class of the model tells the reduction.
+
+        A causal head whose loss takes no notice of the count has another loss than the one that its class is known for.
+        """
+        if self.known is None or self.is_made_here or self.declared is not None:
+            return self.known is not None
+        return not (self.known.shifted and self.passes_count and self.is_scaled is False)
+
+    @property
+    def is_confirmed(self) -> bool:
+        """True if two probes confirmed the reduction in force."""
+        return self.hits[self.reduction] > 1
+
+    def open_reductions(self, among: Sequence[LossReduction] = MAIN) -> list[LossReduction]:
+        """Returns the one in force, and those of `among` that may still be right."""
+        if self.is_certain or self.reduction.unit == "sum":
+            return [self.reduction]
+        others = (item for item in among if item not in (self.reduction, MAIN[-1]) and not self.misses[item])
+        return [self.reduction, *(item for item in others if self.declared is None or "samples" in item.unit)]
+
+    def is_open_for(
+        self,
+        counts: Sequence[Counts],
+        by_row: bool = False,
+        among: Sequence[LossReduction] = MAIN,
+    ) -> bool:
+        """True if reductions that may be right weigh these micro-batches, or their rows, unlike the one in force."""
+        shares = []
+        for reduction in self.open_reductions(among):
+            rows = [reduction.row_weights(item.labels, item.samples, item.is_shifted) for item in counts]
+            weights = [weight for row in rows for weight in row] if by_row else [sum(row) for row in rows]
+            total = sum(weights)
+            shares.append([weight / total if total else 0.0 for weight in weights])
+        return any(other != shares[0] for other in shares[1:])
+
+    def learn(self, observations: Sequence[Observation], window: Sequence[Counts] | None = None) -> None:
+        """Records all processes' observations of a step or a batch: the same, in the same order, on all of them.
+
+        Args:
+            observations: of every process.
+            window: this process's micro-batches, whose weights may depend on an open decision; None: warnings come
+                later.
+        """
+        self.num_extra += self.num_updates & (self.num_updates - 1) != 0
+        self.warn_of_coupling()
+        self._learn_scaling([item for item in observations if item.count])
+        looks = [item for item in observations if item.misses]
+        self.num_looks += len(looks)
+        for look in looks:
+            for counter, found in ((self.hits, look.fits), (self.misses, look.misses)):
+                for candidate in found:
+                    counter[candidate] += 1
+        if self.is_scaled or self.function is not None:
+            return
+        if self.misses[self.reduction]:
+            self._replace(any(not look.fits for look in looks), can_wait=window is None)
+        elif self.is_confirmed and not self.is_certain:
+            self._say(logging.INFO, f"The returned loss was seen to be {self.reduction}.")
+        if window is not None:
+            self.warn_of_doubt(self.is_open_for(window))
+
+    def warn_of_coupling(self) -> None:
+        """Warns of a model class whose loss no weights make independent of the split."""
+        if self.coupled is not None:
+            self._warn(f"{self.coupled}, so it depends on how samples are split into batches")
+
+    def warn_of_doubt(self, is_open: bool) -> None:
+        """Warns if nothing was observed, or if weights depend on an open decision (`is_open`)."""
+        if self._doubt is not None and self.misses[self.reduction]:
+            self._warn(self._doubt)
+        if self.is_certain or self.declared is not None or self.misses[self.reduction]:
+            return
+        if self.is_confirmed and self.reduction == self.likely:
+            return
+        if not self.num_looks:
+            self._warn("What the returned loss is a mean over could not be seen", f"it is taken for {self.reduction}")
+        elif is_open:
+            self._warn(
+                "What the returned loss is a mean over is not decided yet: several readings fit what was seen",
+                f"it is taken for {self.reduction} until more is seen",
+            )
+
+    def _replace(self, fits_nothing: bool, can_wait: bool) -> None:
+        """Replaces a contradicted reduction by one that two probes confirmed and none contradicted, or warns.
+
+        Args:
+            fits_nothing: no reduction fits what was seen.
+            can_wait: nothing is weighed yet: `warn_of_doubt` warns of what is still contradicted then.
+        """
+        before = self.reduction
+        confirmed = [item for item in self.candidates if self.hits[item] > 1 and not self.misses[item]]
+        if self.declared == "samples":  # it was not declared if samples without a target count
+            self.reduction = next((item for item in confirmed if "samples" in item.unit), before)
+        if self.declared is not None:
+            if confirmed and self.reduction == before:
+                self._warn(f"loss_weight={self.declared!r} is contradicted: the loss was seen to be {confirmed[0]}")
+            return
+        if not confirmed:
+            more = "it fits no reading that paceline knows" if fits_nothing else "one look contradicts it so far"
+            self._doubt = f"The returned loss is taken for {before}, but {more}"
+            if fits_nothing or not can_wait:
+                self._warn(self._doubt)
+            return
+        self.reduction = self.likely if self.likely in confirmed else confirmed[0]
+        if self.trusts_class and self.known != self.reduction:
+            self._warn(f"The loss of this class of models should be {self.known}, but was seen to be {self.reduction}")
+        else:
+            self._say(logging.INFO, f"The returned loss was seen to be {self.reduction}.")
+
+    def _learn_scaling(self, looks: Sequence[Observation]) -> None:
+        """Decides by the effect of changing `num_items_in_batch` on the loss."""
+        told = {item.count for item in looks} - {"unknown"}
+        if not looks or self.declared is not None:
+            return
+        if not told:
+            if self.is_scaled is None:
+                what = "Whether the loss is divided by num_items_in_batch could not be seen"
+                self._warn(what, "it is taken not to be")
+            return
+        scaled = told != {"ignored"}
+        if self.is_scaled is not None and self.is_scaled != scaled:
+            self._warn("The loss was divided by num_items_in_batch in one update and not in another")
+        if len(told) > 1 or "partly" in told:
+            self._warn("Only a part of the loss is divided by num_items_in_batch", "it is used as it is")
+        self.is_scaled = scaled
+        multiples = {round(item.multiple, 2) for item in looks if item.count == "scaled"}
+        if scaled and not self.passes_count and self.scaled_factor != 1 and multiples and multiples != {1.0}:
+            # an overridden compute_loss may have multiplied by the number of processes already, as it must elsewhere
+            self.is_multiplied = True
+            if multiples != {round(self.scaled_factor, 2)}:
+                self._warn(
+                    "compute_loss divides by num_items_in_batch; whether it multiplies by the number of processes too "
+                    "could not be seen",
+                    "the loss is used as it is",
+                )
+        if scaled:
+            self._say(logging.INFO, "The loss is divided by num_items_in_batch: changing that was seen to change it.")
+
+    def _warn(self, what: str, taken: str = "") -> None:
+        self._say(
+            logging.WARNING,
+            f"{what}{': ' if taken else ''}{taken}. Gradient accumulation, several processes and eval_loss may weigh "
+            f"batches wrongly. {REMEDY} Labels under other names are found by label_names=[...].",
+        )
+
+    def _say(self, level: int, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.log(level, sentence)
+
+    # ---- saved state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the observations so far: plain values. They decide the weights of an optimizer step."""
+        seen = [item for item in self.candidates if self.hits[item] or self.misses[item]]
+        return {
+            "declared": self.declared,
+            "reduction": list(astuple(self.reduction)),
+            "is_scaled": self.is_scaled,
+            "is_multiplied": self.is_multiplied,
+            "evidence": [[*astuple(item), self.hits[item], self.misses[item]] for item in seen],
+            "counters": [self.num_updates, self.num_looks, self.num_extra],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads the result of `state_dict`; ignored if something else is declared now, or an older version wrote it.
+
+        Raises: ValueError, TypeError or LookupError, for any other value; then nothing has changed.
+        """
+        if "evidence" not in state and "held" in state:
+            return
+        reduction = LossReduction.restored(state["reduction"])
+        evidence = {LossReduction.restored(row[:3]): (row[3], row[4]) for row in state["evidence"]}
+        counters = list(state["counters"])
+        numbers = [*counters, *(number for pair in evidence.values() for number in pair)]
+        if len(counters) != 3 or not all(type(number) is int and 0 <= number < 2**53 for number in numbers):
+            raise ValueError(f"{str(numbers)[:80]} are not counts of what was seen of a loss")
+        is_scaled, is_multiplied = state["is_scaled"], state["is_multiplied"]
+        if not (is_scaled is None or isinstance(is_scaled, bool)) or not isinstance(is_multiplied, bool):
+            raise ValueError(f"{str([is_scaled, is_multiplied])[:80]} are not true or false")
+        if state["declared"] != self.declared:
+            return
+        self.begin(self.last_probe)
+        self.reduction, self.is_scaled, self.is_multiplied = reduction, is_scaled, is_multiplied
+        self.num_updates, self.num_looks, self.num_extra = counters
+        for item, (hits, misses) in evidence.items():
+            self.hits[item], self.misses[item] = hits, misses
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Discards observations made inside, so that an evaluation changes nothing in the optimizer steps after it."""
+        state = self.state_dict()
+        try:
+            yield
+        finally:
+            self.load_state_dict(state)
+
+
+def align(logits: Tensor, labels: Tensor) -> Tensor | None:
+    """Returns logits with the classes last, `(*labels.shape, num_classes)`, or None if the shapes do not match."""
+    if logits.shape[:-1] == labels.shape:
+        return logits
+    if logits.dim() == labels.dim() + 1 and logits.shape[0] == labels.shape[0] and logits.shape[2:] == labels.shape[1:]:
+        return logits.movedim(1, -1)
+    return None
+
+
+@dataclass
+class LabelSmoother:
+    """Cross-entropy against targets mixed with the uniform distribution (Szegedy et al., 2016, arXiv:1512.00567).
+
+    Attributes:
+        epsilon: the share of the uniform distribution, 0 to 1.
+        ignore_index: the ignored target value.
+    """
+
+    epsilon: float = 0.1
+    ignore_index: int = IGNORE_INDEX
+
+    def __call__(
+        self,
+        model_output: object,
+        labels: Tensor,
+        shift_labels: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """Returns the smoothed loss, 0-dim: a mean over targets, or their sum divided by `num_items_in_batch`.
+
+        Args:
+            model_output: the logits `(*labels.shape, num_classes)`, or an output that holds them.
+            labels: integer targets.
+            shift_labels: compare the output at i with the target at i + 1.
+            num_items_in_batch: the divisor; None: the number of targets that are not ignored.
+        """
+        aligned = (align(item, labels) for item in candidate_logits(model_output))
+        logits = next((item for item in aligned if item is not None), None)
+        if logits is None:
+            raise ValueError(
+                f"label_smoothing_factor={self.epsilon}: no output of the model has the shape (*{tuple(labels.shape)}, "
+                "num_classes) that cross-entropy needs; set label_smoothing_factor=0 and smooth inside the model."
+            )
+        if shift_labels:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]).float() if logits.dtype != torch.float64 else logits.flatten(0, -2),
+            labels.reshape(-1),
+            ignore_index=self.ignore_index,
+            label_smoothing=self.epsilon,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        ) / (1 if num_items_in_batch is None else num_items_in_batch)
+
+    @torch.no_grad()
+    def find_shift(self, model_output: object, labels: Tensor, assumed: bool) -> bool | None:
+        """True if the model's own loss compares the output at i with the target at i + 1; None: it has none that shows
+        it.
+
+        Args:
+            model_output: with a loss in it.
+            labels: integer targets.
+            assumed: tried first.
+        """
+        own = find_loss(model_output)
+        if own is None or labels.dim() < 2:
+            return None
+        plain = LabelSmoother(0.0, self.ignore_index)
+        rounding = 1e-4 if own.dtype.itemsize > 2 else 2e-2
+        for shift in (assumed, not assumed):
+            if torch.isclose(plain(model_output, labels, shift).to(own.dtype), own, rtol=rounding):
+                return shift
+        return None

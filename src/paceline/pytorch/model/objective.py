@@ -1,0 +1,218 @@
+"""The loss of a batch: the default computation, and the adapter for every way a user overrides it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.pytorch.model.loss import LabelSmoother, LossNormalizer, LossReduction
+from paceline.pytorch.model.outputs import LossPlace, check_loss, find_loss, read_loss
+from paceline.pytorch.model.signature import ForwardSignature
+
+
+class Objective:
+    """Calls the model and computes the loss: the body of `Trainer.compute_loss`.
+
+    Args:
+        signature: the parameters of `forward`.
+        label_names: names under which a batch carries its targets.
+        rule: records if `num_items_in_batch` reached the code that computed the loss.
+        compute_loss_func: `(outputs, labels, num_items_in_batch=None) -> loss`, instead of the model's own loss.
+        smoother: smooths the cross-entropy, instead of the model's own loss.
+
+    Attributes:
+        loss_place: distinguishes a loss without a name from a prediction, over all evaluated batches.
+    """
+
+    def __init__(
+        self,
+        signature: ForwardSignature,
+        label_names: Sequence[str],
+        rule: LossNormalizer,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        smoother: LabelSmoother | None = None,
+    ) -> None:
+        self.label_names = tuple(label_names)
+        self.rule = rule
+        self.compute_loss_func = compute_loss_func
+        self.smoother = smoother
+        self.loss_place = LossPlace()
+        self._shifts: bool | None = None  # True if the smoothed loss shifts its targets, once known
+        self._func_takes_num_items = compute_loss_func is not None and accepts(compute_loss_func, "num_items_in_batch")
+        self.read(signature)
+
+    def read(self, signature: ForwardSignature) -> None:
+        """Sets the signature of `forward`."""
+        self.signature = signature
+        self.accepted = frozenset(signature.names)
+        # True if a count of the whole step's targets would be used
+        by_model = self.compute_loss_func is None and self.smoother is None and signature.takes_num_items
+        self.wants_num_items = self._func_takes_num_items or by_model
+
+    def __call__(self, model: nn.Module, inputs: Any, num_items: Any = None) -> tuple[Tensor | None, Any]:
+        """Returns the loss and the model's outputs; the loss is None only if no gradient is needed."""
+        if self.compute_loss_func is not None:
+            return self._by_function(model, inputs, num_items)
+        if self.smoother is not None and isinstance(inputs, Mapping):
+            labels = inputs.get(self.label_names[0]) if self.label_names else None
+            if labels is not None:
+                return self._smoothed(self.smoother, model, inputs, labels)
+            if torch.is_grad_enabled():
+                raise ValueError(
+                    f"label_smoothing_factor={self.smoother.epsilon}: the training batches hold no targets under "
+                    f"{' or '.join(map(repr, self.label_names))}, only {', '.join(map(str, inputs))}; name them in "
+                    "label_names=[...], or leave label_smoothing_factor out."
+                )
+        if num_items is not None and self.signature.takes_num_items:
+            self.rule.passes_count = True
+            outputs = self.call(model, {**inputs, "num_items_in_batch": num_items})
+        elif type(inputs) is dict and self.accepted.issuperset(inputs):  # the common case, without another call
+            try:
+                outputs = model(**inputs)
+            except TypeError as error:
+                self._explain(error, inputs)
+                raise
+        else:
+            outputs = self.call(model, inputs)
+        if torch.is_grad_enabled():
+            return read_loss(outputs, inputs), outputs
+        return find_loss(outputs), outputs
+
+    def call(self, model: nn.Module, inputs: object) -> Any:
+        """Calls the model on a batch: by name, dropping names that `forward` does not know."""
+        if type(inputs) is dict or isinstance(inputs, Mapping):
+            known = inputs
+            if not self.signature.takes_keywords and not self.accepted.issuperset(inputs):
+                known = {name: value for name, value in inputs.items() if name in self.accepted}
+            try:
+                return model(**known)
+            except TypeError as error:
+                self._explain(error, inputs)
+                raise
+        return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
+
+    def name_inputs(self, batch: object) -> Any:
+        """Names a tuple or a single tensor by `forward`'s parameters, in their order; dicts are unchanged.
+
+        The value after the last parameter is the target of the loss, if `forward` takes no labels.
+        """
+        if type(batch) is dict or isinstance(batch, Mapping) or not self.signature.names:
+            return batch
+        values = batch if isinstance(batch, list | tuple) else [batch]
+        if values and isinstance(values[0], Mapping):
+            return batch  # uncollated samples, for an overridden `_prepare_inputs`
+        names = (*self.signature.names, *(name for name in self.label_names if name not in self.accepted))
+        if len(values) > len(names):
+            raise ValueError(
+                f"A batch of {len(values)} values cannot be given to forward({', '.join(self.signature.names)}): let "
+                "the dataset return dicts with the names of forward's parameters, or override Trainer.compute_loss and "
+                "make them in a data_collator."
+            )
+        return dict(zip(names, values, strict=False))
+
+    def _explain(self, error: TypeError, inputs: Mapping[str, Any]) -> None:
+        """Raises a clearer error for a batch that lacks a required input of `forward`.
+
+        Called only after a failed call, so that it costs nothing otherwise.
+        """
+        missing = [name for name in self.signature.names if name in self.signature.required and name not in inputs]
+        if not any(repr(name) in str(error) for name in missing):
+            return
+        raise TypeError(
+            f"The model's forward({', '.join(self.signature.names)}) needs {', '.join(missing)}, and the batch holds "
+            f"{', '.join(inputs) or 'nothing else'}: give the dataset's columns those names (the others are left out, "
+            "unless remove_unused_columns=False), or make the batch in a data_collator."
+        ) from error
+
+    def _by_function(self, model: nn.Module, inputs: object, num_items: object) -> tuple[Tensor, Any]:
+        labels, rest = self._take_labels(inputs)
+        outputs = self.call(model, rest)
+        assert self.compute_loss_func is not None
+        if self._func_takes_num_items:
+            self.rule.passes_count = num_items is not None
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items)
+        else:
+            loss = self.compute_loss_func(outputs, labels)
+        return check_loss(loss, "compute_loss_func"), outputs
+
+    def _take_labels(self, inputs: object) -> tuple[Any, Any]:
+        """Returns (labels, the other inputs); labels that `forward` requires stay among the inputs too."""
+        if not isinstance(inputs, Mapping):
+            return None, inputs
+        found = {name: inputs[name] for name in self.label_names if name in inputs}
+        rest = {k: v for k, v in inputs.items() if k not in found or k in self.signature.required}
+        if not found:
+            return None, rest
+        return (next(iter(found.values())) if len(found) == 1 else found), rest
+
+    def _smoothed(
+        self, smoother: LabelSmoother, model: nn.Module, inputs: object, labels: Tensor
+    ) -> tuple[Tensor, Any]:
+        """Returns the smoothed loss. The shift of targets is read from the model's own loss, if it returns one."""
+        outputs = self.call(model, inputs)
+        if self._shifts is None:
+            assumed = self.rule.shifts
+            self._shifts = smoother.find_shift(outputs, labels, assumed)
+            self.rule.know(LossReduction("tokens", shifted=assumed if self._shifts is None else self._shifts))
+        shifted = self.rule.shifts if self._shifts is None else self._shifts
+        return smoother(outputs, labels, shift_labels=shifted), outputs
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """True if a function takes a keyword argument of this name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    return name in parameters or any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def adapted(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """Returns a method to call with `number` values; drops the last if a subclass's older override does not take it."""
+    if takes(function, number):
+        return function
+
+    def call(*values: Any) -> Any:
+        return function(*values[:-1])
+
+    return call
+
+
+def takes(function: Callable[..., Any], number: int) -> bool:
+    """True if a function can be called with `number` values."""
+    try:
+        inspect.signature(function).bind(*range(number))
+    except TypeError:
+        return False
+    except ValueError:  # its signature is unreadable
+        return True
+    return True
+
+
+def compute_loss_with_outputs(
+    compute_loss: Callable[..., Any],
+    model: nn.Module,
+    inputs: object,
+    num_items: object = None,
+) -> tuple[Any, Any]:
+    """Returns the loss of a batch and the model's outputs, from a Trainer's `compute_loss`, old or new.
+
+    The documentation of transformers printed several forms over the years: `(model, inputs)`, `(model, inputs,
+    return_outputs=False)` and with `num_items_in_batch`. All of them work: if the method does not return the outputs, a
+    hook captures them from the model.
+    """
+    counts = {"num_items_in_batch": num_items} if accepts(compute_loss, "num_items_in_batch") else {}
+    if accepts(compute_loss, "return_outputs"):
+        loss, outputs = compute_loss(model, inputs, return_outputs=True, **counts)
+        return loss, outputs
+    seen: list[Any] = []
+    handle = model.register_forward_hook(lambda module, args, outputs: seen.append(outputs))
+    try:
+        loss = compute_loss(model, inputs, **counts)
+    finally:
+        handle.remove()
+    return loss, seen[-1] if seen else None

@@ -1,0 +1,86 @@
+"""The input tokens of batches, and the floating-point operations of training on them, counted on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.core.methods import is_ours
+
+
+def operations_per_token(model: nn.Module) -> int:
+    """Returns 6 per non-embedding parameter (arXiv:2001.08361, section 2.1); 0 if the model has no count of them.
+
+    Models of transformers have one (`num_parameters`).
+    """
+    count = getattr(model, "num_parameters", None)
+    return 6 * int(count(exclude_embeddings=True)) if callable(count) else 0
+
+
+def count_inputs(model: nn.Module, inputs: object) -> int:
+    """Returns the elements of the model's main input in a batch; 0 if it is absent."""
+    main = inputs.get(getattr(model, "main_input_name", "input_ids")) if hasattr(inputs, "get") else None
+    return main.numel() if isinstance(main, Tensor) else 0
+
+
+def estimate_operations(model: nn.Module, inputs: object) -> int:
+    """Returns the operations of a forward and backward pass: by the model's `floating_point_ops`, else by its
+    parameters.
+    """
+    own = getattr(model, "floating_point_ops", None)
+    return int(own(inputs)) if callable(own) else operations_per_token(model) * count_inputs(model, inputs)
+
+
+def measurer(
+    model: nn.Module,
+    floating_point_ops: Callable[[Any], int],
+    count_tokens: Callable[[Any], int] | None,
+) -> Callable[[Sequence[Any]], tuple[int, int]] | None:
+    """Returns `(micro-batches) -> (input tokens, operations)`; None if neither is counted.
+
+    Args:
+        model: without wrappers.
+        floating_point_ops: the Trainer's, bound; asked only if it is overridden, or if the model has its own estimate.
+        count_tokens: `(batch) -> input tokens`; None: they are not counted.
+    """
+    per_token = operations_per_token(model)  # counted once: going through all parameters takes a while
+    asks = not is_ours(floating_point_ops) or callable(getattr(model, "floating_point_ops", None))
+    if count_tokens is None and not per_token and not asks:
+        return None
+
+    def measure(batches: Sequence[Any]) -> tuple[int, int]:
+        tokens = sum(map(count_tokens, batches)) if count_tokens is not None else 0
+        if asks:
+            return tokens, sum(map(floating_point_ops, batches))
+        return tokens, per_token * sum(count_inputs(model, batch) for batch in batches) if per_token else 0
+
+    return measure
+
+
+def token_counter(how: str, name: str, padding: int | None) -> Callable[[Any], int] | None:
+    """Returns `(batch) -> input tokens`; None if they are not counted.
+
+    Args:
+        how: `include_num_input_tokens_seen`: "no", "all", or "non_padding".
+        name: of the model's main input.
+        padding: the id of padding, for batches without an `attention_mask`; None: there is none.
+    """
+    if how == "no":
+        return None
+
+    def count(batch: Any) -> int:
+        tokens = batch.get(name) if hasattr(batch, "get") else None
+        if not isinstance(tokens, Tensor):
+            raise ValueError(
+                f"include_num_input_tokens_seen={how!r}: the batches hold no tensor {name!r}. Set `main_input_name` on "
+                "the model to the name of its input, or include_num_input_tokens_seen='no'."
+            )
+        if how == "all":
+            return tokens.numel()
+        if isinstance(batch.get("attention_mask"), Tensor):
+            return int(batch["attention_mask"].sum())
+        return tokens.numel() if padding is None else int((tokens != padding).sum())
+
+    return count

@@ -1,0 +1,202 @@
+"""Edits of a model before the strategy takes it, in this order, and undone after training:
+
+liger kernels (these stay) -> fused norms -> no key-value cache -> activation checkpointing -> noise on the
+embeddings -> a watch for inf and NaN.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.args.sections import Options
+from paceline.core.optional import require
+from paceline.core.spelling import nearest
+from paceline.pytorch.model.checkpointing import enable_checkpointing
+from paceline.pytorch.model.compilation import compile_model, undo_compilation
+from paceline.pytorch.model.fused_norms import fuse_norms
+from paceline.pytorch.model.overflow import DebugUnderflowOverflow
+
+__all__ = [
+    "PreparedModel",
+    "add_embedding_noise",
+    "compile_model",
+    "edited_for_evaluation",
+    "prepare_model",
+    "undo_compilation",
+]
+
+
+class PreparedModel:
+    """The edits that were made to a model.
+
+    Fields:
+        notes: one sentence each.
+    """
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._undo: list[Callable[[], None]] = []
+        self._configured: list[tuple[Any, str, Any, Any]] = []
+
+    def _did(self, note: str, undo: Callable[[], None] | None = None) -> None:
+        self.notes.append(note)
+        if undo is not None:
+            self._undo.append(undo)
+
+    def _configure(self, config: object, name: str, value: object) -> None:
+        self._configured.append((config, name, getattr(config, name), value))
+        setattr(config, name, value)
+
+    def undo(self) -> None:
+        """Undoes the edits, the last one first. A second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+        for config, name, before, _ in reversed(self._configured):
+            setattr(config, name, before)
+        self._configured.clear()
+
+    @contextmanager
+    def as_given(self) -> Iterator[None]:
+        """Restores the model's original configuration while it is being saved, without the settings for training."""
+        for config, name, before, _ in reversed(self._configured):
+            setattr(config, name, before)
+        try:
+            yield
+        finally:
+            for config, name, _, during in self._configured:
+                setattr(config, name, during)
+
+
+def prepare_model(model: nn.Module, args: Any) -> PreparedModel:
+    """Edits `model` in place as the arguments ask.
+
+    Args:
+        args: use_liger_kernel, liger_kernel_config, half_precision_backend, use_cache, activation_checkpointing,
+            activation_checkpointing_kwargs, neftune_noise_alpha, debug; with torch_compile, `undo` ends the
+            compilation.
+
+    Raises:
+        ValueError, TypeError: an option that this model does not support; earlier edits are undone.
+        ImportError: `use_liger_kernel` without its package.
+    """
+    prepared = PreparedModel()
+    try:
+        if args.use_liger_kernel:
+            prepared._did(_apply_liger(model, args.liger_kernel_config))
+        if getattr(args, "half_precision_backend", "auto") == "apex":
+            prepared._did(*fuse_norms(model))
+        _set_cache(model, bool(args.use_cache), prepared)
+        if args.activation_checkpointing:
+            prepared._did(*enable_checkpointing(model, args.activation_checkpointing_kwargs))
+        if args.neftune_noise_alpha:
+            prepared._did(*add_embedding_noise(model, args.neftune_noise_alpha))
+        if "underflow_overflow" in map(str, args.debug or ()):
+            watch = DebugUnderflowOverflow(model)
+            prepared._did("Every module is watched for inf and NaN, which is slow.", watch.remove)
+    except BaseException:
+        prepared.undo()
+        raise
+    if args.torch_compile:
+        prepared._undo.append(lambda: undo_compilation(model))
+    return prepared
+
+
+@contextmanager
+def edited_for_evaluation(model: nn.Module, args: Options) -> Iterator[None]:
+    """Applies only `use_cache` and `torch_compile` while entered: for evaluation and prediction outside of training.
+
+    A model that is compiled again with the same settings reuses the compiler's cache.
+    """
+    prepared = PreparedModel()
+    if args.torch_compile:
+        prepared._undo.append(lambda: undo_compilation(model))
+    _set_cache(model, bool(args.use_cache), prepared)
+    try:
+        compile_model(model, args)
+        yield
+    finally:
+        prepared.undo()
+
+
+def _set_cache(model: nn.Module, use_cache: bool, prepared: PreparedModel) -> None:
+    """Sets the key-value cache, which is for generating; in training it costs memory and does nothing."""
+    config = getattr(model, "config", None)
+    configs = [config, getattr(config, "text_config", None), getattr(config, "decoder", None)]
+    changed = [each for each in configs if getattr(each, "use_cache", use_cache) not in (use_cache, None)]
+    for each in changed:
+        prepared._configure(each, "use_cache", use_cache)
+    if changed:
+        prepared._did(f"The model's key-value cache is {'on' if use_cache else 'off'} while it trains.")
+
+
+def add_embedding_noise(model: nn.Module, alpha: float) -> tuple[str, Callable[[], None]]:
+    """Adds uniform noise to the output of the input embedding while training: NEFTune (arXiv:2310.05914).
+
+    The noise is within alpha / sqrt(length * width), for embeddings of shape (..., length, width).
+
+    Returns:
+        A note, and the function that removes the noise.
+
+    Raises:
+        ValueError: the model has no input embedding.
+    """
+    name, embedding = _input_embedding(model)
+
+    def add_noise(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        if not module.training:
+            return output
+        bound = alpha / math.sqrt(output.shape[-2] * output.shape[-1])
+        return output + torch.empty_like(output).uniform_(-bound, bound)
+
+    handle = embedding.register_forward_hook(add_noise)
+    return f"NEFTune noise (alpha={alpha}) on {name}.", handle.remove
+
+
+def _input_embedding(model: nn.Module) -> tuple[str, nn.Module]:
+    """Returns the embedding that the model names, else the `nn.Embedding` with the most rows (words outnumber
+    positions).
+    """
+    ask = getattr(model, "get_input_embeddings", None)
+    if callable(ask):
+        try:
+            named = ask()
+        except (NotImplementedError, AttributeError):
+            named = None
+        if isinstance(named, nn.Module):
+            return next((name for name, module in model.named_modules() if module is named), "embeddings"), named
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    if not found:
+        raise ValueError(
+            f"neftune_noise_alpha: {type(model).__name__} has no nn.Embedding; give the model a method "
+            "get_input_embeddings() that returns the module to add noise to, or leave the option out"
+        )
+    return max(found, key=lambda entry: entry[1].num_embeddings)
+
+
+def _apply_liger(model: nn.Module, config: dict[str, Any] | None) -> str:
+    """Replaces layers of a transformers model by the Liger kernels. This cannot be undone."""
+    kernels = require("liger_kernel.transformers", "liger")
+    patches = require("liger_kernel.transformers.monkey_patch", "liger").MODEL_TYPE_TO_APPLY_LIGER_FN
+    is_adapted = hasattr(model, "peft_config") and callable(getattr(model, "get_base_model", None))
+    base: Any = model.get_base_model() if is_adapted else model  # type: ignore[operator]
+    model_type = getattr(getattr(base, "config", None), "model_type", None)
+    if model_type not in patches:
+        raise ValueError(
+            f"use_liger_kernel=True: Liger has no kernels for {type(base).__name__} (model type {model_type!r}); "
+            "leave it out"
+        )
+    options = dict(config or {})
+    known = [name for name in inspect.signature(patches[model_type]).parameters if name != "model"]
+    for option in options:
+        if option not in known:
+            raise TypeError(f"liger_kernel_config for {model_type} has no {option!r}; {nearest(option, known)}")
+    kernels._apply_liger_kernel_to_instance(model=base, **options)
+    chosen = ", ".join(f"{key}={value}" for key, value in options.items())
+    return f"Liger kernels in {type(base).__name__}{f' ({chosen})' if chosen else ''}."

@@ -1,0 +1,161 @@
+"""The candidate reductions of a returned loss, and their test on the losses of a batch and of its parts.
+
+Let a batch be split into two parts A and B. A loss that is a mean with weights w satisfies, for these weights and for
+no others, loss(A and B) * w(A and B) = loss(A) * w(A) + loss(B) * w(B). That holds for any loss: nothing is recomputed
+from logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+OFTEN_IGNORED = (0, -1, 1, 255)
+# a candidate is contradicted by this many tolerances; one that fits differs by less than one
+CLEAR = 20
+# of the means over two parts: the share of the difference of their losses that separates two candidates
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 4e-3}
+
+
+@dataclass(frozen=True)
+class LossReduction:
+    """One candidate for the reduction of a returned loss.
+
+    Attributes:
+        unit: `tokens`: a mean over targets that are not ignored; `samples`: over the samples that have such a target;
+            `all_samples`: over all samples; `sum`: a sum.
+        shifted: the output at position i is compared with the target at i + 1, so the first target does not count.
+        ignore_index: the integer target that does not count. Of floating-point targets, NaN does not.
+    """
+
+    unit: str = "samples"
+    shifted: bool = False
+    ignore_index: int = IGNORE_INDEX
+
+    def row_weights(self, labels: Tensor | None, samples: int, is_shifted: bool = False) -> list[int]:
+        """Returns the weight of each sample.
+
+        Args:
+            labels: `(samples, ...)`, integers or floats; None: there are none.
+            samples: their number.
+            is_shifted: the collator has shifted the labels.
+        """
+        if labels is None or self.unit in ("all_samples", "sum"):
+            return [1] * samples
+        kept = ~labels.isnan() if labels.is_floating_point() else labels != self.ignore_index
+        if labels.dim() > 1:
+            if self.shifted and not is_shifted and not labels.is_floating_point():
+                kept = kept[:, 1:]
+            kept = kept.flatten(1).sum(1) if self.unit == "tokens" else kept.flatten(1).any(1)
+        weights: list[int] = kept.tolist()
+        return weights
+
+    def weigh(self, labels: Tensor | None, samples: int, is_shifted: bool = False) -> int:
+        """Returns the weight of a batch: the sum of `row_weights`."""
+        return int(sum(self.row_weights(labels, samples, is_shifted)))
+
+    @classmethod
+    def restored(cls, saved: object) -> LossReduction:
+        """Returns a reduction from the result of `dataclasses.astuple`.
+
+        Raises: ValueError, if it is not a reduction.
+        """
+        kinds = [type(field.default) for field in fields(cls)]
+        if not isinstance(saved, list | tuple) or [type(value) for value in saved] != kinds or saved[0] not in UNITS:
+            raise ValueError(f"{str(saved)[:80]!r} is no reduction of a loss")
+        return cls(*saved)
+
+    def __str__(self) -> str:
+        if self.unit == "sum":
+            return "a sum, used as it is"
+        if self.unit == "all_samples":
+            return "a mean over all samples"
+        place = " after the shift by one" if self.shifted else ""
+        targets = f"targets{place} (other than {self.ignore_index})"
+        return f"a mean over {targets if self.unit == 'tokens' else 'samples with ' + targets}"
+
+
+OF_TARGETS = ("tokens", "samples")  # without a target, all weights are 0
+UNITS = (*OF_TARGETS, "all_samples", "sum")
+MAIN = (
+    LossReduction("tokens"),
+    LossReduction("tokens", shifted=True),
+    LossReduction("samples"),
+    LossReduction("all_samples"),
+    LossReduction("samples", shifted=True),
+    LossReduction("sum"),
+)
+
+
+def make_candidates(pad_token_id: int | None) -> tuple[LossReduction, ...]:
+    """Returns all candidate reductions, the likelier first."""
+    padding = [pad_token_id] if isinstance(pad_token_id, int) and not isinstance(pad_token_id, bool) else []
+    ignored = [index for index in dict.fromkeys([*padding, *OFTEN_IGNORED]) if index != IGNORE_INDEX]
+    others = [LossReduction(m.unit, m.shifted, i) for i in ignored for m in MAIN if m.unit in ("tokens", "samples")]
+    return (*MAIN, *others)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The losses of a batch and of its two parts.
+
+    Attributes:
+        whole, first, second: losses; the first of them is finite.
+        shares: `(reduction) -> the first part's share of the weight`, or None if both weights are 0.
+        tolerance: relative difference by rounding.
+    """
+
+    whole: float
+    first: float
+    second: float
+    shares: Callable[[LossReduction], float | None]
+    tolerance: float
+
+    def observe(self, candidates: Sequence[LossReduction]) -> Observation:
+        """Returns the candidates for which the losses of the parts give that of the whole, and those clearly
+        contradicted.
+        """
+        parts = (self.first, self.second)
+        scale = max(abs(loss) for loss in (self.whole, *parts) if math.isfinite(loss)) * self.tolerance
+        fits, misses = [], []
+        for candidate in candidates:
+            share = self.shares(candidate)
+            if share is None and candidate.unit != "sum":
+                continue
+            weights = (1, 1) if candidate.unit == "sum" or share is None else (share, 1 - share)
+            # a part of weight 0 adds nothing, though its own loss, a mean over nothing, is NaN
+            expected = sum(weight * loss for weight, loss in zip(weights, parts, strict=True) if weight)
+            difference = abs(expected - self.whole)
+            if difference <= scale:
+                fits.append(candidate)
+            elif not difference < CLEAR * scale:  # or it is NaN
+                misses.append(candidate)
+        return Observation(tuple(fits), tuple(misses))
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The result of one probe.
+
+    Attributes:
+        fits, misses: candidates that it confirmed, and that it contradicted. Without the latter it is uninformative.
+        count: of a probe of `num_items_in_batch`: `scaled`, `ignored`, `partly` or `unknown`; empty: of another probe.
+        multiple: the multiplier of a loss divided by the count, as for an average over processes; 0: unknown.
+    """
+
+    fits: tuple[LossReduction, ...] = ()
+    misses: tuple[LossReduction, ...] = ()
+    count: str = ""
+    multiple: float = 0.0
+
+
+def tolerance_of(loss: torch.dtype, parameters: torch.dtype | None) -> float:
+    """Returns the relative difference that rounding may make between two ways to compute a loss."""
+    allowed = max(TOLERANCES.get(loss, 1e-2), 2e-3 if parameters in (torch.bfloat16, torch.float16) else 0.0)
+    uses_tf32 = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
+    return max(allowed, 5e-4) if uses_tf32 else allowed

@@ -1,0 +1,95 @@
+"""Muon for the hidden matrices and AdamW for everything else, as one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.optimizer import ParamsT
+
+
+class MuonWithAdamW(Optimizer):
+    """One optimizer of torch's Muon on the groups marked `use_muon=True`, and torch's AdamW on the others.
+
+    One object with one list of groups and one state, so that schedulers, clipping and checkpoints treat it as one
+    optimizer.
+     Muon's step is scaled so that its root mean square is that of AdamW ("match_rms_adamw",
+    arXiv:2502.16982): one learning rate and weight decay fit both. Muon itself:
+    https://kellerjordan.github.io/posts/muon/
+
+    Args:
+        params: parameter groups; those with `use_muon=True` hold 2-D parameters only.
+        lr, weight_decay: of both.
+        momentum, nesterov, ns_steps, adjust_lr_fn: of Muon, see `torch.optim.Muon`.
+        betas, eps, fused: of AdamW.
+
+    Raises:
+        ImportError: this torch has no Muon.
+        ValueError: a parameter of a Muon group is not 2-D, or a value is out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        fused: bool | None = None,
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise ImportError('optim="muon" needs torch.optim.Muon: install torch 2.9 or later')
+        # Each group carries the options of both, so that the two inner ones can be rebuilt from the groups alone.
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "use_muon": False,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas,
+            "eps": eps,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+        self._link()
+
+    def _link(self) -> None:
+        """Points the two inner optimizers to the present groups (the same dicts) and the present state."""
+        muon = [group for group in self.param_groups if group["use_muon"]]
+        others = [group for group in self.param_groups if not group["use_muon"]]
+        self._parts: list[Optimizer] = []
+        if muon:
+            self._parts.append(torch.optim.Muon(muon))
+        if others:
+            self._parts.append(AdamW(others, fused=self.defaults["fused"]))
+        for part in self._parts:
+            part.state = self.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, for Muon if it has `use_muon=True`."""
+        super().add_param_group(param_group)
+        if hasattr(self, "_parts"):
+            self._link()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._link()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps both; returns the result of `closure`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss

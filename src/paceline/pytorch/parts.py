@@ -1,0 +1,325 @@
+"""The parts of a Trainer, each given what it works on."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.args.sharding import wants_shards
+from paceline.checkpoint.retention import Retention, retention_of
+from paceline.core.methods import is_ours
+from paceline.core.optional import LateModule
+from paceline.core.streaming import is_streaming
+from paceline.core.worker_watch import WorkerWatch
+from paceline.hub.described import CardFacts
+from paceline.pytorch import output_store
+from paceline.pytorch.checkpoint.checkpointer import Checkpointer, SaveHooks, SaveSettings
+from paceline.pytorch.checkpoint.full_format import FullFormat
+from paceline.pytorch.checkpoint.items import Contents, Format
+from paceline.pytorch.checkpoint.model_files import ModelFiles
+from paceline.pytorch.checkpoint.saves import Saves
+from paceline.pytorch.data.loading import make_loader
+from paceline.pytorch.evaluation.batch_predictor import BatchPredictor
+from paceline.pytorch.evaluation.prediction_buffer import EvaluationOptions, expected_bytes
+from paceline.pytorch.evaluation.predictor import EvaluationLoop, Evaluator
+from paceline.pytorch.loaders import LoaderFactory, LoaderSettings
+from paceline.pytorch.model.operations import measurer, token_counter
+from paceline.pytorch.model.prepare import edited_for_evaluation
+from paceline.pytorch.model.signature import innermost
+from paceline.pytorch.model_card import card_facts, optimizer_of
+from paceline.pytorch.optim.modes import evaluation_weights
+from paceline.pytorch.sync import Measure
+from paceline.pytorch.validation import ModelFacts, read_model
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.remote_sync import Policy, RemoteSync
+    from paceline.pytorch.checkpoint import sharded_format
+    from paceline.pytorch.trainer import Trainer
+else:
+    sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
+
+# ---- the model
+
+
+def model_facts_of(trainer: Trainer) -> ModelFacts:
+    """Returns the facts of the model, and the parts that depend on them."""
+    return read_model(
+        trainer.model,
+        compute_loss=trainer.compute_loss,
+        compute_loss_func=trainer.compute_loss_func,
+        label_names=trainer.args.label_names,
+        loss_weight=trainer.args.loss_weight,
+        smoothing=trainer.args.label_smoothing_factor,
+        loss_is_scaled=trainer.loss_is_scaled_for_ga,
+    )
+
+
+def card_facts_of(trainer: Trainer) -> CardFacts:
+    """Returns the facts for the model's card."""
+    return card_facts(
+        trainer.strategy.unwrap(trainer.model),
+        plan=trainer._plan(),
+        num_shares=trainer.strategy.mesh.data_size,
+        global_batch_size=trainer.get_total_train_batch_size(trainer.args),
+        optimizer=optimizer_of(trainer.optimizer),
+        eval_dataset=trainer.eval_dataset,
+    )
+
+
+# ---- evaluation
+
+
+def evaluator_of(trainer: Trainer) -> Evaluator:
+    """Returns the evaluation of a loader."""
+    args, run = trainer.args, trainer.run
+    contexts: list[Callable[[], AbstractContextManager[Any]]] = [
+        partial(evaluation_weights, trainer.optimizer, trainer.is_in_train)
+    ]
+    if trainer.edits is None:  # else training has edited the model
+        contexts.append(partial(edited_for_evaluation, trainer.model, args))
+    if run is None:  # a training has a watch of its own
+        contexts.append(WorkerWatch)
+
+    def keeps_workers(loader: object) -> bool:
+        return run is not None and (run.loaders.holds(loader) or loader is run.feed.loader)
+
+    streams = args.batch_eval_metrics or is_streaming(trainer.compute_metrics)
+    return Evaluator(
+        make_loop=partial(evaluation_loop_of, trainer),
+        contexts=contexts,
+        keeps_workers=keeps_workers,
+        batch_size=args.eval_batch_size,
+        loss_only=args.prediction_loss_only,
+        label_names=trainer.label_names or trainer.objective.label_names,
+        wants_metrics=trainer.compute_metrics is not None and not args.prediction_loss_only and not streams,
+        reports_preparation=not trainer.is_prepared,
+    )
+
+
+def evaluation_loop_of(trainer: Trainer) -> EvaluationLoop:
+    """Returns the loop over the batches of an evaluation, its hooks bound from the instance as it is now."""
+    options = evaluation_options_of(trainer)
+    generates = getattr(trainer.args, "predict_with_generate", False)
+    keeps_logits = is_ours(trainer.prediction_step) and not generates and trainer.preprocess_logits_for_metrics is None
+    expect = partial(expected_bytes, trainer.model, label_names=trainer.label_names, dtype=options.dtype)
+    signals = trainer.run.signals if trainer.run is not None else None
+
+    def on_step() -> None:
+        fire = trainer.callback_handler.fire
+        trainer.control = fire("on_prediction_step", trainer.args, trainer.state, trainer.control)
+
+    kind: Callable[..., EvaluationLoop] = EvaluationLoop
+    if trainer.world.is_distributed:
+        distributed = importlib.import_module("paceline.pytorch.evaluation.distributed")  # unused with one process
+        name = "PipelineEvaluation" if trainer.strategy.runs_windows else "DistributedEvaluation"
+        own = {"world": trainer.world, "signals": signals, "compute_loss": trainer.compute_loss}
+        kind = partial(getattr(distributed, name), **own)
+    return kind(
+        model=trainer.strategy.evaluation_model(trainer.model_wrapped),
+        strategy=trainer.strategy,
+        rule=trainer.loss_normalizer,
+        prediction_step=trainer.prediction_step,
+        count_items=item_counter_of(trainer),
+        compute_metrics=trainer.compute_metrics,
+        preprocess_logits=trainer.preprocess_logits_for_metrics,
+        options=options,
+        name_inputs=trainer.objective.name_inputs,
+        on_step=on_step,
+        is_stopping=lambda: signals is not None and signals.requested is not None,
+        expect=expect if keeps_logits else None,
+    )
+
+
+def evaluation_options_of(trainer: Trainer) -> EvaluationOptions:
+    """Returns the options of an evaluation, from the arguments."""
+    args = trainer.args
+    dtype = None
+    if args.bf16_full_eval:
+        dtype = torch.bfloat16
+    elif args.fp16_full_eval:
+        dtype = torch.float16
+    return EvaluationOptions(
+        concatenate=args.eval_do_concat_batches,
+        streaming=args.batch_eval_metrics or is_streaming(trainer.compute_metrics),
+        include=tuple(args.include_for_metrics or ()),
+        host_every=args.eval_accumulation_steps or 1,
+        dtype=dtype,
+        spill_bytes=None if math.isinf(args.eval_spill_gb) else int(args.eval_spill_gb * 2**30),
+        spill_folder=args.output_dir,
+    )
+
+
+def batch_predictor_of(trainer: Trainer) -> BatchPredictor:
+    """Returns the prediction step."""
+    return BatchPredictor(
+        objective=trainer.objective,
+        label_names=trainer.label_names,
+        requires_all_labels=bool(trainer.args.label_names),
+        can_return_loss=trainer.can_return_loss,
+        autocasts=trainer.strategy.precision.autocasts,
+        count_items=item_counter_of(trainer),
+        prepare_inputs=trainer._prepare_inputs,
+        compute_loss=trainer.compute_loss,
+        forward_context=trainer.compute_loss_context_manager,
+    )
+
+
+def item_counter_of(trainer: Trainer) -> Callable[[Sequence[Any]], Any]:
+    """Returns `(batches) -> num_items_in_batch`, which is None if nothing divides by it."""
+    return lambda batches: trainer._get_num_items_in_batch(list(batches), trainer.world.device)
+
+
+# ---- data
+
+
+def loaders_of(trainer: Trainer) -> LoaderFactory:
+    """Returns the maker of loaders and samplers."""
+    args, run = trainer.args, trainer.run
+    settings = LoaderSettings(
+        train_batch_size=args.train_batch_size,
+        eval_batch_size=args.eval_batch_size,
+        accumulation=args.gradient_accumulation_steps,
+        sampling=str(args.train_sampling_strategy),
+        # separate batches cannot be reordered
+        eval_sampling=str(args.train_sampling_strategy) if args.eval_do_concat_batches else "sequential",
+        seed=trainer._data_seed,
+        length_column=args.length_column_name,
+        model_input_name=trainer._model_input_name,
+        drop_last=args.dataloader_drop_last,
+        accelerator=args.accelerator_config,
+    )
+    return LoaderFactory(
+        settings=settings,
+        world=trainer.world,
+        strategy=trainer.strategy,
+        make_loader=partial(make_loader, args=args),
+        collate=trainer.data_collator,
+        filter_collator=trainer._get_collator_with_removed_columns,
+        filter_dataset=trainer._remove_unused_columns,
+        kept=run.loaders if run is not None and args.dataloader_persistent_workers else None,
+        resumed_batch_size=trainer._resumed_batch_size,
+    )
+
+
+# ---- operations
+
+
+def measurer_of(trainer: Trainer) -> Measure | None:
+    """Returns `(micro-batches) -> (input tokens, operations)`; None if neither is counted."""
+    count_tokens = token_counter(
+        str(trainer.args.include_num_input_tokens_seen),
+        getattr(trainer.model, "main_input_name", "input_ids"),
+        getattr(trainer.processing_class, "pad_token_id", None),
+    )
+    return measurer(innermost(trainer.model), trainer.floating_point_ops, count_tokens)
+
+
+# ---- checkpoints
+
+
+def checkpointer_of(trainer: Trainer) -> Checkpointer:
+    """Returns the checkpointer of what the Trainer has now."""
+    args, run = trainer.args, trainer.run
+    saves = run.saves if run is not None else Saves()
+    contents = Contents(
+        items=trainer._make_session().items(),
+        strategy=trainer.strategy,
+        world=trainer.world,
+        is_training=trainer.is_in_train,
+        save_only_model=args.save_only_model,
+    )
+    is_sharded = run is not None and wants_shards(args)  # outside of a run it is full
+    chosen: Format = FullFormat(contents, saves)
+    if is_sharded:
+        chosen = sharded_format.ShardedFormat(contents, saves, args.ddp_timeout_delta)
+    return Checkpointer(
+        contents=contents,
+        format=chosen,
+        saves=saves,
+        in_run=run is not None,
+        state=trainer.state,
+        handler=trainer.callback_handler,
+        read_control=lambda: trainer.control,
+        read_mark=lambda: trainer.run_mark,
+        mark_saved=run.mark_now if run is not None else None,
+        hooks=save_hooks_of(trainer),
+        settings=SaveSettings(
+            should_save=args.should_save,
+            push_to_hub=args.push_to_hub,
+            in_background=args.save_in_background,
+            retention=retention_of(args),
+            describe_arguments=args.to_sanitized_dict,
+            restores_arguments=args.restore_callback_states_from_checkpoint,
+            reports_changes=trainer.reports_changes,
+        ),
+    )
+
+
+def save_hooks_of(trainer: Trainer) -> SaveHooks:
+    """Returns the methods that a checkpoint is made of, as the instance has them now."""
+
+    def fire_saved() -> None:
+        run = trainer.run
+        control = run.loop.control if run is not None and run.loop is not None else trainer.control
+        trainer.control = trainer.callback_handler.fire("on_save", trainer.args, trainer.state, control)
+        trainer._share_control()
+
+    return SaveHooks(
+        owner=type(trainer).__name__,
+        save_checkpoint=trainer._save_checkpoint,
+        save_model=trainer.save_model,
+        save=trainer._save,
+        save_optimizer_and_scheduler=trainer._save_optimizer_and_scheduler,
+        save_scaler=trainer._save_scaler,
+        save_rng_state=trainer._save_rng_state,
+        load_optimizer_and_scheduler=trainer._load_optimizer_and_scheduler,
+        load_scaler=trainer._load_scaler,
+        load_rng_state=trainer._load_rng_state,
+        load_best_model=trainer._load_best_model,
+        store_flos=trainer.store_flos,
+        push=trainer._push_from_checkpoint,
+        fire_saved=fire_saved,
+    )
+
+
+def model_files_of(trainer: Trainer) -> ModelFiles:
+    """Returns the writer of the Trainer's model."""
+    args, run, edits = trainer.args, trainer.run, trainer.edits
+    processing_class = trainer.processing_class
+    if processing_class is None:  # the one that makes the batches
+        processing_class = getattr(trainer.data_collator, "tokenizer", None)
+    return ModelFiles(
+        model=trainer.model,
+        strategy=trainer.strategy,
+        world=trainer.world,
+        saves=run.saves if run is not None else Saves(),
+        should_save=args.should_save,
+        processing_class=processing_class,
+        describe_arguments=args.to_sanitized_dict,
+        as_given=edits.as_given if edits is not None else nullcontext,
+    )
+
+
+def remote_sync_of(trainer: Trainer) -> RemoteSync | None:
+    """Starts mirroring the output folder, if there is a store and this process writes to it."""
+    args = trainer.args
+    if args.output_store is None or not trainer.is_world_process_zero():
+        return None
+    reference = weakref.ref(trainer)
+
+    def policy() -> Policy | None:
+        owner = reference()
+        if owner is None:
+            return None
+        retention = retention_of(owner.args) if owner.run_mark is not None else Retention()
+        return retention, list(owner.state.log_history), owner.state.best_model_checkpoint, owner.run_mark
+
+    return output_store.begin(args.output_store, Path(str(args.output_dir)), policy)

@@ -1,0 +1,145 @@
+"""Replaying one recorded optimizer step, bit for bit, to find the batch behind a spike."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.checkpoint import folders
+from paceline.core.events import TrainerCallback
+from paceline.core.journal import JOURNAL_FILE, UpdateRow, find_row, read_rows
+from paceline.core.state import TrainerControl, TrainerState
+from paceline.pytorch.data.identity import has_ids, sample_ids
+from paceline.pytorch.optim.schedulers import follows_metrics
+
+if TYPE_CHECKING:
+    from paceline.pytorch.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+# of a replayed run, which writes into a temporary folder only and evaluates nothing
+OPTIONS: dict[str, Any] = {
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "metric_for_best_model": None,
+    "greater_is_better": None,
+    "report_to": "none",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """The result of a replayed optimizer step.
+
+    Attributes:
+        step: `global_step` after it.
+        sample_ids: indices in the training set of its samples, in order; if `is_indexed` is False, their positions in
+            the epoch (of a stream, for instance).
+
+        loss, grad_norm: as replayed; the norm is -1 if none is computed.
+        learning_rate: of the replayed step.
+        epoch: the epoch of its samples.
+        recorded: the step as the run recorded it.
+        started_from: the checkpoint that the replay started from; None: the beginning of the run.
+    """
+
+    step: int
+    sample_ids: list[int]
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    epoch: int
+    recorded: UpdateRow
+    started_from: Path | None
+    is_indexed: bool = True
+
+    @property
+    def is_exact(self) -> bool:
+        """True if loss, norm and rate equal the recorded ones, to the last bit (NaN counts as NaN)."""
+        pairs = [(getattr(self, name), getattr(self.recorded, name)) for name in ("loss", "grad_norm", "learning_rate")]
+        return all(now == then or (now != now and then != then) for now, then in pairs)
+
+
+class StopAfter(TrainerCallback):
+    """Ends training after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step >= self.step:
+            control.should_training_stop = True
+
+
+def replay(
+    trainer: Trainer,
+    step: int,
+    run: str | Path | None = None,
+    say: Callable[[str], None] = logger.info,
+) -> Replayed:
+    """Trains from the newest good checkpoint before `step`, or from the beginning, up to it; the run is unchanged.
+
+    Args:
+        trainer: built as for the run: same model (as it was at the start), data and arguments.
+        step: `global_step` after the optimizer step to replay.
+        run: the run's output folder; None: the trainer's.
+        say: called with a message on the replayed steps.
+
+    Raises:
+        ValueError: the run's journal does not hold this step; its learning rate followed an evaluation; or the step has
+            other samples with these arguments.
+    """
+    folder = Path(run if run is not None else trainer._get_output_dir(None))
+    recorded = find_row(folder / JOURNAL_FILE, step)
+    if recorded is None:
+        steps = [row.step for row in read_rows(folder / JOURNAL_FILE)]
+        held = f"steps {min(steps)} to {max(steps)}" if steps else "nothing"
+        raise ValueError(f"step={step} is not in {folder / JOURNAL_FILE}, which holds {held}.")
+    start = newest_before(folder, step)
+    first = 1 if start is None else step_of(start) + 1
+    say(f"Making updates {first:,} to {step:,} again, from {start.name if start is not None else 'the beginning'}.")
+    with tempfile.TemporaryDirectory(prefix="paceline-replay-") as temporary:
+        options = {**OPTIONS, "output_dir": temporary}
+        trainer._train_with(options, StopAfter(step), str(start) if start is not None else None)
+        if follows_metrics(trainer.lr_scheduler):
+            raise ValueError("The learning rate of this run followed its evaluations, which a replay does not make.")
+        made = find_row(Path(temporary) / JOURNAL_FILE, step)
+    if made is None:
+        raise ValueError(f"step={step} was not reached: the run seems to have had other data or arguments.")
+    if made[1:4] != recorded[1:4]:
+        raise ValueError(
+            f"step={step} was made of {place_of(recorded)}; with these arguments it is made of {place_of(made)}. Build "
+            "the trainer with the per_device_train_batch_size and gradient_accumulation_steps in force at that step."
+        )
+    loader = trainer.callback_handler.train_dataloader
+    ids = sample_ids(loader, recorded.epoch, recorded.first, recorded.num_samples)
+    return Replayed(
+        step, ids, made.loss, made.grad_norm, made.learning_rate, made.epoch, recorded, start, has_ids(loader)
+    )
+
+
+def place_of(row: UpdateRow) -> str:
+    """Returns an optimizer step's samples in words."""
+    return f"{row.num_samples} samples of epoch {row.epoch} from {row.first} on"
+
+
+def newest_before(folder: Path, step: int) -> Path | None:
+    """Returns the newest checkpoint of the run with fewer optimizer steps than `step` that verifies."""
+    for checkpoint in reversed(folders.own_checkpoints(folder)[0]):
+        if step_of(checkpoint) < step:
+            problems = folders.verify(checkpoint)
+            if not problems:
+                return checkpoint
+            logger.warning("%s is passed over: %s", checkpoint, "; ".join(problems[:3]))
+    return None
+
+
+def step_of(checkpoint: Path) -> int:
+    """Returns `global_step` of a checkpoint, from its name."""
+    return int(checkpoint.name.rsplit("-", 1)[1])

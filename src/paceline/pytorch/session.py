@@ -1,0 +1,491 @@
+"""The session of a Trainer: the parts for torch, what each is made of, and what each is given."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.args.plan import Plan, resolve, resolve_update
+from paceline.args.rules import derived_values
+from paceline.args.sharding import wants_shards
+from paceline.checkpoint.lock import FolderLock
+from paceline.checkpoint.resuming import begin_state
+from paceline.core import session as core
+from paceline.core.contracts import Hooks, Stateful
+from paceline.core.journal import NOT_COMPUTED, keep_journal
+from paceline.core.lineage import PROGRESS_FILE, RunMark
+from paceline.core.loop import Loop
+from paceline.core.methods import is_ours
+from paceline.core.metrics import best_metric_value
+from paceline.core.optional import LateModule
+from paceline.core.session import Kept, RunFacts
+from paceline.core.signals import StopSignals
+from paceline.core.state import TrainerState
+from paceline.pytorch.checkpoint import items as names
+from paceline.pytorch.checkpoint.distributed_resume import begin_for_all, find_for_all, locked
+from paceline.pytorch.checkpoint.items import CallbackStates, Items, RandomStates
+from paceline.pytorch.checkpoint.resume_state import LoopProgress, PositionRestorer, restore_loop, resumed_batch_size
+from paceline.pytorch.checkpoint.saves import Saves
+from paceline.pytorch.checkpoint.validate_state import wrap_load_error
+from paceline.pytorch.data.dispatch import DispatchedLoader
+from paceline.pytorch.data.loading import (
+    KeptLoaders,
+    StatefulDataIterator,
+    is_split,
+    is_stream,
+    loader_length,
+    sample_count,
+)
+from paceline.pytorch.distributed.collectives import gather_objects
+from paceline.pytorch.distributed.memory import count_memory
+from paceline.pytorch.distributed.precision import make_precision
+from paceline.pytorch.distributed.random import seed_everything, set_seed
+from paceline.pytorch.distributed.strategy import SingleDevice, choose_strategy
+from paceline.pytorch.distributed.watchdog import Watchdog, watching
+from paceline.pytorch.distributed.world import World
+from paceline.pytorch.engine import Engine
+from paceline.pytorch.members import TrainerMembers
+from paceline.pytorch.model.factory import check_trainable
+from paceline.pytorch.model.loss import LossNormalizer
+from paceline.pytorch.model.objective import adapted
+from paceline.pytorch.model.prepare import PreparedModel, prepare_model
+from paceline.pytorch.optim.layerwise import check_run, steps_in_backward
+from paceline.pytorch.optim.modes import switch_optimizer
+from paceline.pytorch.optim.schedulers import follows_metrics
+from paceline.pytorch.output_store import finished_uploads
+from paceline.pytorch.sync import LocalSync, ProcessSync, Sync, synchronized_control
+from paceline.pytorch.validation import check_evaluation, check_optimizer, declare_loss
+
+if TYPE_CHECKING:
+    from paceline.pytorch import rollback
+    from paceline.pytorch.checkpoint import sharded_format
+else:
+    rollback = LateModule("paceline.pytorch.rollback")
+    sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
+
+logger = logging.getLogger(__name__)
+
+LAST_LAZY_PROBE = 2  # each probe reads the device, which then has nothing to do until the host has built a graph
+
+
+@dataclass
+class Run(core.Run):
+    """The parts of one training run, while it lasts, with those of torch.
+
+    Attributes:
+        sync: communication of the ranks around an optimizer step.
+        saves: the checkpoints of the run, written and being written.
+        loaders: of its evaluations, whose workers are kept alive between them.
+    """
+
+    sync: Sync = field(kw_only=True)
+    saves: Saves = field(default_factory=Saves)
+    loaders: KeptLoaders = field(default_factory=KeptLoaders)
+
+
+class Session(core.Session[Run, TrainerMembers]):
+    """The parts of a Trainer, and how they are made for torch.
+
+    Attributes:
+        world: the processes and the device of this one.
+        model: the model as the user gave it, or as `model_init` made it last.
+        model_wrapped: the model as the strategy and torch.compile have wrapped it.
+        optimizer, lr_scheduler: of the user, or made for the last run; None before.
+        strategy: places the tensors; recreated by each run.
+        loss_normalizer: scales the losses of micro-batches.
+        edits: changes of the model by training, while it lasts.
+        is_prepared: True once training or an evaluation has prepared the model, so that its memory is known.
+        reports_changes: log the arguments that have changed since the checkpoint.
+        created_lr_scheduler: the schedule was made here, with the length of one run.
+        resumed_batch_size: global batch size of a run that is resumed on another number of processes; else None.
+        current_flos: operations since `state.total_flos` was last updated.
+    """
+
+    world: Kept[World] = Kept()
+    model: Kept[torch.nn.Module] = Kept()
+    model_wrapped: Kept[torch.nn.Module] = Kept()
+    optimizer: Kept[Any] = Kept()
+    lr_scheduler: Kept[Any] = Kept()
+    strategy: Kept[SingleDevice] = Kept()
+    loss_normalizer: Kept[LossNormalizer] = Kept()
+    edits: Kept[PreparedModel | None] = Kept()
+    is_prepared: Kept[bool] = Kept()
+    reports_changes: Kept[bool] = Kept()
+    current_flos: Kept[float] = Kept()
+    created_lr_scheduler: Kept[bool] = Kept("_created_lr_scheduler")
+    resumed_batch_size: Kept[int | None] = Kept("_resumed_batch_size")
+
+    @property
+    def world_size(self) -> int:
+        return self.world.world_size
+
+    # ---- the order of life
+
+    def lock(self, folder: Path) -> AbstractContextManager[FolderLock | None]:
+        return locked(self.world, folder)
+
+    def start(self, trial: object) -> None:
+        args, facade = self.args, self.facade
+        check_evaluation(
+            facade.eval_dataset,
+            facade.get_eval_dataloader,
+            strategy=str(args.eval_strategy),
+            metric=derived_values(args).get("metric_for_best_model"),
+        )
+        declare_loss(self.loss_normalizer, args.loss_weight, facade.loss_is_scaled_for_ga)
+        seed_everything(args.seed, is_deterministic=args.full_determinism, tf32=args.tf32)
+        if facade.model_init is not None:
+            self.model = facade.call_model_init(trial)
+            self.optimizer = self.lr_scheduler = None
+            facade.place_model()
+        check_trainable(self.model)
+
+    def find_checkpoint(self, resume: str | bool | None) -> Path | None:
+        wanted = self.args.resume_from_checkpoint if resume is None else resume
+        return find_for_all(self.world, wanted, str(self.args.output_dir), self.args.output_store)
+
+    def open_data(self, checkpoint: Path | None) -> tuple[StatefulDataIterator, Plan]:
+        self.resumed_batch_size = None
+        if checkpoint is not None:
+            data_size = self.strategy.mesh.data_size
+            self.resumed_batch_size = resumed_batch_size(
+                checkpoint,
+                data_size=data_size,
+                global_batch_size=resolve_update(self.args, data_size, None)[1],
+                arguments=self.args.to_sanitized_dict(),
+                reads_stream=is_stream(self.facade.train_dataset),
+            )
+            self.facade._load_from_checkpoint(str(checkpoint))
+        loader = self.facade.get_train_dataloader()
+        plan = self.make_plan(loader)
+        collect, device = adapted(self.facade.get_batch_samples, 3), self.world.device
+        feed = StatefulDataIterator(
+            loader,
+            accumulation=plan.accumulation,
+            collect=lambda batches, number: collect(batches, number, device),
+            ignore_data_skip=self.args.ignore_data_skip,
+        )
+        return feed, plan
+
+    def make_plan(self, loader: object) -> Plan:
+        """Returns the plan of a run over a loader, the same on all ranks, of which one may have more batches."""
+        if self.world.is_distributed and not is_split(loader):
+            logger.warning(
+                "The training loader is %s's own, and each of the %d processes reads all of it: pass it through "
+                "trainer.accelerator.prepare(), or give it a DistributedSampler.",
+                type(self.facade).__name__,
+                self.world.world_size,
+            )
+        lengths = gather_objects(self.world, loader_length(loader))
+        return resolve(
+            self.args,
+            world_size=self.world.world_size,
+            local_size=self.world.local_size,
+            micro_batches_per_epoch=None if None in lengths else max(lengths),
+            samples_per_epoch=sample_count(loader),
+            resumed_batch_size=self.resumed_batch_size,
+        )
+
+    def plan_without_data(self) -> Plan:
+        """Returns the plan as far as it does not depend on the amount of data."""
+        return resolve(
+            self.args,
+            world_size=self.world.world_size,
+            local_size=self.world.local_size,
+            micro_batches_per_epoch=1,
+        )
+
+    def begin_state(self, plan: Plan, checkpoint: Path | None, trial: object) -> TrainerState:
+        return begin_state(
+            plan,
+            checkpoint,
+            is_local_process_zero=self.world.local_process_index == 0,
+            is_world_process_zero=self.world.process_index == 0,
+            is_trial=trial is not None,
+        )
+
+    def begin_mark(self, folder: Path, checkpoint: Path | None) -> RunMark:
+        return begin_for_all(self.world, folder, checkpoint, self.state.global_step)
+
+    def restore_position(self, feed: StatefulDataIterator, plan: Plan, checkpoint: Path) -> Plan:
+        restorer = PositionRestorer(
+            checkpoint,
+            feed,
+            plan,
+            global_step=self.state.global_step,
+            coordinates=self.strategy.data_coordinates(),
+            arguments=self.args.to_sanitized_dict(),
+            warmup_steps=self.args.get_warmup_steps,
+        )
+        plan, self.state.max_steps = restorer.restore()
+        return plan
+
+    @contextmanager
+    def surroundings(self, plan: Plan) -> Iterator[None]:
+        with finished_uploads(self.facade.remote_sync), self.facade._finished_pushes():
+            self.edits = prepared = prepare_model(self.model, self.args)
+            for note in prepared.notes:
+                logger.info(note)
+            try:
+                yield
+            finally:
+                prepared.undo()
+                self.edits = None
+
+    def watch(self) -> AbstractContextManager[Watchdog | None]:
+        return watching(self.world, self.args)
+
+    def prepare(
+        self,
+        plan: Plan,
+        feed: StatefulDataIterator,
+        signals: StopSignals,
+        watchdog: Watchdog | None,
+        folder: Path,
+    ) -> Run:
+        self.prepare_model(plan)
+        sync = self.make_sync(plan, feed, signals, watchdog)
+        self.strategy.check_training_step(self.facade.training_step)
+        engine = self.make_engine(plan, sync)
+        self.callback_handler.train_dataloader = feed.loader
+        assert self.run_mark is not None
+        return Run(plan, feed, engine, signals, self.run_mark, folder, sync=sync)
+
+    def restore(self, run: Run, checkpoint: Path | None) -> Loop:
+        progress = self.facade._make_checkpointer().restore(checkpoint) if checkpoint is not None else None
+        run.begin_at(self.state)
+        loop = self.make_loop(run, self.hooks(run, progress), run.saves.writer)
+        if checkpoint is not None and progress is not None:
+            with wrap_load_error(checkpoint / PROGRESS_FILE):
+                restore_loop(loop, self.loss_normalizer, progress, self.args.label_smoothing_factor)
+        return loop
+
+    def describe(self, run: Run) -> RunFacts:
+        lines = []
+        if self.world.is_distributed:
+            memory = count_memory(self.model, self.optimizer)
+            lines.append(f"memory     process {self.world.process_index}: {memory.describe()}")
+        return RunFacts(
+            num_trainable=self.facade.get_num_trainable_parameters(),
+            num_samples=sample_count(run.feed.loader),
+            record={"num_parameters": sum(parameter.numel() for parameter in self.model.parameters())},
+            lines=tuple(lines),
+        )
+
+    @contextmanager
+    def open(self, run: Run) -> Iterator[None]:
+        self.strategy.clear_gradients()  # of the user, or of an update that an error cut short
+        self.model_wrapped.train()
+        switch_optimizer(self.optimizer, "train")
+        try:
+            with synchronized_control(self.callback_handler, run.sync):
+                yield
+        finally:
+            self.strategy.clear_gradients()
+            switch_optimizer(self.optimizer, "eval")
+
+    def close(self, run: Run) -> None:
+        run.loaders.close()
+        run.saves.close(run.folder if self.args.should_save else None)
+
+    def settle(self, run: Run, train_loss: float) -> float:
+        self.facade.store_flos()
+        return train_loss
+
+    def complete_saves(self, run: Run) -> None:
+        self.facade._make_checkpointer().finish(run.folder)
+        switch_optimizer(self.optimizer, "eval")
+
+    def load_best(self, checkpoint: Path) -> None:
+        self.facade._make_checkpointer().load_best(checkpoint)
+
+    # ---- the parts
+
+    def make_strategy(self, plan: Plan) -> SingleDevice:
+        """Returns the strategy of the runs with these arguments."""
+        precision = make_precision(plan.precision, self.world.device)
+        return choose_strategy(self.world, precision, self.args, plan.parallel)
+
+    def prepare_model(self, plan: Plan) -> None:
+        """Hands the model to a new strategy, which creates optimizer and scheduler when the parameters are final."""
+        self.strategy = strategy = self.make_strategy(plan)
+        self.is_prepared = True
+        if self.created_lr_scheduler:  # its length belonged to the run before
+            self.lr_scheduler, self.created_lr_scheduler = None, False
+
+        def make_optimizer(model: torch.nn.Module) -> Any:
+            self.facade.create_optimizer_and_scheduler(num_training_steps=plan.max_steps)
+            check_optimizer(self.optimizer, model)
+            check_run(self.optimizer, str(self.args.optim), plan)
+            return self.optimizer
+
+        if wants_shards(self.args) and plan.save_strategy != "no":
+            sharded_format.check_sharded(strategy, self.model, self.args.save_on_each_node)
+        prepared = strategy.prepare(self.model, make_optimizer)
+        if prepared.optimizer is not None:
+            self.optimizer = prepared.optimizer
+        if prepared.make_schedule is not None:
+            own = prepared.make_schedule(plan.max_steps, self.args.get_warmup_steps(plan.max_steps))
+            self.lr_scheduler = own if own is not None else self.lr_scheduler
+        self.model_wrapped = self.facade._wrap_model(prepared.model)
+        handler = self.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
+
+    def make_sync(
+        self,
+        plan: Plan,
+        feed: StatefulDataIterator,
+        signals: StopSignals,
+        watchdog: Watchdog | None,
+    ) -> Sync:
+        """Returns the sync of a run; with several ranks, each draws its windows together with the others.
+
+        Args:
+            watchdog: None: there is one process.
+        """
+        if watchdog is None:
+            return LocalSync(self.loss_normalizer)
+        sync = ProcessSync(
+            self.world,
+            self.loss_normalizer,
+            plan.accumulation,
+            signals,
+            averages=plan.average_tokens_across_devices,
+            measure=self.facade._make_measurer(),
+            watchdog=watchdog,
+            mesh=plan.mesh,
+        )
+        sync.is_served = isinstance(feed.loader, DispatchedLoader) and not self.world.is_first
+        feed.synchronize_with(sync.synchronize, partial(sync.draw, feed.collect))
+        rng_rank = plan.mesh.rng_rank(self.world.process_index)
+        if rng_rank:  # the same weights everywhere, but not the same dropout
+            set_seed(plan.seed + rng_rank)
+        return sync
+
+    def make_engine(self, plan: Plan, sync: Sync) -> Engine:
+        """Returns the engine of a run, or of a `training_step` outside of one."""
+        max_norm = plan.max_grad_norm or math.inf  # without clipping the norm is logged all the same
+        return Engine(
+            self.strategy,
+            self.loss_normalizer.begin(LAST_LAZY_PROBE if self.strategy.is_lazy else None),
+            sync,
+            model=self.model_wrapped,
+            optimizer=self.optimizer,
+            scheduler=self.lr_scheduler,
+            scheduler_follows_metrics=follows_metrics(self.lr_scheduler),
+            training_step=self.facade.training_step,
+            compute_loss=self.facade.compute_loss,
+            prepare_inputs=self.facade._prepare_inputs,
+            max_grad_norm=0.0 if steps_in_backward(self.optimizer) else max_norm,
+            skips_non_finite=plan.nonfinite_policy == "skip",
+            empty_cache_every=self.args.torch_empty_cache_steps,
+        )
+
+    def make_lone_engine(self) -> Engine:
+        """Returns the engine of a `training_step` that is called outside of a run."""
+        return self.make_engine(self.plan_without_data(), LocalSync(self.loss_normalizer))
+
+    def items(self) -> Items:
+        """Returns everything with state that a run is resumed from, by name: a new item joins here."""
+        run = self.run
+        found: dict[str, Stateful | None] = {
+            names.MODEL: self.model,
+            names.OPTIMIZER: self.optimizer,
+            names.SCHEDULER: self.lr_scheduler,
+            **self.strategy.stateful(),
+            names.CALLBACKS: CallbackStates(self.callback_handler),
+            names.LOSS: self.loss_normalizer,
+            names.RNG: RandomStates(),
+            names.DATA: run.feed if run is not None else None,
+            names.PROGRESS: LoopProgress(run.loop) if run is not None and run.loop is not None else None,
+        }
+        return {name: item for name, item in found.items() if item is not None}
+
+    def rollback(self, run: Run, folder: Path | None) -> rollback.Rollback:
+        """Returns the rollback of everything that training changes; the loop rewinds itself."""
+        items = {name: item for name, item in self.items().items() if name != names.PROGRESS}
+        return rollback.Rollback(items, self.model, self.state, run.feed, run.retry_writer, folder)
+
+    # ---- what the loop calls
+
+    def hooks(self, run: Run, progress: Mapping[str, Any] | None) -> Hooks:
+        """Returns the hooks of a run's loop.
+
+        Args:
+            progress: of the checkpoint that it resumes from.
+        """
+        folder = run.folder if self.args.should_save else None
+        return Hooks(
+            log=adapted(self.facade.log, 2),
+            act=partial(self.act, run),
+            evaluate=partial(self.evaluate_in_run, run),
+            save=partial(self.save_in_run, run),
+            record=keep_journal(run.retry_writer, folder, self.state.global_step, progress),
+            snapshot=lambda: self.rollback(run, folder).take(),
+            rewind=lambda snapshot, bad: self.rollback(run, folder).rewind(snapshot, bad),
+            count=self.counter(run.sync),
+        )
+
+    def counter(self, sync: Sync) -> Callable[[Sequence[Any]], None] | None:
+        """Returns a function that adds up the input tokens and the operations of each window, over all ranks; None if
+        neither is counted.
+        """
+        measure = self.facade._make_measurer()
+        if measure is None:
+            return None
+
+        def count(batches: Sequence[Any]) -> None:
+            tokens, operations = sync.measured(measure, batches)
+            self.state.num_input_tokens_seen += tokens
+            self.current_flos += operations
+
+        return count
+
+    def act(self, run: Run) -> None:
+        """Logs, evaluates and saves if due, through `_maybe_log_save_evaluate`, which may be overridden."""
+        loop, act = run.loop, self.facade._maybe_log_save_evaluate
+        assert loop is not None
+        if run.lock is not None:
+            run.lock.check()
+        is_own = not is_ours(act)
+        if is_own and (bad := loop.collect()) is not None:  # an own one may log by itself: what it is given is read
+            loop.rewind(bad)
+            return
+        past = loop.unlogged
+        act(
+            torch.tensor(past.loss_sum, dtype=torch.float64),
+            past.grad_norm if past.grad_norm != NOT_COMPUTED else None,
+            self.model_wrapped,
+            run.trial,
+            self.state.epoch,
+            run.ignore_keys,
+            loop.start_time,
+            learning_rate=past.learning_rate,
+        )
+
+    def evaluate_in_run(self, run: Run, skip_scheduler: bool) -> dict[str, float]:
+        """Evaluates in the course of a run."""
+        run.sync.enter("evaluating")
+        return self.facade._evaluate(run.trial, run.ignore_keys, skip_scheduler=skip_scheduler)
+
+    def save_in_run(self, run: Run) -> bool:
+        """Writes a checkpoint; returns True if it is complete, False if it is being written in the background."""
+        run.sync.enter("saving a checkpoint")
+        run.saves.expect()
+        self.facade._save_checkpoint(self.model_wrapped, run.trial)
+        if self.args.should_save and run.saves.is_published:
+            self.claim(run)
+        return run.saves.is_published
+
+
+def step_by_metric(scheduler: Any, metrics: dict[str, float], name: str | None) -> None:
+    """Step a schedule that follows a metric (plateau, greedy)."""
+    scheduler.step(best_metric_value(metrics, name or "loss"))

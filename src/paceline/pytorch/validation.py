@@ -1,0 +1,237 @@
+"""Checks of the Trainer's constructor, and facts read from the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from paceline.core.methods import is_ours
+from paceline.pytorch.data.columns import find_labels
+from paceline.pytorch.model.factory import check_trainable
+from paceline.pytorch.model.loss import LabelSmoother, LossNormalizer, LossReduction
+from paceline.pytorch.model.objective import Objective, accepts
+from paceline.pytorch.model.signature import (
+    ForwardSignature,
+    coupling,
+    innermost,
+    known_reduction,
+    read_signature,
+    shifts_labels,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def check_model_given(model: object, model_init: object) -> None:
+    """Raises unless exactly one of the two is given.
+
+    Raises:
+        RuntimeError: there is none.
+        ValueError: there are both.
+    """
+    if model is None and model_init is None:
+        raise RuntimeError("`Trainer` requires either a `model` or `model_init` argument; give one of the two.")
+    if model is not None and model_init is not None:
+        raise ValueError("`Trainer` requires either a `model` or `model_init` argument, but not both: give one.")
+
+
+def check_arguments(
+    *,
+    model: nn.Module,
+    model_init: object,
+    train_dataset: object,
+    data_collator: object,
+    optimizers: tuple[Any, Any],
+    optimizer_cls_and_kwargs: object,
+    compute_metrics: object,
+    batch_eval_metrics: bool,
+    max_steps: int,
+) -> None:
+    """Raises for arguments of the constructor that contradict each other.
+
+    Args:
+        model: the module to train.
+        model_init, train_dataset, data_collator, optimizers, optimizer_cls_and_kwargs, compute_metrics: the arguments
+            of the constructor.
+        batch_eval_metrics, max_steps: the options of these names.
+
+    Raises:
+        ValueError, RuntimeError, TypeError: the message says what to change.
+    """
+    if data_collator is not None and not callable(data_collator):
+        raise TypeError(
+            "The `data_collator` should be a simple callable (a function, or an object with `__call__`); it is "
+            f"{type(data_collator).__name__}."
+        )
+    if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
+        raise RuntimeError(
+            "Passing both `optimizers` and `optimizer_cls_and_kwargs` arguments is incompatible: pass one, not both."
+        )
+    if model_init is not None and (optimizers[0] is not None or optimizers[1] is not None):
+        raise RuntimeError(
+            "Passing a `model_init` is incompatible with providing the `optimizers` argument: they hold the parameters "
+            "of one model, and `model_init` makes a new one at each train: pass "
+            "`optimizer_cls_and_kwargs`, or override `create_optimizer`."
+        )
+    if train_dataset is not None:
+        check_trainable(model)
+    if max_steps > 0:
+        logger.info("max_steps is given, it will override any value given in num_train_epochs")
+    if batch_eval_metrics and callable(compute_metrics) and not accepts(compute_metrics, "compute_result"):
+        raise ValueError(
+            "When using `batch_eval_metrics`, your `compute_metrics` function must take a `compute_result` boolean "
+            "argument: batch_eval_metrics=True calls `compute_metrics(prediction, compute_result=...)` for each batch."
+        )
+
+
+def choose_processor(processing_class: object, tokenizer: object) -> Any:
+    """Returns the Trainer's `processing_class`, given under this name or the older one.
+
+    Raises:
+        ValueError: under both, with different values.
+    """
+    if processing_class is not None and tokenizer is not None and processing_class is not tokenizer:
+        raise ValueError("`tokenizer` is the older name of `processing_class`: pass one of the two.")
+    return tokenizer if processing_class is None else processing_class
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts of a model's forward and config, and the parts that depend on them.
+
+    Attributes:
+        signature: the parameters of `forward`.
+        label_names: names under which a batch carries its labels; empty if the model takes none.
+        loss_normalizer: the reduction of its loss.
+        label_smoother: smooths the targets; None: `label_smoothing_factor` is 0.
+        objective: computes the default loss.
+    """
+
+    signature: ForwardSignature
+    label_names: list[str]
+    loss_normalizer: LossNormalizer
+    label_smoother: LabelSmoother | None
+    objective: Objective
+
+
+def read_model(
+    model: nn.Module,
+    *,
+    compute_loss: Callable[..., Any],
+    compute_loss_func: Callable[..., Any] | None,
+    label_names: Sequence[str] | None,
+    loss_weight: Any,
+    smoothing: float,
+    loss_is_scaled: bool | None,
+) -> ModelFacts:
+    """Reads the model's forward and config once, and makes the parts that depend on them.
+
+    Args:
+        model: as the user gave it.
+        compute_loss: the Trainer's, bound: an override is not the loss of the model's class.
+        compute_loss_func: the user's loss, or None.
+        label_names, loss_weight: the options of these names.
+        smoothing: `label_smoothing_factor`.
+        loss_is_scaled: `loss_is_scaled_for_ga` of the Trainer.
+
+    Raises:
+        ValueError: label smoothing is not defined for this loss.
+    """
+    signature = read_signature(model)
+    names = list(label_names) if label_names is not None else find_labels(innermost(model))
+    config = getattr(innermost(model), "config", None)
+    # a loss that is made elsewhere is not that of the model's class
+    makes_own_loss = compute_loss_func is None and is_ours(compute_loss)
+    normalizer = LossNormalizer(
+        names or ["labels"],
+        declared=loss_weight,
+        known=known_reduction(model) if makes_own_loss and not smoothing else None,
+        shifts=shifts_labels(model),
+        pad_token_id=getattr(config, "pad_token_id", None),
+        coupled=coupling(model, signature) if makes_own_loss else None,
+    )
+    declare_loss(normalizer, loss_weight, loss_is_scaled)
+    check_smoothing(smoothing, compute_loss_func, getattr(config, "problem_type", None))
+    smoother = LabelSmoother(smoothing) if smoothing > 0 else None
+    if smoothing and is_ours(compute_loss):
+        normalizer.know(LossReduction("tokens", shifted=normalizer.shifts))
+    objective = Objective(signature, names or ["labels"], normalizer, compute_loss_func, smoother)
+    return ModelFacts(signature, names, normalizer, smoother, objective)
+
+
+def check_smoothing(smoothing: float, compute_loss_func: object, problem_type: str | None) -> None:
+    """Raises ValueError if label smoothing is not defined for the loss."""
+    if smoothing > 0 and problem_type == "multi_label_classification":
+        raise ValueError(
+            f"label_smoothing_factor={smoothing}: the model is a multi-label classifier (binary cross-entropy), "
+            "which label smoothing is not defined for; set label_smoothing_factor=0."
+        )
+    if smoothing > 0 and compute_loss_func is not None:
+        raise ValueError(
+            f"label_smoothing_factor={smoothing}: with compute_loss_func the loss is that function's; smooth the "
+            "targets there, and set label_smoothing_factor=0."
+        )
+
+
+def declare_loss(normalizer: LossNormalizer, loss_weight: object, loss_is_scaled: bool | None) -> None:
+    """Applies a subclass's declaration `loss_is_scaled_for_ga`, unless `loss_weight` says what a loss weighs."""
+    if loss_weight is None and loss_is_scaled is not None:
+        is_scaled = bool(loss_is_scaled)
+        normalizer.declare("scaled" if is_scaled else "samples", is_averaged_by_author=is_scaled)
+
+
+def check_evaluation(
+    eval_dataset: object,
+    get_eval_dataloader: Callable[..., Any],
+    *,
+    strategy: str,
+    metric: str | None,
+) -> None:
+    """Checks that the evaluations of a run have data, before hours of training.
+
+    Args:
+        eval_dataset: one, several by name, or None.
+        get_eval_dataloader: may have data of its own.
+        strategy: times of the evaluations, or "no".
+        metric: that decides which model is best, or None.
+
+    Raises:
+        ValueError: there is no evaluation data.
+    """
+    if strategy != "no" and eval_dataset is None:
+        try:
+            get_eval_dataloader()
+        except ValueError as error:
+            raise ValueError(
+                f"You have set `args.eval_strategy` to {strategy} but you didn't pass an `eval_dataset` to "
+                f"`Trainer`: {error}"
+            ) from error
+    if isinstance(eval_dataset, dict) and metric in ("loss", "eval_loss"):
+        logger.warning(
+            "metric_for_best_model=%r: evaluating %s gives a loss for each and no eval_loss. Name the one that "
+            "decides, for instance metric_for_best_model='%s_loss'.",
+            metric,
+            ", ".join(map(str, eval_dataset)),
+            next(iter(eval_dataset), "name"),
+        )
+
+
+def check_optimizer(optimizer: object, model: nn.Module) -> None:
+    """Raises for an optimizer that would train something else.
+
+    Raises:
+        ValueError: it holds none of the model's parameters.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    own = set(map(id, model.parameters()))
+    if any(id(parameter) in own for parameter in getattr(optimizer, "model_parameters", ())):
+        return  # which holds them in parts
+    if groups is not None and not any(id(parameter) in own for group in groups for parameter in group["params"]):
+        raise ValueError(
+            "The optimizer holds none of the model's parameters, so training would change nothing: make it from the "
+            "model that the Trainer has, or pass optimizer_cls_and_kwargs=(class, kwargs)."
+        )

@@ -1,0 +1,215 @@
+"""TFTrainingArguments: the options of every Trainer, with those of TensorFlow, less those of torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.args.choices import SchedulerType
+from paceline.args.errors import UnsupportedOption
+from paceline.args.rules import is_default, is_off
+from paceline.args.sections import option
+from paceline.args.serialize import as_written
+from paceline.args.training import TrainingArguments
+
+ONE_PROGRAM = "TensorFlow shares the work through tf.distribute: hand a strategy to TFTrainer; leave it out"
+NO_WORKERS = "TensorFlow loads data in threads: use tf.data with num_parallel_calls and prefetch; leave it out"
+NO_COMPILE = "TensorFlow compiles with XLA: set xla=True; leave it out"
+NO_CHECKPOINTING = "wrap layers in tf.recompute_grad; leave it out"
+# name: (True if the value is the neutral one, the replacement)
+UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "accelerator_config": (lambda value: not getattr(value, "changed", dict)(), ONE_PROGRAM),
+    "activation_checkpointing": (is_off, NO_CHECKPOINTING),
+    "activation_checkpointing_kwargs": (is_off, NO_CHECKPOINTING),
+    "average_tokens_across_devices": (bool, "all replicas share one count here; leave it out"),
+    "checkpoint_format": (lambda value: value in (None, "full"), ONE_PROGRAM),
+    "compile_regions": (is_off, NO_COMPILE),
+    "dataloader_in_order": (bool, NO_WORKERS),
+    "dataloader_num_workers": (is_off, NO_WORKERS),
+    "ddp_backend": (is_off, ONE_PROGRAM),
+    "ddp_broadcast_buffers": (is_default(None), ONE_PROGRAM),
+    "ddp_bucket_cap_mb": (is_off, ONE_PROGRAM),
+    "ddp_comm_hook": (is_off, ONE_PROGRAM),
+    "ddp_find_unused_parameters": (is_off, ONE_PROGRAM),
+    "ddp_static_graph": (is_off, ONE_PROGRAM),
+    "ddp_timeout": (is_default(1800), ONE_PROGRAM),
+    "debug": (
+        lambda value: "tpu_metrics_debug" not in value,
+        "these are counters of torch_xla, and tf.profiler shows what a TPU does; leave tpu_metrics_debug out",
+    ),
+    "deepspeed": (is_off, ONE_PROGRAM),
+    "eval_use_gather_object": (is_off, "each worker evaluates every sample, and nothing is gathered; leave it out"),
+    "fsdp": (is_off, ONE_PROGRAM),
+    "fsdp_config": (is_off, ONE_PROGRAM),
+    "half_precision_backend": (lambda value: value != "apex", "Apex is of torch; leave it out"),
+    "liger_kernel_config": (is_off, NO_COMPILE),
+    "neftune_noise_alpha": (is_off, "add the noise in the model; leave it out"),
+    "optim_target_modules": (is_off, "low-rank optimizers are of the torch side; leave it out"),
+    "output_store": (is_off, "upload the output folder when the run has ended; leave it out"),
+    "parallel": (is_off, ONE_PROGRAM),
+    "parallelism_config": (is_off, ONE_PROGRAM),
+    "pipeline_config": (is_off, ONE_PROGRAM),
+    "torch_compile": (is_off, NO_COMPILE),
+    "torch_empty_cache_steps": (is_off, "TensorFlow keeps its own memory; leave it out"),
+    "tp_plan": (is_off, ONE_PROGRAM),
+    "tpu_num_cores": (
+        is_default(None),
+        "a TPUStrategy takes all cores: hand one with a device_assignment to TFTrainer; leave it out",
+    ),
+    "train_sampling_strategy": (
+        is_default("random", "sequential", "group_by_length"),
+        "use 'random', 'sequential' or 'group_by_length'",
+    ),
+    "use_cache": (is_off, "set it in the model's config, which is left as it is; leave it out"),
+    "use_liger_kernel": (is_off, NO_COMPILE),
+}
+
+# name in `optim` -> (Keras class, True if it takes Adam's betas and epsilon)
+OPTIMIZERS: Mapping[str, tuple[str, bool]] = {
+    "auto": ("AdamW", True),
+    "adamw_torch": ("AdamW", True),
+    "adamw_torch_fused": ("AdamW", True),
+    "adamw_torch_xla": ("AdamW", True),
+    "adam": ("Adam", True),
+    "nadam": ("Nadam", True),
+    "sgd": ("SGD", False),
+    "rmsprop": ("RMSprop", False),
+    "adagrad": ("Adagrad", False),
+    "adafactor": ("Adafactor", False),
+    "lion_32bit": ("Lion", False),
+    "muon": ("Muon", False),
+    "schedule_free_adamw": ("ScheduleFreeAdamW", True),
+}
+
+
+@dataclass(repr=False)
+class TFTrainingArguments(TrainingArguments):
+    """The options of a run with TensorFlow: those of `TrainingArguments`, and five more.
+
+    Options that only torch supports are refused, each with its replacement. `bf16_full_eval` and `fp16_full_eval`
+    compute evaluations under Keras' mixed policies, where the weights keep their type; `skip_memory_metrics=False`
+    measures the memory of the CPU; `debug="underflow_overflow"` checks weights, features, layers and losses of
+    optimizer steps, and at gradients unless the loss is scaled. Making arguments imports no TensorFlow; `strategy`
+    and its dependents do, at first use.
+
+    Raises:
+        UnsupportedOption: an option that the TensorFlow side does not support.
+    """
+
+    tpu_name: str | None = option(
+        None, "Name of the Cloud TPU to train on, or 'local' on a TPU machine. Unset: the TPU that there is, if any."
+    )
+    tpu_zone: str | None = option(None, "Zone of the named Cloud TPU. Unset: found by the machine's metadata.")
+    gcp_project: str | None = option(None, "Google Cloud project of the named Cloud TPU. Unset: as for the zone.")
+    poly_power: float = option(
+        1.0, "Power of the polynomial that the learning rate falls along, with lr_scheduler_type='linear'. 1: a line."
+    )
+    xla: bool = option(False, "Compile forward and backward with XLA: jit_compile of tf.function.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_tensorflow(self)
+
+    # The devices: the first access imports TensorFlow and makes the strategy.
+
+    def _devices(self) -> Any:
+        return importlib.import_module("paceline.tensorflow.devices")
+
+    def _world(self) -> Any:
+        return self._devices().current_world(self)
+
+    @property
+    def strategy(self) -> Any:
+        """Returns the `tf.distribute.Strategy` of these arguments, made once.
+
+        A named TPU, several workers of TF_CONFIG, several GPUs, one GPU, or the CPU, in this order.
+
+        Raises:
+            ValueError: the named TPU cannot be reached.
+        """
+        if "_strategy" not in self.__dict__:
+            self.__dict__["_strategy"] = self._devices().make_strategy(self)
+        return self.__dict__["_strategy"]
+
+    @property
+    def _setup_strategy(self) -> Any:
+        """Creates the strategy, under the name that some scripts call to start it."""
+        return self.strategy
+
+    @property
+    def n_replicas(self) -> int:
+        """Returns the replicas that share an optimizer step, over all workers."""
+        return int(self.strategy.num_replicas_in_sync)
+
+    @property
+    def train_batch_size(self) -> int:
+        """Returns the samples in one training micro-batch, over all replicas."""
+        return self.per_device_train_batch_size * self.n_replicas
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Returns the samples in one evaluation batch, over all replicas."""
+        return self.per_device_eval_batch_size * self.n_replicas
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """`to_dict` as numbers, truth values and text only; without the batch sizes, which would make a strategy.
+
+        Secrets are masked wherever they stand.
+        """
+        return as_written(self.to_dict())
+
+    @property
+    def distributed_state(self) -> None:
+        """Returns None: TensorFlow has no accelerate state."""
+        return None
+
+
+def check_tensorflow(args: TFTrainingArguments) -> None:
+    """Raises for options that the TensorFlow side does not support.
+
+    Raises:
+        ValueError: an option has an impossible value.
+        UnsupportedOption: an option that only torch supports.
+    """
+    for name, (asks_nothing, remedy) in UNSUPPORTED.items():
+        value = getattr(args, name)
+        if not asks_nothing(value):
+            shown = [str(item) for item in value] if isinstance(value, list) else value
+            raise UnsupportedOption(f"{name}={shown!r} is not supported with TensorFlow: {remedy}.")
+    if args.xla and "underflow_overflow" in args.debug:
+        raise UnsupportedOption(
+            "debug='underflow_overflow' is not supported with xla=True, which compiles the layers away: leave one of "
+            "them out."
+        )
+    check_optimizer(str(args.optim))
+    for half, other in (("bf16", "fp16"), ("fp16", "bf16")):
+        if getattr(args, half) and getattr(args, f"{other}_full_eval"):
+            raise UnsupportedOption(
+                f"{half}=True with {other}_full_eval=True is not supported with TensorFlow: layers that compute in one "
+                f"16-bit type are not switched to the other. Set {half}_full_eval, or leave {other}_full_eval out."
+            )
+    if args.poly_power <= 0:
+        raise ValueError(f"poly_power={args.poly_power} is invalid: expected a value above 0.")
+    if args.poly_power != 1.0 and args.lr_scheduler_type not in (SchedulerType.LINEAR, SchedulerType.POLYNOMIAL):
+        raise ValueError(
+            f"poly_power={args.poly_power} belongs to a polynomial decay, not to lr_scheduler_type="
+            f"'{args.lr_scheduler_type}': leave one of them out."
+        )
+    for name in ("tpu_zone", "gcp_project"):
+        if getattr(args, name) is not None and args.tpu_name is None:
+            raise ValueError(f"{name}={getattr(args, name)!r} says where a named TPU is: set tpu_name too.")
+
+
+def check_optimizer(name: str) -> None:
+    """Raises for an optimizer that Keras lacks.
+
+    Raises:
+        UnsupportedOption: `optim` names it.
+    """
+    if name not in OPTIMIZERS:
+        raise UnsupportedOption(
+            f"optim={name!r} is not supported with TensorFlow: choose one of {', '.join(OPTIMIZERS)}, or "
+            "leave it out and pass optimizers=(a Keras optimizer, None)."
+        )

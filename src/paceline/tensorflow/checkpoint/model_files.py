@@ -1,0 +1,77 @@
+"""Files of a whole model that load without this package: of `save_pretrained`, `model.keras`, or a SavedModel."""
+
+from __future__ import annotations
+
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from paceline.core.optional import require
+from paceline.tensorflow.checkpoint.variables import (
+    INDEX_FILE,
+    CheckpointError,
+    changing_variables,
+    read_variables,
+    restore_variables,
+)
+from paceline.tensorflow.framework import keras, tf
+
+KERAS_FILE = "model.keras"
+PRETRAINED_FILE = "tf_model.h5"  # of save_pretrained
+SAVED_MODEL_FILE, SAVED_VARIABLES = "saved_model.pb", "variables/variables"
+
+
+def save_model(model: Any, folder: Path) -> Path:
+    """Writes a model that loads without this package: `save_pretrained`, `.keras`, or a SavedModel.
+
+    Returns: the folder or file to load.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if callable(getattr(model, "save_pretrained", None)):
+        model.save_pretrained(str(folder))
+        return folder
+    if isinstance(model, keras.Model) or hasattr(model, "save"):
+        path = folder / KERAS_FILE
+        temporary = folder / f".model.incomplete-{random.getrandbits(32):08x}.keras"
+        try:
+            model.save(str(temporary))
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
+    tf.saved_model.save(model, str(folder))
+    return folder
+
+
+def load_model(model: Any, folder: Path) -> None:
+    """Reads the weights of a checkpoint, or of a model written by `save_model`, into a model.
+
+    Raises:
+        CheckpointError: there is neither, it is damaged, or that of another model; the weights are then as before.
+    """
+    path = next((folder / name for name in (KERAS_FILE, PRETRAINED_FILE) if (folder / name).is_file()), None)
+    if path is None and (folder / SAVED_MODEL_FILE).is_file():
+        read_variables(tf.train.Checkpoint(root=model), folder / SAVED_VARIABLES, changing_variables(model))
+        return
+    if path is None or (folder / INDEX_FILE).is_file():
+        restore_variables(folder, model)
+        return
+    before = model.get_weights()
+    try:
+        # the weights alone: what else is in the file may name any class, and what is to be called with what
+        if isinstance(model, keras.Model) and path.name == KERAS_FILE and (surplus := surplus_of(model, path)) > 0:
+            raise ValueError(f"it holds {surplus} weights more")
+        model.load_weights(str(path))
+    except Exception as error:  # what damaged bytes make Keras raise is not documented: many kinds are seen
+        model.set_weights(before)
+        raise CheckpointError(f"{path} does not fit this model: {error}") from error
+
+
+def surplus_of(model: Any, path: Path) -> int:
+    """Weights in a `.keras` file, the optimizer's aside, beyond as many as the model has: Keras passes over them."""
+    names: list[str] = []
+    h5py = require("h5py", "tf")
+    with zipfile.ZipFile(path) as archive, archive.open("model.weights.h5") as file, h5py.File(file) as weights:
+        weights.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+    return sum(not name.startswith("optimizer/") for name in names) - len(model.weights)

@@ -1,0 +1,236 @@
+"""Checkpoints of TensorFlow: variables as `tf.train.Checkpoint` writes them, the rest as JSON, published at once.
+
+A checkpoint is a folder `checkpoint-STEP` with
+
+    variables.index, variables.data-*   model, optimizer, generators: `tf.train.Checkpoint(model=...)` reads them
+    trainer_state.json                  as on the torch side
+    progress.json                       position in the data, callbacks, random state, arguments
+    manifest.json                       size and SHA-256 of each file
+
+and what `save_pretrained` writes, if the model has that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint import folders
+from paceline.checkpoint.resuming import STATE_FILE
+from paceline.checkpoint.retention import Retention, rotate
+from paceline.checkpoint.space import Place
+from paceline.core.events import CallbackHandler, callback_states, restore_callback_states
+from paceline.core.lineage import PROGRESS_FILE, RunMark, is_part, mark_of
+from paceline.core.state import TrainerControl, TrainerState, export_states, write_values
+from paceline.tensorflow.checkpoint.resume_state import RunInProgress, describe_progress
+from paceline.tensorflow.checkpoint.variables import num_bytes, optimizer_variables, restore_variables, write_variables
+from paceline.tensorflow.framework import tf
+from paceline.tensorflow.optim.following import FollowingSchedule
+from paceline.tensorflow.randomness import restore_random
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was written, and the values of the state in it.
+
+    Attributes:
+        folder: of the checkpoint.
+        best_model_checkpoint: the run's best checkpoint, which this one may be.
+        stateful_callbacks: the exported states of the callbacks.
+    """
+
+    folder: Path
+    best_model_checkpoint: str | None
+    stateful_callbacks: dict[str, Any]
+
+
+class Checkpointer:
+    """Writes the checkpoints of a run, and restores them.
+
+    Args:
+        folder: the output folder.
+        model: its variables are saved, and it by `save_pretrained` if it has that.
+        optimizer: its variables are saved with it.
+        schedule: the learning-rate schedule; saved if it follows the evaluations.
+        processing_class: saved with the model, if it has `save_pretrained`.
+        callback_handler: holds the callbacks whose states are saved.
+        arguments: options by name, as plain values; recorded in the checkpoint.
+        retention: which checkpoints are kept.
+        is_model_only: the optimizer is not saved.
+        with_arguments: callbacks are restored with the arguments of their constructors.
+        is_writer: this process writes the files; the others take part in reading the variables.
+        process_index: of this process.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        model: Any,
+        optimizer: Any,
+        schedule: Any,
+        processing_class: Any,
+        callback_handler: CallbackHandler,
+        arguments: Mapping[str, Any],
+        retention: Retention,
+        is_model_only: bool = False,
+        with_arguments: bool = False,
+        is_writer: bool = True,
+        process_index: int = 0,
+    ) -> None:
+        self.folder = folder
+        self.model = model
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.processing_class = processing_class
+        self.callback_handler = callback_handler
+        self.arguments = arguments
+        self.retention = retention
+        self.is_model_only = is_model_only
+        self.with_arguments = with_arguments
+        self.is_writer = is_writer
+        self.process_index = process_index
+
+    # ---- writing
+
+    def save(
+        self, state: TrainerState, control: TrainerControl, mark: RunMark | None, run: RunInProgress | None
+    ) -> Saved | None:
+        """Writes and publishes one checkpoint of this moment; deletes those that no policy keeps.
+
+        Args:
+            state, control: as they are now.
+            mark: of the run whose checkpoints the folder holds.
+            run: the parts of the run; None outside of `train`.
+
+        Returns: None if the disk refused, which is logged.
+
+        Raises:
+            TypeError: a callback's state is no plain value.
+        """
+        folder = self.folder / folders.checkpoint_name(state.global_step)
+        best = self._best(state, folder, mark)
+        if not self.is_writer:
+            self._write_beside(folder)
+            return Saved(folder, best, state.stateful_callbacks)
+        exporting = [*self.callback_handler.callbacks, control]
+        exported = export_states([item for item in exporting if callable(getattr(item, "state", None))])
+        try:
+            Place(self.folder).check(self.num_bytes())
+            with folders.staged(folder) as temporary:
+                self._fill(temporary)
+                written = dataclasses.replace(state, best_model_checkpoint=best, stateful_callbacks=exported)
+                write_values(written.plain_values(), temporary / STATE_FILE)
+                progress = self._describe_progress(state, run)
+                (temporary / PROGRESS_FILE).write_text(progress, encoding="utf-8")
+            rotate(self.folder, self.retention, list(state.log_history), best, run=mark)
+        except (OSError, tf.errors.OpError) as error:
+            if isinstance(error, tf.errors.OpError) and not is_refusal(error):
+                raise
+            logger.warning(
+                "%s could not be written: %s. Training goes on; the checkpoints before it are whole. The next save is "
+                "tried when it is due.",
+                folder,
+                told_of(error),
+            )
+            return None
+        return Saved(folder, best, exported)
+
+    def num_bytes(self) -> int:
+        """Returns the bytes of all variables that a checkpoint holds."""
+        return num_bytes([*self.model.variables, *optimizer_variables(self._saved_optimizer())])
+
+    def _saved_optimizer(self) -> Any:
+        return None if self.is_model_only else self.optimizer
+
+    def _best(self, state: TrainerState, folder: Path, mark: RunMark | None) -> str | None:
+        """Returns the run's best checkpoint, which is known by its step until it is written."""
+        if state.best_global_step:
+            best = folder.with_name(folders.checkpoint_name(state.best_global_step))
+            if best == folder or (best.is_dir() and is_part(mark, best.name, mark_of(best))):
+                return str(best)
+        return state.best_model_checkpoint
+
+    def _write_beside(self, folder: Path) -> None:
+        """Takes part in reading the variables on a worker that writes no files: all workers do that together."""
+        aside = folder.parent / f".{folder.name}.incomplete-{self.process_index}"
+        try:
+            write_variables(aside, self.model, self._saved_optimizer())
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _fill(self, folder: Path) -> None:
+        """Writes the variables, and the files of `save_pretrained`."""
+        write_variables(folder, self.model, self._saved_optimizer())
+        for item in (self.model, self.processing_class):
+            if callable(getattr(item, "save_pretrained", None)):
+                item.save_pretrained(str(folder))
+
+    def _describe_progress(self, state: TrainerState, run: RunInProgress | None) -> str:
+        return describe_progress(
+            run,
+            max_steps=state.max_steps,
+            callbacks=callback_states(self.callback_handler),
+            schedule=self.schedule,
+            arguments=self.arguments,
+        )
+
+    # ---- reading
+
+    def restore(self, checkpoint: Path, progress: Mapping[str, Any]) -> None:
+        """Restores variables, callbacks, random state, and a schedule that follows the evaluations.
+
+        Args:
+            checkpoint: its folder.
+            progress: contents of its `progress.json`.
+
+        Raises:
+            CheckpointError: the variables are damaged, or those of another model or optimizer.
+        """
+        is_whole = not (progress.get("arguments") or {}).get("save_only_model", False)
+        restore_variables(checkpoint, self.model, self.optimizer if is_whole else None)
+        if not is_whole:
+            logger.warning("%s holds the model only: the optimizer starts anew.", checkpoint)
+        states = progress.get("callbacks") or {}
+        restore_callback_states(self.callback_handler, states, with_arguments=self.with_arguments)
+        if "random" in progress:
+            restore_random(progress["random"])
+        if is_whole and progress.get("schedule") and isinstance(self.schedule, FollowingSchedule):
+            self.schedule.load_state_dict(progress["schedule"])
+
+
+def requested_actions(state: TrainerState) -> dict[str, bool]:
+    """Returns the flags of the control that a restored state asks for: requested before the save, and not done yet."""
+    control = (state.stateful_callbacks or {}).get("TrainerControl", {}).get("args", {})
+    return {name: bool(control.get(name, False)) for name in ("should_evaluate", "should_epoch_stop")}
+
+
+def told_of(error: BaseException) -> str:
+    """Returns an error's message without the nodes and temporary files that TensorFlow names before and after."""
+    text = str(error)
+    if isinstance(error, tf.errors.OpError):
+        text = re.sub(r"\{\{.*?\}\}|\[Op:\w+\]", "", text).rpartition(";")[2].strip() or text
+    return text[:300]
+
+
+def is_refusal(error: object) -> bool:
+    """True if a TensorFlow error means that the disk refused."""
+    errors = tf.errors
+    kinds = (
+        errors.ResourceExhaustedError,
+        errors.PermissionDeniedError,
+        errors.UnavailableError,
+        errors.NotFoundError,
+        errors.FailedPreconditionError,
+        errors.OutOfRangeError,  # a file too large
+        errors.UnknownError,  # a disk that fails
+    )
+    return isinstance(error, kinds)

@@ -1,0 +1,527 @@
+"""Sources of batches: arrays, samples, tf.data, PyDataset, generators; each can be read from any position."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.core.lengths import find_lengths, length_grouped_order
+from paceline.tensorflow.data.batches import Array, collate, leaves, map_leaves, size_of, to_array
+from paceline.tensorflow.framework import keras, tf
+
+logger = logging.getLogger(__name__)
+
+Collate = Callable[[list[Any]], Any]
+READS_OWN = "paceline_source"  # on a tf.data.Dataset made from a source: read that source instead
+# operations that unbatch, or replace elements in a way only their function knows
+MAKE_SAMPLES = ("Unbatch", "FlatMap", "Interleave", "ParallelInterleave", "Window")
+
+
+def epoch_order(size: int, seed: int, epoch: int) -> Array:
+    """Returns a permutation of `range(size)`, a function of (seed, epoch) alone.
+
+    Sorted by the raw output of a counting generator (Philox; Salmon et al., 2011), which no release of numpy changes.
+    """
+    return np.argsort(np.random.Philox(key=[seed % 2**64, epoch]).random_raw(size), kind="stable")
+
+
+class Source:
+    """Reads batches of one data set, epoch after epoch.
+
+    Attributes:
+        batch_size: samples per batch; None if the data has its own batches.
+        num_samples: in one epoch; None: unknown.
+        num_batches: in one epoch; None: unknown.
+        settings: the settings that the order of an epoch depends on, JSON-able; saved with the position.
+        is_endless: an epoch never ends.
+    """
+
+    batch_size: int | None = None
+    num_samples: int | None = None
+    num_batches: int | None = None
+    settings: Mapping[str, Any] = {}
+    is_endless = False
+
+    def check_end(self) -> None:
+        """Raises if an epoch never ends.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if self.is_endless:
+            raise ValueError(
+                "The data of an evaluation or prediction repeats without end: leave repeat() out, or give a part of it "
+                "(dataset.take(number of samples))."
+            )
+
+    def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
+        """Reads the batches of an epoch, after `consumed` samples in `batches` batches."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.read(0)
+
+    def warn_of_order(self) -> None:
+        """Warns if a position in the data cannot be restored exactly."""
+
+    def sample_ids(self, epoch: int, first: int, count: int) -> list[int]:
+        """Returns the ids of `count` samples from the `first` one of an epoch; without ids their positions."""
+        return list(range(first, first + count))
+
+    def place(self, consumed: int, batches: int) -> int:
+        """Returns the number of batches of the present size in `consumed` samples; `batches` if unknown."""
+        return -(-consumed // self.batch_size) if self.batch_size else batches
+
+
+class Indexed(Source):
+    """Samples that are read by index, in a random order of each epoch or in the order of the data.
+
+    Args:
+        size: number of samples.
+        take: list of numbers -> batch.
+        batch_size: samples per batch.
+        seed: of the order; None: in dataset order.
+        drop_last: leave out a last batch that is not full.
+        lengths: of every sample: groups those of similar length; None: no grouping.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        take: Callable[[Array], Any],
+        *,
+        batch_size: int,
+        seed: int | None,
+        drop_last: bool,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        self.num_samples = size
+        self.take = take
+        self.batch_size = batch_size
+        self.num_batches = size // batch_size if drop_last else -(-size // batch_size)
+        self.drop_last = drop_last
+        self.lengths = lengths
+        self.settings = {"kind": "sequential"} if seed is None else {"kind": "random", "seed": seed}
+        if lengths is not None:
+            self.settings |= {"kind": "group_by_length", "batch_size": batch_size}
+
+    def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
+        step, order = self.batch_size or 1, self.order(epoch)
+        for start in range(consumed, len(order), step):
+            numbers = order[start : start + step]
+            if self.drop_last and len(numbers) < step:
+                return
+            yield self.take(numbers)
+
+    def order(self, epoch: int) -> Array:
+        """Returns the indices of all samples in the order of an epoch."""
+        size = self.num_samples or 0
+        order = epoch_order(size, self.settings["seed"], epoch) if "seed" in self.settings else np.arange(size)
+        if self.lengths is None:
+            return order
+        return np.array(length_grouped_order(self.lengths, self.settings["batch_size"], order), dtype=np.int64)
+
+    def sample_ids(self, epoch: int, first: int, count: int) -> list[int]:
+        """Returns the indices of samples in the data."""
+        return [int(number) for number in self.order(epoch)[first : first + count]]
+
+
+class OwnBatches(Source):
+    """A Keras PyDataset: read by the index of a batch, of any size."""
+
+    def __init__(self, dataset: Any, *, seed: int | None) -> None:
+        self.dataset = dataset
+        self.num_batches = dataset.num_batches  # None: endless
+        self.is_endless = self.num_batches is None
+        is_shuffled = seed is not None and not self.is_endless
+        self.settings = {"kind": "random", "seed": seed} if is_shuffled else {"kind": "sequential"}
+
+    def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
+        size = self.num_batches or 0
+        order = epoch_order(size, self.settings["seed"], epoch) if "seed" in self.settings else np.arange(size)
+        self.dataset.on_epoch_begin()
+        for number in itertools.count(batches) if self.is_endless else order[batches:].tolist():
+            yield self.dataset[number]
+        self.dataset.on_epoch_end()
+
+
+class TensorData(Source):
+    """A tf.data.Dataset, of samples or of batches.
+
+    A position is restored by skipping: the batches before are made again, so that later ones are the same.
+
+    Args:
+        make: epoch -> the dataset of batches.
+        num_samples, num_batches: of an epoch, if known.
+        batch_size: samples per batch, if constant.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Any],
+        *,
+        num_samples: int | None,
+        num_batches: int | None,
+        batch_size: int | None,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.make = make
+        self.num_samples = num_samples
+        self.num_batches = num_batches
+        self.batch_size = batch_size
+        self.settings = settings
+        self.num_reads = 0  # each advanced a shuffle of the user's to its next order
+
+    def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
+        dataset = self.make(epoch)
+        if any(shuffle._reshuffle_each_iteration for shuffle in shuffles_of(dataset)):
+            while self.num_reads < epoch:
+                iter(dataset)
+                self.num_reads += 1
+        self.num_reads = epoch + 1
+        return iter(dataset.skip(batches) if batches else dataset)
+
+    def warn_of_order(self) -> None:
+        """Warns if the user's own shuffle has no seed."""
+        if any(int(shuffle._seed) == int(shuffle._seed2) == 0 for shuffle in shuffles_of(self.make(0))):
+            logger.warning(
+                "The training data is shuffled by tf.data without a seed, in an order that cannot be repeated: the run "
+                "resumes from its position, but with other samples than before. Pass shuffle(..., seed=...)."
+            )
+
+
+class Stream(Source):
+    """Samples that are read one after the other: an iterable, or a function that returns one.
+
+    A position is restored by reading the samples before it again.
+    """
+
+    def __init__(self, data: Any, collate_samples: Collate, *, batch_size: int, drop_last: bool) -> None:
+        self.data = data
+        self.collate = collate_samples
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.settings = {"kind": "stream"}
+        if iter_is_itself(data):
+            logger.warning(
+                "The data is an iterator, which can be read once: a second epoch, a second evaluation and a resumed "
+                "run find it empty. Pass the function that makes it instead."
+            )
+
+    def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
+        set_epoch = getattr(self.data, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        samples = iter(self.data() if callable(self.data) else self.data)
+        for _ in itertools.islice(samples, consumed):
+            pass
+        while chunk := list(itertools.islice(samples, self.batch_size)):
+            if self.drop_last and len(chunk) < (self.batch_size or 0):
+                return
+            yield self.collate(chunk)
+
+
+def iter_is_itself(data: object) -> bool:
+    """True if data is an iterator, which is used up by reading it."""
+    return hasattr(data, "__next__") and not callable(data)
+
+
+def make_source(
+    data: object,
+    *,
+    batch_size: int,
+    seed: int | None,
+    drop_last: bool = False,
+    collator: Collate | None = None,
+    pad: Callable[[list[Any]], Any] | None = None,
+    columns: Sequence[str] | None = None,
+    lengths: Callable[[Any], Sequence[int]] | None = None,
+) -> Source:
+    """Returns a source over any supported data.
+
+    Args:
+        data: `(features, labels)` arrays, a dict of arrays, a list of samples or anything with an index and a length
+            (a `datasets.Dataset` too), a tf.data.Dataset of samples, a Keras PyDataset, an iterable of samples or a
+            function that returns one.
+        batch_size: samples per batch, over all replicas.
+        seed: of the order; None: in dataset order.
+        drop_last: leave out a last batch that is not full.
+        collator: list of samples -> batch; None: rows are stacked.
+        pad: for the default collator.
+        columns: of a `datasets.Dataset`, those to read; None: all that are numbers.
+        lengths: data -> length of every sample, to group those of similar length; None: no grouping.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: arrays differ in length, or a tf.data.Dataset holds batches already.
+    """
+    own = getattr(data, READS_OWN, None)
+    if own is not None:
+        return own  # type: ignore[no-any-return]
+    options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "drop_last": drop_last}
+    if lengths is not None:
+        options["lengths"] = lengths(data)
+    if isinstance(data, tf.data.Dataset):
+        return source_of_samples(data, **options)
+    if isinstance(data, keras.utils.PyDataset):
+        return OwnBatches(data, seed=seed)
+    collate_samples = collator if collator is not None else lambda samples: collate(samples, pad)
+    if hasattr(data, "column_names") and hasattr(data, "select_columns") and hasattr(data, "__len__"):
+        return source_of_table(data, columns, collate_samples, options)
+    if is_arrays(data):
+        return source_of_arrays(data, options)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping):
+
+        def take(numbers: Array) -> Any:
+            return collate_samples([data[number] for number in numbers.tolist()])
+
+        return Indexed(len(data), take, **options)
+    if (callable(data) or hasattr(data, "__iter__")) and not isinstance(data, Mapping):
+        return Stream(data, collate_samples, batch_size=batch_size, drop_last=drop_last)
+    raise unreadable(data)
+
+
+def unreadable(data: object) -> TypeError:
+    """Returns the error for data that is of no supported kind."""
+    lists = [name for name, column in data.items() if is_list(column)] if isinstance(data, Mapping) else []
+    if lists:
+        return TypeError(
+            f"A dict with Python lists ({', '.join(map(repr, lists))}) cannot be read as data: make arrays of them, "
+            "{name: np.asarray(column) for name, column in data.items()}, or, where rows differ in length, use "
+            "datasets.Dataset.from_dict(data)."
+        )
+    return TypeError(
+        f"A {type(data).__name__} cannot be read as data: pass arrays (features, labels), a list of samples, a "
+        "tf.data.Dataset, a datasets.Dataset, a PyDataset, or a function that returns an iterator of samples."
+    )
+
+
+def lengths_of(data: Any, column: str, input_name: str | None) -> Sequence[int]:
+    """Returns the length of every sample, for `train_sampling_strategy="group_by_length"`.
+
+    Args:
+        data: a list of samples, which may be `(features, labels)`, or a `datasets.Dataset`.
+        column: of it, that holds the lengths.
+        input_name: the measured input if there is no such column; None: `input_ids`.
+
+    Raises:
+        ValueError: samples cannot be picked by their numbers, or have nothing to measure.
+    """
+    if isinstance(data, tf.data.Dataset | keras.utils.PyDataset) or not hasattr(data, "__len__") or is_arrays(data):
+        raise ValueError(
+            "train_sampling_strategy='group_by_length' needs samples of their own lengths that are read by number, and "
+            f"the training data is a {type(data).__name__}: pass a list of samples or a datasets.Dataset, or use "
+            "'random'; tf.data has bucket_by_sequence_length."
+        )
+    if len(data) and not isinstance(data[0], Mapping):
+        parts = (data[number] for number in range(len(data)))
+        features = [part[0] if isinstance(part, tuple) else part for part in parts]
+        if not isinstance(features[0], Mapping) and np.ndim(features[0]):
+            return [len(value) for value in features]
+        return find_lengths(features, column, input_name)
+    return find_lengths(data, column, input_name)
+
+
+def is_list(column: object) -> bool:
+    """True if a value of a dict is a column as a Python list: of numbers, texts, or lists of them; not of samples."""
+    return isinstance(column, list) and all(isinstance(row, int | float | str | list) for row in column[:1])
+
+
+def is_columns(data: object) -> bool:
+    """True if a dict holds the columns of one data set, rather than several data sets by name."""
+    return isinstance(data, dict) and all(hasattr(value, "shape") or is_list(value) for value in data.values())
+
+
+def named_dataset(default: Any, asked: Any) -> Any:
+    """Returns the evaluation set that was asked for: itself, the one of that name in a dict, or the default for None.
+
+    Raises:
+        ValueError: there is none; the message lists the known names.
+    """
+    if isinstance(asked, str):
+        names = list(default) if isinstance(default, Mapping) and not is_columns(default) else []
+        if asked not in names:
+            there = f"those of {', '.join(map(repr, names))}" if names else "no dict of them"
+            raise ValueError(f"eval_dataset={asked!r}: the TFTrainer has no evaluation set of that name, but {there}.")
+        return default[asked]
+    data = default if asked is None else asked
+    if data is None:
+        raise ValueError("Evaluation needs an `eval_dataset`: pass one to TFTrainer, or to evaluate().")
+    return data
+
+
+def is_arrays(data: object) -> bool:
+    """True if data is a nest of arrays whose rows are the samples."""
+    if not isinstance(data, tuple | Mapping | np.ndarray) and not isinstance(data, tf.Tensor):
+        return False
+    found = list(leaves(data))
+    return bool(found) and all(len(getattr(leaf, "shape", ())) > 0 for leaf in found)
+
+
+def source_of_arrays(data: object, options: Mapping[str, Any]) -> Source:
+    """Returns a source over arrays with one row per sample."""
+    if isinstance(data, tuple):
+        data = tuple(part for part in data if part is not None)  # (features, None), as `fit` takes it
+    arrays = map_leaves(to_array, data)
+    sizes = {len(leaf) for leaf in leaves(arrays)}
+    if len(sizes) != 1:
+        raise ValueError(f"The arrays differ in their number of rows: {sorted(sizes)}. Give each one row per sample.")
+    return Indexed(sizes.pop(), lambda numbers: map_leaves(lambda leaf: leaf[numbers], arrays), **options)
+
+
+def source_of_table(
+    data: Any,
+    columns: Sequence[str] | None,
+    collate_samples: Collate,
+    options: Mapping[str, Any],
+) -> Source:
+    """Returns a source over a `datasets.Dataset`, whose rows are read together."""
+    table = data if columns is None else data.select_columns([name for name in data.column_names if name in columns])
+
+    def take(numbers: Array) -> Any:
+        found = table[numbers.tolist()]
+        names = list(found)
+        return collate_samples([{name: found[name][row] for name in names} for row in range(len(numbers))])
+
+    return Indexed(len(data), take, **options)
+
+
+def source_of_samples(data: Any, *, batch_size: int, seed: int | None, drop_last: bool) -> Source:
+    """Returns a source over a tf.data.Dataset of samples, shuffled through a buffer of all of them if their number is
+    known.
+
+    Raises:
+        ValueError: its elements are batches.
+    """
+    if is_batched(data):
+        raise ValueError(
+            "The tf.data.Dataset holds batches: pass it before .batch(), or with .unbatch(); "
+            "per_device_train_batch_size and per_device_eval_batch_size make the batches. To use yours as they are, "
+            "override get_train_tfdataset or get_eval_tfdataset."
+        )
+    size = known_size(data)
+    shuffled = seed is not None and size is not None and size > 1
+
+    def make(epoch: int) -> Any:
+        dataset = data
+        if shuffled:
+            key = int(np.random.SeedSequence([seed or 0, epoch]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+            dataset = dataset.shuffle(size, seed=key, reshuffle_each_iteration=False)
+        return dataset.batch(batch_size, drop_remainder=drop_last).prefetch(1)
+
+    num_batches = None
+    if size is not None:
+        num_batches = size // batch_size if drop_last else -(-size // batch_size)
+    settings = {"kind": "random", "seed": seed} if shuffled else {"kind": "sequential"}
+    source = TensorData(make, num_samples=size, num_batches=num_batches, batch_size=batch_size, settings=settings)
+    source.is_endless = is_infinite(data)
+    return source
+
+
+def source_of_batches(dataset: object) -> Source:
+    """Returns a source over a tf.data.Dataset of batches, such as an overridden get_train_tfdataset returns."""
+    own = getattr(dataset, READS_OWN, None)
+    if own is not None:
+        return own  # type: ignore[no-any-return]
+    if isinstance(dataset, Source):
+        return dataset
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(f"Expected a tf.data.Dataset of batches; {type(dataset).__name__} was returned.")
+    source = TensorData(
+        lambda epoch: dataset,
+        num_samples=None,
+        num_batches=known_size(dataset),
+        batch_size=None,
+        settings={"kind": "batches"},
+    )
+    source.is_endless = is_infinite(dataset)
+    return source
+
+
+def shuffles_of(dataset: Any) -> Iterator[Any]:
+    """Yields the shuffles of a tf.data.Dataset, except those inside functions."""
+    if type(dataset).__name__ == "_ShuffleDataset":
+        yield dataset
+    for source in dataset._inputs():
+        yield from shuffles_of(source)
+
+
+def known_size(dataset: Any) -> int | None:
+    """Returns the number of elements of a tf.data.Dataset; None if unknown or endless."""
+    size = int(dataset.cardinality())
+    return size if size >= 0 else None
+
+
+def is_infinite(dataset: Any) -> bool:
+    """True if a tf.data.Dataset is known to repeat without end."""
+    return bool(dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
+
+
+def is_batched(dataset: Any, is_mapped: bool = False) -> bool:
+    """True if the elements of a tf.data.Dataset are batches: it was batched, and not unbatched since.
+
+    Args:
+        dataset: walked back through its transformations.
+        is_mapped: a function is applied to its elements afterwards: single numbers batched before it were not samples
+            but the tokens of a text, cut into sequences.
+    """
+    name = type(dataset).__name__.strip("_").removesuffix("Dataset")
+    if name in MAKE_SAMPLES:
+        return False
+    sources = dataset._inputs()
+    if name.lower().endswith("batch"):
+        return not (is_mapped and is_of_tokens(sources[0]))
+    if name == "GroupByWindow":  # bucket_by_sequence_length too
+        return True
+    if name == "DirectedInterleave":  # the first one selects the data set
+        sources = sources[1:]
+    return any(is_batched(source, is_mapped or name.endswith("Map")) for source in sources)
+
+
+def is_of_tokens(dataset: Any) -> bool:
+    """True if each element is one number or text, and none counts rows (as `to_tf_dataset` of datasets has)."""
+    spec = dataset.element_spec
+    if not isinstance(spec, tf.TensorSpec) or spec.shape.rank != 0:
+        return False
+    while dataset._inputs():
+        dataset = dataset._inputs()[0]
+    return type(dataset).__name__ != "_RangeDataset"
+
+
+def as_dataset(source: Source) -> Any:
+    """Returns a tf.data.Dataset over the batches of a source; a Trainer reads the source itself."""
+    if isinstance(source, TensorData):
+        dataset = source.make(0)
+    else:
+        first = next(iter(source.read(0)), None)
+        if first is None:
+            raise ValueError("The data is empty: there is no sample in it.")
+        size_of(first)
+        spec = without_lists(map_leaves(spec_of, first))
+        dataset = tf.data.Dataset.from_generator(lambda: map(as_tensors, source.read(0)), output_signature=spec)
+        if source.num_batches is not None:
+            dataset = dataset.apply(tf.data.experimental.assert_cardinality(source.num_batches))
+    setattr(dataset, READS_OWN, source)
+    return dataset
+
+
+def without_lists(nest: object) -> Any:
+    """Returns the same nest with tuples for lists, which tf.data takes for arrays."""
+    if isinstance(nest, Mapping):
+        return {name: without_lists(value) for name, value in nest.items()}
+    return tuple(map(without_lists, nest)) if isinstance(nest, list | tuple) else nest
+
+
+def spec_of(leaf: object) -> Any:
+    """Returns the spec of a leaf whose first dimension, and any padded one, may vary between batches."""
+    array = to_array(leaf)
+    return tf.TensorSpec((None,) * array.ndim, tf.as_dtype(array.dtype))
+
+
+def as_tensors(batch: object) -> Any:
+    """Returns a batch in tf.data's form."""
+    return without_lists(map_leaves(tf.convert_to_tensor, batch))

@@ -1,0 +1,532 @@
+"""One optimizer step in TensorFlow: gradients per replica, summed, clipped, applied; compiled once.
+
+An optimizer step of one micro-batch without listening callbacks is one `tf.function`. Otherwise there are three:
+accumulate for each micro-batch, clip, apply; events fire between them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.args.errors import UnsupportedOption
+from paceline.core.contracts import Emit, StepOutput
+from paceline.core.journal import NOT_COMPUTED
+from paceline.tensorflow.data.batches import IGNORE_INDEX, Array, map_leaves, rows, size_of, split_weights
+from paceline.tensorflow.framework import plain, tf
+from paceline.tensorflow.objective import NO_IGNORE_INDEX, NUM_COUNTS, TOKENS, Objective, Share, count
+from paceline.tensorflow.optim.optimizers import make_sum
+from paceline.tensorflow.overflow import Watch
+from paceline.tensorflow.placement import as_tensor, place
+from paceline.tensorflow.precision import has_loss_scale, loss_scale, scale_loss
+from paceline.tensorflow.traces import describe, record
+
+logger = logging.getLogger(__name__)
+
+# TensorFlow's message for a label without a class, on a CPU; a GPU gives NaN
+OUTSIDE = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
+FUSED, ACCUMULATE = "fused", "accumulate"  # the functions that are traced per batch shape
+NORM_EPSILON = 1e-6  # torch adds this epsilon to the norm it divides by
+
+
+class TFEngine:
+    """Runs the optimizer steps of a TensorFlow model.
+
+    Args:
+        strategy: places the replicas.
+        objective: calls the model, makes and weighs its loss.
+        optimizer: of Keras 3 or tf_keras; over the trainable variables.
+        training_step: the Trainer's, bound: `(features, labels, count) -> gradients`, on one replica.
+        apply_gradients: the Trainer's, bound: `(features, labels, count)`, on one replica.
+        distributed_training_steps: the Trainer's, bound: `((features, labels)) ->` what every replica returned.
+        max_grad_norm: infinity only computes the norm of the gradients.
+        skips_non_finite: an update whose loss or norm is not finite is not applied. On several replicas the host
+            looks at each before it is applied, and waits for the devices.
+        is_retried: an update that runs out of memory is made again in smaller parts, so nothing of it may be applied
+            before all its gradients are there.
+        xla: compile forward and backward with XLA.
+        watch: detects inf and NaN in each pass; None: disabled.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: Any,
+        objective: Objective,
+        optimizer: Any,
+        training_step: Callable[..., Any],
+        apply_gradients: Callable[..., Any],
+        distributed_training_steps: Callable[..., Any],
+        max_grad_norm: float,
+        skips_non_finite: bool = False,
+        is_retried: bool = False,
+        xla: bool = False,
+        watch: Watch | None = None,
+    ) -> None:
+        self.watch = watch
+        self.strategy, self.objective, self.optimizer = strategy, objective, optimizer
+        self.model = objective.model
+        self.training_step, self.apply_gradients = training_step, apply_gradients
+        self.distributed_training_steps = distributed_training_steps
+        whole = {"distributed_training_steps": distributed_training_steps, "apply_gradients": apply_gradients}
+        self.own_updates = [name for name, method in whole.items() if is_own(method, name)]
+        self.max_grad_norm, self.skips_non_finite, self.xla = max_grad_norm, skips_non_finite, xla
+        self.keep_outputs = False
+        self.keep_batches = False
+        self.num_replicas = int(strategy.num_replicas_in_sync)
+        self.trainables = list(self.model.trainable_variables)
+        self.variables = [plain(variable) for variable in self.trainables]
+        # a replica cannot decide for itself if it takes part in the optimizer step
+        self.asks_first = skips_non_finite and self.num_replicas > 1 and not has_loss_scale(optimizer)
+        self.is_in_parts = is_retried or self.asks_first
+        if not self.variables:
+            raise ValueError("The model has no trainable variables: call it on a batch once, or build it, before.")
+        self.unread: list[tuple[Any, Any, Any, Any]] = []  # loss, norm, rate, is_applied of each step
+        self.num_traces = 0  # of the functions below: it must not grow from step to step
+        self._sums: list[Any] = []  # gradients of the optimizer step in progress, a variable per replica
+        self._loss: Any = None  # loss of the optimizer step in progress, likewise
+        # while a replica is traced: the share of its batch in the optimizer step, and the model's outputs
+        self._share = Share(None, None)
+        self._traced_loss: Any = None
+        self._traced_outputs: Any = None
+        self._counts: Any = None
+        self._divisors: Any = None
+        self._weights: tuple[Array, Any] | None = None  # counts of the last one-batch step, as a tensor
+        self.compile()
+
+    def compile(self) -> None:
+        """Recreates the functions; they are traced at their next call."""
+        self._of_batches = {
+            FUSED: tf.function(self._run_fused, reduce_retracing=True),
+            ACCUMULATE: tf.function(self._run_accumulate, reduce_retracing=True),
+        }
+        self.traced: list[dict[str, Any]] = []
+        self._divide = tf.function(self._run_divide, reduce_retracing=True)
+        self._clip = tf.function(self._run_clip)
+        self._apply = tf.function(self._run_apply)
+        self._forget = tf.function(lambda: self.strategy.run(self._forget_one))
+        self._compiled = tf.function(self._differentiate, jit_compile=True) if self.xla else None
+
+    # ---- the contract of the loop
+
+    def step(self, batches: Sequence[Any], num_items: object, emit: Emit | None) -> StepOutput:
+        """Runs one optimizer step. A window without a target that counts changes nothing and logs no loss."""
+        counts = [count(*batch) for batch in batches]
+        totals = np.sum(counts, axis=0)
+        if totals[TOKENS] == 0:
+            return self._skip()
+        self._prepare(batches)
+        was_traced = self.num_traces > 0
+        with nullcontext() if self.watch is None else self.watch.told(), told_plainly():
+            if len(batches) == 1 and emit is None and not self.is_in_parts:
+                divisors = self._all_divisors(batches, totals) if self.num_replicas > 1 else None
+                loss, norm, rate, applied, outputs = self._call(FUSED, batches[0], totals, divisors)
+                kept = [outputs]
+            else:
+                loss, norm, rate, applied, kept = self._step_in_parts(batches, totals, emit)
+        if not was_traced:
+            self._check_labels(batches)
+        if self.watch is not None:
+            self.watch.check_used()
+        self.unread.append((loss, norm, rate, applied))
+        return StepOutput((loss,), norm, applied, kept if self.keep_outputs else ())
+
+    def _prepare(self, batches: Sequence[Any]) -> None:
+        """Prepares the loss before an optimizer step is traced or called, and checks that it can be computed.
+
+        Raises:
+            ValueError: labels do not fit the loss.
+            UnsupportedOption: only Keras knows the divisor on several replicas.
+        """
+        if self.num_traces == 0:
+            with self.strategy.scope():
+                self.objective.prepare(batches[0])
+            self.objective.check_replicas(self.num_replicas, len(batches))
+        self._check_labels(batches)
+
+    def _all_divisors(self, batches: Sequence[Any], totals: Array) -> Any:
+        """Returns Keras' divisors of the compiled losses of the whole optimizer step; None if nothing is compiled.
+
+        They may depend on masks that the model makes: TensorFlow prunes everything else from that pass.
+        """
+        compiled = self.objective.compiled
+        if compiled is None or compiled.loss is None or compiled.has_own_loss:
+            return None
+        return tf.add_n([self._divide(*self._place(batch, totals)) for batch in batches])
+
+    def _check_labels(self, batches: Sequence[Any]) -> None:
+        for _, labels in batches:
+            self.objective.check_labels(labels)
+
+    def _step_in_parts(self, batches: Sequence[Any], totals: Array, emit: Emit | None) -> tuple[Any, ...]:
+        if self.own_updates:
+            self._refuse_parts(len(batches))
+        self._prepare_sums()
+        kept, last = [], len(batches) - 1
+        is_whole = len(batches) == 1 and self.num_replicas == 1
+        divisors = None if is_whole else self._all_divisors(batches, totals)
+        for index, batch in enumerate(batches):
+            kept.append(self._call(ACCUMULATE, batch, totals, divisors))
+            if emit is not None and index < last:
+                emit("on_substep_end")
+        loss, norm = self._clip()
+        if emit is not None:
+            emit("on_pre_optimizer_step")
+        if self.asks_first and not math.isfinite(float(loss) + float(norm)):
+            rate, applied = self.learning_rate(), False
+            self.discard()
+        else:
+            rate, applied = self._apply(loss, norm)
+        if emit is not None:
+            emit("on_optimizer_step")
+        return loss, norm, rate, applied, kept
+
+    def _refuse_parts(self, num_batches: int) -> None:
+        """Raises if an overridden method that makes a whole optimizer step would be split."""
+        if self.asks_first:
+            reason, remedy = f"nonfinite_policy='skip' on {self.num_replicas} replicas", "another nonfinite_policy"
+        elif self.is_in_parts:
+            reason, remedy = "auto_find_batch_size=True", "auto_find_batch_size=False"
+        elif num_batches > 1:
+            reason, remedy = f"{num_batches} micro-batches (gradient_accumulation_steps)", "1 of them, of more samples"
+        else:
+            reason = "a callback on on_substep_end, on_pre_optimizer_step or on_optimizer_step"
+            remedy = "another event of that callback"
+        raise UnsupportedOption(
+            f"{' and '.join(self.own_updates)} of this Trainer would not be called: {reason} splits an optimizer step, "
+            f"which it makes as a whole. Use {remedy}, or override training_step, which every micro-batch calls."
+        )
+
+    def _call(self, name: str, batch: object, totals: Array, divisors: object) -> Any:
+        """Calls a function of a batch, and records a new trace."""
+        is_alone = name == FUSED and self.num_replicas == 1
+        placed = self._place_alone(batch, totals) if is_alone else self._place(batch, totals)
+        before = self.num_traces
+        try:
+            return self._of_batches[name](*placed, divisors, self.keep_outputs)
+        finally:
+            if self.num_traces != before:
+                self._note(name, batch, divisors, self.keep_outputs)
+
+    def _note(self, name: str, batch: object, divisors: object, with_outputs: bool) -> None:
+        trace = {"function": name, "batch": describe(batch), "with_outputs": with_outputs}
+        record(self.traced, {**trace, "is_divided": divisors is not None})
+
+    def trace(self, name: str, batch: Any, with_outputs: bool, is_divided: bool = False) -> None:
+        """Traces a function for batches like this one, as a call would, and computes nothing."""
+        if name == ACCUMULATE:
+            self._prepare_sums()
+        totals = np.ones(NUM_COUNTS)
+        with self.strategy.scope():
+            self.objective.prepare(batch)
+        divisors = self._all_divisors([batch], totals) if is_divided else None
+        self._of_batches[name].get_concrete_function(*self._place(batch, totals), divisors, with_outputs)
+        self._note(name, batch, divisors, with_outputs)
+
+    def traces(self) -> dict[str, Any]:
+        """Returns the traces of the functions so far, in order; JSON-able."""
+        return {"num_replicas": self.num_replicas, "calls": self.traced}
+
+    def read(self) -> list[tuple[float, float, float, bool]]:
+        """Returns (loss, grad_norm, learning_rate, has_loss) of each optimizer step since the last read."""
+        unread, self.unread = self.unread, []
+        hides = has_loss_scale(self.optimizer)  # the norm of an optimizer step that overflowed and was left out
+        return [
+            (
+                math.nan if loss is None else float(loss),
+                NOT_COMPUTED if hides and not applied else float(norm),
+                float(rate),
+                loss is not None,
+            )
+            for loss, norm, rate, applied in unread
+        ]
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """True if smaller micro-batches could cure this error."""
+        return isinstance(error, tf.errors.ResourceExhaustedError)
+
+    def discard(self) -> None:
+        """Drops the gradients of a failed optimizer step."""
+        if self._sums:
+            self._forget()
+
+    def split(self, batches: Sequence[Any], micro_batch_size: int) -> list[Any]:
+        """Splits the same samples into micro-batches of at most `micro_batch_size` per replica."""
+        step = micro_batch_size * self.num_replicas
+        return [
+            tuple(rows(part, start, start + step) for part in batch)
+            for batch in batches
+            for start in range(0, size_of(batch[0]), step)
+        ]
+
+    def _skip(self) -> StepOutput:
+        logger.warning("Every target of this update is ignored: no step was made and no loss counted.")
+        self.unread.append((None, NOT_COMPUTED, self.learning_rate(), False))
+        return StepOutput((), None, False)
+
+    def learning_rate(self) -> float:
+        """Returns the learning rate of the next optimizer step."""
+        return float(rate_of(self.optimizer))
+
+    # ---- batches to replicas
+
+    def _place(self, batch: object, totals: Array) -> tuple[Any, Any, Any]:
+        """Returns a batch in the strategy's form: features, labels, and per replica its weights."""
+        return place(self.strategy, batch, totals)
+
+    def _place_alone(self, batch: object, totals: Array) -> tuple[Any, Any, Any]:
+        """Returns a batch that is a whole optimizer step on one device; its weights mostly equal those of the step
+        before.
+        """
+        if self._weights is None or not np.array_equal(self._weights[0], totals):
+            self._weights = (totals, tf.constant(np.stack([totals, totals]), tf.float32))
+        features, labels = map_leaves(as_tensor, batch)
+        return features, labels, self._weights[1]
+
+    # ---- traced: all replicas
+
+    def _run_fused(
+        self, features: object, labels: object, counts: object, divisors: object, with_outputs: bool
+    ) -> tuple[Any, ...]:
+        self.num_traces += 1
+        self._counts, self._divisors = counts, divisors
+        with self._watching():
+            results = self.distributed_training_steps((features, labels))
+        loss, norm, rate, applied, outputs = results
+        first = [self.local(value)[0] for value in (loss, norm, rate, applied)]
+        return (*first, self._gathered(outputs) if with_outputs else None)
+
+    def run_replicas(self, function: Callable[..., Any], features: Any, labels: Any) -> Any:
+        """Calls `function(features, labels, count of targets)` on every replica and returns the results."""
+        return self.strategy.run(self._on_replica, args=(function, features, labels, self._counts, self._divisors))
+
+    def _on_replica(
+        self, function: Callable[..., Any], features: object, labels: object, counts: Any, divisors: Any
+    ) -> Any:
+        labels, sample_weight = split_weights(labels)
+        self._share = Share(counts[0], counts[1], sample_weight, divisors)
+        self._traced_loss, self._traced_outputs = None, None
+        return function(features, labels, self.num_items)
+
+    @property
+    def num_items(self) -> Any:
+        """Returns the number of labels other than -100 in the whole optimizer step, a float32 scalar; while a replica
+        is traced.
+        """
+        return self._share.totals[TOKENS]
+
+    def _run_divide(self, features: Any, labels: Any, counts: Any) -> Any:
+        found = self.strategy.run(self._divide_one, args=(features, labels, counts))
+        return found if self.num_replicas == 1 else self.strategy.reduce(tf.distribute.ReduceOp.SUM, found, axis=None)
+
+    def _divide_one(self, features: Any, labels: Any, counts: Any) -> Any:
+        labels, sample_weight = split_weights(labels)
+        return self.objective.divisors(features, labels, Share(counts[0], counts[1], sample_weight))
+
+    def _run_accumulate(
+        self, features: object, labels: object, counts: object, divisors: object, with_outputs: bool
+    ) -> Any:
+        self.num_traces += 1
+        self._counts, self._divisors = counts, divisors
+        with self._watching():
+            outputs = self.run_replicas(self._accumulate_one, features, labels)
+        return self._gathered(outputs) if with_outputs else None
+
+    def _watching(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.watch is None else self.watch.watching()
+
+    def _run_clip(self) -> tuple[Any, Any]:
+        self.num_traces += 1
+        loss, norm = self.strategy.run(self._clip_one)
+        return self.local(loss)[0], self.local(norm)[0]
+
+    def _run_apply(self, loss: Any, norm: Any) -> tuple[Any, Any]:
+        self.num_traces += 1
+        rate, applied = self.strategy.run(self._apply_one, args=(loss, norm))
+        return self.local(rate)[0], self.local(applied)[0]
+
+    def local(self, value: Any) -> tuple[Any, ...]:
+        """Returns the values of this process's replicas."""
+        return tuple(self.strategy.experimental_local_results(value))
+
+    def _gathered(self, outputs: object) -> Any:
+        """Returns the outputs of all replicas of this process, concatenated."""
+        if self.num_replicas == 1:
+            return outputs
+        return tf.nest.map_structure(lambda leaf: tf.concat(self.local(leaf), 0), outputs)
+
+    # ---- traced: one replica
+
+    def update(self, features: object, labels: object, num_items: object) -> tuple[Any, ...]:
+        """Computes and applies gradients, the body of `TFTrainer.apply_gradients`; on one replica.
+
+        Returns: loss, gradient norm and learning rate of the optimizer step, True if it was applied, and the outputs.
+        """
+        gradients = dense(self.training_step(features, labels, num_items))
+        outputs, loss = self._traced_outputs, self._loss_now()
+        loss, gradients = self._sum_replicas(loss, gradients)
+        gradients, norm = self._clipped(gradients)
+        rate, applied = self._apply_now(gradients, loss, norm)
+        return loss, norm, rate, applied, outputs
+
+    def gradients(
+        self, features: object, labels: object, num_items: object, run_model: Callable[..., Any]
+    ) -> list[Any]:
+        """Returns this replica's gradients of the step's loss, the body of `TFTrainer.training_step`."""
+        function = self._compiled if self._compiled is not None else self._differentiate
+        values, loss, outputs = function(features, labels, num_items, run_model, self._share)
+        self._traced_loss, self._traced_outputs = loss, outputs
+        if self.watch is not None and not has_loss_scale(self.optimizer):
+            return self.watch.gradients(values, self.trainables)
+        return list(values)
+
+    def _differentiate(
+        self, features: object, labels: object, num_items: object, run_model: Callable[..., Any], share: Share
+    ) -> tuple[Any, Any, Any]:
+        self.objective.begin(share)
+        with tf.GradientTape() as tape:
+            if self.watch is not None:
+                self.watch.begin(features)
+            loss, outputs = run_model(features, labels, True)
+            if loss is None:
+                raise ValueError(
+                    "The training batches hold no labels that a loss could be made of: give (features, labels), or "
+                    "name the columns with label_names=[...]."
+                )
+            part, shown = self.objective.take(loss, labels, share)
+            if self.watch is not None:
+                one = self.watch.end(loss, outputs)
+                part, shown = part * one, shown * one
+            scaled = scale_loss(self.optimizer, part)
+        return tape.gradient(scaled, self.variables), shown, outputs
+
+    def _loss_now(self) -> Any:
+        return tf.constant(math.nan) if self._traced_loss is None else self._traced_loss
+
+    def _accumulate_one(self, features: object, labels: object, num_items: object) -> Any:
+        gradients = dense(self.training_step(features, labels, num_items))
+        for total, value in zip(self._sums, gradients, strict=True):
+            if value is not None:
+                total.assign_add(tf.cast(value, total.dtype))
+        self._loss.assign_add(self._loss_now())
+        return self._traced_outputs
+
+    def _clip_one(self) -> tuple[Any, Any]:
+        values = [tf.identity(total.value()) for total in self._sums]
+        loss, gradients = self._sum_replicas(tf.identity(self._loss.value()), values)
+        gradients, norm = self._clipped(gradients)
+        for total, value in zip(self._sums, gradients, strict=True):
+            total.assign(value)
+        return loss, norm
+
+    def _apply_one(self, loss: object, norm: object) -> tuple[Any, Any]:
+        # copies: the sums are set to zero before these values are consumed
+        gradients: list[Any] = [tf.identity(total.value()) for total in self._sums]
+        self._forget_one()
+        return self._apply_now(gradients, loss, norm)
+
+    def _forget_one(self) -> None:
+        for total in (*self._sums, self._loss):
+            total.assign(tf.zeros_like(total))
+
+    def _sum_replicas(self, loss: object, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Returns the sums over all replicas; each replica has the same afterwards."""
+        if self.num_replicas == 1:
+            return loss, list(gradients)
+        there = [number for number, value in enumerate(gradients) if value is not None]
+        context = tf.distribute.get_replica_context()
+        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, [loss, *(gradients[number] for number in there)])
+        result: list[Any] = [None] * len(gradients)
+        for number, value in zip(there, summed[1:], strict=True):
+            result[number] = value
+        return summed[0], result
+
+    def _clipped(self, gradients: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Gradients scaled down to the largest norm, and what their norm was before."""
+        norm = tf.linalg.global_norm([tf.cast(value, tf.float32) for value in gradients if value is not None])
+        norm = norm / loss_scale(self.optimizer)
+        if math.isinf(self.max_grad_norm):
+            return list(gradients), norm
+        factor = tf.minimum(self.max_grad_norm / (norm + NORM_EPSILON), 1.0)
+        return [None if value is None else value * tf.cast(factor, value.dtype) for value in gradients], norm
+
+    def _apply_now(self, gradients: Sequence[Any], loss: Any, norm: Any) -> tuple[Any, Any]:
+        """Steps the optimizer. Returns the learning rate, and if the step was applied."""
+        rate = tf.identity(rate_of(self.optimizer))
+        pairs = [
+            (value / self.num_replicas if self.num_replicas > 1 else value, variable)  # Keras sums them once more
+            for value, variable in zip(gradients, self.trainables, strict=True)
+            if value is not None
+        ]
+        if not pairs:
+            raise ValueError("No gradient reaches the model's variables: its loss does not depend on them.")
+        is_finite = tf.math.is_finite(loss + norm)
+        is_decided = self.asks_first or has_loss_scale(self.optimizer)  # which skips them itself
+        if not self.skips_non_finite or is_decided:
+            self.optimizer.apply_gradients(pairs)
+            return rate, is_finite if has_loss_scale(self.optimizer) else tf.constant(True)
+
+        def apply() -> Any:
+            self.optimizer.apply_gradients(pairs)
+            return tf.constant(True)
+
+        return rate, tf.cond(is_finite, apply, lambda: tf.constant(False))
+
+    def _prepare_sums(self) -> None:
+        """Creates the variables that accumulate gradients, when an optimizer step first needs them."""
+        if self._sums:
+            return
+        with self.strategy.scope():
+            self._sums = [make_sum(variable) for variable in self.variables]
+            self._loss = make_sum(tf.constant(0.0))
+
+
+def is_own(method: object, name: str) -> bool:
+    """True if a method bound to a Trainer overrides that of TFTrainer, the first class that has it."""
+    classes = reversed(type(getattr(method, "__self__", None)).__mro__)
+    first = next((vars(item)[name] for item in classes if name in vars(item)), None)
+    return getattr(method, "__func__", method) is not first
+
+
+def rate_of(optimizer: Any) -> Any:
+    """Returns the learning rate of the next optimizer step, a float32 scalar."""
+    rate = optimizer.learning_rate
+    if callable(rate) and not hasattr(rate, "dtype"):
+        rate = rate(optimizer.iterations)
+    return tf.cast(tf.convert_to_tensor(rate), tf.float32)
+
+
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """Re-raises an error in traced code with its message and line, without a list of generated code."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        found = OUTSIDE.search(str(error))
+        if found is None:
+            raise
+        raise ValueError(
+            NO_IGNORE_INDEX
+            if found[1] == str(IGNORE_INDEX)
+            else f"A label is {found[1]}, and the model tells {found[2]} classes apart: labels lie from 0 to "
+            f"{int(found[2]) - 1}; -100 is left out of the loss."
+        ) from error
+    except (ValueError, TypeError, AttributeError, KeyError, NotImplementedError) as error:
+        found = getattr(error, "ag_error_metadata", None)
+        if found is None:
+            raise
+        frame = found.translated_stack[-1]
+        name = Path(frame.filename).name
+        raise type(error)(f"{found.cause_message} ({name}, line {frame.lineno}, in {frame.function_name})") from error
+
+
+def dense(gradients: Sequence[Any]) -> list[Any]:
+    """Returns gradients as dense tensors: a norm of a sparse one would count each repeated row, not their sum."""
+    return [tf.convert_to_tensor(value) if isinstance(value, tf.IndexedSlices) else value for value in gradients]

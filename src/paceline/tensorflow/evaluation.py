@@ -1,0 +1,397 @@
+"""Evaluation and prediction in TensorFlow: every sample once, sums of losses, rows of predictions, metrics."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.core.disk_buffer import DiskBuffer
+from paceline.core.metrics import jsonable, prefix_metrics
+from paceline.core.outputs import EvalLoopOutput, EvalPrediction, check_metrics
+from paceline.core.rows import RowCollector
+from paceline.core.signals import Interrupted
+from paceline.core.streaming import is_streaming, with_last
+from paceline.tensorflow.data.batches import Array, map_leaves, separate, size_of, split_weights, to_array, to_rows
+from paceline.tensorflow.engine import told_plainly
+from paceline.tensorflow.framework import tf
+from paceline.tensorflow.objective import Objective, Share, count, mean_of
+from paceline.tensorflow.placement import place
+from paceline.tensorflow.precision import in_precision
+
+logger = logging.getLogger(__name__)
+
+
+class Predictor:
+    """Runs forward passes without gradients, compiled once for all evaluations of a Trainer.
+
+    Args:
+        strategy: places the replicas. Each process evaluates every sample on its own ones.
+        objective: calls the model, makes and weighs its loss.
+        prediction_step: the Trainer's, bound: `(features, labels, count) -> predictions`, on one replica.
+        distributed_prediction_steps: the Trainer's, bound: `((features, labels)) ->` results of every replica.
+        xla: compile with XLA.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: Any,
+        objective: Objective,
+        prediction_step: Callable[..., Any],
+        distributed_prediction_steps: Callable[..., Any],
+        xla: bool = False,
+    ) -> None:
+        self.strategy = strategy
+        self.objective = objective
+        self.prediction_step = prediction_step
+        self.distributed_prediction_steps = distributed_prediction_steps
+        self._counts: Any = None
+        self._share = Share(None, None)
+        self._loss: Any = None
+        self._is_prediction = False  # while a replica is traced
+        self.num_traces = 0
+        is_single = strategy.num_replicas_in_sync == 1
+        self._run = tf.function(self._trace, reduce_retracing=True, jit_compile=True if xla and is_single else None)
+
+    def __call__(self, batch: tuple[Any, Any], precision: str, is_prediction: bool) -> tuple[Any, Any]:
+        """Returns the losses and predictions of each replica, on its device.
+
+        Args:
+            batch: (features, labels) on the host.
+            precision: of the evaluation; each has its own trace.
+            is_prediction: without labels no loss is computed.
+        """
+        if self.num_traces == 0:
+            with self.strategy.scope():
+                self.objective.prepare(batch)
+            self.objective.check_replicas(int(self.strategy.num_replicas_in_sync), 1)
+        with told_plainly():
+            placed = place(self.strategy, batch, None)
+            results: tuple[Any, Any] = self._run(*placed, precision, is_prediction)
+        self.objective.check_labels(batch[1])
+        return results
+
+    def read(self, batch: tuple[Any, Any], results: tuple[Any, Any]) -> tuple[tuple[float, float, float] | None, Any]:
+        """Returns the loss of a batch, its weight and the layers' losses (None without labels), and predictions as
+        arrays.
+
+        Args:
+            batch: as the call was given it.
+            results: the result of the call for it.
+        """
+        losses, outputs = results
+        size = size_of(batch[0])
+        sizes = [part for part in self._sizes(size) if part]
+        with told_plainly():
+            found = None if losses[0] is None else [map_leaves(to_array, loss) for loss in losses]
+            own = float(count(*batch)[self.objective.kind])
+            loss = None if found is None else mean_of(found, own, size)
+            parts = [map_leaves(to_host, output) for output in outputs[: len(sizes)]]
+        return loss, parts[0] if len(parts) == 1 else tf.nest.map_structure(lambda *rows: join(rows), *parts)
+
+    def _sizes(self, size: int) -> list[int]:
+        num = 1 if self.strategy.num_replicas_in_sync == 1 else len(self.strategy.extended.worker_devices)
+        bounds = [size * part // num for part in range(num + 1)]
+        return [stop - start for start, stop in itertools.pairwise(bounds)]
+
+    def _trace(
+        self, features: object, labels: object, counts: object, precision: str, is_prediction: bool
+    ) -> tuple[Any, Any]:
+        self.num_traces += 1
+        self._counts = counts
+        self._is_prediction = is_prediction
+        losses, outputs = self.distributed_prediction_steps((features, labels))
+        return self._local(losses), self._local(outputs)
+
+    def _local(self, value: Any) -> tuple[Any, ...]:
+        """Returns the results of this process's replicas."""
+        if self.strategy.num_replicas_in_sync == 1:
+            return (value,)
+        first = next(leaf for leaf in tf.nest.flatten(value) if leaf is not None) if value is not None else None
+        num = 1 if first is None else len(self.strategy.experimental_local_results(first))
+
+        def pick(leaf: Any, number: int) -> Any:
+            return None if leaf is None else self.strategy.experimental_local_results(leaf)[number]
+
+        return tuple(tf.nest.map_structure(lambda leaf, n=number: pick(leaf, n), value) for number in range(num))
+
+    def run_replicas(self, features: Any, labels: Any) -> tuple[Any, Any]:
+        """Calls the Trainer's prediction_step on every replica; returns losses and predictions of each."""
+        results: tuple[Any, Any] = self.strategy.run(self._on_replica, args=(features, labels, self._counts))
+        return results
+
+    def _on_replica(self, features: Any, labels: Any, counts: Any) -> tuple[Any, Any]:
+        labels, sample_weight = split_weights(labels)
+        self._share, self._loss = Share(counts[0], counts[1], sample_weight), None
+        self.objective.begin(self._share, self._is_prediction)
+        outputs = self.prediction_step(features, labels, counts[1][0])
+        return self._loss, outputs
+
+    def predict(self, features: object, labels: object, run_model: Callable[..., Any]) -> Any:
+        """Returns the predictions of one replica, the body of `TFTrainer.prediction_step`; adds up its loss."""
+        loss, outputs = run_model(features, labels, False)
+        if loss is not None:
+            self._loss = self.objective.measure(loss, labels, self._share)
+        return outputs
+
+
+def check_metric(metric: object, is_called_each: bool) -> None:
+    """Checks that `batch_eval_metrics` can call a metric function batch by batch.
+
+    Raises:
+        ValueError: it does not take `compute_result`.
+    """
+    if not is_called_each or not callable(metric):
+        return
+    names = inspect.signature(metric).parameters
+    if "compute_result" not in names and all(item.kind is not item.VAR_KEYWORD for item in names.values()):
+        raise ValueError(
+            "batch_eval_metrics=True calls `compute_metrics(prediction, compute_result=...)` for each batch: give "
+            "it a parameter `compute_result`, or set batch_eval_metrics=False."
+        )
+
+
+def to_host(leaf: Any) -> Array:
+    """Returns a tensor as an array; bfloat16, which numpy lacks, as float32."""
+    return to_rows(tf.cast(leaf, tf.float32) if leaf.dtype == tf.bfloat16 else leaf)  # type: ignore[no-any-return]
+
+
+def join(parts: tuple[Array, ...]) -> Array:
+    """Concatenates the rows of several replicas."""
+    return np.concatenate(parts) if np.ndim(parts[0]) else np.stack(parts)
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """The options of evaluations.
+
+    Attributes:
+        label_names: the keys that are labels, if batches are dicts; None: those known from transformers.
+        precision: in which the model computes.
+        precision_option: the option that set it, for errors; None: that of the training.
+        calls_each: metric functions are called for each batch.
+        accumulation_steps: batches whose results stay on the device before they move to the host together.
+        concatenates: rows of batches are joined; False: a list with an entry per batch.
+        include: what metrics receive beside predictions and labels, of "inputs" and "loss".
+        spill_gb: of rows in memory, beyond which they go to a file; infinity for never.
+        spill_folder: of that file.
+    """
+
+    label_names: Sequence[str] | None
+    precision: str
+    precision_option: str | None
+    calls_each: bool
+    accumulation_steps: int
+    concatenates: bool
+    include: Sequence[str]
+    spill_gb: float
+    spill_folder: str
+
+    def disk_buffer(self) -> DiskBuffer:
+        """Returns the buffer of the rows of one evaluation."""
+        limit = None if self.spill_gb == float("inf") else int(self.spill_gb * 2**30)
+        return DiskBuffer(limit, self.spill_folder)
+
+
+class Gathering:
+    """Collects the results of an evaluation: the sum of the losses, and rows for the metrics.
+
+    Args:
+        compute_metrics: a function, a `StreamingMetric`, or None.
+        preprocess: `(predictions, labels) -> predictions to store`, of one batch; None: as they are.
+        settings: of evaluations.
+        loss_only: keep nothing but the loss.
+        disk_buffer: when rows leave memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        compute_metrics: Any,
+        preprocess: Callable[[Any, Any], Any] | None,
+        settings: EvaluationSettings,
+        loss_only: bool,
+        disk_buffer: DiskBuffer,
+    ) -> None:
+        self.compute_metrics = compute_metrics
+        self.preprocess = preprocess
+        self.include = settings.include
+        self.loss_only = loss_only
+        self.metric = compute_metrics if not loss_only and is_streaming(compute_metrics) else None
+        if self.metric is not None:
+            self.metric.reset()
+        self.calls_each = compute_metrics is not None and self.metric is None and settings.calls_each
+        self.called: dict[str, Any] = {}  # last result of metrics that are called for each batch
+        self.loss = 0.0
+        self.weight = 0.0
+        self.num_samples = 0
+        self.layers = 0.0  # the layers' losses, times the samples
+        names = ("predictions", "label_ids", "inputs", "losses")
+        self.kept = {name: RowCollector(settings.concatenates, disk_buffer=disk_buffer) for name in names}
+
+    def add(
+        self, features: Any, labels: Any, loss: tuple[float, float, float] | None, outputs: Any, is_last: bool
+    ) -> None:
+        """Adds a batch to the sums, and keeps the requested results.
+
+        Args:
+            features, labels: the batch, on the host.
+            loss: the mean, its weight and the layers' losses; None without labels.
+            outputs: the predictions, on the host.
+            is_last: no batch follows.
+        """
+        size = size_of(features)
+        labels, _ = split_weights(labels)
+        self.num_samples += size
+        if loss is not None:
+            mean, weight, layers = loss
+            self.loss, self.weight = self.loss + mean * weight, self.weight + weight
+            self.layers += layers * size
+        if self.loss_only:
+            return
+        found = self._keep(features, labels, outputs, None if loss is None or not loss[1] else loss[0] + loss[2])
+        if self.metric is not None and labels is not None:
+            self.metric.update(EvalPrediction(**found))
+            return
+        if self.calls_each and labels is not None:
+            self.called = self.compute_metrics(EvalPrediction(**found), compute_result=is_last) or self.called
+            return
+        for name, value in found.items():
+            self.kept[name].add(value, size)
+
+    def _keep(self, features: object, labels: object, outputs: object, loss: float | None) -> dict[str, Any]:
+        """Returns the parts of a batch that the metrics receive."""
+        host_labels = map_leaves(to_rows, labels)
+        if self.preprocess is not None:
+            outputs = map_leaves(to_array, self.preprocess(outputs, host_labels))
+        found = {"predictions": outputs, "label_ids": host_labels}
+        if "inputs" in self.include:
+            found["inputs"] = map_leaves(to_array, features)
+        if "loss" in self.include:
+            found["losses"] = loss
+        return found
+
+    def rows(self) -> dict[str, Any]:
+        """Returns what was kept, with one row per sample; None for what was not."""
+        return {name: collector.result() for name, collector in self.kept.items()}
+
+    def metrics(self, rows: dict[str, Any], is_evaluation: bool) -> dict[str, Any]:
+        """Returns the metrics of the user's function or object."""
+        if self.metric is not None:
+            return dict(self.metric.compute())
+        if self.compute_metrics is None or self.loss_only:
+            return {}
+        if self.calls_each:
+            return dict(check_metrics(self.called))
+        return call_metrics(self.compute_metrics, rows, is_evaluation)
+
+    def mean_loss(self) -> float | None:
+        """Returns the mean loss over all samples or targets; None without labels."""
+        return self.loss / self.weight + self.layers / self.num_samples if self.weight else None
+
+
+class Evaluator:
+    """Runs the model over all batches of a data set once.
+
+    Args:
+        model: computes in the precision of the settings meanwhile.
+        predictor: runs the forward passes.
+        settings: of evaluations.
+        compute_metrics: a function, a `StreamingMetric`, or None.
+        preprocess: `(predictions, labels) -> predictions to store`, of one batch; None: as they are.
+        compiled: a compiled model whose metrics each evaluation accumulates from the start; None without any.
+        is_interrupted: True once a signal has asked the run to stop.
+        on_step: called after each batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        predictor: Predictor,
+        settings: EvaluationSettings,
+        compute_metrics: Any,
+        preprocess: Callable[[Any, Any], Any] | None,
+        compiled: Any,
+        is_interrupted: Callable[[], bool],
+        on_step: Callable[[], None],
+    ) -> None:
+        self.model = model
+        self.predictor = predictor
+        self.settings = settings
+        self.compute_metrics = compute_metrics
+        self.preprocess = preprocess
+        self.compiled = compiled
+        self.is_interrupted = is_interrupted
+        self.on_step = on_step
+
+    def run(
+        self, batches: Iterable[Any], *, loss_only: bool, prefix: str, is_evaluation: bool = True
+    ) -> EvalLoopOutput:
+        """Evaluates every batch once. The body of `TFTrainer.prediction_loop`.
+
+        Args:
+            batches: each with features and labels, or features alone.
+            loss_only: keep nothing but the loss.
+            prefix: of the metrics' names.
+            is_evaluation: False: labels may be missing.
+
+        Returns: predictions and labels with one row per sample (None if only the loss is requested, or metrics are
+            computed batch by batch), metrics under the prefix, and the number of samples.
+
+        Raises:
+            Interrupted: a signal asked the run to stop.
+        """
+        precision = self.settings.precision, self.settings.precision_option
+        with self.settings.disk_buffer() as disk_buffer, in_precision(self.model, *precision):
+            seen = Gathering(
+                compute_metrics=self.compute_metrics,
+                preprocess=self.preprocess,
+                settings=self.settings,
+                loss_only=loss_only,
+                disk_buffer=disk_buffer,
+            )
+            if self.compiled is not None:
+                self.compiled.reset_metrics()
+            self._run_batches(batches, seen, not is_evaluation)
+            rows = seen.rows()
+        metrics = seen.metrics(rows, is_evaluation)
+        if self.compiled is not None:
+            metrics = {**self.compiled.read_metrics(), **metrics}
+        loss = seen.mean_loss()
+        if loss is not None:
+            metrics["loss"] = loss
+        if seen.num_samples == 0:
+            logger.warning("The evaluation gave no batch: its data is empty, or a generator that has been read before.")
+        named = prefix_metrics(jsonable(metrics), prefix)
+        return EvalLoopOutput(rows["predictions"], rows["label_ids"], named, seen.num_samples)
+
+    def _run_batches(self, batches: Iterable[Any], seen: Gathering, is_prediction: bool) -> None:
+        waiting: list[tuple[Any, Any, Any, bool]] = []  # batches whose results are still on the device
+        for batch, is_last in with_last(batches):
+            if self.is_interrupted():
+                raise Interrupted
+            features, labels = separate(batch, self.settings.label_names)
+            results = self.predictor((features, labels), self.settings.precision, is_prediction)
+            waiting.append((features, labels, results, is_last))
+            if is_last or len(waiting) >= self.settings.accumulation_steps:
+                for features, labels, results, ends in waiting:
+                    seen.add(features, labels, *self.predictor.read((features, labels), results), ends)
+                waiting.clear()
+            self.on_step()
+
+
+def call_metrics(metric: Callable[..., Any], gathered: dict[str, Any], is_evaluation: bool) -> dict[str, Any]:
+    """Returns the user's metrics over all results; empty without labels."""
+    if gathered["predictions"] is None or gathered["label_ids"] is None:
+        if not is_evaluation:
+            return {}
+        logger.warning("compute_metrics was not called: the batches hold no labels. Name them with label_names=[...].")
+        return {}
+    return dict(check_metrics(metric(EvalPrediction(**gathered))))

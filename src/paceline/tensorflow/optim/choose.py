@@ -1,0 +1,103 @@
+"""The choice of an optimizer: the one handed over, the one the model was compiled with, or that of the arguments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.args.errors import UnsupportedOption
+from paceline.tensorflow.framework import keras
+
+logger = logging.getLogger(__name__)
+
+# options of the optimizer that conflict with one that has its own settings
+SETTINGS = (
+    "optim",
+    "optim_args",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "warmup_ratio",
+    "poly_power",
+)
+
+
+def optimizer_pair(given: object) -> tuple[Any, Any]:
+    """Returns (optimizer, schedule) as the Trainer was given them.
+
+    Raises:
+        TypeError: it is not a pair, or holds objects that Keras does not know.
+    """
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise TypeError(
+            f"optimizers is a {type(given).__name__}: expected a pair (optimizer, schedule), such as "
+            "optimizers=(keras.optimizers.Adam(1e-3), None)."
+        )
+    optimizer, schedule = given
+    if optimizer is not None and not all(hasattr(optimizer, name) for name in ("apply_gradients", "learning_rate")):
+        raise TypeError(
+            f"optimizers: {type(optimizer).__module__}.{type(optimizer).__name__} is no optimizer of Keras; give one, "
+            "such as optimizers=(keras.optimizers.Adam(1e-3), None), or name one in optim."
+        )
+    if schedule is not None and not callable(schedule) and not hasattr(schedule, "learning_rate"):
+        raise TypeError(
+            f"optimizers: the schedule {schedule!r:.80} cannot be called; give a "
+            "keras.optimizers.schedules.LearningRateSchedule, or None for that of the arguments."
+        )
+    return optimizer, schedule
+
+
+def compiled_optimizer(model: object) -> Any:
+    """Returns the optimizer that a Keras 3 model was compiled with; None for compile()'s default."""
+    if not isinstance(model, keras.Model) or not model.compiled or model.optimizer is None:
+        return None
+    chosen = getattr(model.optimizer, "inner_optimizer", model.optimizer)  # of a scaled loss
+    return None if settings_of(chosen) == settings_of(keras.optimizers.RMSprop()) else model.optimizer
+
+
+def settings_of(optimizer: Any) -> tuple[type, dict[str, Any]]:
+    """Returns the settings that make an equal optimizer, without its name; a rate changed since is another setting."""
+    return type(optimizer), {**optimizer.get_config(), "name": None}
+
+
+def choose_optimizer(model: object, *, optim: object, max_grad_norm: float | None, given: Mapping[str, Any]) -> Any:
+    """Returns the compiled optimizer; None for the one that the arguments describe.
+
+    Args:
+        model: of any kind.
+        optim: the optimizer that the arguments name.
+        max_grad_norm: to which gradients are clipped; 0 or None: they are not.
+        given: those of `SETTINGS` whose value is not the default.
+
+    Raises:
+        UnsupportedOption: the arguments describe another one.
+    """
+    found = compiled_optimizer(model)
+    if found is None:
+        if isinstance(model, keras.Model) and model.compiled and model.optimizer is not None:
+            logger.warning(
+                "The optimizer of compile() is RMSprop as it is by default: taken is %s, as the arguments say. "
+                "optimizers=(keras.optimizers.RMSprop(), None) takes that one.",
+                optim,
+            )
+        return None
+    if given:
+        named = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise UnsupportedOption(
+            f"The model was compiled with optimizer={type(found).__name__}, which has its own settings, and the "
+            f"arguments ask for {named}: leave these out, or compile(optimizer=None) to have what they describe."
+        )
+    if max_grad_norm:
+        logger.warning(
+            "The optimizer is the compiled %s. Its gradients are clipped to a norm of %s, as fit does not: "
+            "max_grad_norm=0 leaves them as they are.",
+            type(found).__name__,
+            max_grad_norm,
+        )
+    return found

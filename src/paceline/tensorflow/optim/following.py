@@ -1,0 +1,187 @@
+"""Learning rates that follow the evaluations: as torch's plateau schedule, and as GreedyLR."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline.args.choices import SchedulerType
+from paceline.core.greedy import GreedyRule
+from paceline.core.spelling import nearest
+
+logger = logging.getLogger(__name__)
+
+COUNTERS = ("best", "num_bad", "cooldown_left")
+
+
+class FollowingSchedule:
+    """A learning rate that changes by evaluation results, stored outside the optimizer's own variable.
+
+    Attributes:
+        learning_rate: of the next optimizer step.
+    """
+
+    learning_rate: float
+
+    def step(self, value: float, optimizer: object) -> None:
+        """Records one evaluation, and changes the optimizer's rate if it is time."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the rate and the recorded evaluations as plain values."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a saved state; the optimizer stores its rate in its own variable."""
+        raise NotImplementedError
+
+
+class PlateauSchedule(FollowingSchedule):
+    """Multiplies the rate by `factor` after more than `patience` evaluations in a row that were not better.
+
+    Args:
+        learning_rate: at the start.
+        mode: "min" if a smaller metric is better, "max" if a larger one is.
+        factor: below 1.
+        patience: evaluations that are waited for.
+        threshold: smallest improvement over the best so far that counts; `threshold_mode` makes it a share
+            of the best ("rel") or a difference ("abs").
+        cooldown: evaluations passed over after a change.
+        min_lr: the rate does not fall below it.
+        eps: a change of the rate that is not larger than this is left out.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        mode: str = "min",
+        factor: float = 0.1,
+        patience: int = 10,
+        threshold: float = 1e-4,
+        threshold_mode: str = "rel",
+        cooldown: int = 0,
+        min_lr: float = 0.0,
+        eps: float = 1e-8,
+    ) -> None:
+        if not 0.0 < factor < 1.0:
+            raise ValueError(f"lr_scheduler_kwargs: factor={factor} must lie between 0 and 1.")
+        if mode not in ("min", "max"):
+            raise ValueError(f"lr_scheduler_kwargs: mode={mode!r} is neither 'min' nor 'max'.")
+        if threshold_mode not in ("rel", "abs"):
+            raise ValueError(f"lr_scheduler_kwargs: threshold_mode={threshold_mode!r} is neither 'rel' nor 'abs'.")
+        self.learning_rate = float(learning_rate)
+        self.mode = mode
+        self.factor = factor
+        self.patience = patience
+        self.threshold = threshold
+        self.threshold_mode = threshold_mode
+        self.cooldown = cooldown
+        self.min_lr = min_lr
+        self.eps = eps
+        self.best = math.inf if mode == "min" else -math.inf
+        self.num_bad = self.cooldown_left = 0
+
+    def is_better(self, value: float) -> bool:
+        """True if a metric beats the best so far by more than the threshold."""
+        margin = self.threshold if self.mode == "max" else -self.threshold
+        aim = self.best + margin if self.threshold_mode == "abs" else self.best * (1.0 + margin)
+        return value > aim if self.mode == "max" else value < aim
+
+    def step(self, value: float, optimizer: Any) -> None:
+        """Records one evaluation, and changes the optimizer's rate if it is time."""
+        if self.is_better(value):
+            self.best, self.num_bad = value, 0
+        else:
+            self.num_bad += 1
+        if self.cooldown_left > 0:
+            self.cooldown_left, self.num_bad = self.cooldown_left - 1, 0
+        if self.num_bad <= self.patience:
+            return
+        self.cooldown_left, self.num_bad = self.cooldown, 0
+        lower = max(self.learning_rate * self.factor, self.min_lr)
+        if self.learning_rate - lower > self.eps:
+            self.learning_rate = lower
+            optimizer.learning_rate = lower
+            logger.info("The metric gets no better (best: %s): the learning rate is now %.4e.", self.best, lower)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the rate and the counters as plain values."""
+        return {name: getattr(self, name) for name in ("learning_rate", *COUNTERS)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a saved state; the optimizer stores its rate in its own variable."""
+        for name in ("learning_rate", *COUNTERS):
+            setattr(self, name, state[name])
+
+
+class GreedySchedule(GreedyRule, FollowingSchedule):
+    """Raises the rate while a metric gets better, lowers it while it does not; see `paceline.core.greedy`.
+
+    Args:
+        learning_rate: at the start.
+        options: of `GreedyRule`, as in `lr_scheduler_kwargs`; `min_lr` and `max_lr` are numbers.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    def __init__(self, learning_rate: float, **options: Any) -> None:
+        self.learning_rate = float(learning_rate)
+        super().__init__(1, **options)
+
+    def _rates(self) -> list[float]:
+        return [self.learning_rate]
+
+    def _set(self, index: int, rate: float) -> None:
+        self.learning_rate = rate
+
+    def step(self, value: float, optimizer: Any) -> None:
+        """Records one evaluation, and changes the optimizer's rate if it is time."""
+        before = self.learning_rate
+        self.observe(value)
+        if self.learning_rate != before:
+            optimizer.learning_rate = self.learning_rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns every option, the rate and the recorded evaluations as plain values."""
+        return self.export()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a saved state; the optimizer stores its rate in its own variable."""
+        self.take_up(state)
+
+
+FOLLOWING: dict[str, tuple[Callable[..., FollowingSchedule], type]] = {  # the schedule, and the class with its options
+    str(SchedulerType.REDUCE_ON_PLATEAU): (PlateauSchedule, PlateauSchedule),
+    str(SchedulerType.GREEDY): (GreedySchedule, GreedyRule),
+}
+
+
+def following_schedule(
+    name: str, learning_rate: float, options: Mapping[str, Any], *, has_warmup: bool
+) -> FollowingSchedule:
+    """Returns a schedule of `FOLLOWING`.
+
+    Args:
+        name: as in `lr_scheduler_type`.
+        learning_rate: at the start.
+        options: as in `lr_scheduler_kwargs`.
+        has_warmup: one is asked for.
+
+    Raises:
+        TypeError: an option that it does not have.
+        ValueError: a value out of range, or a warm-up, which it has not.
+    """
+    if has_warmup:
+        raise ValueError(f"lr_scheduler_type='{name}' has no warm-up: leave warmup_steps and warmup_ratio out.")
+    kind, described = FOLLOWING[name]
+    known = set(inspect.signature(described).parameters) - {"learning_rate", "num_groups"}
+    for option in options.keys() - known:
+        raise TypeError(f"lr_scheduler_kwargs: {name} has no option {option!r}; {nearest(option, known)}")
+    return kind(learning_rate, **options)

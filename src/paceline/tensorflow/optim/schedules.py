@@ -1,0 +1,126 @@
+"""Learning-rate schedules for Keras: every closed-form schedule of `paceline.core.schedules`, and linear warm-up.
+
+A schedule is computed on the host, for all optimizer steps of the run, and looked up in the graph: the same numbers as
+on the torch side. For a run of more than a million optimizer steps the host computes each rate when it is read, some
+microseconds each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from paceline.core.schedules import multiplier
+from paceline.tensorflow.framework import keras, tf
+
+MAX_TABLE = 2**20  # optimizer steps whose rates are held in memory, 4 bytes each
+
+LearningRateSchedule: Any = keras.optimizers.schedules.LearningRateSchedule
+
+
+class StepSchedule(LearningRateSchedule):  # type: ignore[misc]
+    """A closed-form schedule by its name.
+
+    Args:
+        name: as in `lr_scheduler_type`.
+        learning_rate: the rate that the schedule multiplies.
+        num_training_steps: optimizer steps of the run; beyond them the last rate stays.
+        num_warmup_steps: optimizer steps of warm-up.
+        options: the schedule's other settings, as in `lr_scheduler_kwargs`.
+
+    Raises:
+        ValueError, TypeError: as `paceline.core.schedules.multiplier`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        learning_rate: float,
+        num_training_steps: int,
+        num_warmup_steps: int = 0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = str(name)
+        self.learning_rate = float(learning_rate)
+        self.num_training_steps = int(num_training_steps)
+        self.num_warmup_steps = int(num_warmup_steps)
+        self.options = dict(options or {})
+        self.factor = multiplier(
+            self.name,
+            num_warmup_steps=self.num_warmup_steps,
+            num_training_steps=self.num_training_steps,
+            lr_init=self.learning_rate,
+            **self.options,
+        )
+        size = self.num_training_steps + 1
+        self.rates = np.fromiter(map(self.rate, range(size)), np.float32, size) if size <= MAX_TABLE else None
+
+    def rate(self, step: int) -> float:
+        """Returns the rate of an optimizer step, 0-based."""
+        return self.learning_rate * self.factor(int(step))
+
+    def __call__(self, step: object) -> Any:
+        """Returns the rate of an optimizer step, 0-based: a float32 scalar."""
+        place = tf.minimum(tf.cast(step, tf.int64), self.num_training_steps)
+        if self.rates is not None:
+            return tf.gather(tf.constant(self.rates), place)
+        rate = tf.numpy_function(lambda step: np.float32(self.rate(step)), [place], tf.float32, stateful=False)
+        return tf.ensure_shape(rate, [])
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments that make an equal schedule."""
+        return {
+            "name": self.name,
+            "learning_rate": self.learning_rate,
+            "num_training_steps": self.num_training_steps,
+            "num_warmup_steps": self.num_warmup_steps,
+            "options": self.options,
+        }
+
+
+class WarmUp(LearningRateSchedule):  # type: ignore[misc]
+    """A warm-up from 0 to the rate, then another schedule, which counts from the end of the warm-up.
+
+    Args:
+        initial_learning_rate: the rate at the end of the warm-up.
+        decay_schedule_fn: step -> rate, for the optimizer steps after it.
+        warmup_steps: optimizer steps of the rise.
+        power: the rise follows `(step / warmup_steps) ** power`.
+        name: of the operations.
+    """
+
+    def __init__(
+        self,
+        initial_learning_rate: float,
+        decay_schedule_fn: Any,
+        warmup_steps: int,
+        power: float = 1.0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.initial_learning_rate = initial_learning_rate
+        self.decay_schedule_fn = decay_schedule_fn
+        self.warmup_steps = warmup_steps
+        self.power = power
+        self.name = name
+
+    def __call__(self, step: Any) -> Any:
+        """Returns the rate of an optimizer step, 0-based: a float32 scalar."""
+        with tf.name_scope(self.name or "WarmUp"):
+            done, length = tf.cast(step, tf.float32), tf.cast(self.warmup_steps, tf.float32)
+            rising = self.initial_learning_rate * tf.pow(done / tf.maximum(length, 1.0), self.power)
+            after = tf.cast(self.decay_schedule_fn(step - self.warmup_steps), tf.float32)
+            return tf.where(done < length, rising, after)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments that make an equal schedule."""
+        return {
+            "initial_learning_rate": self.initial_learning_rate,
+            "decay_schedule_fn": self.decay_schedule_fn,
+            "warmup_steps": self.warmup_steps,
+            "power": self.power,
+            "name": self.name,
+        }

@@ -1,0 +1,175 @@
+"""The parts of a TFTrainer, each given what it works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.checkpoint.retention import retention_of
+from paceline.hub.described import CardFacts
+from paceline.tensorflow.checkpoint.resume_state import RunInProgress
+from paceline.tensorflow.checkpoint.saving import Checkpointer
+from paceline.tensorflow.evaluation import EvaluationSettings, Evaluator
+from paceline.tensorflow.model_card import card_facts
+from paceline.tensorflow.model_card import optimizer_of as describe_optimizer
+from paceline.tensorflow.optim.choose import SETTINGS, choose_optimizer
+from paceline.tensorflow.optim.following import FOLLOWING, FollowingSchedule, following_schedule
+from paceline.tensorflow.optim.optimizers import OptimizerSettings, make_optimizer
+from paceline.tensorflow.optim.schedules import StepSchedule
+from paceline.tensorflow.overrides import check_methods, check_step
+from paceline.tensorflow.precision import evaluation_precision
+from paceline.tensorflow.token_counter import token_counter
+
+if TYPE_CHECKING:
+    from paceline.tensorflow.trainer import TFTrainer
+
+
+def check_overrides(trainer: TFTrainer, step: str) -> None:
+    """Raises for methods of the Trainer, or a step of its Keras model, that nothing would call.
+
+    Raises:
+        UnsupportedOption: there is one; the message names the replacement.
+    """
+    check_methods(type(trainer).__name__, dir(trainer))
+    check_step(trainer.model, step, partial(getattr, trainer))
+
+
+# ---- optimizer and schedule
+
+
+def compiled_optimizer_of(trainer: TFTrainer) -> Any:
+    """Returns the optimizer that the model was compiled with; None for the one that the arguments describe."""
+    args = trainer.args
+    defaults = {field.name: field.default for field in fields(args) if field.name in SETTINGS}
+    return choose_optimizer(
+        trainer.model,
+        optim=args.optim,
+        max_grad_norm=args.max_grad_norm,
+        given={
+            name: getattr(args, name)
+            for name, default in defaults.items()
+            if getattr(args, name) not in (default, str(default))
+        },
+    )
+
+
+def schedule_of(trainer: TFTrainer, num_training_steps: int) -> FollowingSchedule | StepSchedule:
+    """Returns the schedule that the arguments describe, for a run of `num_training_steps`."""
+    args = trainer.args
+    name = str(args.lr_scheduler_type)
+    options: dict[str, Any] = dict(args.lr_scheduler_kwargs or {})  # type: ignore[arg-type]  # read from text by now
+    if name in FOLLOWING:
+        has_warmup = args.get_warmup_steps(1000) > 0
+        return following_schedule(name, args.learning_rate, options, has_warmup=has_warmup)
+    if args.poly_power != 1.0:
+        name, options = "polynomial", {"lr_end": 0.0, **options, "power": args.poly_power}
+    warmup = args.get_warmup_steps(num_training_steps)
+    return StepSchedule(name, args.learning_rate, num_training_steps, warmup, options)
+
+
+def optimizer_of(trainer: TFTrainer, learning_rate: object) -> Any:
+    """Returns the optimizer that the arguments describe, with a rate or a schedule."""
+    args = trainer.args
+    described = OptimizerSettings(
+        name=str(args.optim),
+        options=args.optim_args,
+        betas=(args.adam_beta1, args.adam_beta2),
+        epsilon=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+    )
+    return make_optimizer(described, trainer.model, learning_rate)
+
+
+# ---- a run
+
+
+def token_counter_of(trainer: TFTrainer) -> Callable[[Sequence[Any]], int] | None:
+    """Returns a function from the batches of an optimizer step to their input tokens; None if they are not counted."""
+    return token_counter(
+        str(trainer.args.include_num_input_tokens_seen),
+        getattr(trainer.model, "main_input_name", "input_ids"),
+        getattr(trainer.processing_class, "pad_token_id", None),
+    )
+
+
+# ---- evaluation
+
+
+def evaluation_precision_of(trainer: TFTrainer) -> tuple[str, str | None]:
+    """Returns the precision of evaluations, and the option that set it if it differs from that of the training."""
+    args = trainer.args
+    return evaluation_precision(args.mixed_precision, bf16=args.bf16_full_eval, fp16=args.fp16_full_eval)
+
+
+def evaluator_of(trainer: TFTrainer, on_step: Callable[[], None]) -> Evaluator:
+    """Returns what evaluates; it calls `on_step` after each batch."""
+    args, run = trainer.args, trainer.run
+    precision, option = evaluation_precision_of(trainer)
+    return Evaluator(
+        model=trainer.model,
+        predictor=trainer.predictor,
+        settings=EvaluationSettings(
+            label_names=trainer.label_names,
+            precision=precision,
+            precision_option=option,
+            calls_each=args.batch_eval_metrics,
+            accumulation_steps=args.eval_accumulation_steps or 1,
+            concatenates=args.eval_do_concat_batches,
+            include=tuple(args.include_for_metrics or ()),
+            spill_gb=args.eval_spill_gb,
+            spill_folder=str(args.output_dir),
+        ),
+        compute_metrics=trainer.compute_metrics,
+        preprocess=trainer.preprocess_logits_for_metrics,
+        compiled=trainer.objective.compiled if trainer.n_replicas == 1 else None,
+        is_interrupted=lambda: run is not None and run.signals.requested is not None,
+        on_step=on_step,
+    )
+
+
+# ---- checkpoints
+
+
+def checkpointer_of(trainer: TFTrainer) -> Checkpointer:
+    """Returns what writes and restores checkpoints of the model and optimizer as they are now."""
+    args = trainer.args
+    return Checkpointer(
+        folder=Path(str(args.output_dir)),
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        schedule=trainer.lr_scheduler,
+        processing_class=trainer.processing_class,
+        callback_handler=trainer.callback_handler,
+        arguments=args.to_sanitized_dict(),
+        retention=retention_of(args),
+        is_model_only=args.save_only_model,
+        with_arguments=args.restore_callback_states_from_checkpoint,
+        is_writer=trainer.is_world_process_zero(),
+        process_index=trainer.world.process_index,
+    )
+
+
+def run_in_progress_of(trainer: TFTrainer) -> RunInProgress | None:
+    """Returns the parts of the run whose states a checkpoint holds; None outside of `train`."""
+    run = trainer.run
+    return None if run is None else RunInProgress(run.mark_now(), run.feed, run.engine, run.loop)
+
+
+# ---- the hub
+
+
+def card_facts_of(trainer: TFTrainer) -> CardFacts:
+    """Returns the facts for the model card."""
+    args = trainer.args
+    return card_facts(
+        trainer.model,
+        eval_dataset=trainer.eval_dataset,
+        num_replicas=trainer.n_replicas,
+        micro_batch_size=args.per_device_train_batch_size,
+        global_batch_size=args.train_batch_size * args.gradient_accumulation_steps,
+        mixed_precision=args.mixed_precision,
+        optimizer=describe_optimizer(trainer.optimizer),
+    )

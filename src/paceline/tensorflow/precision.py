@@ -1,0 +1,89 @@
+"""Mixed precision: Keras' policies, set on the layers of a model built without one, and the scale of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from paceline.tensorflow.framework import keras, tf
+
+POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
+
+
+@contextmanager
+def in_precision(model: object, precision: str, option: str | None = None) -> Iterator[None]:
+    """While entered, a Keras 3 model computes in the precision of the plan; its layers' policies are restored
+    afterwards.
+
+    Args:
+        model: of any kind, if there is nothing to change.
+        precision: "bf16", "fp16", or another for that of the model.
+        option: named in the error; None: the one of the precision's name.
+
+    Raises:
+        ValueError: the model is not of Keras 3 and was not built under the policy, or was built under another.
+    """
+    policy = POLICIES.get(precision)
+    if policy is None or computes_in(model, policy):
+        yield
+        return
+    others = [other for other in POLICIES.values() if computes_in(model, other)]
+    if others:
+        raise ValueError(
+            f"{option or precision}=True: the model was built under the policy {others[0]!r}, and layers that compute "
+            f"in one 16-bit type are not switched to the other. Leave {option or precision} out."
+        )
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"{option or precision}=True: a {type(model).__name__} computes in the types of its own variables. Build "
+            f"it with {policy.removeprefix('mixed_')} inside (tf_keras: set its global policy to '{policy}' before), "
+            f"or leave {option or precision} out."
+        )
+    layers = [layer for layer in model._flatten_layers() if layer.dtype_policy.name == "float32"]
+    before = [layer.dtype_policy for layer in layers]
+    for layer in layers:
+        layer.dtype_policy = policy
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            layer.dtype_policy = own
+
+
+def evaluation_precision(training: str, *, bf16: bool, fp16: bool) -> tuple[str, str | None]:
+    """Returns the precision of evaluations, and the option that set it if it differs from that of the training.
+
+    Args:
+        training: "bf16", "fp16", or another for that of the model.
+        bf16, fp16: the options `bf16_full_eval` and `fp16_full_eval`.
+    """
+    if bf16:
+        return "bf16", "bf16_full_eval"
+    return ("fp16", "fp16_full_eval") if fp16 else (training, None)
+
+
+def computes_in(model: object, policy: str) -> bool:
+    """True if a model was built under this policy."""
+    found: Any = getattr(model, "layers", None) or getattr(model, "submodules", ())
+    return any(getattr(getattr(layer, "dtype_policy", None), "name", None) == policy for layer in found)
+
+
+def has_loss_scale(optimizer: object) -> bool:
+    """True if an optimizer scales the loss and skips steps that overflow: that of float16."""
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or hasattr(optimizer, "get_scaled_loss")
+
+
+def scale_loss(optimizer: object, loss: object) -> Any:
+    """Returns the loss multiplied by the factor that the optimizer divides the gradients by."""
+    if hasattr(optimizer, "get_scaled_loss"):  # of tf_keras
+        return optimizer.get_scaled_loss(loss)
+    return optimizer.scale_loss(loss) if hasattr(optimizer, "scale_loss") else loss
+
+
+def loss_scale(optimizer: object) -> Any:
+    """Returns the factor by which the gradients are scaled."""
+    if has_loss_scale(optimizer):
+        scale = getattr(optimizer, "dynamic_scale", getattr(optimizer, "loss_scale", None))
+        return tf.cast(tf.convert_to_tensor(scale), tf.float32)
+    return getattr(optimizer, "loss_scale_factor", None) or 1.0

@@ -1,0 +1,424 @@
+"""The session of a TFTrainer: the parts for TensorFlow, what each is made of, and what each is given."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.args.errors import UnsupportedOption
+from paceline.args.plan import Plan, resolve
+from paceline.args.sections import Options
+from paceline.checkpoint import folders
+from paceline.checkpoint.lock import FolderLock, acquire
+from paceline.checkpoint.resuming import announce_resume, begin_state, find_checkpoint, report_changes, report_kept
+from paceline.core import session as core
+from paceline.core.contracts import Hooks
+from paceline.core.journal import UpdateRow, keep_journal
+from paceline.core.lineage import RunMark, begin_run
+from paceline.core.loop import Loop
+from paceline.core.metrics import best_metric_value
+from paceline.core.session import Kept, RunFacts
+from paceline.core.signals import StopSignals
+from paceline.core.state import TrainerState
+from paceline.tensorflow.arguments import check_tensorflow
+from paceline.tensorflow.checkpoint.resume_state import read_progress, read_unlogged, restore_position, wrap_load_error
+from paceline.tensorflow.checkpoint.saving import Checkpointer, requested_actions
+from paceline.tensorflow.checkpoint.variables import restore_variables
+from paceline.tensorflow.data.feed import TFFeed
+from paceline.tensorflow.data.sources import source_of_batches
+from paceline.tensorflow.devices import World
+from paceline.tensorflow.engine import TFEngine
+from paceline.tensorflow.framework import keras, plain, tf
+from paceline.tensorflow.objective import Objective
+from paceline.tensorflow.optim.following import FollowingSchedule
+from paceline.tensorflow.overflow import Watch
+from paceline.tensorflow.precision import evaluation_precision, has_loss_scale, in_precision
+from paceline.tensorflow.randomness import hold_generators, seed_everything
+from paceline.tensorflow.rollback import Rollback, Snapshot
+from paceline.tensorflow.traces import trace_again
+
+logger = logging.getLogger(__name__)
+
+
+class NothingPending:
+    """The pending checkpoint writes: always none, as TensorFlow writes synchronously."""
+
+    is_due = False
+
+    def settle(self) -> None:
+        """Does nothing."""
+
+
+class TFTrainerMembers(core.Facade, Protocol):
+    """The members of a TFTrainer that a subclass may override and that its session uses; each is documented there.
+
+    Attributes:
+        eval_dataset: the evaluation data, or a dict of several.
+    """
+
+    eval_dataset: Any
+    remake_model: Callable[[], None]
+    get_train_tfdataset: Callable[[], Any]
+    create_optimizer_and_scheduler: Callable[[int], None]
+    training_step: Callable[..., Any]
+    apply_gradients: Callable[..., Any]
+    distributed_training_steps: Callable[..., Any]
+    evaluate: Callable[..., dict[str, float]]
+    _save_checkpoint: Callable[[], Any]
+    _make_checkpointer: Callable[[], Checkpointer]
+    _make_token_counter: Callable[[], Callable[[Sequence[Any]], int] | None]
+    _finished_pushes: Callable[[], AbstractContextManager[None]]
+
+
+class Session(core.Session[core.Run, TFTrainerMembers]):
+    """The parts of a TFTrainer, and how they are made for TensorFlow.
+
+    Attributes:
+        world: the workers and their devices.
+        model: the model as the user gave it, or as `model_init` made it last.
+        optimizer, lr_scheduler: of the user, or made for the last run; None before.
+        has_own_optimizer: the optimizer was made here, with a schedule of the length of one run.
+        strategy: places the replicas.
+        objective: how the model is called, and its loss.
+        engine: the compiled optimizer step; recreated by each run.
+    """
+
+    world: Kept[World] = Kept()
+    model: Kept[Any] = Kept()
+    optimizer: Kept[Any] = Kept()
+    lr_scheduler: Kept[Any] = Kept()
+    has_own_optimizer: Kept[bool] = Kept()
+    strategy: Kept[Any] = Kept()
+    objective: Kept[Objective] = Kept()
+    engine: Kept[TFEngine | None] = Kept()
+
+    @property
+    def world_size(self) -> int:
+        return 1  # a signal to one worker ends the job: its strategy loses the others
+
+    @property
+    def num_replicas(self) -> int:
+        """The replicas that share an optimizer step, over all workers."""
+        return int(self.strategy.num_replicas_in_sync)
+
+    # ---- the order of life
+
+    @contextmanager
+    def lock(self, folder: Path) -> Iterator[FolderLock | None]:
+        lock = acquire(folder) if self.world.process_index == 0 else None
+        try:
+            yield lock
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def start(self, trial: object) -> None:
+        args = self.args
+        check_tensorflow(args)
+        if args.auto_find_batch_size and self.world.world_size > 1:
+            raise UnsupportedOption(
+                f"auto_find_batch_size=True is not supported with {self.world.world_size} workers, of which one alone "
+                "may run out of memory: set per_device_train_batch_size, with gradient_accumulation_steps."
+            )
+        seed_everything(args.seed, is_deterministic=args.full_determinism, tf32=args.tf32)
+        self.facade.remake_model()
+        check_evaluation(args, self.facade.eval_dataset, self.model)
+        with self.strategy.scope():
+            hold_generators(self.model, args.seed)
+
+    def find_checkpoint(self, resume: str | bool | None) -> Path | None:
+        return choose_checkpoint(self.args, resume)
+
+    def open_data(self, checkpoint: Path | None) -> tuple[TFFeed, Plan]:
+        args = self.args
+        source = source_of_batches(self.facade.get_train_tfdataset())
+        feed = TFFeed(
+            source,
+            accumulation=args.gradient_accumulation_steps,
+            label_names=args.label_names,
+            ignore_data_skip=args.ignore_data_skip,
+        )
+        plan = resolve(
+            args,
+            world_size=self.num_replicas,
+            micro_batches_per_epoch=source.num_batches,
+            samples_per_epoch=source.num_samples,
+        )
+        return feed, plan
+
+    def begin_state(self, plan: Plan, checkpoint: Path | None, trial: object) -> TrainerState:
+        is_first = self.world.process_index == 0
+        is_local = self.world.local_process_index == 0
+        return begin_state(plan, checkpoint, is_local_process_zero=is_local, is_world_process_zero=is_first)
+
+    def begin_mark(self, folder: Path, checkpoint: Path | None) -> RunMark:
+        mark = begin_run(folder, checkpoint, self.state.global_step, folders.list_checkpoints(folder))
+        if self.world.process_index == 0:
+            report_kept(folder, mark)
+        return mark
+
+    def restore_position(self, feed: TFFeed, plan: Plan, checkpoint: Path) -> Plan:
+        with wrap_load_error(checkpoint):
+            plan, self.state.max_steps = restore_position(
+                feed,
+                plan,
+                checkpoint,
+                read_progress(checkpoint),
+                global_step=self.state.global_step,
+                arguments=self.args.to_sanitized_dict(),
+                warmup_steps=self.args.get_warmup_steps,
+            )
+        return plan
+
+    @contextmanager
+    def surroundings(self, plan: Plan) -> Iterator[None]:
+        with self.facade._finished_pushes(), in_precision(self.model, plan.precision):
+            yield
+
+    def watch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def prepare(self, plan: Plan, feed: TFFeed, signals: StopSignals, watchdog: None, folder: Path) -> core.Run:
+        self.prepare_optimizer(plan)
+        self.engine = self.make_engine(plan)
+        assert self.run_mark is not None
+        return core.Run(plan, feed, self.engine, signals, self.run_mark, folder)
+
+    def prepare_optimizer(self, plan: Plan) -> None:
+        """Creates the optimizer if there is none, and its variables, and scales the loss if it is float16."""
+        if self.has_own_optimizer:  # its schedule had the length of the previous run
+            self.optimizer = self.lr_scheduler = None
+        with self.strategy.scope():
+            self.facade.create_optimizer_and_scheduler(plan.max_steps)
+            if plan.precision == "fp16" and not has_loss_scale(self.optimizer):
+                self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
+            build = getattr(self.optimizer, "build", None)
+            if callable(build) and not getattr(self.optimizer, "built", False):
+                build(self.model.trainable_variables)
+        handler = self.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
+
+    def make_engine(self, plan: Plan) -> TFEngine:
+        """Returns the engine of a run."""
+        return TFEngine(
+            strategy=self.strategy,
+            objective=self.objective,
+            optimizer=self.optimizer,
+            training_step=self.facade.training_step,
+            apply_gradients=self.facade.apply_gradients,
+            distributed_training_steps=self.facade.distributed_training_steps,
+            max_grad_norm=plan.max_grad_norm or math.inf,  # without clipping the norm is logged all the same
+            skips_non_finite=plan.nonfinite_policy == "skip",
+            is_retried=plan.auto_find_batch_size,
+            xla=self.args.xla,
+            watch=make_watch(self.args, self.strategy, self.model),
+        )
+
+    def restore(self, run: core.Run, checkpoint: Path | None) -> Loop:
+        progress: Mapping[str, Any] = {}
+        with wrap_load_error(checkpoint):
+            if checkpoint is not None:
+                progress = read_progress(checkpoint)
+                self.restore_items(run, checkpoint, progress)
+            run.begin_at(self.state)
+            loop = self.make_loop(run, self.hooks(run, progress), NothingPending())
+            if checkpoint is not None:
+                loop.resume(*read_unlogged(checkpoint, progress))
+        return loop
+
+    def restore_items(self, run: core.Run, checkpoint: Path, progress: Mapping[str, Any]) -> None:
+        """Loads everything that the checkpoint holds beside the position in the data."""
+        arguments = self.args.to_sanitized_dict()
+        trace_again(run.engine, arguments, progress)  # first: what a model's code draws while traced is put back
+        self.facade._make_checkpointer().restore(checkpoint, progress)
+        for name, is_requested in requested_actions(self.state).items():
+            setattr(self.control, name, is_requested)
+        if self.world.process_index == 0:
+            report_changes(checkpoint, progress, arguments)
+        announce_resume(self.state, checkpoint)
+
+    def describe(self, run: core.Run) -> RunFacts:
+        lines: tuple[str, ...] = ()
+        if self.args.save_in_background and run.plan.save_strategy != "no":
+            lines = ("Training waits for each checkpoint to be written: TensorFlow writes variables where they are.",)
+        return RunFacts(
+            num_trainable=sum(math.prod(variable.shape) for variable in self.model.trainable_variables),
+            num_samples=run.feed.source.num_samples,
+            record={"strategy": type(self.strategy).__name__},
+            lines=lines,
+        )
+
+    def open(self, run: core.Run) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self, run: core.Run) -> None:
+        folders.recover(run.folder, logger.info)
+
+    def settle(self, run: core.Run, train_loss: float) -> float:
+        if run.signals.requested is None:
+            self.finalize_weights()
+        num_updates = self.state.global_step - run.first_step
+        if num_updates and not is_finite(self.model):
+            logger.error("The weights hold inf or NaN: the training loss is given as NaN. See nonfinite_policy.")
+            train_loss = math.nan
+        if run.first_step and num_updates:
+            logger.warning(
+                "The training loss, %.6g, is the mean over the %d optimizer steps since the resume at step %d; earlier "
+                "ones are in state.log_history.",
+                train_loss,
+                num_updates,
+                run.first_step,
+            )
+        return train_loss
+
+    def finalize_weights(self) -> None:
+        """Gives the model the averaged weights of an optimizer with use_ema=True, as `fit` does at its end."""
+        finalize = getattr(self.optimizer, "finalize_variable_values", None)
+        if callable(finalize):
+            with self.strategy.scope():
+                finalize(self.model.trainable_variables)
+
+    def complete_saves(self, run: core.Run) -> None:
+        """Does nothing: each checkpoint was complete when its save returned."""
+
+    def load_best(self, checkpoint: Path) -> None:
+        problems = folders.verify(checkpoint)
+        if problems:
+            reason = "; ".join(problems[:3])
+            logger.error("The best model is not loaded, the last one stays: %s: %s.", checkpoint, reason)
+            return
+        logger.info("Loading the best model, %s (%s).", checkpoint, self.state.best_metric)
+        restore_variables(checkpoint, self.model)
+
+    # ---- what the loop calls
+
+    def hooks(self, run: core.Run, progress: Mapping[str, Any]) -> Hooks:
+        """Returns the hooks of a run's loop.
+
+        Args:
+            progress: of the checkpoint that it resumes from; empty without one.
+        """
+        folder = run.folder if self.args.should_save else None
+        return Hooks(
+            log=self.facade.log,
+            act=partial(self.act, run),
+            evaluate=partial(self.evaluate_in_run, run),
+            save=partial(self.save_in_run, run),
+            record=keep_journal(run.retry_writer, folder, self.state.global_step, progress),
+            snapshot=lambda: self.rollback(run, folder).take_snapshot(self.state),
+            rewind=partial(self.rewind, run, folder),
+            count=self.counter(),
+        )
+
+    def rollback(self, run: core.Run, folder: Path | None) -> Rollback:
+        """Returns the rollback of everything that training changes; the loop rewinds itself."""
+        return Rollback(
+            model=self.model,
+            optimizer=self.optimizer,
+            schedule=self.lr_scheduler,
+            callback_handler=self.callback_handler,
+            feed=run.feed,
+            retry_writer=run.retry_writer,
+            folder=folder,
+        )
+
+    def rewind(self, run: core.Run, folder: Path | None, snapshot: Snapshot, bad: UpdateRow) -> None:
+        """Restores a snapshot; the samples of the bad step will be left out."""
+        self.state.take_back(snapshot.state)
+        self.rollback(run, folder).rewind(snapshot, bad)
+
+    def counter(self) -> Callable[[Sequence[Any]], None] | None:
+        """Returns a function that adds up the input tokens of each window; None if they are not counted."""
+        count = self.facade._make_token_counter()
+        if count is None:
+            return None
+
+        def add(batches: Sequence[Any]) -> None:
+            self.state.num_input_tokens_seen += count(batches)
+
+        return add
+
+    def act(self, run: core.Run) -> None:
+        """Logs, evaluates and saves if due."""
+        assert run.loop is not None
+        if run.lock is not None:
+            run.lock.check()
+        run.loop.log_evaluate_save()
+
+    def evaluate_in_run(self, run: core.Run, skip_scheduler: bool) -> dict[str, float]:
+        """Evaluates in the course of a run, and steps a schedule that follows a metric."""
+        metrics = self.facade.evaluate()
+        if not skip_scheduler and isinstance(self.lr_scheduler, FollowingSchedule):
+            name = run.plan.metric_for_best_model or "loss"
+            self.lr_scheduler.step(best_metric_value(metrics, name), self.optimizer)
+        return metrics
+
+    def save_in_run(self, run: core.Run) -> bool:
+        """Writes a checkpoint; returns True if it is complete. An own `_save_checkpoint` may return nothing."""
+        is_there = self.facade._save_checkpoint() is not False
+        if self.args.should_save and is_there:
+            self.claim(run)
+        return is_there
+
+
+def check_evaluation(args: Any, eval_dataset: object, model: object) -> None:
+    """Checks the evaluations before training, rather than at the first one.
+
+    Raises:
+        ValueError: there is no data for it, or the model cannot compute in its precision.
+    """
+    if str(args.eval_strategy) == "no":
+        return
+    if eval_dataset is None:
+        raise ValueError(f"eval_strategy='{args.eval_strategy}' needs an eval_dataset: pass one to TFTrainer.")
+    precision = evaluation_precision(args.mixed_precision, bf16=args.bf16_full_eval, fp16=args.fp16_full_eval)
+    with in_precision(model, *precision):
+        pass
+
+
+def choose_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
+    """Returns the checkpoint to resume from: the one named, else the newest good one in `output_dir`, if there is any.
+
+    Resuming by default matches the TFTrainer of transformers; `resume_from_checkpoint=False` begins anew.
+
+    Raises:
+        ValueError: the one named is damaged, or True was given and there is none.
+    """
+    folder = Path(args.output_dir)
+    wanted = args.resume_from_checkpoint if resume is None else resume
+    if wanted is None:
+        folders.recover(folder, logger.warning)
+        found = folders.newest_valid(folder, logger.warning)
+        if found is not None:
+            logger.warning(
+                "Resuming from %s. train(resume_from_checkpoint=False) begins anew; so does another output_dir.", found
+            )
+        return found
+    return find_checkpoint(wanted, args.output_dir, args.output_store)
+
+
+def make_watch(args: Options, strategy: object, model: object) -> Watch | None:
+    """Returns the watch for inf and NaN; None if `debug` does not ask for it.
+
+    Raises:
+        UnsupportedOption: on a TPU, which cannot ask the host on the way.
+    """
+    if "underflow_overflow" not in args.debug:
+        return None
+    if type(strategy).__name__.startswith("TPU"):
+        raise UnsupportedOption(
+            "debug='underflow_overflow' is not supported on a TPU, which reports nothing before a step has ended: "
+            "try the same batches with use_cpu=True, or leave it out."
+        )
+    return Watch(model)
+
+
+def is_finite(model: Any) -> bool:
+    """True if all trainable weights are finite."""
+    found = [tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(plain(v)))) for v in model.trainable_variables]
+    return bool(tf.reduce_all(tf.stack(found)))

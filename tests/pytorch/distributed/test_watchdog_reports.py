@@ -1,0 +1,90 @@
+"""Reports of the late rank and its stage: the watchdogs of two processes in one process, over a store in memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, distributed_c10d
+
+from paceline.pytorch.distributed import watchdog
+from paceline.pytorch.distributed.watchdog import SHARE_OF_TIMEOUT, Watchdog, watching
+
+PATIENCE = 0.3  # seconds
+
+
+@pytest.fixture
+def dumps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The dumps of the threads' stacks, which are not made."""
+    found: list[Any] = []
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback", lambda *args, **options: found.append(args))
+    return found
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch, dumps: list[Any]) -> Iterator[list[Watchdog]]:
+    store = HashStore()
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    with ExitStack() as stack:
+        worlds: list[Any] = [SimpleNamespace(process_index=rank, world_size=2, is_distributed=True) for rank in (0, 1)]
+        yield [stack.enter_context(Watchdog(world, PATIENCE * SHARE_OF_TIMEOUT)) for world in worlds]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)
+
+
+def test_who_waits_says_once_whom_for_and_the_late_one_shows_its_threads(
+    pair: list[Watchdog], dumps: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    assert [each.patience for each in pair] == pytest.approx([PATIENCE, PATIENCE])  # a part of `ddp_timeout`
+    pair[0].enter("reading data")
+    with pair[1].waiting("waiting for the others before an update"):
+        wait_for(lambda: "Process 1 is waiting" in caplog.text and "Process 0 has been reading data" in caplog.text)
+        time.sleep(2 * PATIENCE)
+    said = [record.getMessage() for record in caplog.records]
+    assert len([text for text in said if text.startswith("Process 1 is waiting: process 0 was reading data for")]) == 1
+    assert len([text for text in said if text.startswith("Process 0 has been reading data for")]) == 1
+    assert len(dumps) == 1  # of the late one; one that waits has nothing to show
+
+
+def test_one_that_is_quick_is_never_named(pair: list[Watchdog], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    for number in range(12):
+        for each in pair:
+            each.enter(f"making update {number}")
+        time.sleep(PATIENCE / 4)
+    assert not caplog.records
+
+
+def test_the_report_leaves_out_who_waits(pair: list[Watchdog]) -> None:
+    pair[0].enter("reading data")
+    wait_for(lambda: "reading data" in pair[1].report())
+    with pair[0].waiting("waiting for the others"):
+        wait_for(lambda: "process 0 was" not in pair[1].report())
+    assert pair[0].stage == "reading data"  # as before it waited
+
+
+def test_a_wait_that_fails_says_what_the_others_did(pair: list[Watchdog]) -> None:
+    pair[0].enter("evaluating")
+    wait_for(lambda: "evaluating" in pair[1].report())
+    with (
+        pytest.raises(RuntimeError, match=r"Process 1, waiting for gradients: process 0 was evaluating for \d+ s"),
+        pair[1].waiting("waiting for gradients"),
+    ):
+        raise RuntimeError("timed out")
+
+
+def test_one_process_has_none() -> None:
+    alone: Any = SimpleNamespace(is_distributed=False)
+    with watching(alone, None) as nobody:
+        assert nobody is None

@@ -1,0 +1,150 @@
+"""The values that processes exchange about an accumulation window. Each is a thread here; sums wait for all."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.args.mesh import Mesh
+from paceline.core.signals import StopSignals
+from paceline.core.state import TrainerControl
+from paceline.pytorch import sync as sync_module
+from paceline.pytorch.distributed.watchdog import Watchdog
+from paceline.pytorch.distributed.world import World
+from paceline.pytorch.model.loss import LossNormalizer
+from paceline.pytorch.model.reductions import LossReduction
+from paceline.pytorch.sync import ProcessSync
+
+TOKENS = LossReduction("tokens")
+
+
+class Processes:
+    """Two of them, with a sync each.
+
+    Attributes:
+        num_gathers: how often objects were sent, which costs more than numbers.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, known: LossReduction = TOKENS, **options: Any) -> None:
+        self._values: list[Any] = [None, None]
+        self._barrier = threading.Barrier(2)
+        self.num_gathers = 0
+        for name in ("sum_floats", "sum_ints"):
+            monkeypatch.setattr(sync_module, name, self._sum)
+        monkeypatch.setattr(sync_module, "gather_objects", self._gather)
+        self.syncs = []
+        for rank in (0, 1):
+            world, rule = World(torch.device("cpu"), 2, rank), LossNormalizer(["labels"], known=known)
+            signals, watchdog = StopSignals(is_distributed=True), Watchdog(world, 60)
+            self.syncs.append(ProcessSync(world, rule, 2, signals, watchdog=watchdog, measure=measure, **options))
+
+    def each(self, call: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """`call(sync, *arguments)` on both at once; of an argument each takes its own item."""
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(call, self.syncs, *arguments))
+
+    def meet(self, *windows: list[Any]) -> list[Any]:
+        """One window of each."""
+
+        def meet_one(sync: ProcessSync, batches: list[Any]) -> Any:
+            num_items = torch.tensor(sum(targets(batch) for batch in batches)) if batches else None
+            return sync.synchronize((batches, num_items), len(batches))
+
+        return self.each(meet_one, windows)
+
+    def _exchange(self, world: World, value: Any) -> list[Any]:
+        self._values[world.process_index] = value
+        self._barrier.wait(20)
+        found = list(self._values)
+        self._barrier.wait(20)
+        return found
+
+    def _sum(self, world: World, values: Any) -> list[Any]:
+        return [sum(each) for each in zip(*self._exchange(world, values), strict=True)]
+
+    def _gather(self, world: World, value: Any) -> list[Any]:
+        self.num_gathers += world.is_first
+        return self._exchange(world, value)
+
+
+def batch_of(*labels: int) -> dict[str, Any]:
+    """One sample."""
+    return {"labels": torch.tensor([labels])}
+
+
+def targets(batch: dict[str, Any]) -> int:
+    return int((batch["labels"] != -100).sum())
+
+
+def measure(batches: list[Any]) -> tuple[int, int]:
+    return sum(batch["labels"].numel() for batch in batches), 10 * len(batches)
+
+
+def test_a_window_weighs_what_all_have_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Processes(monkeypatch)
+    results = both.meet([batch_of(1, 2, 3), batch_of(1, -100, -100)], [batch_of(4, 5, -100)])
+    for sync, ((batches, num_items), num_samples, num_batches) in zip(both.syncs, results, strict=True):
+        assert (sync.weight, sync.total, sync.tokens, sync.operations) == (6, 3, 9, 30)
+        assert (int(num_items), num_samples, num_batches, sync.is_idle) == (6, 3, 2, False)
+        assert len(batches) == 2 - sync.world.process_index
+    assert both.num_gathers == 0
+    assert both.meet([], []) == [(([], None), 0, 0)] * 2
+
+
+def test_a_process_that_has_nothing_left_is_lent_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Processes(monkeypatch)
+    for lent in (1, 1):  # for good
+        _, ((batches, num_items), num_samples, num_batches) = both.meet([batch_of(-100), batch_of(7, 8)], [])
+        assert [sync.is_idle for sync in both.syncs] == [False, True]
+        assert batches[0]["labels"].tolist() == [[7, 8]]
+        assert (int(num_items), num_samples, num_batches) == (2, 2, 2)
+        assert both.num_gathers == lent
+
+
+def test_own_weights_where_gradients_are_not_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Processes(monkeypatch, averages=False)
+    both.meet([batch_of(1, 2, 3)], [batch_of(4, -100, -100)])
+    assert [(sync.weight, sync.total) for sync in both.syncs] == [(4, 3), (4, 1)]
+
+
+def test_processes_that_read_the_same_data_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Processes(monkeypatch, mesh=Mesh(tp=2))
+    results = both.meet([batch_of(1, 2, 3)], [batch_of(1, 2, 3)])
+    for sync, ((_, num_items), num_samples, _) in zip(both.syncs, results, strict=True):
+        assert (sync.weight, sync.total, sync.tokens, sync.operations) == (3, 3, 3, 10)
+        assert (int(num_items), num_samples) == (3, 1)
+
+
+def test_a_window_without_a_target_weighs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where samples without a target count."""
+    both = Processes(monkeypatch, LossReduction("all_samples"))
+    both.meet([batch_of(-100)], [batch_of(-100)])
+    assert [sync.weight for sync in both.syncs] == [0, 0]
+    both.meet([batch_of(1)], [batch_of(-100)])
+    assert [sync.weight for sync in both.syncs] == [2, 2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_signal_to_one_is_obeyed_by_all(monkeypatch: pytest.MonkeyPatch, number: int, when: str) -> None:
+    both = Processes(monkeypatch)
+    both.syncs[1].signals.noted = number
+    if when == "before":
+        both.meet([batch_of(1)], [batch_of(1)])
+    else:
+        both.each(ProcessSync.agree, [TrainerControl(), TrainerControl()])
+    assert [sync.signals.requested for sync in both.syncs] == [number, number]
+
+
+def test_what_is_asked_for_on_one_is_done_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Processes(monkeypatch)
+    controls = [TrainerControl(), TrainerControl(should_save=True)]
+    both.each(ProcessSync.agree, controls)
+    assert controls == [TrainerControl(should_save=True)] * 2
+    assert [sync.signals.requested for sync in both.syncs] == [None, None]

@@ -1,0 +1,181 @@
+"""auto_find_batch_size: after an out-of-memory the same samples go on in smaller micro-batches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging, weights
+from torch import Tensor
+from torch.nn import functional
+
+from paceline import Trainer, TrainerCallback
+
+DATA = tagging(24)
+ERRORS = {
+    "typed": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    "worded": RuntimeError("MPS backend out of memory"),
+    "host": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
+}
+
+
+class Narrow(Tagger):
+    """Has memory for `room` samples; fails in forward, or in backward."""
+
+    def __init__(self, room: int, *, error: str = "typed", in_backward: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.room, self.error, self.in_backward = room, error, in_backward
+        self.sizes: list[int] = []
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        has_gradients = torch.is_grad_enabled()  # without, there is room for twice as many
+        if has_gradients:
+            self.sizes.append(len(input_ids))
+        outputs = super().forward(input_ids, labels)
+        if len(input_ids) > self.room * (1 if has_gradients else 2):
+            if not (self.in_backward and has_gradients):
+                raise ERRORS[self.error]
+
+            def fail(gradient: Tensor) -> None:  # the head has its gradient by then
+                handle.remove()
+                raise ERRORS[self.error]
+
+            handle = self.embedding.weight.register_hook(fail)
+        return outputs
+
+
+class RecordGradient(Trainer):
+    gradients: list[Tensor]
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        optimizer = super().create_optimizer(model)
+        self.gradients = []
+
+        def keep(*_: Any) -> None:
+            self.gradients.append(torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]))
+
+        optimizer.register_step_pre_hook(keep)
+        return optimizer
+
+
+def run(folder: Path, model: Any, **options: Any) -> Any:
+    defaults = {"per_device_train_batch_size": 8, "num_train_epochs": 2, "max_grad_norm": 0}
+    trainer = make_trainer(folder, model.double(), DATA, cls=RecordGradient, **{**defaults, **options})
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize("room", [3, 1])
+def test_the_run_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, batch: int, accumulation: int, room: int, in_backward: bool
+) -> None:
+    options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+    plain = run(tmp_path, Tagger(), **options)
+    narrow = run(tmp_path, Narrow(room, in_backward=in_backward), auto_find_batch_size=True, **options)
+    assert narrow.state.global_step == plain.state.global_step
+    assert narrow.state.max_steps == plain.state.max_steps
+    for expected, found in zip(plain.gradients, narrow.gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert losses(narrow) == pytest.approx(losses(plain), rel=1e-10)
+    assert narrow.state.epoch == plain.state.epoch == 2
+    assert [s for s in narrow.model.sizes if s > room] == sorted(
+        [s for s in narrow.model.sizes if s > room], reverse=True
+    )
+    assert narrow.state.train_batch_size <= room
+    assert narrow.args.per_device_train_batch_size == batch  # the user's arguments are the user's
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_every_kind_of_error(tmp_path: Path, error: str) -> None:
+    narrow = run(tmp_path, Narrow(4, error=error), auto_find_batch_size=True)
+    torch.testing.assert_close(weights(narrow.model), weights(run(tmp_path, Tagger()).model), rtol=1e-8, atol=1e-10)
+
+
+def test_popped_labels_are_there_again(tmp_path: Path) -> None:
+    class Pops(RecordGradient):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(input_ids=inputs["input_ids"], labels=labels)
+            loss = functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+            return (loss, outputs) if return_outputs else loss
+
+    options = {"per_device_train_batch_size": 8, "num_train_epochs": 1}
+    plain = make_trainer(tmp_path, Tagger().double(), DATA, cls=Pops, **options)
+    narrow = make_trainer(tmp_path, Narrow(3).double(), DATA, cls=Pops, auto_find_batch_size=True, **options)
+    plain.train()
+    narrow.train()
+    torch.testing.assert_close(weights(narrow.model), weights(plain.model), rtol=1e-8, atol=1e-10)
+
+
+def test_without_the_option_it_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        run(tmp_path, Narrow(4))
+
+
+def test_another_error_is_not_retried(tmp_path: Path) -> None:
+    class Broken(Tagger):
+        calls = 0
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            self.calls += 1
+            raise RuntimeError("shapes do not match")
+
+    model = Broken()
+    with pytest.raises(RuntimeError, match="shapes"):
+        run(tmp_path, model, auto_find_batch_size=True)
+    assert model.calls == 1
+
+
+def test_no_memory_for_one_sample(tmp_path: Path) -> None:
+    with pytest.raises(MemoryError, match=r"one sample.*activation_checkpointing"):
+        run(tmp_path, Narrow(0), auto_find_batch_size=True)
+
+
+class StopAt(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 4
+
+
+def test_a_resumed_run_ends_the_same(tmp_path: Path) -> None:
+    """The position is in samples: what was split before is not seen twice, nor left out."""
+    options: dict[str, Any] = {"auto_find_batch_size": True, "save_strategy": "steps", "save_steps": 1}
+    whole = run(tmp_path / "whole", Narrow(4), **options)
+    run(tmp_path / "parts", Narrow(4), callbacks=[StopAt()], **options)
+    trainer = make_trainer(
+        tmp_path / "parts",
+        Narrow(4).double(),
+        DATA,
+        per_device_train_batch_size=8,
+        num_train_epochs=2,
+        max_grad_norm=0,
+        **options,
+    )
+    trainer.train(resume_from_checkpoint=True)
+    torch.testing.assert_close(weights(trainer.model), weights(whole.model), rtol=1e-8, atol=1e-10)
+    assert trainer.state.global_step == whole.state.global_step == 6
+
+
+@pytest.mark.parametrize("in_training", [False, True])
+def test_in_evaluation_it_says_what_to_do(tmp_path: Path, in_training: bool) -> None:
+    class Full(Classifier):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+            if not self.training:
+                raise ERRORS["typed"]
+            return super().forward(x, labels)
+
+    data = classification(8)
+    trainer = make_trainer(
+        tmp_path,
+        Full(),
+        data,
+        eval_dataset=data,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=7,
+        auto_find_batch_size=True,
+    )
+    with pytest.raises(MemoryError, match=r"batch of 7 samples.*per_device_eval_batch_size") as caught:
+        trainer.train() if in_training else trainer.evaluate()
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)

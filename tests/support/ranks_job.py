@@ -1,0 +1,288 @@
+"""Errors and events on one of two processes only, and resumes on both: `python ranks_job.py FOLDER`.
+
+Each scenario is a short training. With `size` 1 it is the same training on one process, to compare with.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging, weights
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from paceline import Trainer
+from paceline.core.journal import read_rows
+from paceline.core.nonfinite import NonFiniteError
+from paceline.pytorch.distributed.tensor_parts import whole
+
+RANK = int(os.environ.get("RANK", "0"))
+DATA = classification(38)
+POISON = 13  # in the first epoch's order; read by the second process
+SCENARIOS: dict[str, Callable[[Path, int], dict[str, Any]]] = {}
+
+
+def scenario(run: Callable[[Path, int], dict[str, Any]]) -> Callable[[Path, int], dict[str, Any]]:
+    SCENARIOS[run.__name__] = run
+    return run
+
+
+def trainer_in(folder: Path, size: int, model: Any, data: Any, **options: Any) -> Trainer:
+    """Eight samples in each update: two micro-batches of four, over all processes."""
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": 4 // size,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.01,
+        "train_sampling_strategy": "sequential",
+        "ddp_timeout": 60,
+    }
+    return make_trainer(folder, model, data, **{**defaults, **options})
+
+
+def found(trainer: Trainer, **more: Any) -> dict[str, Any]:
+    return {
+        "weights": weights(trainer.model),
+        "loss": losses(trainer),
+        "step": trainer.state.global_step,
+        "tokens": int(trainer.state.num_input_tokens_seen),
+        **more,
+    }
+
+
+# ---- memory that runs out on one process
+
+
+class Narrow(Classifier):
+    """On the second process there is memory for one sample, from its sixth pass on."""
+
+    num_passes = 0
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        self.num_passes += self.training
+        if len(x) > 1 and RANK == 1 and self.training and self.num_passes >= 6:
+            raise torch.OutOfMemoryError("out of memory on one process")
+        return super().forward(x, labels)
+
+
+@scenario
+def memory(folder: Path, size: int) -> dict[str, Any]:
+    """In the second micro-batch of the third update."""
+    trainer = trainer_in(folder, size, Narrow(), DATA, auto_find_batch_size=True)
+    trainer.train()
+    return found(trainer, micro_batch=trainer.state.train_batch_size)
+
+
+# ---- a loss or gradient that is not finite, on one process
+
+
+class Poisoned(Classifier):
+    """For one sample the loss is infinite, and the gradient is what it would be without; or both are NaN."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        loss, logits = super().forward(x.clamp(max=10), labels)
+        is_bad = self.training and bool((x == 100).any())
+        factor, added = {"inf": (1.0, float("inf")), "nan": (float("nan"), 0.0)}[self.kind]
+        return (loss * factor + added if is_bad else loss), logits
+
+
+def poisoned() -> list[dict[str, Tensor]]:
+    return [{**row, "x": torch.full((8,), 100.0)} if index == POISON else row for index, row in enumerate(DATA)]
+
+
+def with_poison(kind: str, policy: str, name: str) -> None:
+    def run(folder: Path, size: int) -> dict[str, Any]:
+        options = {"nonfinite_policy": policy, "logging_steps": 3, "include_num_input_tokens_seen": False}
+        trainer = trainer_in(folder, size, Poisoned(kind), poisoned(), **options)
+        error = ""
+        try:
+            trainer.train()
+        except NonFiniteError as raised:
+            error = str(raised)
+        skipped = folder / "skipped_samples.jsonl"
+        if trainer.world.is_distributed:
+            torch.distributed.barrier()
+        return found(trainer, error=error, skipped=skipped.read_text() if skipped.exists() else "")
+
+    run.__name__ = name
+    scenario(run)
+
+
+for each_kind in ("inf", "nan"):
+    for each_policy in ("skip", "raise", "rollback"):
+        with_poison(each_kind, each_policy, f"{each_kind}_{each_policy}")
+
+
+class Overflowing(Classifier):
+    """One number of one gradient is infinite in the third update, on the last process."""
+
+    num_passes = 0
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        loss, logits = super().forward(x, labels)
+        self.num_passes += self.training
+        if self.training and self.num_passes == 5 and int(os.environ.get("WORLD_SIZE", "1")) == RANK + 1:
+            logits.register_hook(lambda gradient: gradient + float("inf"))
+        return loss, logits
+
+
+@scenario
+def fp16_overflow(folder: Path, size: int) -> dict[str, Any]:
+    """The update is left out on both, and the scale halves on both."""
+    trainer = trainer_in(folder, size, Overflowing(), DATA, fp16=True, num_train_epochs=2, lr_scheduler_type="linear")
+    trainer.train()
+    (scaler,) = trainer.strategy.stateful().values()
+    return found(trainer, scaler=scaler.state_dict(), rate=trainer.lr_scheduler.last_epoch)
+
+
+class OverflowingShard(Classifier):
+    """One number of one gradient is infinite in the third update, which one process alone holds."""
+
+    num_passes = 0
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        loss, logits = super().forward(x, labels)
+        self.num_passes += self.training
+        one = self.second.bias[0] * 1
+        if self.training and self.num_passes == 5 and one.requires_grad:
+            one.register_hook(lambda gradient: gradient + float("inf"))
+        return loss + one * 0, logits
+
+
+@scenario
+def fp16_overflow_of_a_shard(folder: Path, size: int) -> dict[str, Any]:
+    """Of a sharded model: the processes do not see it by their own gradients."""
+    options: dict[str, Any] = {"fp16": True, "num_train_epochs": 2, "fsdp": size > 1}
+    trainer = trainer_in(folder, size, OverflowingShard(), DATA, **options)
+    trainer.train()
+    (scaler,) = trainer.strategy.stateful().values()
+    parameters = [whole(parameter).detach().flatten() for parameter in trainer.model.parameters()]
+    rate = trainer.lr_scheduler.last_epoch
+    return {"weights": torch.cat(parameters), "loss": losses(trainer), "scaler": scaler.state_dict(), "rate": rate}
+
+
+# ---- what one process sees of the loss, and the other does not
+
+
+def told_apart(per_sample: bool, name: str) -> None:
+    def run(folder: Path, size: int) -> dict[str, Any]:
+        """All samples are full, of which nothing can be told, but those that the second process reads last."""
+        ragged = [row for row in tagging(60) if 0 < int((row["labels"] != -100).sum()) < 7]
+        full = [{**row, "labels": row["input_ids"]} for row in ragged]
+        # of each micro-batch of four, the second process has the last two
+        data = [row for start in range(0, 24, 4) for row in (*full[start : start + 2], *ragged[start + 2 : start + 4])]
+        trainer = trainer_in(
+            folder, size, Tagger(per_sample=per_sample), data,
+            eval_dataset=tagging(9, seed=3), eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2,
+            include_num_input_tokens_seen="all",
+        )  # fmt: skip
+        trainer.train()
+        evals = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+        return found(trainer, evals=evals)
+
+    run.__name__ = name
+    scenario(run)
+
+
+told_apart(False, "targets_seen_by_one")
+told_apart(True, "samples_seen_by_one")
+
+
+# ---- going on
+
+
+class Remembering(Classifier):
+    """Keeps which samples it was trained on: their first feature."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.1)
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        if self.training:
+            self.seen += x[:, 0].tolist()
+        return super().forward(x, labels)
+
+
+class Stream(IterableDataset[Any]):
+    """Without a state of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from DATA[:24]
+
+
+def numbers(seen: list[float]) -> list[int]:
+    known = {float(row["x"][0]): index for index, row in enumerate(DATA)}
+    return [known[value] for value in seen]
+
+
+RESUMES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "drop_last": {"dataloader_drop_last": True},
+    "accumulated": {"gradient_accumulation_steps": 2, "dataloader_drop_last": True},
+    "shuffled": {"train_sampling_strategy": "random"},
+}
+
+
+def resume_options(name: str) -> dict[str, Any]:
+    options = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 2, "gradient_accumulation_steps": 1}
+    return {**options, **RESUMES[name]}
+
+
+def prepare_resumes(folder: Path) -> None:
+    """Runs of one process in micro-batches of three, which end inside the slots of two processes."""
+    for name in RESUMES:
+        options = {**resume_options(name), "per_device_train_batch_size": 3}
+        trainer_in(folder / name, 1, Remembering(), DATA, **options).train()
+
+
+def resumed_inside_a_slot(folder: Path, checkpoints: Path) -> dict[str, Any]:
+    """In micro-batches of four for each of two processes, from a checkpoint after 3 updates of one process."""
+    results = {}
+    for name in RESUMES:
+        trainer = trainer_in(
+            folder / name, 1, Remembering(), DATA, **{**resume_options(name), "per_device_train_batch_size": 4}
+        )
+        trainer.train(resume_from_checkpoint=str(checkpoints / name / "checkpoint-3"))
+        rows = [tuple(row[:4]) for row in read_rows(folder / name / "journal.bin")] if RANK == 0 else []
+        results[name] = {"rows": rows, "seen": numbers(trainer.model.seen)}
+    return results
+
+
+def resumed_at_a_streams_end(folder: Path) -> dict[str, Any]:
+    """24 samples in updates of eight: from each checkpoint around the end of the first epoch."""
+
+    def make(name: str, save: str = "steps") -> Trainer:
+        options = {"save_strategy": save, "save_steps": 1, "max_steps": 6}
+        options |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+        return trainer_in(folder / name, 1, Remembering(), Stream(), **options)
+
+    whole = make("whole")
+    whole.train()
+    results = {"whole": found(whole, epoch=whole.state.epoch)}
+    for step in (2, 3, 4):
+        trainer = make(f"from {step}")
+        trainer.train(resume_from_checkpoint=str(folder / "whole" / f"checkpoint-{step}"))
+        results[f"from {step}"] = found(trainer, epoch=trainer.state.epoch)
+    make("epochs", "epoch").train()  # the checkpoint knows that the epoch has ended
+    trainer = make("after the end")
+    trainer.train(resume_from_checkpoint=str(folder / "epochs" / "checkpoint-3"))
+    results["after the end"] = found(trainer)
+    return results
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place, size = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
+    results = {name: run(place / name, size) for name, run in SCENARIOS.items()}
+    results["slots"] = resumed_inside_a_slot(place / "slots", place / "checkpoints")
+    results["ends"] = resumed_at_a_streams_end(place / "ends")
+    torch.save(results, place / f"{RANK}.pt")

@@ -1,0 +1,209 @@
+"""Replicas, precision and XLA: the same numbers however an update is cut, and no tracing from step to step."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tf_worker_job
+from tf_models import Linear, losses, make_data, make_model, make_trainer, weights
+
+from paceline import GradientAccumulator, TFTrainer, TFTrainingArguments, UnsupportedOption
+from paceline.tensorflow.framework import keras, tf
+
+DATA = make_data(26)
+OPTIONS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.5, "num_train_epochs": 2}
+
+
+def train(folder: Path, strategy: Any = None, make: Any = make_model, **options: Any) -> TFTrainer:
+    with strategy.scope() if strategy is not None else contextlib.nullcontext():
+        model = make()
+    trainer = make_trainer(folder, model, DATA, **{**OPTIONS, **options})
+    trainer.train()
+    return trainer
+
+
+def numbers(trainer: TFTrainer) -> list[Any]:
+    history = trainer.state.log_history
+    norms = [row["grad_norm"] for row in history if "grad_norm" in row]
+    predicted = trainer.predict(DATA)
+    assert np.array_equal(predicted.label_ids, DATA[1])
+    return [losses(trainer), norms, weights(trainer.model), predicted.predictions, predicted.metrics["test_loss"]]
+
+
+def test_replicas_and_accumulation_change_nothing(tmp_path: Path, mirrored: Any) -> None:
+    """26 samples in updates of 8: the last has 2, which two replicas and four micro-batches cannot share evenly."""
+    cuts = {
+        "one": (None, 8, 1),
+        "accumulated": (None, 2, 4),
+        "two replicas": (mirrored, 4, 1),
+        "two replicas, accumulated": (mirrored, 2, 2),
+    }
+    found = {}
+    for number, (name, (strategy, size, accumulation)) in enumerate(cuts.items()):
+        trainer = train(
+            tmp_path / str(number),
+            strategy,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulation,
+            per_device_eval_batch_size=5,
+        )
+        found[name] = numbers(trainer)
+        assert trainer.engine is not None
+        assert trainer.engine.num_traces <= (2 if accumulation == 1 else 4)  # one more for the batch that is not full
+    for name in cuts:
+        for value, expected in zip(found[name], found["one"], strict=True):
+            assert np.allclose(value, expected, atol=1e-6), name
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_replicas_leave_out_what_is_not_finite(tmp_path: Path, mirrored: Any, policy: str) -> None:
+    """One sample spoils the update of both replicas, and of no other."""
+    x, y = make_data(24)
+    x[9] = np.inf
+    found = []
+    for strategy, size in ((None, 8), (mirrored, 4)):
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            model = make_model()
+        options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": size}
+        trainer = make_trainer(tmp_path / str(size), model, (x, y), nonfinite_policy=policy, logging_steps=1, **options)
+        trainer.train()
+        assert np.isfinite(weights(trainer.model)).all()
+        found.append((weights(trainer.model), trainer.state.global_step, int(np.asarray(trainer.optimizer.iterations))))
+    assert np.allclose(found[0][0], found[1][0], atol=1e-6)
+    assert found[0][1:] == found[1][1:] == ((3, 2) if policy == "skip" else (2, 2))
+
+
+def test_an_own_update_cannot_be_left_out_on_replicas(tmp_path: Path, mirrored: Any) -> None:
+    class Own(TFTrainer):
+        def apply_gradients(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
+            raise AssertionError
+
+    with mirrored.scope():
+        model = Linear()
+    trainer = make_trainer(tmp_path, model, DATA, kind=Own, nonfinite_policy="skip")
+    with pytest.raises(UnsupportedOption, match=r"apply_gradients .*nonfinite_policy='skip' on 2 replicas"):
+        trainer.train()
+
+
+def test_gradients_add_up_on_each_replica(mirrored: Any) -> None:
+    with mirrored.scope():
+        accumulator = GradientAccumulator()
+        assert int(accumulator.step) == 0
+
+    def add_one() -> Any:
+        accumulator([tf.constant([1.0])])
+        return tf.identity(accumulator.step), accumulator.gradients[0]
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def add() -> Any:
+        return mirrored.run(add_one)
+
+    add()
+    _, sums = add()
+    assert int(accumulator.step) == 2
+    assert [value.numpy().tolist() for value in mirrored.experimental_local_results(sums)] == [[2.0], [2.0]]
+    accumulator.reset()
+    assert int(accumulator.step) == 0
+    assert [value.numpy().tolist() for value in mirrored.experimental_local_results(add()[1])] == [[1.0], [1.0]]
+
+
+def test_the_strategy_is_that_of_the_model(tmp_path: Path, mirrored: Any) -> None:
+    with mirrored.scope():
+        model = Linear()
+    assert make_trainer(tmp_path, model, DATA).strategy is mirrored
+    with pytest.raises(ValueError, match="was not built for 2 replicas"):
+        make_trainer(tmp_path, Linear(), DATA, strategy=mirrored)
+    made = make_trainer(tmp_path, None, DATA, model_init=make_model, strategy=mirrored)
+    made.train()
+    assert made.n_replicas == 2
+    args = TFTrainingArguments(str(tmp_path))
+    assert args._setup_strategy is args.strategy
+    assert made.state.global_step == 4
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", pytest.param("xla", marks=pytest.mark.slow)])
+def test_precision_and_compilation(tmp_path: Path, name: str, mirrored: Any) -> None:
+    plain = train(tmp_path / "plain")
+    for strategy in (None, mirrored) if name != "bf16" else (None,):
+        options = {name: True, "per_device_train_batch_size": 4 if strategy is None else 2}
+        other = train(tmp_path / f"{strategy}", strategy, **options)
+        assert np.allclose(losses(other), losses(plain), rtol=1e-5 if name == "xla" else 0.02)
+        assert losses(other) != losses(plain) or name == "xla"
+        assert [layer.dtype_policy.name for layer in other.model.layers] == ["float32", "float32"]
+        assert hasattr(other.optimizer, "dynamic_scale") == (name == "fp16")
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_an_evaluation_has_one_precision(tmp_path: Path, name: str) -> None:
+    """Before a run, in it, after it, and by a Trainer that never trained: the same loss, and not that of float32."""
+    options: dict[str, Any] = {"learning_rate": 0.0, "eval_dataset": DATA, "eval_strategy": "epoch", name: True}
+    first = make_trainer(tmp_path / "first", make_model(), DATA, **options)
+    before = first.evaluate()["eval_loss"]
+    first.train()
+    late = make_trainer(tmp_path / "late", make_model(), DATA, **options)
+    late.train()
+    fresh = make_trainer(tmp_path / "fresh", make_model(), DATA, **options)
+    during = [row["eval_loss"] for one in (first, late) for row in one.state.log_history if "eval_loss" in row]
+    others = [one.evaluate()["eval_loss"] for one in (first, late, fresh)]
+    assert len(during) >= 2
+    assert {before, *during, *others, fresh.predict(DATA).metrics["test_loss"]} == {before}
+    assert make_trainer(tmp_path / "plain", make_model(), None).evaluate(DATA)["eval_loss"] != before
+    assert [layer.dtype_policy.name for layer in fresh.model.layers] == ["float32", "float32"]
+
+
+def test_an_overflow_is_left_out(tmp_path: Path) -> None:
+    """The scale of the loss starts so high that the first updates overflow; they are not applied, and are no error."""
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**40)
+    trainer = make_trainer(tmp_path, make_model(), DATA, fp16=True, optimizers=(optimizer, None), max_steps=40)
+    before = weights(trainer.model)
+    trainer.train()
+    assert np.isfinite(weights(trainer.model)).all()
+    assert not np.array_equal(weights(trainer.model), before)
+    assert 0 < int(optimizer.iterations) < 40
+    assert "grad_norm" not in trainer.state.log_history[0]
+
+
+def test_a_module_that_cannot_change_its_types_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="bf16=True: a Linear computes in the types of its own variables"):
+        make_trainer(tmp_path, Linear(), DATA, bf16=True).train()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "num_starts"), [("module", 1), ("keras", 2)])
+def test_two_workers(tmp_path: Path, kind: str, num_starts: int) -> None:
+    """Two processes on loopback, accumulating: the run of one process; and where it is resumed, too."""
+    alone = tf_worker_job.train(tmp_path / "alone", kind, None, batch_size=4)
+    for start in range(num_starts):  # the second goes on from the checkpoint in the middle
+        ports = [free_port() for _ in range(2)]
+        workers = [start_worker(tmp_path, kind, index, ports) for index in range(2)]
+        for worker in workers:
+            _, said = worker.communicate(timeout=240)
+            assert worker.returncode == 0, said.decode()[-3000:]
+        found = [json.loads((tmp_path / f"worker-{index}.json").read_text()) for index in range(2)]
+        assert found[0] == found[1]
+        assert np.allclose(found[0]["losses"], alone["losses"], atol=1e-5), start
+        assert np.allclose(found[0]["weights"], alone["weights"], atol=1e-5), start
+        assert found[0]["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
+        for path in tmp_path.glob("two/checkpoint-[4-9]"):
+            path.rename(tmp_path / f"{path.name}-{start}")
+
+
+def start_worker(folder: Path, kind: str, index: int, ports: list[int]) -> "subprocess.Popen[bytes]":
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+    config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+    environment = dict(os.environ, TF_CONFIG=config, TF_CPP_MIN_LOG_LEVEL="3", PYTHONPATH=os.pathsep.join(sys.path))
+    command = [sys.executable, tf_worker_job.__file__, str(folder), kind, str(index)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
