@@ -17,10 +17,11 @@ from paceline import Trainer, TrainingArguments
 from paceline.callbacks.report import ReportCallback
 from paceline.cli.main import main
 from paceline.core.journal import FORMAT, JOURNAL_FILE
+from paceline.report import REPORT_FILE
 from paceline.report.curves import make_charts, smoothed, thin
 from paceline.report.run_data import read_run
 from paceline.report.svg import limits, number, ticks
-from paceline.report.write import FILE_NAME, write_report
+from paceline.report.write import write_report
 
 
 def run_in(folder: Path, **options) -> Trainer:
@@ -47,7 +48,7 @@ def data_of(page: str) -> list:
 
 def test_a_run_ends_with_a_page_of_every_step(tmp_path):
     trainer = run_in(tmp_path, learning_rate=0.25)
-    page = (tmp_path / FILE_NAME).read_text("utf-8")
+    page = (tmp_path / REPORT_FILE).read_text("utf-8")
     loss, rate, norm = data_of(page)
     assert [series["label"] for series in loss] == ["training loss", "eval_loss"]
     assert loss[0]["x"] == list(range(1, 9))
@@ -65,7 +66,7 @@ def test_a_run_ends_with_a_page_of_every_step(tmp_path):
 
 def test_the_page_asks_for_nothing_outside_itself(tmp_path):
     run_in(tmp_path)
-    page = (tmp_path / FILE_NAME).read_text("utf-8")
+    page = (tmp_path / REPORT_FILE).read_text("utf-8")
     without_namespace = page.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://|(?:src|href)=|url\((?!#)|@import", without_namespace)
     assert "default-src 'none'" in page
@@ -154,7 +155,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path):
 
 def test_a_checkpoint_gives_the_rows_where_no_log_was_written(tmp_path):
     trainer = run_in(tmp_path)
-    (tmp_path / FILE_NAME).unlink()
+    (tmp_path / REPORT_FILE).unlink()
     rows = read_run(tmp_path).rows
     assert rows == [row for row in trainer.state.log_history if "train_runtime" not in row]
 
@@ -174,21 +175,21 @@ def test_a_run_without_a_report(tmp_path):
     trainer = Trainer(Classifier(), args, train_dataset=classification(8))
     trainer.remove_callback(ReportCallback)
     trainer.train()
-    assert not (tmp_path / FILE_NAME).exists()
+    assert not (tmp_path / REPORT_FILE).exists()
 
 
 def test_a_report_that_cannot_be_written_stops_no_run(tmp_path, caplog):
-    (tmp_path / FILE_NAME).mkdir(parents=True)
+    (tmp_path / REPORT_FILE).mkdir(parents=True)
     assert run_in(tmp_path).state.global_step == 8
     assert "ReportCallback" in caplog.text
 
 
 def test_the_command(tmp_path, capsys):
     run_in(tmp_path / "run")
-    (tmp_path / "run" / FILE_NAME).unlink()
+    (tmp_path / "run" / REPORT_FILE).unlink()
     capsys.readouterr()
     assert main(["report", str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "run" / FILE_NAME)
+    assert capsys.readouterr().out.strip() == str(tmp_path / "run" / REPORT_FILE)
     assert main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "x" / "page.html")]) == 0
     assert (tmp_path / "x" / "page.html").is_file()
 
@@ -215,7 +216,7 @@ def test_the_page_in_a_browser(tmp_path):
     if browser is None:
         pytest.skip("needs Chromium")
     run_in(tmp_path)
-    page = (tmp_path / FILE_NAME).read_text("utf-8")
+    page = (tmp_path / REPORT_FILE).read_text("utf-8")
     script = """<script>
       const svg = document.getElementById("chart-0"), box = svg.getBoundingClientRect();
       const at = (kind, share) => svg.dispatchEvent(new PointerEvent(kind, {

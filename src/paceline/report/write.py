@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.retry_writer import replace_whole
+from paceline.report import REPORT_FILE
 from paceline.report.page import make_page
 from paceline.report.run_data import read_run
-
-FILE_NAME = "report.html"
 
 
 def write_report(
@@ -30,7 +29,7 @@ def write_report(
     Returns: the path of the file. Raises: OSError, if a folder cannot be read or the file not written.
     """
     page = make_page([read_run(folder, rows, state) for folder in folders])
-    path = folders[0] / FILE_NAME if output is None else output
+    path = folders[0] / REPORT_FILE if output is None else output
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_whole(path, page)
     return path
