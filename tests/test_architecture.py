@@ -29,6 +29,7 @@ LAYERS = [
     {"args"},
     {"core"},
     {"checkpoint"},
+    {"report"},
     {"callbacks", "hub"},
     {"pytorch.data", "pytorch.model", "pytorch.optim", "pytorch.distributed"},
     {"pytorch.checkpoint"},
@@ -41,7 +42,7 @@ LAYERS = [
     {"cli", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-TOP_PACKAGES = {"args", "core", "checkpoint", "callbacks", "hub", "pytorch", "tensorflow", "compat", "cli"}
+TOP_PACKAGES = {"args", "core", "checkpoint", "report", "callbacks", "hub", "pytorch", "tensorflow", "compat", "cli"}
 DOORS = {"__init__", "__main__", "drop_in"}
 OTHER_FRAMEWORK = {"pytorch": "paceline.tensorflow", "tensorflow": "paceline.pytorch"}
 # the classes that users name; all else is below them
@@ -52,7 +53,14 @@ ASSEMBLIES = {"paceline.pytorch.parts", "paceline.tensorflow.parts"}
 
 # what a layer may import beside the standard library, when it is imported itself; all else goes through
 # core.optional.require
-THIRD_PARTY = {"args": {"yaml"}, "core": {"numpy"}, "checkpoint": set(), "callbacks": {"numpy"}, "hub": set()}
+THIRD_PARTY = {
+    "args": {"yaml"},
+    "core": {"numpy"},
+    "checkpoint": set(),
+    "report": {"numpy"},
+    "callbacks": {"numpy"},
+    "hub": set(),
+}
 DEFAULT_THIRD_PARTY = {"numpy", "safetensors", "torch", "yaml"}
 
 FILE_LINES, FUNCTION_LINES, NESTING, COMPLEXITY = 400, 50, 4, 16

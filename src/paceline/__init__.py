@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.callbacks.notebook import NotebookProgressCallback
     from paceline.callbacks.printer import PrinterCallback
     from paceline.callbacks.progress import ProgressCallback
+    from paceline.callbacks.report import ReportCallback
     from paceline.callbacks.reporters.mlflow import MLflowCallback
     from paceline.callbacks.reporters.tensorboard import TensorBoardCallback
     from paceline.callbacks.reporters.wandb import WandbCallback
@@ -149,6 +150,7 @@ _HOMES = {
     "PrinterCallback": "paceline.callbacks.printer",
     "ProgressCallback": "paceline.callbacks.progress",
     "PushToHubCallback": "paceline.tensorflow.keras_callbacks",
+    "ReportCallback": "paceline.callbacks.report",
     "SaveStrategy": "paceline.args.choices",
     "SchedulerType": "paceline.args.choices",
     "Seq2SeqTrainer": "paceline.pytorch.seq2seq",

@@ -10,6 +10,7 @@ from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.notebook import NotebookProgressCallback
 from paceline.callbacks.printer import PrinterCallback
 from paceline.callbacks.progress import ProgressCallback, is_notebook
+from paceline.callbacks.report import ReportCallback
 from paceline.callbacks.reporters import find_reporters
 from paceline.callbacks.xla_metrics import XlaMetricsCallback
 from paceline.core.events import EVENTS
@@ -39,6 +40,7 @@ def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any
     if not any(isinstance(c, DISPLAYS) or (isinstance(c, type) and issubclass(c, DISPLAYS)) for c in callbacks):
         bar = NotebookProgressCallback if is_notebook() else ProgressCallback
         everyone.append(PrinterCallback if args.disable_tqdm else bar)
+    everyone.append(ReportCallback)
     if "tpu_metrics_debug" in args.debug:
         everyone.append(XlaMetricsCallback)
     return everyone

@@ -16,7 +16,7 @@ from paceline.cli.display import AboveBars
 from paceline.cli.errors import UsageError, is_message, load_part, suggest
 from paceline.cli.replay_options import read_replay_options
 
-COMMANDS = ("demo", "train", "launch", "verify", "export", "replay")
+COMMANDS = ("demo", "train", "launch", "report", "verify", "export", "replay")
 HELP_WORDS = ("-h", "--help", "help")
 
 
@@ -71,6 +71,7 @@ def dispatch(words: list[str]) -> int:
         "demo": run_demo,
         "train": run_train,
         "launch": run_launch,
+        "report": run_report,
         "verify": run_verify,
         "export": run_export,
         "replay": run_replay,
@@ -89,6 +90,11 @@ def run_demo(words: list[str]) -> int:
 def run_launch(words: list[str]) -> int:
     """Runs `paceline launch SCRIPT`."""
     return int(importlib.import_module("paceline.cli.launch").run(words))
+
+
+def run_report(words: list[str]) -> int:
+    """Runs `paceline report RUN [RUN ...]`."""
+    return int(importlib.import_module("paceline.cli.report").run(words))
 
 
 def run_verify(words: list[str]) -> int:

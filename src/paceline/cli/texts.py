@@ -14,6 +14,7 @@ paceline: trains any PyTorch module, and Keras models with TensorFlow
   paceline demo digits          classify handwritten digits (needs scikit-learn)
   paceline train CONFIG.yaml    train what a file describes
   paceline launch SCRIPT        run a script of yours on several processes, one for each GPU
+  paceline report RUN [RUN ...] write a page with the curves and settings of a run, or compare several
   paceline verify RUN           check every checkpoint of a run
   paceline export CHECKPOINT OUTPUT  convert a sharded checkpoint to a folder for from_pretrained
   paceline replay RUN --step N  rerun one optimizer step of a run, and show its samples
@@ -90,6 +91,15 @@ Reads every file of every checkpoint in the folder of a run (or of one checkpoin
 Exit code 1 if anything is damaged. A checkpoint of another trainer has no manifest: only its structure
 can be checked."""
 
+REPORT = """\
+paceline report RUN [RUN ...] [--output FILE]
+
+Writes report.html to the folder of a run: curves of every optimizer step, evaluations, options that differ from their
+defaults, checkpoints, environment. It is one file that needs no network. A run that ends writes it by itself; this
+command also does it for a run that is going on or was interrupted. Several runs are compared in one page.
+
+  --output FILE  where to write it (default: report.html in the first folder)"""
+
 REPLAY = """\
 paceline replay RUN --step N [--show M] [--trust]
 
@@ -118,12 +128,20 @@ folder is created atomically.
   --max-shard-size SIZE  maximum size of one file (default 50GB)
   --files-from FOLDER    also take configuration and tokenizer from there: other trainers' checkpoints may lack them"""
 
-TEXTS = {"demo": DEMO, "train": TRAIN, "launch": LAUNCH, "verify": VERIFY, "export": EXPORT, "replay": REPLAY}
+TEXTS = {
+    "demo": DEMO,
+    "train": TRAIN,
+    "launch": LAUNCH,
+    "report": REPORT,
+    "verify": VERIFY,
+    "export": EXPORT,
+    "replay": REPLAY,
+}
 
 
 def help_on(command: str, words: Sequence[str]) -> str:
     """Returns the help of a command, or, with words after `--help`, the options that contain one of them."""
-    if command in ("launch", "verify", "replay"):
+    if command in ("launch", "report", "verify", "replay"):
         return TEXTS[command]
     wanted = [word for word in words if not word.startswith("-") and word != "help"]
     if command == "demo":

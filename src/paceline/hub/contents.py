@@ -16,6 +16,7 @@ from pathlib import Path
 from paceline.checkpoint.folders import PREFIX_CHECKPOINT_DIR, is_other_process
 from paceline.checkpoint.inside import leads_outside, without_links_outside
 from paceline.hub.described import CheckpointForm
+from paceline.report import REPORT_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,10 @@ _WEIGHTS = re.compile(r"(?:pytorch_model|model|adapter_model)[-.\w]*\.(?:safeten
 
 
 def files_of_output(folder: Path) -> dict[str, Path]:
-    """Returns the files of an output folder by relative path, without checkpoints, hidden names and names with _."""
+    """Returns the files of an output folder by relative path.
+
+    Checkpoints, the report, hidden files and names that begin with _ are left out.
+    """
     found: dict[str, Path] = {}
     for place, folders, names in os.walk(folder):
         inside = Path(place).relative_to(folder)
@@ -49,7 +53,7 @@ def files_of_output(folder: Path) -> dict[str, Path]:
 def _is_pushed(name: str, is_top: bool) -> bool:
     if name.startswith(".") or fnmatch.fnmatchcase(name, f"{PREFIX_CHECKPOINT_DIR}-*"):
         return False
-    return not (is_top and name.startswith("_"))
+    return not (is_top and (name.startswith("_") or name == REPORT_FILE))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,148 @@
+"""Charts of a report: the series of each, with at most so many points that a page stays small."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paceline.core.journal import NOT_COMPUTED
+from paceline.report.run_data import RunData, numbers_of
+
+NUM_COLOURS = 6  # of the style sheet
+MOST_POINTS = 1_000  # of a series: about 15 kB in the page
+_NUM_SMOOTHED = 200  # means over so many equal parts of the run
+# logged numbers that are no curve of their own: those of the journal, and those of one evaluation or the whole run
+_OF_JOURNAL = {"loss": "Loss", "learning_rate": "Learning rate", "grad_norm": "Gradient norm"}
+_NO_CURVE = ("_runtime", "_per_second", "total_flos")
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one line, in the order of their steps.
+
+    Attributes:
+        label: shown in the legend.
+        colour: index of the line's colour.
+        is_faint: True draws a thin line, behind the mean of it.
+        is_dashed: True for evaluations among the lines of several runs.
+    """
+
+    label: str
+    steps: np.ndarray
+    values: np.ndarray
+    colour: int = 0
+    is_faint: bool = False
+    is_dashed: bool = False
+
+    @property
+    def style(self) -> str:
+        """Its classes in the page's style sheet."""
+        names = [f"colour{self.colour % NUM_COLOURS}"]
+        names += ["faint"] if self.is_faint else []
+        names += ["dashed"] if self.is_dashed else []
+        return " ".join(names)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart over optimizer steps.
+
+    Attributes:
+        num_left_out: values that are not finite, and so have no place in it.
+    """
+
+    title: str
+    series: list[Series]
+    num_left_out: int = 0
+
+
+def make_charts(runs: Sequence[RunData]) -> list[Chart]:
+    """Returns the charts of one run, or of several in one: loss, learning rate, gradient norm, metrics, others."""
+    named: dict[str, list[Series]] = {}
+    for index, run in enumerate(runs):
+        suffix = f" ({run.name})" if len(runs) > 1 else ""
+        for title, series in _series_of(run, index, suffix):
+            named.setdefault(title, []).append(series)
+    return [
+        _as_chart(title, series, len(runs))
+        for title, series in named.items()
+        if any(len(each.steps) for each in series)
+    ]
+
+
+def thin(steps: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """Returns at most `most` points: of equal parts of the series, the smallest and the largest, so no peak is lost."""
+    if len(steps) <= most:
+        return steps, values
+    edges = np.linspace(0, len(steps), most // 2 + 1).astype(int)
+    kept: set[int] = set()
+    for start, end in itertools.pairwise(edges):
+        part = values[start:end]
+        kept.update((start + int(part.argmin()), start + int(part.argmax())))
+    indices = np.array(sorted(kept))
+    return steps[indices], values[indices]
+
+
+def smoothed(steps: np.ndarray, values: np.ndarray, num_parts: int = _NUM_SMOOTHED) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the means over equal parts of a series, each at the last step of its part."""
+    edges = np.linspace(0, len(steps), num_parts + 1).astype(int)
+    means = np.add.reduceat(values, edges[:-1]) / np.diff(edges)
+    return steps[edges[1:] - 1], means
+
+
+def _series_of(run: RunData, index: int, suffix: str) -> list[tuple[str, Series]]:
+    """Returns (title of the chart, series) of a run; the colour is the run's."""
+    found: list[tuple[str, Series]] = []
+    logged = numbers_of(run.rows)
+    updates = run.updates
+    if len(updates):
+        steps = updates["step"].astype(np.float64)
+        is_counted, is_normed = updates["is_counted"] != 0, updates["grad_norm"] != NOT_COMPUTED
+        found += _loss_series(steps[is_counted], updates["loss"][is_counted], index, suffix)
+        found.append(("Learning rate", Series(f"learning rate{suffix}", steps, updates["learning_rate"], index)))
+        norms = Series(f"gradient norm{suffix}", steps[is_normed], updates["grad_norm"][is_normed], index)
+        found.append(("Gradient norm", norms))
+    for key, (steps, values) in logged.items():
+        title = _OF_JOURNAL.get(key, _title(key))
+        if (key in _OF_JOURNAL and len(updates)) or key.endswith(_NO_CURVE) or key.startswith("train_"):
+            continue
+        if len(steps) > 1 or title == "Loss":
+            found.append((title, Series(f"{key}{suffix}", steps, values, index, is_dashed=key.startswith("eval_"))))
+    order = {"Loss": 0, "Learning rate": 2, "Gradient norm": 3}
+    return sorted(found, key=lambda pair: order.get(pair[0], 1))
+
+
+def _loss_series(steps: np.ndarray, losses: np.ndarray, index: int, suffix: str) -> list[tuple[str, Series]]:
+    """Returns the loss of each step, and its mean over parts of a long run."""
+    is_finite = np.isfinite(losses)
+    is_long = bool(is_finite.sum() > 2 * _NUM_SMOOTHED)
+    raw = Series(f"training loss{suffix}", steps, losses, index, is_faint=is_long)
+    if not is_long:
+        return [("Loss", raw)]
+    mean_steps, means = smoothed(steps[is_finite], losses[is_finite])
+    return [("Loss", raw), ("Loss", Series(f"training loss, mean{suffix}", mean_steps, means, index))]
+
+
+def _title(key: str) -> str:
+    """Evaluation losses belong beside the training loss; every other number has a chart of its own."""
+    return "Loss" if key == "eval_loss" or (key.startswith("eval_") and key.endswith("_loss")) else key
+
+
+def _as_chart(title: str, series: Sequence[Series], num_runs: int) -> Chart:
+    """Thins the series; those of one run differ in colour, those of several in colour by run and in dashes."""
+    kept: list[Series] = []
+    num_left_out = colour = 0
+    for each in series:
+        is_finite = np.isfinite(each.values) & np.isfinite(each.steps)
+        num_left_out += int((~is_finite).sum())
+        steps, values = thin(each.steps[is_finite], each.values[is_finite])
+        if not len(steps):
+            continue
+        if num_runs == 1:
+            each = replace(each, colour=colour, is_dashed=False)
+            colour += not each.is_faint  # a faint line has the colour of its mean
+        kept.append(replace(each, steps=steps, values=values))
+    return Chart(title, kept, num_left_out)

@@ -1,0 +1,126 @@
+"use strict";
+// Zoom and read-out of the charts. Dragging over a chart selects steps in all of them; a double click or the button
+// shows everything again. The numbers are those of the element #data: one list of series for each chart.
+(() => {
+  const charts = JSON.parse(document.getElementById("data").textContent);
+  const svgNs = "http://www.w3.org/2000/svg";
+  const left = 62, right = 12, top = 10, bottom = 30, width = 640, height = 260; // as in svg.py
+  const figures = charts.map((series, index) => ({ series, svg: document.getElementById(`chart-${index}`) }));
+  const first = figures.map(({ svg }) => svg.innerHTML);
+  let shown = null; // the selected steps, [low, high]; null for all
+
+  const number = (value) => {
+    if (Number.isInteger(value) && Math.abs(value) >= 1e4) return value.toLocaleString("en");
+    const text = value.toPrecision(4);
+    return text.includes("e") ? Number(text).toExponential() : String(Number(text));
+  };
+  const ticks = (low, high) => {
+    const rough = (high - low) / 5;
+    const power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= rough);
+    const found = [];
+    for (let index = Math.ceil(low / step); index * step <= high; index += 1) found.push(index * step);
+    return found;
+  };
+  const element = (name, attributes, text = "") => {
+    const made = document.createElementNS(svgNs, name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    made.textContent = text;
+    return made;
+  };
+  const limitsOf = (figure) => {
+    const all = figure.series.flatMap((each) => each.x);
+    return shown ?? [Math.min(...all), Math.max(...all)];
+  };
+
+  function draw(figure, index) {
+    if (shown === null) {
+      figure.svg.innerHTML = first[index];
+      return;
+    }
+    const [low, high] = shown;
+    const inside = figure.series.flatMap((each) => each.y.filter((_, at) => each.x[at] >= low && each.x[at] <= high));
+    const [least, greatest] = inside.length ? [Math.min(...inside), Math.max(...inside)] : [0, 1];
+    const margin = (greatest - least) / 20 || Math.abs(least) / 2 || 0.5;
+    const across = (x) => left + ((x - low) / (high - low)) * (width - left - right);
+    const down = (y) =>
+      height - bottom - ((y - least + margin) / (greatest - least + 2 * margin)) * (height - top - bottom);
+    const marks = figure.svg.querySelector(".ticks");
+    marks.replaceChildren();
+    for (const x of ticks(low, high)) {
+      marks.append(element("line", { x1: across(x), x2: across(x), y1: top, y2: height - bottom }));
+      marks.append(element("text", { x: across(x), y: height - bottom + 18, "text-anchor": "middle" }, number(x)));
+    }
+    for (const y of ticks(least - margin, greatest + margin)) {
+      marks.append(element("line", { x1: left, x2: width - right, y1: down(y), y2: down(y) }));
+      marks.append(element("text", { x: left - 6, y: down(y) + 4, "text-anchor": "end" }, number(y)));
+    }
+    const lines = figure.svg.querySelector(".lines");
+    lines.replaceChildren();
+    for (const each of figure.series) {
+      const points = each.x.map((x, at) => `${across(x).toFixed(1)},${down(each.y[at]).toFixed(1)}`).join(" ");
+      lines.append(element("polyline", { class: each.style, points }));
+      if (each.x.length === 1)
+        lines.append(element("circle", { class: each.style, cx: across(each.x[0]), cy: down(each.y[0]), r: 3 }));
+    }
+  }
+
+  function show(range) {
+    shown = range;
+    figures.forEach(draw);
+    for (const button of document.querySelectorAll("button.all")) button.hidden = range === null;
+  }
+
+  // The step at a pointer's place, inside the plot.
+  function stepAt(figure, event) {
+    const box = figure.svg.getBoundingClientRect();
+    const share = (((event.clientX - box.left) / box.width) * width - left) / (width - left - right);
+    const [low, high] = limitsOf(figure);
+    return low + Math.min(Math.max(share, 0), 1) * (high - low);
+  }
+
+  function read(figure, step) {
+    const parts = figure.series.map((each) => {
+      let best = 0;
+      each.x.forEach((x, at) => {
+        if (Math.abs(x - step) < Math.abs(each.x[best] - step)) best = at;
+      });
+      return `${each.label}: ${number(each.y[best])} at step ${number(each.x[best])}`;
+    });
+    figure.svg.closest("figure").querySelector("figcaption").textContent = parts.join(" · ");
+  }
+
+  figures.forEach((figure) => {
+    let start = null;
+    const mark = (from, to) => {
+      figure.svg.querySelector(".selection")?.remove();
+      if (from === null) return;
+      const [low, high] = limitsOf(figure);
+      const at = (step) => left + ((step - low) / (high - low)) * (width - left - right);
+      const x = Math.min(at(from), at(to));
+      const attributes = { class: "selection", x, y: top, width: Math.abs(at(to) - at(from)) };
+      figure.svg.append(element("rect", { ...attributes, height: height - top - bottom }));
+    };
+    figure.svg.addEventListener("pointerdown", (event) => {
+      start = stepAt(figure, event);
+    });
+    figure.svg.addEventListener("pointermove", (event) => {
+      const step = stepAt(figure, event);
+      read(figure, step);
+      if (start !== null) mark(start, step);
+    });
+    figure.svg.addEventListener("pointerleave", () => {
+      start = null;
+      mark(null);
+    });
+    figure.svg.addEventListener("pointerup", (event) => {
+      const end = stepAt(figure, event);
+      const [low, high] = limitsOf(figure);
+      mark(null);
+      if (start !== null && Math.abs(end - start) > (high - low) / 50) show([Math.min(start, end), Math.max(start, end)]);
+      start = null;
+    });
+    figure.svg.addEventListener("dblclick", () => show(null));
+  });
+  for (const button of document.querySelectorAll("button.all")) button.addEventListener("click", () => show(null));
+})();

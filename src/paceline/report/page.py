@@ -1,0 +1,303 @@
+"""Assembles the HTML page of a report. Every text that comes from a run is escaped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from paceline.args.secrets import masked
+from paceline.args.training import TrainingArguments
+from paceline.checkpoint.space import in_words
+from paceline.core.record import jsonable
+from paceline.report.curves import Chart, make_charts
+from paceline.report.run_data import RunData
+from paceline.report.svg import describe, draw, number
+
+_MOST_ROWS = 500  # of a table
+_OF_EVALUATION = ("eval_", "test_")
+_NEVER_SHOWN = {"output_dir"}  # differs between any two runs
+
+
+def make_page(runs: Sequence[RunData]) -> str:
+    """Returns the page of one run, or one that compares several."""
+    charts = make_charts(runs)
+    title = " · ".join(run.name for run in runs)
+    body = [f"<h1>{escape(title)}</h1>"]
+    body += [_summary(run) for run in runs] if len(runs) == 1 else [_comparison(runs)]
+    body.append(_curves(charts, runs))
+    for run in runs:
+        body.append(_details(run, is_alone=len(runs) == 1))
+    script = resources.files(__package__).joinpath("page.js").read_text("utf-8")
+    style = resources.files(__package__).joinpath("page.css").read_text("utf-8")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        # the page asks for nothing outside itself; a text that slipped through could not run either
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        "script-src 'unsafe-inline'; img-src data:\">"
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>\n"
+        + "\n".join(part for part in body if part)
+        + f'\n<script type="application/json" id="data">{_as_script_data(charts)}</script>\n'
+        + f"<script>{script}</script>\n</body></html>\n"
+    )
+
+
+# ---- sections
+
+
+def _summary(run: RunData) -> str:
+    parts = [f'<p class="dim">{escape(_started(run))}</p>', _facts(_facts_of(run))]
+    parts += [f'<p class="bad">{escape(problem)}</p>' for problem in run.problems]
+    return "\n".join(parts)
+
+
+def _comparison(runs: Sequence[RunData]) -> str:
+    """A table of the runs' facts, and one of the options that differ."""
+    facts = [dict(_facts_of(run)) for run in runs]
+    names = list(dict.fromkeys(name for each in facts for name in each))
+    rows = [[name, *[each.get(name, "") for each in facts]] for name in names]
+    head = ["", *[run.name for run in runs]]
+    options = [_options_of(run) for run in runs]
+    known = sorted({name for each in options for name in each} - _NEVER_SHOWN)
+    differing = [
+        [name, *[_as_text(each.get(name)) for each in options]]
+        for name in known
+        if len({_as_text(each.get(name)) for each in options}) > 1
+    ]
+    parts = [_table(head, rows), "<h2>Options that differ</h2>"]
+    parts.append(_table(head, differing) if differing else '<p class="dim">None.</p>')
+    for run in runs:
+        parts += [f'<p class="bad">{escape(run.name)}: {escape(problem)}</p>' for problem in run.problems]
+    return "\n".join(parts)
+
+
+def _curves(charts: Sequence[Chart], runs: Sequence[RunData]) -> str:
+    if not charts:
+        return '<h2>Curves</h2>\n<p class="dim">No optimizer step and no logged number was found.</p>'
+    figures = "\n".join(_figure(chart, f"chart-{index}") for index, chart in enumerate(charts))
+    num_steps = max((len(run.updates) for run in runs), default=0)
+    about = "Over optimizer steps. Drag to zoom, double-click to show all."
+    if num_steps:
+        about += f" Losses, learning rates and gradient norms are those of each of the {num_steps:,} steps;"
+        about += " a long series shows the least and the greatest value of equal parts."
+    return f'<h2>Curves</h2>\n<p class="dim">{about}</p>\n<div class="charts">{figures}</div>'
+
+
+def _figure(chart: Chart, name: str) -> str:
+    keys = [
+        f'<li><svg viewBox="0 0 18 8" aria-hidden="true"><line class="{series.style}" x2="18" y1="4" y2="4"/></svg>'
+        f"{escape(series.label)}</li>"
+        for series in chart.series
+    ]
+    left_out = f" {chart.num_left_out:,} values are not finite and not shown." if chart.num_left_out else ""
+    caption = " · ".join(
+        f"{series.label}: {number(series.values[-1])} at step {series.steps[-1]:,.0f}"
+        for series in chart.series
+        if not series.is_faint
+    )
+    return (
+        f"<figure><header><h3>{escape(chart.title)}</h3>"
+        f'<button class="all" type="button" hidden>show all</button></header>{draw(chart, name)}'
+        f'<ul class="legend">{"".join(keys)}</ul>'
+        f'<figcaption title="{escape(describe(chart))}">{escape(caption)}</figcaption>'
+        + (f'<p class="bad">{left_out}</p>' if left_out else "")
+        + "</figure>"
+    )
+
+
+def _details(run: RunData, is_alone: bool) -> str:
+    parts = [] if is_alone else [f"<h2>{escape(run.name)}</h2>"]
+    parts += [_evaluations(run), _configuration(run), _checkpoints(run), _events(run), _environment(run)]
+    return "\n".join(part for part in parts if part)
+
+
+def _evaluations(run: RunData) -> str:
+    rows = [row for row in run.rows if any(key.startswith(_OF_EVALUATION) for key in row)]
+    if not rows:
+        return ""
+    keys = list(dict.fromkeys(key for row in rows for key in row if key.startswith(_OF_EVALUATION)))
+    lines = [[f"{row['step']:,}", *[_as_text(row.get(key, "")) for key in keys]] for row in rows]
+    return "<h2>Evaluations</h2>\n" + _table(["step", *keys], lines, is_numeric=True)
+
+
+def _configuration(run: RunData) -> str:
+    options = _options_of(run)
+    if not options:
+        return ""
+    defaults: dict[str, Any] = jsonable(TrainingArguments("runs").to_dict())
+    changed = {name: value for name, value in options.items() if name not in defaults or value != defaults[name]}
+    for name in _NEVER_SHOWN:
+        changed.pop(name, None)
+    rows = [[name, _as_text(value), _as_text(defaults.get(name))] for name, value in sorted(changed.items())]
+    everything = [[name, _as_text(value)] for name, value in sorted(options.items())]
+    return (
+        "<h2>Configuration</h2>\n"
+        + (_table(["option", "value", "default"], rows) if rows else '<p class="dim">All options have defaults.</p>')
+        + f"<details><summary>All {len(everything)} options</summary>{_table(['option', 'value'], everything)}"
+        + "</details><details><summary>The plan of the run</summary>"
+        + _table(["quantity", "value"], _pairs(run.record.get("plan")))
+        + "</details>"
+    )
+
+
+def _checkpoints(run: RunData) -> str:
+    if not run.checkpoints:
+        return ""
+    rows = [
+        [each.name, f"{each.step:,}", in_words(each.num_bytes), "best" if each.is_best else ""]
+        for each in run.checkpoints
+    ]
+    last = run.checkpoints[-1].name
+    command = f"trainer.train(resume_from_checkpoint=True)  # goes on from {last}, in {run.folder}"
+    return (
+        "<h2>Checkpoints</h2>\n"
+        + _table(["name", "step", "size", ""], rows)
+        + f"<p>Resume: </p><pre>{escape(command)}</pre>"
+        + "<p>Load the weights of a transformers model: </p>"
+        + f"<pre>{escape(f'AutoModel.from_pretrained({str(run.folder / last)!r})')}</pre>"
+    )
+
+
+def _events(run: RunData) -> str:
+    """Starts of the run, windows that were skipped, and notes of the plan."""
+    rows = []
+    records = [*_records(run.record.get("history")), run.record]
+    for record in records:
+        extra = record.get("extra")
+        step = extra.get("resumed_at_step") if isinstance(extra, dict) else None
+        event = "started" if not step else f"resumed at step {_as_text(step)}"
+        rows.append([_as_text(record.get("started", "")), event])
+    for skipped in run.skipped[:_MOST_ROWS]:
+        rows.append(["", f"skipped after values that were not finite: {_as_text(skipped)}"])
+    for note in _list(_mapping(run.record.get("plan")).get("notes")):
+        rows.append(["", _as_text(note)])
+    return "<h2>Events</h2>\n" + _table(["time", "event"], rows) if rows and run.record else ""
+
+
+def _environment(run: RunData) -> str:
+    if not run.record:
+        return ""
+    git = run.record.get("git")
+    rows = [["command", " ".join(map(_as_text, _list(run.record.get("command"))))]]
+    rows += [[key, _as_text(run.record.get(key))] for key in ("working_directory", "python", "platform")]
+    if isinstance(git, dict):
+        state = " with uncommitted changes" if git.get("dirty") else ""
+        rows.append(["commit", f"{_as_text(git.get('commit'))}{state}"])
+    rows += [[name, version] for name, version in _pairs(run.record.get("versions"))]
+    return "<h2>Environment</h2>\n" + _table(["", ""], rows)
+
+
+# ---- facts
+
+
+def _started(run: RunData) -> str:
+    started = run.record.get("started")
+    versions = _mapping(run.record.get("versions"))
+    framework = next((f"{name} {_as_text(versions[name])}" for name in ("torch", "tensorflow") if name in versions), "")
+    words = [f"started {started}" if started else "", framework, str(run.folder)]
+    return " · ".join(word for word in words if word)
+
+
+def _facts_of(run: RunData) -> list[tuple[str, str]]:
+    plan, extra = _mapping(run.record.get("plan")), _mapping(run.record.get("extra"))
+    last = {key: value for row in run.rows for key, value in row.items()}
+    of_steps = f" of {run.max_steps:,}" if run.max_steps else ""
+    facts: list[tuple[str, Any]] = [
+        ("state", "finished" if run.is_finished else "not finished"),
+        ("optimizer steps", f"{run.last_step:,}{of_steps}"),
+        ("epochs", last.get("epoch")),
+        ("training loss, mean", last.get("train_loss")),
+        ("evaluation loss, last", last.get("eval_loss")),
+        (f"best {run.state.get('metric_for_best_model') or 'metric'}", run.state.get("best_metric")),
+        ("time", _duration(last.get("train_runtime"))),
+        ("samples a second", last.get("train_samples_per_second")),
+        ("parameters", extra.get("num_parameters")),
+        ("trainable", extra.get("num_trainable_parameters")),
+        ("global batch size", plan.get("global_batch_size")),
+        ("processes", plan.get("world_size")),
+        ("precision", plan.get("precision")),
+    ]
+    return [(name, _as_text(value)) for name, value in facts if value is not None]
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> str:
+    items = [f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts]
+    return f'<dl class="facts">{"".join(items)}</dl>'
+
+
+def _options_of(run: RunData) -> dict[str, Any]:
+    return dict(masked(run.arguments))
+
+
+# ---- HTML
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], is_numeric: bool = False) -> str:
+    """Returns a table; of a long one, the last rows."""
+    kind = ' class="number"' if is_numeric else ""
+    shown = rows[-_MOST_ROWS:]
+    lines = "".join("<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell in row) + "</tr>" for row in shown)
+    names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    cut = f'<p class="dim">The last {_MOST_ROWS:,} of {len(rows):,}.</p>' if len(rows) > _MOST_ROWS else ""
+    table = f"<table><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"
+    return f'{cut}<div class="scroll" tabindex="0">{table}</div>'
+
+
+def _as_script_data(charts: Sequence[Chart]) -> str:
+    """Returns the numbers of the charts as JSON that cannot end its script element."""
+    values = [
+        [
+            {
+                "label": series.label,
+                "style": series.style,
+                "x": [int(step) for step in series.steps.tolist()],
+                "y": [float(f"{value:.6g}") for value in series.values.tolist()],
+            }
+            for series in chart.series
+        ]
+        for chart in charts
+    ]
+    text = json.dumps(values, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _as_text(value: Any) -> str:
+    """Formats a value for a table: numbers with four digits, mappings and lists as JSON."""
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, int):
+        return f"{value:,}" if value.bit_length() < 128 else "more than 10^38"
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _duration(seconds: Any) -> str | None:
+    if not isinstance(seconds, int | float):
+        return None
+    minutes, rest = divmod(float(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours:.0f} h {minutes:.0f} min"
+    return f"{minutes:.0f} min {rest:.0f} s" if minutes else f"{rest:.3g} s"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _records(value: Any) -> list[dict[str, Any]]:
+    return [each for each in _list(value) if isinstance(each, dict)]
+
+
+def _pairs(value: Any) -> list[list[str]]:
+    return [[str(name), _as_text(each)] for name, each in _mapping(value).items()]

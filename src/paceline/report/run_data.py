@@ -1,0 +1,258 @@
+"""Reads what a run left in its output folder: record, journal, logged rows and checkpoints.
+
+Files may be missing, incomplete or damaged: what cannot be read is listed in `RunData.problems`, and the rest is shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.checkpoint import folders
+from paceline.core.journal import FORMAT, JOURNAL_FILE, SKIPPED_FILE
+from paceline.core.lineage import RECORD_NAME
+
+STATE_FILE = "trainer_state.json"  # of a checkpoint
+LOG_FILE = "log.jsonl"  # of the jsonl reporter
+_MOST_BYTES = 2**30  # of a file that is read whole
+
+
+@dataclass(frozen=True)
+class CheckpointSize:
+    """A checkpoint in the folder.
+
+    Attributes:
+        num_bytes: of its readable files.
+        is_best: True if the run recorded it as its best.
+    """
+
+    name: str
+    step: int
+    num_bytes: int
+    is_best: bool
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of one run.
+
+    Attributes:
+        folder: its output folder.
+        record: `run.json`; empty without one.
+        updates: the journal, one row for each optimizer step, of dtype `paceline.core.journal.FORMAT`.
+        rows: the logged rows in their order, each with `step`.
+        state: the newest `trainer_state.json` without its rows.
+        checkpoints: in the order of their steps.
+        skipped: the accumulation windows that a rewind skipped.
+        problems: a sentence for each file that could not be read.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+    updates: np.ndarray
+    rows: list[dict[str, Any]]
+    state: dict[str, Any] = field(default_factory=dict)
+    checkpoints: list[CheckpointSize] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the run; secrets were masked when they were written."""
+        return _mapping(self.record.get("arguments"))
+
+    @property
+    def name(self) -> str:
+        """`run_name`, or the name of the folder."""
+        name = self.arguments.get("run_name")
+        return name if isinstance(name, str) and name else self.folder.resolve().name
+
+    @property
+    def last_step(self) -> int:
+        """The last optimizer step that is known of."""
+        steps = [int(row["step"]) for row in self.rows[-1:]]
+        if len(self.updates):
+            steps.append(int(self.updates["step"][-1]))
+        steps += [checkpoint.step for checkpoint in self.checkpoints[-1:]]
+        return max(steps, default=0)
+
+    @property
+    def max_steps(self) -> int | None:
+        """The optimizer steps of the whole run; None if unknown."""
+        for value in (self.state.get("max_steps"), _mapping(self.record.get("plan")).get("max_steps")):
+            if isinstance(value, int) and value > 0:
+                return value
+        return None
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the last step was made and the summary of the whole run was logged."""
+        has_summary = any("train_runtime" in row for row in self.rows)
+        return has_summary and self.max_steps is not None and self.last_step >= self.max_steps
+
+
+def read_run(
+    folder: Path, rows: Sequence[Mapping[str, Any]] | None = None, state: Mapping[str, Any] | None = None
+) -> RunData:
+    """Reads the data of a run.
+
+    Args:
+        folder: its output folder.
+        rows: the logged rows of a run in this process; None reads them from files.
+        state: the trainer state of a run in this process, without its rows.
+
+    Raises:
+        FileNotFoundError: the folder holds no run.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder.")
+    problems: list[str] = []
+    checkpoints = folders.own_checkpoints(folder)[0]
+    record = _mapping(_read_json(folder / RECORD_NAME, problems))
+    updates = _read_journal(folder / JOURNAL_FILE, problems)
+    if not record and not len(updates) and not checkpoints and rows is None:
+        raise FileNotFoundError(
+            f"{folder} holds no run: there is no {RECORD_NAME}, no {JOURNAL_FILE} and no checkpoint in it. Name the "
+            "output_dir of a run."
+        )
+    if state is None:
+        state = _newest_state(checkpoints, problems)
+    if rows is None:
+        rows = _logged_rows(folder, state, problems)
+    best = state.get("best_model_checkpoint")
+    best_name = Path(best).name if isinstance(best, str) else None
+    return RunData(
+        folder=folder,
+        record=record,
+        updates=updates,
+        rows=[dict(row) for row in rows if _is_step(row.get("step"))],
+        state={key: value for key, value in state.items() if key != "log_history"},
+        checkpoints=[
+            CheckpointSize(path.name, folders.step_of(path), _num_bytes(path), path.name == best_name)
+            for path in checkpoints
+        ],
+        skipped=_read_lines(folder / SKIPPED_FILE, problems),
+        problems=problems,
+    )
+
+
+def numbers_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns (steps, values) of every number that the rows hold, by key, in the order of the steps.
+
+    Of two rows of one step, as after an evaluation by hand, the later one counts.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key in ("step", "epoch", "time") or isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            found.setdefault(key, {})[int(row["step"])] = _as_float(value)
+    return {
+        key: (np.array(sorted(points), np.float64), np.array([points[step] for step in sorted(points)]))
+        for key, points in found.items()
+    }
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _read_text(path: Path, problems: list[str]) -> str:
+    """Returns a file's text; an empty one, and a problem, if it cannot be read."""
+    try:
+        if not path.is_file():
+            return ""
+        if path.stat().st_size > _MOST_BYTES:
+            problems.append(f"{path.name} is larger than 1 GiB and was not read.")
+            return ""
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        problems.append(f"{path.name} could not be read: {error.strerror}.")
+        return ""
+
+
+def _read_json(path: Path, problems: list[str]) -> Any:
+    text = _read_text(path, problems)
+    if not text:
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        problems.append(f"{path.name} is damaged: it is not valid JSON.")
+        return None
+
+
+def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """Returns the objects of a file of JSON lines; a last line that a crash cut is left out."""
+    found = []
+    num_damaged = 0
+    for line in _read_text(path, problems).splitlines():
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            found.append(value)
+        elif line.strip():
+            num_damaged += 1
+    if num_damaged > 1:
+        problems.append(f"{path.name}: {num_damaged} lines are no JSON objects and were left out.")
+    return found
+
+
+def _read_journal(path: Path, problems: list[str]) -> np.ndarray:
+    try:
+        content = path.read_bytes() if path.is_file() else b""
+    except OSError as error:
+        problems.append(f"{path.name} could not be read: {error.strerror}.")
+        content = b""
+    whole = len(content) // FORMAT.itemsize * FORMAT.itemsize
+    updates = np.frombuffer(content[:whole], dtype=FORMAT)
+    is_sound = (updates["step"] > 0) & (updates["step"] < 2**53)
+    if not is_sound.all():
+        problems.append(f"{path.name} is damaged: {int((~is_sound).sum())} rows hold impossible steps.")
+    return updates[is_sound]
+
+
+def _newest_state(checkpoints: Sequence[Path], problems: list[str]) -> dict[str, Any]:
+    for path in reversed(checkpoints):
+        state = _mapping(_read_json(path / STATE_FILE, problems))
+        if state:
+            return state
+    return {}
+
+
+def _logged_rows(folder: Path, state: Mapping[str, Any], problems: list[str]) -> Sequence[Mapping[str, Any]]:
+    """Returns the rows of `log.jsonl`, or those of the newest checkpoint if it knows of later steps."""
+    logged = [row for row in _read_lines(folder / LOG_FILE, problems) if _is_step(row.get("step"))]
+    saved = state.get("log_history")
+    saved = [row for row in saved if isinstance(row, dict) and _is_step(row.get("step"))] if saved else []
+    return saved if _last_step(saved) > _last_step(logged) else logged
+
+
+def _last_step(rows: Sequence[Mapping[str, Any]]) -> int:
+    return int(rows[-1]["step"]) if rows else -1
+
+
+def _num_bytes(folder: Path) -> int:
+    try:
+        return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+    except OSError:
+        return 0

@@ -1,0 +1,108 @@
+"""Draws a chart as SVG. The page's script redraws it for the part of the steps that a reader selects."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+import numpy as np
+
+from paceline.report.curves import Chart, Series
+
+WIDTH, HEIGHT = 640, 260  # of the view box, in its units
+LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 30  # margins
+_NUM_TICKS = 5
+
+
+def draw(chart: Chart, name: str) -> str:
+    """Returns the SVG element of a chart.
+
+    Args:
+        name: the element's id.
+    """
+    x_low, x_high = limits([each.steps for each in chart.series], is_padded=False)
+    y_low, y_high = limits([each.values for each in chart.series])
+    lines = [_line(each, (x_low, x_high), (y_low, y_high)) for each in chart.series]
+    marks = [_tick(value, x_low, x_high, is_x=True) for value in ticks(x_low, x_high, whole=True)]
+    marks += [_tick(value, y_low, y_high, is_x=False) for value in ticks(y_low, y_high)]
+    box = f'x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM}"'
+    return (
+        f'<svg id="{escape(name)}" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(describe(chart))}">'
+        f'<clipPath id="{escape(name)}-clip"><rect {box}/></clipPath>'
+        f'<rect class="plot" {box}/><g class="ticks">{"".join(marks)}</g>'
+        f'<g class="lines" clip-path="url(#{escape(name)}-clip)">{"".join(lines)}</g></svg>'
+    )
+
+
+def describe(chart: Chart) -> str:
+    """Describes a chart in words, for a screen reader."""
+    parts = []
+    for each in chart.series:
+        if not each.is_faint:
+            first, last = number(each.values[0]), number(each.values[-1])
+            low, high = number(each.values.min()), number(each.values.max())
+            where = f"from step {each.steps[0]:,.0f} to {each.steps[-1]:,.0f}"
+            parts.append(f"{each.label} {where}: first {first}, last {last}, least {low}, greatest {high}")
+    return f"{chart.title}. " + "; ".join(parts)
+
+
+def limits(arrays: list[np.ndarray], is_padded: bool = True) -> tuple[float, float]:
+    """Returns the range of all values, 5 % wider on each side if padded; never empty."""
+    low = min(float(array.min()) for array in arrays)
+    high = max(float(array.max()) for array in arrays)
+    if low == high:
+        margin = abs(low) / 2 or 0.5
+    else:
+        margin = (high / 20 - low / 20) if is_padded else 0.0  # the difference itself may overflow
+    return low - margin, high + margin
+
+
+def ticks(low: float, high: float, whole: bool = False) -> list[float]:
+    """Returns round numbers between two limits, about five.
+
+    Args:
+        whole: True allows whole numbers only.
+    """
+    span = high - low
+    if not 0 < span < math.inf:
+        return [low, high]
+    rough = span / _NUM_TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    if whole:
+        step = max(1.0, round(step))
+    first = math.ceil(low / step)
+    return [index * step for index in range(first, math.floor(high / step) + 1)]
+
+
+def number(value: float) -> str:
+    """Formats a number with four significant digits."""
+    return f"{value:.4g}" if abs(value) < 1e4 or not float(value).is_integer() else f"{value:,.0f}"
+
+
+def place(value: float, low: float, high: float, is_x: bool) -> float:
+    """Returns the coordinate of a value in the view box."""
+    share = (value / 2 - low / 2) / (high / 2 - low / 2)  # halves, since the difference may overflow
+    if is_x:
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
+    return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+
+def _tick(value: float, low: float, high: float, is_x: bool) -> str:
+    at = place(value, low, high, is_x)
+    if is_x:
+        line = f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+        return f'{line}<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{number(value)}</text>'
+    line = f'<line y1="{at:.1f}" y2="{at:.1f}" x1="{LEFT}" x2="{WIDTH - RIGHT}"/>'
+    return f'{line}<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number(value)}</text>'
+
+
+def _line(series: Series, x_limits: tuple[float, float], y_limits: tuple[float, float]) -> str:
+    points = [
+        f"{place(step, *x_limits, is_x=True):.1f},{place(value, *y_limits, is_x=False):.1f}"
+        for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True)
+    ]
+    if len(points) == 1:  # a line of one point is invisible
+        across, down = points[0].split(",")
+        return f'<circle class="{series.style}" cx="{across}" cy="{down}" r="3"/>'
+    return f'<polyline class="{series.style}" points="{" ".join(points)}"/>'

@@ -1,0 +1,35 @@
+"""Writes the report of a run, or of several, to one file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.core.retry_writer import replace_whole
+from paceline.report import REPORT_FILE
+from paceline.report.page import make_page
+from paceline.report.run_data import read_run
+
+
+def write_report(
+    folders: Sequence[Path],
+    output: Path | None = None,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes the report of a run, or one that compares several.
+
+    Args:
+        folders: the output folders of the runs.
+        output: the file to write; `report.html` in the first folder by default.
+        rows: the logged rows of a run in this process, if `folders` is that run's alone.
+        state: the trainer state of that run, without its rows.
+
+    Returns: the path of the file. Raises: OSError, if a folder cannot be read or the file not written.
+    """
+    page = make_page([read_run(folder, rows, state) for folder in folders])
+    path = folders[0] / REPORT_FILE if output is None else output
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_whole(path, page)
+    return path
