@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.pytorch.checkpoint.files import load_tensors
+from paceline.pytorch.checkpoint.tensors import load_tensors
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers", minversion="5.23")

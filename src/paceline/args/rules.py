@@ -248,7 +248,6 @@ def is_default(*accepted: Any) -> Callable[[Any], bool]:
     return lambda value: value in accepted
 
 
-NOT_YET = "use parallel='ddp' or 'fsdp', and leave it out"
 NO_TRACKIO = "there is no Trackio reporter; leave it out and use report_to='tensorboard', 'jsonl' or 'csv'"
 # name: (function that is True for values without an effect, remedy)
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {

@@ -377,7 +377,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         loss_only: bool = False,
     ) -> Self:
         """Sets the evaluation strategy; sets `do_eval`."""
-        self._set(
+        return self._set(
             do_eval=strategy != IntervalStrategy.NO,
             eval_strategy=strategy,
             eval_steps=self._counted("eval", strategy, steps),
@@ -386,7 +386,6 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
             eval_delay=delay,
             prediction_loss_only=loss_only,
         )
-        return self
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> Self:
         """Sets the options of prediction; sets `do_predict`."""
@@ -440,7 +439,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         revision: str | None = None,
     ) -> Self:
         """Sets the options of pushes to the hub; sets `push_to_hub`."""
-        self._set(
+        return self._set(
             push_to_hub=True,
             hub_model_id=model_id,
             hub_strategy=strategy,
@@ -449,7 +448,6 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
             hub_always_push=always_push,
             hub_revision=revision,
         )
-        return self
 
     def set_optimizer(
         self,

@@ -6,6 +6,7 @@ import html
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.args.secrets import mask_text
@@ -19,6 +20,7 @@ NO_VALUE = "No log"
 _UNSHOWN = re.compile(r"(^total_flos|^epoch|_runtime|_per_second|_preparation_time|_mem_.*)$")
 
 
+@dataclass(eq=False)
 class NotebookProgressBar:
     """One HTML progress bar.
 
@@ -31,21 +33,15 @@ class NotebookProgressBar:
         update_every: seconds between two drawings.
     """
 
-    def __init__(
-        self,
-        total: int | None,
-        prefix: str | None = None,
-        leave: bool = True,
-        parent: NotebookTrainingTracker | None = None,
-        width: int = 300,
-        update_every: float = 0.5,
-    ) -> None:
-        self.total = total
-        self.prefix = prefix or ""
-        self.leave = leave
-        self.parent = parent
-        self.width = width
-        self.update_every = update_every
+    total: int | None
+    prefix: str | None = None
+    leave: bool = True
+    parent: NotebookTrainingTracker | None = None
+    width: int = 300
+    update_every: float = 0.5
+
+    def __post_init__(self) -> None:
+        self.prefix = self.prefix or ""
         self.value: int | None = None
         self.comment: str | None = None
         self.output: Any = None
@@ -83,7 +79,9 @@ class NotebookProgressBar:
         """Returns the bar as HTML."""
         limits = "" if self.total is None else f" value='{self.value or 0}' max='{self.total}'"
         style = f"width:{self.width}px; height:20px; vertical-align:middle;"
-        return f"<div>{html.escape(self.prefix)} <progress{limits} style='{style}'></progress> {self.label()}</div>"
+        return (
+            f"<div>{html.escape(self.prefix or '')} <progress{limits} style='{style}'></progress> {self.label()}</div>"
+        )
 
     def display(self) -> None:
         """Draws the bar or its parent."""

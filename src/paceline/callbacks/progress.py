@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
 from paceline.args.training import TrainingArguments
@@ -188,6 +189,7 @@ class ProgressCallback(TrainerCallback):
             self.training_bar = None
 
 
+@dataclass(eq=False)
 class LineBar:
     """A progress display for outputs without cursor control: one line per `seconds`, and one at the end.
 
@@ -201,25 +203,20 @@ class LineBar:
         stream: the output stream; standard error by default.
     """
 
-    def __init__(
-        self,
-        total: int | None,
-        title: str,
-        unit: str,
-        initial: int = 0,
-        leave: bool = True,
-        seconds: float = 30.0,
-        stream: TextIO | None = None,
-    ) -> None:
-        self.total, self.n, self.initial = total, initial, initial
-        self.title = title
-        self.unit = unit
-        self.leave = leave
-        self.seconds = seconds
-        self.stream = sys.stderr if stream is None else stream
+    total: int | None
+    title: str
+    unit: str
+    initial: int = 0
+    leave: bool = True
+    seconds: float = 30.0
+    stream: TextIO | None = None
+
+    def __post_init__(self) -> None:
+        self.n = self.initial
+        self.stream = sys.stderr if self.stream is None else self.stream
         self.postfix = ""
         self._start = time.perf_counter()
-        self._next_line = self._start + seconds
+        self._next_line = self._start + self.seconds
 
     def update(self, n: int = 1) -> None:
         """Adds `n` to the count and writes a line if due."""

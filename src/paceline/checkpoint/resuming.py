@@ -108,15 +108,11 @@ def _said_of_others(folder: Path) -> str:
     if not others:
         return ""
     return (
-        f": the run started or resumed last there has written none, and {', '.join(map(_name_of, others))} "
+        f": the run started or resumed last there has written none, and {', '.join(path.name for path in others)} "
         f"{'is' if len(others) == 1 else 'are'} of another. To resume from that, name it: "
         f"resume_from_checkpoint='{others[-1]}'. To start a new run: resume_from_checkpoint=False, or 'auto', which "
         "does so if there is no checkpoint of the run."
     )
-
-
-def _name_of(path: Path) -> str:
-    return path.name
 
 
 def begin_state(

@@ -64,13 +64,8 @@ class Job:
     def write(self) -> None:
         """Writes `job.json` atomically, secrets masked."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        content = {
-            "format": 1,
-            "command": self.command,
-            "identity": self.identity,
-            "settings": self.settings,
-            "finished": self.finished,
-        }
+        names = ("command", "identity", "settings", "finished")
+        content = {"format": 1, **{name: getattr(self, name) for name in names}}
         text = json.dumps(masked(json.loads(json.dumps(content, default=str))), indent=2)
         temporary = self.folder / f".{JOB_NAME}.incomplete-{os.getpid()}"
         temporary.write_text(text + "\n", encoding="utf-8")
@@ -325,6 +320,24 @@ def restore_finished(trainer: Trainer | TFTrainer, job: Job, say: Say) -> None:
     say(f"This run is finished: {steps:,} steps. Its results follow.  (--fresh starts over)")
     trainer._load_from_checkpoint(str(job.folder))
     trainer.state = type(trainer.state).load_from_json(str(job.folder / STATE_NAME))
+
+
+def train_or_restore(trainer: Trainer | TFTrainer, job: Job, given: Mapping[str, Any], say: Say, resume: Any) -> int:
+    """Trains a job to its end and writes its results, or loads those of a finished one. Returns the exit code.
+
+    Args:
+        given: the options as given, kept for `paceline replay`.
+        resume: as in `train_job`.
+    """
+    length = {"max_steps": trainer.args.max_steps, "num_train_epochs": trainer.args.num_train_epochs}
+    if is_finished(job, length):
+        restore_finished(trainer, job, say)
+        return 0
+    job.settings["given"] = kept(given)
+    code = train_job(trainer, job, length, say, resume)
+    if code == 0:
+        write_results(trainer, job)
+    return code
 
 
 @contextmanager

@@ -6,7 +6,8 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from paceline.args.secrets import mask_text
 from paceline.cli import texts
@@ -67,13 +68,13 @@ def dispatch(words: list[str]) -> int:
         print(texts.help_on(command, rest))
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[AboveBars()])
-    runners = {
+    runners: dict[str, Callable[[list[str]], int]] = {
         "demo": run_demo,
         "train": run_train,
-        "launch": run_launch,
-        "report": run_report,
-        "verify": run_verify,
-        "export": run_export,
+        "launch": partial(run_part, "launch"),
+        "report": partial(run_part, "report"),
+        "verify": partial(run_part, "verify"),
+        "export": partial(run_part, "export"),
         "replay": run_replay,
     }
     return runners[command](rest)
@@ -87,24 +88,9 @@ def run_demo(words: list[str]) -> int:
     return int(job.run(options))
 
 
-def run_launch(words: list[str]) -> int:
-    """Runs `paceline launch SCRIPT`."""
-    return int(importlib.import_module("paceline.cli.launch").run(words))
-
-
-def run_report(words: list[str]) -> int:
-    """Runs `paceline report RUN [RUN ...]`."""
-    return int(importlib.import_module("paceline.cli.report").run(words))
-
-
-def run_verify(words: list[str]) -> int:
-    """Runs `paceline verify RUN`."""
-    return int(importlib.import_module("paceline.cli.verify").run(words))
-
-
-def run_export(words: list[str]) -> int:
-    """Runs `paceline export CHECKPOINT OUTPUT`."""
-    return int(importlib.import_module("paceline.cli.export").run(words))
+def run_part(command: str, words: list[str]) -> int:
+    """Runs `paceline launch`, `report`, `verify` or `export`."""
+    return int(importlib.import_module(f"paceline.cli.{command}").run(words))
 
 
 def run_replay(words: list[str]) -> int:

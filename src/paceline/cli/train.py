@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from paceline.pytorch.trainer import Trainer
     from paceline.tensorflow.trainer import TFTrainer
 
-logger = logging.getLogger(__name__)
 
 # framework -> the command in job.json
 COMMANDS = {"torch": "train", "tf": "train --framework tf"}

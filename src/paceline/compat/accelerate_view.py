@@ -432,12 +432,9 @@ class AcceleratorView:
         part = self._part_of(loader)
         batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         if not hasattr(part, "total_batch_size") and batch_size is not None:
-            part.total_batch_size = global_micro_batch_size(self.dataloader_config, batch_size, self._num_parts)
+            num_parts = self._trainer.strategy.data_coordinates()[1]
+            part.total_batch_size = global_micro_batch_size(self.dataloader_config, batch_size, num_parts)
         return part
-
-    @property
-    def _num_parts(self) -> int:
-        return self._trainer.strategy.data_coordinates()[1]
 
     def _part_of(self, loader: Any) -> Any:
         (rank, size), config = self._trainer.strategy.data_coordinates(), self.dataloader_config

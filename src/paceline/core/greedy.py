@@ -10,29 +10,25 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_PLAIN_STATE = (
-    "factor",
-    "min_lrs",
-    "max_lrs",
-    "patience",
-    "verbose",
-    "cooldown",
-    "warmup",
-    "cooldown_counter",
-    "warmup_counter",
-    "mode",
-    "threshold",
-    "threshold_mode",
-    "best",
-    "num_bad_epochs",
-    "num_good_epochs",
-    "eps",
-    "last_epoch",
-    "smooth",
-    "window_size",
-    "reset_start",
-    "reset_start_original",
-)
+LISTS = ("min_lrs", "max_lrs", "_last_lr", "_init_lrs")
+OF_SUBCLASSES = ("optimizer", "learning_rate")  # where the rates are
+
+
+def check_rule(factor: float, mode: str, threshold_mode: str, where: str = "") -> None:
+    """Checks options of a schedule that follows a metric; `where` begins the message. Raises ValueError."""
+    if not 0.0 < factor < 1.0:
+        raise ValueError(f"{where}factor={factor} must lie between 0 and 1")
+    if mode not in ("min", "max"):
+        raise ValueError(f"{where}mode={mode!r} is neither 'min' nor 'max'")
+    if threshold_mode not in ("rel", "abs"):
+        raise ValueError(f"{where}threshold_mode={threshold_mode!r} is neither 'rel' nor 'abs'")
+
+
+def beats(current: float, best: float, *, mode: str, threshold: float, threshold_mode: str) -> bool:
+    """True if `current` beats `best` by more than the threshold."""
+    margin = threshold if mode == "max" else -threshold
+    target = best + margin if threshold_mode == "abs" else best * (1.0 + margin)
+    return current > target if mode == "max" else current < target
 
 
 class GreedyRule:
@@ -69,12 +65,7 @@ class GreedyRule:
         window_size: int = 50,
         reset_start: int = 500,
     ) -> None:
-        if not 0.0 < factor < 1.0:
-            raise ValueError(f"factor={factor} must lie between 0 and 1")
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode={mode!r} is neither 'min' nor 'max'")
-        if threshold_mode not in ("rel", "abs"):
-            raise ValueError(f"threshold_mode={threshold_mode!r} is neither 'rel' nor 'abs'")
+        check_rule(factor, mode, threshold_mode)
         if window_size < 1:
             raise ValueError(f"window_size={window_size} must be at least 1")
         self.mode, self.factor, self.patience = mode, factor, patience
@@ -141,9 +132,7 @@ class GreedyRule:
 
     def is_better(self, current: float, best: float) -> bool:
         """True if `current` beats `best` by more than the threshold."""
-        margin = self.threshold if self.mode == "max" else -self.threshold
-        target = best + margin if self.threshold_mode == "abs" else best * (1.0 + margin)
-        return current > target if self.mode == "max" else current < target
+        return beats(current, best, mode=self.mode, threshold=self.threshold, threshold_mode=self.threshold_mode)
 
     def _lower_rates(self) -> None:
         for index, (rate, floor) in enumerate(zip(self._rates(), self.min_lrs, strict=True)):
@@ -170,11 +159,14 @@ class GreedyRule:
         if self.verbose:
             logger.info("Observation %d: learning rate of group %d is now %.4e.", self.last_epoch, index, rate)
 
+    def _plain_names(self) -> list[str]:
+        """Returns the names of all options and counters."""
+        return [name for name in vars(self) if not name.startswith("_") and name not in OF_SUBCLASSES]
+
     def export(self) -> dict[str, Any]:
         """Returns every option and counter as plain values."""
-        state: dict[str, Any] = {key: getattr(self, key) for key in _PLAIN_STATE}
-        for key in ("min_lrs", "max_lrs", "_last_lr", "_init_lrs"):
-            state[key] = list(getattr(self, key))
+        state: dict[str, Any] = {key: getattr(self, key) for key in self._plain_names()}
+        state.update({key: list(getattr(self, key)) for key in LISTS})
         if self.smooth:
             window = {"window_size": self.window_size, "values": list(self._window), "sum": self._sum}
             state["_streaming_avg"] = window
@@ -191,7 +183,7 @@ class GreedyRule:
             raise ValueError(
                 f"the saved scheduler has {len(rates)} parameter groups, this optimizer {len(self._rates())}"
             )
-        for key in _PLAIN_STATE:
+        for key in self._plain_names():
             if key in state:
                 setattr(self, key, state[key])
         for key in ("min_lrs", "max_lrs", "_init_lrs"):

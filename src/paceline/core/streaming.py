@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -345,6 +346,7 @@ def move_origin(sums: Array | None, distance: float) -> Array | None:
     return np.stack(moved, -1)
 
 
+@dataclass(eq=False)
 class F1:
     """`f1`, `precision` and `recall` of a classifier, from its confusion matrix.
 
@@ -365,22 +367,18 @@ class F1:
         matrix: the confusion matrix `(num_classes, num_classes)`: rows are targets, columns are predicted classes.
     """
 
-    def __init__(
-        self,
-        num_classes: int,
-        average: str = "macro",
-        *,
-        shifted: bool = False,
-        ignore_index: int = IGNORE_INDEX,
-        confidence: float | None = 0.95,
-        replicates: int = 500,
-        seed: int = 0,
-    ) -> None:
-        if average not in ("macro", "weighted", "micro", "binary"):
-            raise ValueError(f"average={average!r}: one of macro, weighted, micro, binary.")
-        self.num_classes, self.average = num_classes, average
-        self.shifted, self.ignore_index = shifted, ignore_index
-        self.confidence, self.replicates, self.seed = confidence, replicates, seed
+    num_classes: int
+    average: str = "macro"
+    _: KW_ONLY
+    shifted: bool = False
+    ignore_index: int = IGNORE_INDEX
+    confidence: float | None = 0.95
+    replicates: int = 500
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.average not in ("macro", "weighted", "micro", "binary"):
+            raise ValueError(f"average={self.average!r}: one of macro, weighted, micro, binary.")
         self.reset()
 
     def reset(self, first_sample: int = 0) -> None:

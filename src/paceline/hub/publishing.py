@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,7 @@ class PushTarget:
             self.pushes.wait_until_done()
 
 
+@dataclass(eq=False)
 class Publisher:
     """Pushes an output folder and its checkpoints. It holds no state and is made anew for each use.
 
@@ -115,14 +116,12 @@ class Publisher:
         hooks: the methods that a user may override.
     """
 
-    def __init__(
-        self, target: PushTarget, settings: HubSettings, output_dir: Path, *, is_main_process: bool, hooks: HubHooks
-    ) -> None:
-        self.target = target
-        self.settings = settings
-        self.output_dir = output_dir
-        self.is_main_process = is_main_process
-        self.hooks = hooks
+    target: PushTarget
+    settings: HubSettings
+    output_dir: Path
+    _: KW_ONLY
+    is_main_process: bool
+    hooks: HubHooks
 
     # ---- the repository
 

@@ -49,6 +49,7 @@ class LoaderSettings:
     accelerator: Any
 
 
+@dataclass(eq=False, kw_only=True)
 class LoaderFactory:
     """Makes the loaders and samplers of a Trainer.
 
@@ -64,29 +65,19 @@ class LoaderFactory:
         resumed_batch_size: samples of an optimizer step, if a run is resumed on another number of processes.
     """
 
-    def __init__(
-        self,
-        *,
-        settings: LoaderSettings,
-        world: World,
-        strategy: Strategy,
-        make_loader: Callable[..., Any],
-        collate: Callable[[list[Any]], Any],
-        filter_collator: Callable[[Any, str], Any],
-        filter_dataset: Callable[[Any, str], Any],
-        kept: KeptLoaders | None = None,
-        resumed_batch_size: int | None = None,
-    ) -> None:
-        self.settings = settings
-        self.world = world
-        self.mesh = strategy.mesh
-        self.rank, self.size = strategy.data_coordinates()
-        self.make_loader = make_loader
-        self.collate = collate
-        self.filter_collator = filter_collator
-        self.filter_dataset = filter_dataset
-        self.kept = kept
-        self.resumed_batch_size = resumed_batch_size
+    settings: LoaderSettings
+    world: World
+    strategy: Strategy
+    make_loader: Callable[..., Any]
+    collate: Callable[[list[Any]], Any]
+    filter_collator: Callable[[Any, str], Any]
+    filter_dataset: Callable[[Any, str], Any]
+    kept: KeptLoaders | None = None
+    resumed_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        self.mesh = self.strategy.mesh
+        self.rank, self.size = self.strategy.data_coordinates()
 
     def make(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from paceline.pytorch.model.reductions import Observation
 MAX_PARTS = 6  # micro-batches of a window that one look chooses from
 
 
+@dataclass(eq=False)
 class LossAudit:
     """Finds out what the returned loss is a mean over.
 
@@ -33,20 +35,16 @@ class LossAudit:
         agree: `(flag) -> True if it is set on any process`, called alike on all of those that must match.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        normalizer: LossNormalizer,
-        model: nn.Module,
-        compute_loss: Callable[..., Tensor],
-        prepare_inputs: Callable[[Any], Any],
-        must_match: bool,
-        agree: Callable[[bool], bool],
-    ) -> None:
-        self.strategy, self.model, self.normalizer = strategy, model, normalizer
-        self.compute_loss, self.prepare_inputs = compute_loss, prepare_inputs
-        self.must_match, self.agree = must_match, agree
-        self._passes_count = accepts(compute_loss, "num_items_in_batch")
+    strategy: Strategy
+    normalizer: LossNormalizer
+    model: nn.Module
+    compute_loss: Callable[..., Tensor]
+    prepare_inputs: Callable[[Any], Any]
+    must_match: bool
+    agree: Callable[[bool], bool]
+
+    def __post_init__(self) -> None:
+        self._passes_count = accepts(self.compute_loss, "num_items_in_batch")
 
     def observe(
         self, inputs: object, index: int, batches: Sequence[Any], counts: Sequence[Counts], num_items: object

@@ -80,6 +80,7 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
+@dataclass(eq=False)
 class LossProbe:
     """Probes the loss of a model.
 
@@ -92,22 +93,16 @@ class LossProbe:
         owners: what is called for the loss beside the model: what they count and collect is put back.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_of: LossOf,
-        rounds: int = 2,
-        must_match: bool = False,
-        owners: Sequence[Any] = (),
-        agree: Callable[[bool], bool] = bool,
-    ) -> None:
-        self.model = model
-        self.loss_of = loss_of
-        self.rounds = rounds
-        self.must_match = must_match
-        self.owners, self.agree = owners, agree
+    model: nn.Module
+    loss_of: LossOf
+    rounds: int = 2
+    must_match: bool = False
+    owners: Sequence[Any] = ()
+    agree: Callable[[bool], bool] = bool
+
+    def __post_init__(self) -> None:
         self.failure: str | None = None  # why the last pass gave no loss
-        parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+        parameter = next((p for p in self.model.parameters() if p.is_floating_point()), None)
         self._dtype = None if parameter is None else parameter.dtype
         self._tolerance = 0.0
         self._largest = 0  # samples of the micro-batches that the step itself takes

@@ -29,6 +29,7 @@ class Snapshot:
     state: TrainerState
 
 
+@dataclass(eq=False)
 class Rollback:
     """Takes snapshots, and restores them.
 
@@ -41,21 +42,12 @@ class Rollback:
         folder: for the journal and the ids; None: this process writes no files.
     """
 
-    def __init__(
-        self,
-        items: Items,
-        model: nn.Module,
-        state: TrainerState,
-        feed: StatefulDataIterator,
-        retry_writer: RetryWriter,
-        folder: Path | None,
-    ) -> None:
-        self.items = items
-        self.model = model
-        self.state = state
-        self.feed = feed
-        self.retry_writer = retry_writer
-        self.folder = folder
+    items: Items
+    model: nn.Module
+    state: TrainerState
+    feed: StatefulDataIterator
+    retry_writer: RetryWriter
+    folder: Path | None
 
     def take(self) -> Snapshot:
         """Copies everything that training changes: as much memory again as model and optimizer take."""

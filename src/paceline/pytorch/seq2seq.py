@@ -69,25 +69,12 @@ class Seq2SeqTrainer(Trainer):
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         tokenizer: Any = None,
     ) -> None:
+        # all of the parameters above: locals() holds them before anything else is assigned
+        options = {name: value for name, value in locals().items() if name not in ("self", "args", "__class__")}
         args = adopt(args) if args is not None else Seq2SeqTrainingArguments(output_dir="tmp_trainer")
         if not hasattr(args, "predict_with_generate"):
             raise TypeError(f"`args` is {type(args).__name__}; Seq2SeqTrainer needs Seq2SeqTrainingArguments.")
-        super().__init__(
-            model,
-            args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            model_init=model_init,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            tokenizer=tokenizer,
-        )
+        super().__init__(args=args, **options)
         if model_init is None:
             self._prepare_generation(self.model)
         self._warn_of_idle_options("The arguments hold", self._settings_of_arguments({}))

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ FUSED, ACCUMULATE = "fused", "accumulate"  # the functions that are traced per b
 NORM_EPSILON = 1e-6  # torch adds this epsilon to the norm it divides by
 
 
+@dataclass(eq=False, kw_only=True)
 class TFEngine:
     """Runs the optimizer steps of a TensorFlow model.
 
@@ -55,37 +57,30 @@ class TFEngine:
         watch: detects inf and NaN in each pass; None: disabled.
     """
 
-    def __init__(
-        self,
-        *,
-        strategy: Any,
-        objective: Objective,
-        optimizer: Any,
-        training_step: Callable[..., Any],
-        apply_gradients: Callable[..., Any],
-        distributed_training_steps: Callable[..., Any],
-        max_grad_norm: float,
-        skips_non_finite: bool = False,
-        is_retried: bool = False,
-        xla: bool = False,
-        watch: Watch | None = None,
-    ) -> None:
-        self.watch = watch
-        self.strategy, self.objective, self.optimizer = strategy, objective, optimizer
-        self.model = objective.model
-        self.training_step, self.apply_gradients = training_step, apply_gradients
-        self.distributed_training_steps = distributed_training_steps
-        whole = {"distributed_training_steps": distributed_training_steps, "apply_gradients": apply_gradients}
+    strategy: Any
+    objective: Objective
+    optimizer: Any
+    training_step: Callable[..., Any]
+    apply_gradients: Callable[..., Any]
+    distributed_training_steps: Callable[..., Any]
+    max_grad_norm: float
+    skips_non_finite: bool = False
+    is_retried: bool = False
+    xla: bool = False
+    watch: Watch | None = None
+
+    def __post_init__(self) -> None:
+        self.model = self.objective.model
+        whole = {"distributed_training_steps": self.distributed_training_steps, "apply_gradients": self.apply_gradients}
         self.own_updates = [name for name, method in whole.items() if is_own(method, name)]
-        self.max_grad_norm, self.skips_non_finite, self.xla = max_grad_norm, skips_non_finite, xla
         self.keep_outputs = False
         self.keep_batches = False
-        self.num_replicas = int(strategy.num_replicas_in_sync)
+        self.num_replicas = int(self.strategy.num_replicas_in_sync)
         self.trainables = list(self.model.trainable_variables)
         self.variables = [plain(variable) for variable in self.trainables]
         # a replica cannot decide for itself if it takes part in the optimizer step
-        self.asks_first = skips_non_finite and self.num_replicas > 1 and not has_loss_scale(optimizer)
-        self.is_in_parts = is_retried or self.asks_first
+        self.asks_first = self.skips_non_finite and self.num_replicas > 1 and not has_loss_scale(self.optimizer)
+        self.is_in_parts = self.is_retried or self.asks_first
         if not self.variables:
             raise ValueError("The model has no trainable variables: call it on a batch once, or build it, before.")
         self.unread: list[tuple[Any, Any, Any, Any]] = []  # loss, norm, rate, is_applied of each step

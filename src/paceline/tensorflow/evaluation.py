@@ -27,6 +27,7 @@ from paceline.tensorflow.precision import in_precision
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, kw_only=True)
 class Predictor:
     """Runs forward passes without gradients, compiled once for all evaluations of a Trainer.
 
@@ -38,26 +39,20 @@ class Predictor:
         xla: compile with XLA.
     """
 
-    def __init__(
-        self,
-        *,
-        strategy: Any,
-        objective: Objective,
-        prediction_step: Callable[..., Any],
-        distributed_prediction_steps: Callable[..., Any],
-        xla: bool = False,
-    ) -> None:
-        self.strategy = strategy
-        self.objective = objective
-        self.prediction_step = prediction_step
-        self.distributed_prediction_steps = distributed_prediction_steps
+    strategy: Any
+    objective: Objective
+    prediction_step: Callable[..., Any]
+    distributed_prediction_steps: Callable[..., Any]
+    xla: bool = False
+
+    def __post_init__(self) -> None:
         self._counts: Any = None
         self._share = Share(None, None)
         self._loss: Any = None
         self._is_prediction = False  # while a replica is traced
         self.num_traces = 0
-        is_single = strategy.num_replicas_in_sync == 1
-        self._run = tf.function(self._trace, reduce_retracing=True, jit_compile=True if xla and is_single else None)
+        compiles = self.xla and self.strategy.num_replicas_in_sync == 1
+        self._run = tf.function(self._trace, reduce_retracing=True, jit_compile=True if compiles else None)
 
     def __call__(self, batch: tuple[Any, Any], precision: str, is_prediction: bool) -> tuple[Any, Any]:
         """Returns the losses and predictions of each replica, on its device.
@@ -199,6 +194,7 @@ class EvaluationSettings:
         return DiskBuffer(limit, self.spill_folder)
 
 
+@dataclass(eq=False, kw_only=True)
 class Gathering:
     """Collects the results of an evaluation: the sum of the losses, and rows for the metrics.
 
@@ -210,30 +206,25 @@ class Gathering:
         disk_buffer: when rows leave memory.
     """
 
-    def __init__(
-        self,
-        *,
-        compute_metrics: Any,
-        preprocess: Callable[[Any, Any], Any] | None,
-        settings: EvaluationSettings,
-        loss_only: bool,
-        disk_buffer: DiskBuffer,
-    ) -> None:
-        self.compute_metrics = compute_metrics
-        self.preprocess = preprocess
-        self.include = settings.include
-        self.loss_only = loss_only
-        self.metric = compute_metrics if not loss_only and is_streaming(compute_metrics) else None
+    compute_metrics: Any
+    preprocess: Callable[[Any, Any], Any] | None
+    settings: EvaluationSettings
+    loss_only: bool
+    disk_buffer: DiskBuffer
+
+    def __post_init__(self) -> None:
+        self.include = self.settings.include
+        self.metric = self.compute_metrics if not self.loss_only and is_streaming(self.compute_metrics) else None
         if self.metric is not None:
             self.metric.reset()
-        self.calls_each = compute_metrics is not None and self.metric is None and settings.calls_each
+        self.calls_each = self.compute_metrics is not None and self.metric is None and self.settings.calls_each
         self.called: dict[str, Any] = {}  # last result of metrics that are called for each batch
         self.loss = 0.0
         self.weight = 0.0
         self.num_samples = 0
         self.layers = 0.0  # the layers' losses, times the samples
         names = ("predictions", "label_ids", "inputs", "losses")
-        self.kept = {name: RowCollector(settings.concatenates, disk_buffer=disk_buffer) for name in names}
+        self.kept = {name: RowCollector(self.settings.concatenates, disk_buffer=self.disk_buffer) for name in names}
 
     def add(
         self, features: Any, labels: Any, loss: tuple[float, float, float] | None, outputs: Any, is_last: bool
@@ -296,6 +287,7 @@ class Gathering:
         return self.loss / self.weight + self.layers / self.num_samples if self.weight else None
 
 
+@dataclass(eq=False, kw_only=True)
 class Evaluator:
     """Runs the model over all batches of a data set once.
 
@@ -310,26 +302,14 @@ class Evaluator:
         on_step: called after each batch.
     """
 
-    def __init__(
-        self,
-        *,
-        model: Any,
-        predictor: Predictor,
-        settings: EvaluationSettings,
-        compute_metrics: Any,
-        preprocess: Callable[[Any, Any], Any] | None,
-        compiled: Any,
-        is_interrupted: Callable[[], bool],
-        on_step: Callable[[], None],
-    ) -> None:
-        self.model = model
-        self.predictor = predictor
-        self.settings = settings
-        self.compute_metrics = compute_metrics
-        self.preprocess = preprocess
-        self.compiled = compiled
-        self.is_interrupted = is_interrupted
-        self.on_step = on_step
+    model: Any
+    predictor: Predictor
+    settings: EvaluationSettings
+    compute_metrics: Any
+    preprocess: Callable[[Any, Any], Any] | None
+    compiled: Any
+    is_interrupted: Callable[[], bool]
+    on_step: Callable[[], None]
 
     def run(
         self, batches: Iterable[Any], *, loss_only: bool, prefix: str, is_evaluation: bool = True

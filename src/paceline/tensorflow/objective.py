@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,6 +80,7 @@ class Share(NamedTuple):
     divisors: Any = None
 
 
+@dataclass(eq=False)
 class Objective:
     """Calls a model and computes the loss of its outputs.
 
@@ -94,29 +96,24 @@ class Objective:
         has_layer_losses: `add_loss` and regularisers are added to the loss; known when it has been traced.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        compute_loss_func: Callable[..., Any] | None = None,
-        loss_weight: str | None = None,
-        label_smoothing: float = 0.0,
-    ) -> None:
-        if callable(loss_weight):
+    model: Any
+    _: KW_ONLY
+    compute_loss_func: Callable[..., Any] | None = None
+    loss_weight: str | None = None
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if callable(self.loss_weight):
             raise ValueError("loss_weight cannot be a function with TensorFlow: give a name, or compute_loss_func.")
-        self.model = model
-        self.compute_loss_func = compute_loss_func
-        self.loss_weight = loss_weight
-        self.label_smoothing = label_smoothing
-        self.compiled = compiled_model(model) if compute_loss_func is None else None
-        self.default_loss = DefaultLoss(label_smoothing)
+        self.compiled = compiled_model(self.model) if self.compute_loss_func is None else None
+        self.default_loss = DefaultLoss(self.label_smoothing)
         self.kind = TOKENS
         self.has_layer_losses = True
         self.counts_ignored = False  # the model was compiled with a loss that ignores no label
-        self.parameters = parameters_of(model.call if hasattr(model, "call") else model.__call__)
+        self.parameters = parameters_of(self.model.call if hasattr(self.model, "call") else self.model.__call__)
         has_loss = self.compiled is not None and (self.compiled.has_own_loss or self.compiled.loss is not None)
         self.takes_labels = "labels" in self.parameters and not has_loss
-        own = () if compute_loss_func is None else parameters_of(compute_loss_func)
+        own = () if self.compute_loss_func is None else parameters_of(self.compute_loss_func)
         self.takes_count = "num_items_in_batch" in own
         self.takes_weights = "sample_weight" in own
         # of the pass that is traced

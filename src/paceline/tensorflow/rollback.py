@@ -31,6 +31,7 @@ class Snapshot:
     schedule: dict[str, Any] | None
 
 
+@dataclass(eq=False, kw_only=True)
 class Rollback:
     """Takes and restores snapshots of a run.
 
@@ -43,24 +44,13 @@ class Rollback:
         folder: of the journal and of the samples that are left out; None: not written.
     """
 
-    def __init__(
-        self,
-        *,
-        model: Any,
-        optimizer: Any,
-        schedule: Any,
-        callback_handler: CallbackHandler,
-        feed: TFFeed,
-        retry_writer: RetryWriter,
-        folder: Path | None,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.schedule = schedule
-        self.callback_handler = callback_handler
-        self.feed = feed
-        self.retry_writer = retry_writer
-        self.folder = folder
+    model: Any
+    optimizer: Any
+    schedule: Any
+    callback_handler: CallbackHandler
+    feed: TFFeed
+    retry_writer: RetryWriter
+    folder: Path | None
 
     def take_snapshot(self, state: TrainerState) -> Snapshot:
         """Copies everything that training changes: as much memory again as model and optimizer take."""

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from paceline.pytorch.checkpoint.files import CheckpointError, load_model, save_model
+from paceline.pytorch.checkpoint.files import load_model, save_model
+from paceline.pytorch.checkpoint.tensors import CheckpointError
 
 torch.set_num_threads(1)
 

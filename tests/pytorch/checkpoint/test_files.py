@@ -13,21 +13,8 @@ from torch import nn
 
 from paceline.checkpoint.folders import newest_valid, staged, verify
 from paceline.pytorch.checkpoint import files
-from paceline.pytorch.checkpoint.files import (
-    CheckpointError,
-    load_model,
-    load_optimizer,
-    load_rng,
-    load_scaler,
-    load_scheduler,
-    load_tensors,
-    save_arguments,
-    save_model,
-    save_optimizer,
-    save_rng,
-    save_scaler,
-    save_scheduler,
-)
+from paceline.pytorch.checkpoint.files import load_model, load_rng, load_state, save_model, showable_arguments
+from paceline.pytorch.checkpoint.tensors import CheckpointError, load_tensors, save_tensors
 
 torch.set_num_threads(1)
 
@@ -286,30 +273,30 @@ def test_training_goes_on_bit_by_bit(tmp_path: Path, make: Callable[[Any], torch
     train(*first, 5)
     with staged(tmp_path / "checkpoint-5") as folder:
         save_model(first[0], folder)
-        save_optimizer(first[1], folder)
-        save_scheduler(first[2], folder)
+        save_tensors(first[1].state_dict(), folder / "optimizer.pt")
+        save_tensors(first[2].state_dict(), folder / "scheduler.pt")
     torch.manual_seed(1)
     second = build()
     assert newest_valid(tmp_path, pytest.fail) == tmp_path / "checkpoint-5"
     load_model(second[0], tmp_path / "checkpoint-5")
-    load_optimizer(second[1], tmp_path / "checkpoint-5")
-    load_scheduler(second[2], tmp_path / "checkpoint-5")
+    load_state(second[1], tmp_path / "checkpoint-5" / "optimizer.pt")
+    load_state(second[2], tmp_path / "checkpoint-5" / "scheduler.pt")
     assert train(*first, 5) == train(*second, 5)
     assert equal(weights_of(first[0]), weights_of(second[0]))
 
 
 def test_scaler(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    save_scaler(scaler, tmp_path)
+    save_tensors(scaler.state_dict(), tmp_path / "scaler.pt")
     other = torch.amp.GradScaler("cpu")
-    load_scaler(other, tmp_path)
+    load_state(other, tmp_path / "scaler.pt")
     assert other.get_scale() == 8.0
 
 
 def test_random_states_go_on(tmp_path: Path) -> None:
     state = {"cpu": torch.get_rng_state(), "python": [3, list(random.getstate()[1]), None]}
-    save_rng(state, tmp_path)
-    save_rng({"cpu": torch.zeros(3)}, tmp_path, rank=1, world_size=2)
+    save_tensors(state, tmp_path / "rng_state.pth")
+    save_tensors({"cpu": torch.zeros(3)}, tmp_path / "rng_state_1.pth")
     assert sorted(os.listdir(tmp_path)) == ["rng_state.pth", "rng_state_1.pth"]
     loaded = load_rng(tmp_path)
     assert loaded is not None
@@ -323,17 +310,20 @@ def test_missing_random_state_is_told(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_arguments_are_a_plain_dict(tmp_path: Path) -> None:
-    save_arguments({"lr": 0.1, "path": Path("x"), "nested": {"dtype": np.dtype("int8")}, "list": (1, None)}, tmp_path)
+    save_tensors(
+        showable_arguments({"lr": 0.1, "path": Path("x"), "nested": {"dtype": np.dtype("int8")}, "list": (1, None)}),
+        tmp_path / "training_args.bin",
+    )
     saved = load_tensors(tmp_path / "training_args.bin")
     assert saved == {"lr": 0.1, "path": "x", "nested": {"dtype": "int8"}, "list": [1, None]}
 
 
 LOADERS: dict[str, Callable[[Path], Any]] = {
-    "optimizer.pt": lambda folder: load_optimizer(torch.optim.AdamW(mlp().parameters()), folder),
-    "scheduler.pt": lambda folder: load_scheduler(
-        torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(mlp().parameters(), 0.1)), folder
+    "optimizer.pt": lambda folder: load_state(torch.optim.AdamW(mlp().parameters()), folder / "optimizer.pt"),
+    "scheduler.pt": lambda folder: load_state(
+        torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(mlp().parameters(), 0.1)), folder / "scheduler.pt"
     ),
-    "scaler.pt": lambda folder: load_scaler(torch.amp.GradScaler("cpu"), folder),
+    "scaler.pt": lambda folder: load_state(torch.amp.GradScaler("cpu"), folder / "scaler.pt"),
     "rng_state.pth": lambda folder: load_rng(folder),
 }
 
@@ -354,11 +344,11 @@ def test_no_file_runs_code_and_errors_name_it(tmp_path: Path, name: str) -> None
 
 
 def test_state_of_another_optimizer_is_an_error_that_changes_nothing(tmp_path: Path) -> None:
-    save_optimizer(torch.optim.AdamW(nn.Linear(2, 2).parameters()), tmp_path)
+    save_tensors(torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict(), tmp_path / "optimizer.pt")
     optimizer = torch.optim.AdamW(mlp().parameters())
     before = optimizer.state_dict()
     with pytest.raises(CheckpointError, match=r"optimizer\.pt does not fit this AdamW"):
-        load_optimizer(optimizer, tmp_path)
+        load_state(optimizer, tmp_path / "optimizer.pt")
     assert optimizer.state_dict() == before
 
 
@@ -389,7 +379,7 @@ def test_no_wrong_state_is_half_loaded(tmp_path: Path, data: st.DataObject) -> N
         state = {**state, part: data.draw(PLAIN)}
     torch.save(state, tmp_path / "optimizer.pt")
     try:
-        load_optimizer(optimizer, tmp_path)
+        load_state(optimizer, tmp_path / "optimizer.pt")
     except CheckpointError:
         assert str(optimizer.state_dict()) == before
 
@@ -402,7 +392,7 @@ def test_a_state_that_could_not_be_loaded_again_is_refused_when_saved(tmp_path: 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
     with pytest.raises(TypeError, match=r"scheduler\.pt\['schedule'\]"):
-        save_scheduler(Odd(), tmp_path)
+        save_tensors(Odd().state_dict(), tmp_path / "scheduler.pt")
     assert os.listdir(tmp_path) == []
 
 
@@ -412,7 +402,7 @@ def test_a_failed_save_publishes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     def save() -> None:
         with staged(tmp_path / "checkpoint-1") as folder:
             save_model(model, folder)
-            save_optimizer(torch.optim.AdamW(model.parameters()), folder)
+            save_tensors(torch.optim.AdamW(model.parameters()).state_dict(), folder / "optimizer.pt")
 
     save()
     before = weights_of(model)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.checkpoint.folders import get_last_checkpoint, newest_valid, staged, verify
-from paceline.pytorch.checkpoint.files import load_model, load_optimizer, load_rng, load_scheduler, save_model
+from paceline.pytorch.checkpoint.files import load_model, load_rng, load_state, save_model
 from paceline.pytorch.distributed.random import restore_rng
 
 transformers = pytest.importorskip("transformers")
@@ -128,13 +128,13 @@ def test_theirs_loads_here(tmp_path: Path) -> None:
     assert load_model(other, checkpoint) == []
     assert_equal(model, other)
     optimizer = torch.optim.AdamW(_groups_like(trainer, other))
-    load_optimizer(optimizer, checkpoint)
+    load_state(optimizer, checkpoint / "optimizer.pt")
     theirs = trainer.optimizer.state_dict()["state"]
     assert theirs.keys() == optimizer.state_dict()["state"].keys()
     for key, state in optimizer.state_dict()["state"].items():
         assert torch.equal(state["exp_avg"], theirs[key]["exp_avg"])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    load_scheduler(scheduler, checkpoint)
+    load_state(scheduler, checkpoint / "scheduler.pt")
     assert scheduler.last_epoch == 3
     state = load_rng(checkpoint)
     assert state is not None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from paceline.args.secrets import mask_text
+from paceline.args.secrets import mask_text, masked
 from paceline.args.training import TrainingArguments
-from paceline.core import record
+from paceline.core import metrics, record
 from paceline.core.events import TrainerCallback
-from paceline.core.state import TrainerState
+from paceline.core.retry_writer import RetryWriter, set_aside
+from paceline.core.state import TrainerControl, TrainerState
 
 
 class Reporter(TrainerCallback):
@@ -23,9 +26,54 @@ class Reporter(TrainerCallback):
     requires: tuple[str, ...] = ()
 
 
-def log_row(logs: dict[str, Any], state: TrainerState) -> dict[str, Any]:
-    """Returns one row of a log file: step and epoch first, then the metrics."""
-    return {"step": state.global_step, "epoch": state.epoch, **logs}
+class FileReporter(Reporter):
+    """Base class of reporters that append rows to a file of the output folder; a failed write is retried later.
+
+    A resumed run first removes the rows after its checkpoint; a new run renames the file of an earlier one.
+    """
+
+    file_name: str
+
+    def __init__(self) -> None:
+        self._outbox = RetryWriter()
+
+    def row(self, logs: dict[str, Any], state: TrainerState) -> dict[str, Any]:
+        """Returns one row of the file: step and epoch first, then the metrics."""
+        return {"step": state.global_step, "epoch": state.epoch, **logs}
+
+    def append(self, path: Path, row: dict[str, Any]) -> None:
+        """Appends a row. Raises OSError, with the file unchanged."""
+        raise NotImplementedError
+
+    def truncate(self, path: Path, last_step: int) -> None:
+        """Keeps the rows up to `last_step`, if there is a file. Raises OSError, with the file unchanged."""
+        raise NotImplementedError
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._outbox = RetryWriter()
+        if not state.is_world_process_zero:
+            return
+        path = Path(str(args.output_dir), self.file_name)
+        is_new = state.global_step == 0
+        begin = partial(set_aside, path) if is_new else partial(self.truncate, path, state.global_step)
+        self._outbox.put(path, begin)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        path = Path(str(args.output_dir), self.file_name)
+        row = masked(metrics.jsonable(self.row(logs, state)))
+        self._outbox.retry()
+        self._outbox.put(path, partial(self.append, path, row))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._outbox.close()
 
 
 def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:

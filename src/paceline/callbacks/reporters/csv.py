@@ -4,64 +4,43 @@ from __future__ import annotations
 
 import csv
 import io
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.args.secrets import masked
 from paceline.args.training import TrainingArguments
-from paceline.callbacks.reporters.base import Reporter, log_row
-from paceline.core.metrics import jsonable
-from paceline.core.retry_writer import RetryWriter, append_line, replace_whole, set_aside
+from paceline.callbacks.reporters.base import FileReporter
+from paceline.core.retry_writer import append_line, replace_whole
 from paceline.core.state import TrainerControl, TrainerState
 
 FILE_NAME = "log.csv"
 
 
-class CSVReporter(Reporter):
+class CSVReporter(FileReporter):
     """Appends each row of logs; cells of missing metrics are empty.
 
     A row with a new metric rewrites the file once with another column. A resumed run first removes the rows after its
     checkpoint; a new run renames the file of an earlier one.
     """
 
+    file_name = FILE_NAME
+
     def __init__(self) -> None:
+        super().__init__()
         self._columns: list[str] = []
-        self._outbox = RetryWriter()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._columns, self._outbox = [], RetryWriter()
-        if not state.is_world_process_zero:
-            return
-        path = _path(args)
-        if state.global_step == 0:
-            self._outbox.put(path, partial(set_aside, path))
-        else:
-            self._outbox.put(path, partial(self._truncate, path, state.global_step))
+        self._columns = []
+        super().on_train_begin(args, state, control)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
-        if not state.is_world_process_zero or not logs:
-            return
-        row = masked(jsonable(log_row(logs, state)))
-        self._outbox.retry()
-        self._outbox.put(_path(args), partial(self._append, _path(args), row))
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._outbox.close()
-
-    def _truncate(self, path: Path, last_step: int) -> None:
+    def truncate(self, path: Path, last_step: int) -> None:
         if path.exists():
             columns, rows = read(path)
             write(path, columns, [row for row in rows if _step(row) <= last_step])
             self._columns = columns
 
-    def _append(self, path: Path, row: dict[str, Any]) -> None:
+    def append(self, path: Path, row: dict[str, Any]) -> None:
         if not self._columns and path.exists():
             self._columns = read(path)[0]
         new = [name for name in row if name not in self._columns]
@@ -101,7 +80,3 @@ def _step(row: dict[str, Any]) -> float:
         return float(row["step"])
     except (KeyError, TypeError, ValueError):
         return float("inf")
-
-
-def _path(args: TrainingArguments) -> Path:
-    return Path(str(args.output_dir), FILE_NAME)

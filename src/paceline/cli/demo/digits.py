@@ -22,18 +22,7 @@ from paceline.cli.demo.digits_data import (
 )
 from paceline.cli.demo.options import DemoOptions, make_arguments
 from paceline.cli.display import say, show_evaluations
-from paceline.cli.jobs import (
-    Job,
-    Say,
-    Show,
-    check_same,
-    is_finished,
-    kept,
-    open_job,
-    restore_finished,
-    train_job,
-    write_results,
-)
+from paceline.cli.jobs import Job, Say, Show, check_same, open_job, train_or_restore
 from paceline.pytorch.trainer import Trainer
 
 SHADES = " .:+*#@"
@@ -88,15 +77,9 @@ def run(options: DemoOptions, say: Say = say) -> int:
     job = open_job(folder, "demo digits", identify(digest), fresh=options.fresh, say=say, resume=resume)
     trainer = build_trainer(args, train, held_out)
     show_evaluations(trainer, COLUMNS)
-    length = {"max_steps": args.max_steps, "num_train_epochs": args.num_train_epochs}
-    if is_finished(job, length):
-        restore_finished(trainer, job, say)
-    else:
-        job.settings["given"] = kept(options.arguments)
-        code = train_job(trainer, job, length, say, resume)
-        if code:
-            return code
-        write_results(trainer, job)
+    code = train_or_restore(trainer, job, options.arguments, say, resume)
+    if code:
+        return code
     show_results(trainer, held_out, [int(sample["digit"]) for sample in held_out], job, say)
     return 0
 

@@ -17,7 +17,7 @@ from paceline.cli.demo.digits_data import (
 )
 from paceline.cli.demo.options import DemoOptions, make_arguments
 from paceline.cli.display import say, show_evaluations
-from paceline.cli.jobs import Say, is_finished, kept, open_job, restore_finished, train_job, write_results
+from paceline.cli.jobs import Say, open_job, train_or_restore
 from paceline.tensorflow.arguments import TFTrainingArguments
 from paceline.tensorflow.framework import keras
 from paceline.tensorflow.trainer import TFTrainer
@@ -58,15 +58,9 @@ def run(options: DemoOptions, say: Say = say) -> int:
         make_classifier(args.seed), args, as_columns(train), as_columns(held_out), compute_metrics=compute_accuracy
     )
     show_evaluations(trainer, COLUMNS)
-    length = {"max_steps": args.max_steps, "num_train_epochs": args.num_train_epochs}
-    if is_finished(job, length):
-        restore_finished(trainer, job, say)
-    else:
-        job.settings["given"] = kept(options.arguments)
-        code = train_job(trainer, job, length, say, resume)
-        if code:
-            return code
-        write_results(trainer, job)
+    code = train_or_restore(trainer, job, options.arguments, say, resume)
+    if code:
+        return code
     show_results(trainer, as_columns(held_out), held_out[1].tolist(), job, say)
     return 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -25,22 +24,9 @@ from paceline.cli.demo.language_model import LanguageModel, Shape, generate
 from paceline.cli.demo.options import DemoOptions, make_arguments
 from paceline.cli.demo.plot import can_draw_unicode, draw_curve
 from paceline.cli.display import say, show_evaluations
-from paceline.cli.jobs import (
-    Job,
-    Say,
-    Show,
-    check_same,
-    is_finished,
-    kept,
-    open_job,
-    restore_finished,
-    train_job,
-    write_results,
-)
+from paceline.cli.jobs import Job, Say, Show, check_same, open_job, train_or_restore
 from paceline.core.outputs import EvalPrediction
 from paceline.pytorch.trainer import Trainer
-
-logger = logging.getLogger(__name__)
 
 VOCABULARY = 512
 CONTEXT = 64
@@ -130,20 +116,13 @@ def run(options: DemoOptions, say: Say = say) -> int:
     resume = args.resume_from_checkpoint
     job = open_job(folder, "demo", identify(task, shape), fresh=options.fresh, say=say, resume=resume)
     trainer = build_trainer(args, options, job, task, say)
-    args = trainer.args
     show_evaluations(
         trainer, {"eval_loss": "held out", "eval_perplexity": "perplexity", "eval_bits_per_byte": "bits per byte"}
     )
-    length = {"max_steps": args.max_steps, "num_train_epochs": args.num_train_epochs}
-    if is_finished(job, length):
-        restore_finished(trainer, job, say)
-    else:
-        job.settings["given"] = kept(options.arguments)
-        code = train_job(trainer, job, length, say, resume)
-        if code:
-            return code
-        (folder / TOKENIZER_FILE).write_text(json.dumps({"merges": task.tokenizer.merges}) + "\n", encoding="utf-8")
-        write_results(trainer, job)
+    code = train_or_restore(trainer, job, options.arguments, say, resume)
+    if code:
+        return code
+    (folder / TOKENIZER_FILE).write_text(json.dumps({"merges": task.tokenizer.merges}) + "\n", encoding="utf-8")
     show_results(trainer, task, options, say)
     return 0
 

@@ -115,6 +115,7 @@ class SaveSettings:
     reports_changes: bool
 
 
+@dataclass(eq=False, kw_only=True)
 class Checkpointer:
     """Saves the items of a run, and restores them.
 
@@ -132,34 +133,21 @@ class Checkpointer:
         settings: the options.
     """
 
-    def __init__(
-        self,
-        *,
-        contents: Contents,
-        format: Format,
-        saves: Saves,
-        in_run: bool,
-        state: TrainerState,
-        handler: CallbackHandler,
-        read_control: Callable[[], TrainerControl],
-        read_mark: Callable[[], RunMark | None],
-        mark_saved: Callable[[], RunMark] | None,
-        hooks: SaveHooks,
-        settings: SaveSettings,
-    ) -> None:
-        self.contents = contents
-        self.items = contents.items
-        self.world = contents.world
-        self.format = format
-        self.saves = saves
-        self.in_run = in_run
-        self.state = state
-        self.handler = handler
-        self.read_control = read_control
-        self.read_mark = read_mark
-        self.mark_saved = mark_saved
-        self.hooks = hooks
-        self.settings = settings
+    contents: Contents
+    format: Format
+    saves: Saves
+    in_run: bool
+    state: TrainerState
+    handler: CallbackHandler
+    read_control: Callable[[], TrainerControl]
+    read_mark: Callable[[], RunMark | None]
+    mark_saved: Callable[[], RunMark] | None
+    hooks: SaveHooks
+    settings: SaveSettings
+
+    def __post_init__(self) -> None:
+        self.items = self.contents.items
+        self.world = self.contents.world
 
     # ---- one checkpoint
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +17,6 @@ from paceline.pytorch.checkpoint.resume_state import restarted_from
 from paceline.pytorch.distributed.collectives import gather_objects, on_first, share_object
 from paceline.pytorch.distributed.launchers import num_restarts
 from paceline.pytorch.distributed.world import World
-
-logger = logging.getLogger(__name__)
 
 
 def find_for_all(world: World, resume: str | bool | None, output_dir: str, store: str | None) -> Path | None:

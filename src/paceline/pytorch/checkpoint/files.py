@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -23,7 +23,7 @@ from paceline.checkpoint.manifest import KnownFile
 from paceline.pytorch.checkpoint.adapters import has_adapter_files, has_adapters, load_adapters
 from paceline.pytorch.checkpoint.background import HostCopy
 from paceline.pytorch.checkpoint.frozen_cache import FrozenPart, fingerprint
-from paceline.pytorch.checkpoint.tensors import CheckpointError, load_json, load_tensors, save_json, save_tensors
+from paceline.pytorch.checkpoint.tensors import CheckpointError, load_tensors
 from paceline.pytorch.checkpoint.validate_state import find_misfit
 from paceline.pytorch.checkpoint.weights import (
     PICKLED_WEIGHTS_INDEX_NAME,
@@ -33,31 +33,12 @@ from paceline.pytorch.checkpoint.weights import (
     Sorted,
     alias_groups,
     apart_name,
+    few,
     read_weights,
     sort_out,
     write_sorted,
     write_weights,
 )
-
-__all__ = [
-    "CheckpointError",
-    "load_json",
-    "load_model",
-    "load_optimizer",
-    "load_rng",
-    "load_scaler",
-    "load_scheduler",
-    "load_state",
-    "load_tensors",
-    "save_arguments",
-    "save_json",
-    "save_model",
-    "save_optimizer",
-    "save_rng",
-    "save_scaler",
-    "save_scheduler",
-    "save_tensors",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +49,6 @@ TRAINER_STATE_NAME = "trainer_state.json"
 TRAINING_ARGS_NAME = "training_args.bin"
 DEFAULT_SHARD_BYTES = 50 * 10**9  # as transformers: sharding is for hosts that limit the size of a file
 
-_MOST_NAMED = 10
 _REFUSALS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError)
 _AS_IT_IS = "its files are loaded by name instead"
 
@@ -141,7 +121,7 @@ def store_weights(
     if apart:
         name = apart_name(weights, apart, max_shard_bytes=DEFAULT_SHARD_BYTES)
         prints = {key: fingerprint(weights.tensors[key]) for key in apart}
-        placed = frozen.place(prints, Path(folder, name), copy.add if copy is not None else _at_once)
+        placed = frozen.place(prints, Path(folder, name), copy.add if copy is not None else lambda write: write())
         if placed is not None:
             known = placed
             weights.tensors = {key: tensor for key, tensor in weights.tensors.items() if key not in apart}
@@ -155,10 +135,6 @@ def store_weights(
     else:
         copy.add_weights(weights, write)
     return known
-
-
-def _at_once(write: Callable[[], None]) -> None:
-    write()
 
 
 def has_weights(folder: str | os.PathLike[str]) -> bool:
@@ -190,7 +166,7 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str], state: dict[str
         found = sorted(os.listdir(folder)) if folder.is_dir() else []
         raise CheckpointError(
             f"{folder} holds no weights to load: expected model.safetensors, pytorch_model.bin or their indexes, "
-            f"found {', '.join(found[:_MOST_NAMED]) or 'nothing'}"
+            f"found {few(found) or 'nothing'}"
         )
     own = model.state_dict()
     missing, unexpected = _name_differences(own, state)
@@ -204,41 +180,6 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str], state: dict[str
     return _put(model, state, folder, missing, unexpected)
 
 
-def save_optimizer(optimizer: HasState, folder: str | os.PathLike[str]) -> None:
-    """Writes `optimizer.pt`. Raises as `save_tensors`."""
-    save_tensors(optimizer.state_dict(), Path(folder, OPTIMIZER_NAME))
-
-
-def load_optimizer(optimizer: HasState, folder: str | os.PathLike[str]) -> None:
-    """Reads `optimizer.pt` into the optimizer. Raises FileNotFoundError, or CheckpointError if it does not fit."""
-    load_state(optimizer, Path(folder, OPTIMIZER_NAME))
-
-
-def save_scheduler(scheduler: HasState, folder: str | os.PathLike[str]) -> None:
-    """Writes `scheduler.pt`. Raises as `save_tensors`."""
-    save_tensors(scheduler.state_dict(), Path(folder, SCHEDULER_NAME))
-
-
-def load_scheduler(scheduler: HasState, folder: str | os.PathLike[str]) -> None:
-    """Reads `scheduler.pt` into the schedule. Raises FileNotFoundError, or CheckpointError if it does not fit."""
-    load_state(scheduler, Path(folder, SCHEDULER_NAME))
-
-
-def save_scaler(scaler: HasState, folder: str | os.PathLike[str]) -> None:
-    """Writes `scaler.pt`, the state of an fp16 gradient scaler. Raises as `save_tensors`."""
-    save_tensors(scaler.state_dict(), Path(folder, SCALER_NAME))
-
-
-def load_scaler(scaler: HasState, folder: str | os.PathLike[str]) -> None:
-    """Reads `scaler.pt` into the scaler. Raises FileNotFoundError, or CheckpointError if it does not fit."""
-    load_state(scaler, Path(folder, SCALER_NAME))
-
-
-def save_rng(state: Mapping[str, Any], folder: str | os.PathLike[str], rank: int = 0, world_size: int = 1) -> None:
-    """Writes one process' random number states: `rng_state.pth`, or `rng_state_RANK.pth` with several processes."""
-    save_tensors(dict(state), Path(folder, rng_name(rank, world_size)))
-
-
 def load_rng(folder: str | os.PathLike[str], rank: int = 0, world_size: int = 1) -> dict[str, Any] | None:
     """Returns this process's random number states, ours or those of transformers; None (and a log line) without the
     file.
@@ -250,11 +191,6 @@ def load_rng(folder: str | os.PathLike[str], rank: int = 0, world_size: int = 1)
         logger.warning("%s is missing, so random numbers do not go on where they were", path)
         return None
     return _dict_of(path)
-
-
-def save_arguments(args_dict: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
-    """Writes `training_args.bin`: a plain dict, for people to read. paceline never reads it."""
-    save_tensors(showable_arguments(args_dict), Path(folder, TRAINING_ARGS_NAME))
 
 
 def showable_arguments(args_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,13 +269,13 @@ def _check_fit(model: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any
     shared = [name for name in own if name in state]
     if own and not shared:
         raise CheckpointError(
-            f"no weight in {folder} has a name that the model knows: the checkpoint has {_few(state)}; "
-            f"the model has {_few(own)}"
+            f"no weight in {folder} has a name that the model knows: the checkpoint has {few(state)}; "
+            f"the model has {few(own)}"
         )
     differing = [name for name in shared if _shape(own[name]) != _shape(state[name])]
     if any(not _loads_by_itself(model, name) for name in differing):
         shown = [f"{name} {_shape(state[name])} instead of {_shape(own[name])}" for name in differing]
-        raise CheckpointError(f"{folder} does not fit the model, whose weights have other shapes: {_few(shown)}")
+        raise CheckpointError(f"{folder} does not fit the model, whose weights have other shapes: {few(shown)}")
 
 
 def _loads_by_itself(model: nn.Module, name: str) -> bool:
@@ -378,12 +314,12 @@ def _notes(folder: Path, missing: Iterable[str], unexpected: Iterable[str]) -> l
     if missing:
         notes.append(
             f"There were missing keys in the checkpoint model loaded: {folder} lacks weights of the model, which keep "
-            f"their values: {_few(missing)}"
+            f"their values: {few(missing)}"
         )
     if unexpected:
         notes.append(
             f"There were unexpected keys in the checkpoint model loaded: {folder} has weights that the model does not "
-            f"know and that are left out: {_few(unexpected)}"
+            f"know and that are left out: {few(unexpected)}"
         )
     return notes
 
@@ -405,9 +341,3 @@ def _load_through_class(model: Any, folder: Path) -> list[str]:
     state = {name: value for name, value in other.state_dict().items() if name not in missing}
     _check_fit(model, model.state_dict(), state, folder)
     return _put(model, state, folder, missing, list(info.get("unexpected_keys", ())))
-
-
-def _few(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f", and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more

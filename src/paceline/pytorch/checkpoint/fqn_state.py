@@ -131,7 +131,9 @@ def read_any_weights(folder: Path, has_part: bool) -> Named | None:
     Args:
         has_part: this process holds a shard of the model, so that the state is needed in any case.
     """
-    weights = zero_files.read_zero_weights(folder) or (read_weights(folder) if has_part else None)
+    if zero_files.has_zero_files(folder):
+        return zero_files.read_zero_files(folder).weights()
+    weights = read_weights(folder) if has_part else None
     return read_whole_model(folder) if weights is None and not has_weights(folder) else weights
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ class FrozenPart:
         self,
         prints: Mapping[str, bytes],
         target: Path,
-        later: Callable[[Callable[[], None]], None],
+        later: Callable[[Callable[[], Any]], None],
     ) -> dict[str, KnownFile] | None:
         """Links the stored file at `target`, if it holds these very weights.
 
@@ -83,7 +84,7 @@ class FrozenPart:
             os.link(stored.path, target)
         except OSError as error:
             logger.info("no link to %s (%s): it is copied", stored.path, error)
-            later(partial(_copy, stored.path, target))
+            later(partial(shutil.copyfile, stored.path, target))
             return {}
         return {target.name: stored.known}
 
@@ -99,10 +100,6 @@ class FrozenPart:
         self._written = None
         known = entry_of(folder / name)
         self.stored = None if known is None else Stored(folder / name, prints, known)
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
 
 
 def fingerprint(tensor: Tensor) -> bytes:
@@ -123,15 +120,11 @@ def fingerprint(tensor: Tensor) -> bytes:
             digest.update(pieces[0])
         else:
             with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing releases the GIL
-                for part in pool.map(_hash, pieces):
+                for part in pool.map(lambda piece: hashlib.sha256(piece).digest(), pieces):
                     digest.update(part)
     else:
         digest.update(mixed_sums(data))
     return digest.digest()
-
-
-def _hash(piece: memoryview) -> bytes:
-    return hashlib.sha256(piece).digest()
 
 
 def mixed_sums(data: Tensor) -> bytes:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ else:
     streaming = LateModule("paceline.pytorch.checkpoint.streaming")
 
 
+@dataclass(eq=False, kw_only=True)
 class ModelFiles:
     """Writes a model, its processing class, and the arguments for people to read.
 
@@ -47,26 +49,17 @@ class ModelFiles:
         as_given: while entered, the model has the configuration that it was given with.
     """
 
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        strategy: SingleDevice,
-        world: World,
-        saves: Saves,
-        should_save: bool,
-        processing_class: object,
-        describe_arguments: Callable[[], Mapping[str, Any]],
-        as_given: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        self.model = strategy.unwrap(model)
-        self.strategy = strategy
-        self.world = world
-        self.saves = saves
-        self.should_save = should_save
-        self.processing_class = processing_class
-        self.describe_arguments = describe_arguments
-        self.as_given = as_given
+    model: nn.Module
+    strategy: SingleDevice
+    world: World
+    saves: Saves
+    should_save: bool
+    processing_class: object
+    describe_arguments: Callable[[], Mapping[str, Any]]
+    as_given: Callable[[], AbstractContextManager[Any]]
+
+    def __post_init__(self) -> None:
+        self.model = self.strategy.unwrap(self.model)
 
     def whole_weights(self) -> dict[str, Tensor] | None:
         """Returns the model's weights gathered from shards: for the checkpoint being written, or now; None if not

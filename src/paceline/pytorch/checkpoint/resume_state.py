@@ -8,6 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,7 @@ def position_of_transformers(checkpoint: Path, loader: object, plan: Plan) -> di
     return {"epoch": epoch, "batches": batches, "consumed": consumed, "batch_size": batch_size}
 
 
+@dataclass(eq=False)
 class PositionRestorer:
     """Restores a feed's position from a checkpoint, and plans the remaining optimizer steps.
 
@@ -224,24 +226,14 @@ class PositionRestorer:
         warmup_steps: the number of warm-up steps of a run of so many optimizer steps.
     """
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        feed: StatefulDataIterator,
-        plan: Plan,
-        *,
-        global_step: int,
-        coordinates: tuple[int, int],
-        arguments: Mapping[str, Any],
-        warmup_steps: Callable[[int], int],
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.feed = feed
-        self.plan = plan
-        self.global_step = global_step
-        self.coordinates = coordinates
-        self.arguments = arguments
-        self.warmup_steps = warmup_steps
+    checkpoint: Path
+    feed: StatefulDataIterator
+    plan: Plan
+    _: KW_ONLY
+    global_step: int
+    coordinates: tuple[int, int]
+    arguments: Mapping[str, Any]
+    warmup_steps: Callable[[int], int]
 
     def restore(self) -> tuple[Plan, int]:
         """Puts the feed to the position, and returns the plan and the last optimizer step of the resumed run."""

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 from paceline.checkpoint import folders
 from paceline.checkpoint.manifest import KnownFile
 from paceline.checkpoint.space import Place
-from paceline.pytorch.checkpoint import files
 from paceline.pytorch.checkpoint.background import HostBuffers, HostCopy, Writer
 from paceline.pytorch.checkpoint.frozen_cache import FrozenPart
+from paceline.pytorch.checkpoint.tensors import save_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class Saves:
         if job is not None and job.copy is not None and Path(folder) == job.temporary:
             job.copy.add_tensors(state, Path(folder, name))
         else:
-            files.save_tensors(state, Path(folder, name))
+            save_tensors(state, Path(folder, name))
 
     def published(self) -> None:
         """Notes that a save returned with its checkpoint published."""

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
 from paceline.args.errors import UnsupportedOption
 from paceline.checkpoint import folders
@@ -249,7 +249,7 @@ class ShardedFormat:
             try:
                 with saves.taking(job):
                     for part in parts.values():
-                        part.copy(saves.buffers.copy if reason is None else _as_it_is)
+                        part.copy(saves.buffers.copy if reason is None else lambda tensor: tensor)
                     if reason is not None:
                         job.write_parts()
                     self._write_small_files(job, collected, fill)
@@ -311,7 +311,3 @@ class ShardedFormat:
                 save_tensors(collected.extra, job.temporary / EXTRA_STATE_NAME)
 
         on_first(self.contents.world, write)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor

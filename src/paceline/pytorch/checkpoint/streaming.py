@@ -16,23 +16,20 @@ from torch import Tensor
 from paceline.checkpoint.layout import FULL_MODEL_NAME, MODEL_FOLDER, is_sharded
 from paceline.core.optional import LateModule
 from paceline.pytorch.checkpoint.fqn_state import notes_of
-from paceline.pytorch.checkpoint.tensors import (
-    CheckpointError,
-    load_json,
-    load_tensors,
-    replacing,
-    save_json,
-    save_tensors,
-)
+from paceline.pytorch.checkpoint.tensors import CheckpointError, load_tensors, replacing
 from paceline.pytorch.checkpoint.weights import (
     DTYPES,
     EXTRA_STATE_NAME,
     PICKLED_WEIGHTS_NAME,
-    TIED_KEY,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
     alias_groups,
-    remove_stale,
+    complete,
+    cut,
+    file_names,
+    named,
+    notes_of_ties,
+    read_index,
     tied_names,
 )
 from paceline.pytorch.checkpoint.zero_files import LATEST, has_zero_files, read_zero_files
@@ -125,15 +122,10 @@ def _open_shards(place: Path, folder: Path) -> Source:
 
 def _open_safetensors(folder: Path) -> Source:
     notes: dict[str, Any] = {}
-    if (folder / WEIGHTS_NAME).is_file():
-        names = [WEIGHTS_NAME]
-    else:
-        index = load_json(folder / WEIGHTS_INDEX_NAME)
-        weight_map = index.get("weight_map") if isinstance(index, dict) else None
-        names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
-        notes = (index.get("metadata") or {}) if isinstance(index, dict) else {}
-        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise CheckpointError(f"{folder / WEIGHTS_INDEX_NAME} is damaged: it has no weight_map of names to files")
+    names = [WEIGHTS_NAME]
+    if not (folder / WEIGHTS_NAME).is_file():
+        weight_map, notes = read_index(folder / WEIGHTS_INDEX_NAME)
+        names = sorted(set(weight_map.values()))
     forms: dict[str, Form] = {}
     places: dict[str, Any] = {}
     for name in names:
@@ -164,9 +156,7 @@ def _open_zero(folder: Path) -> Source:
 
 
 def _open_pickled(path: Path) -> Source:
-    state = load_tensors(path, is_mapped=True)
-    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise CheckpointError(f"{path} holds no state dict")
+    state = named(load_tensors(path, is_mapped=True), path)
     tied = alias_groups(state)
     kept = {name: value for name, value in state.items() if name not in tied}
     tensors = {name: value for name, value in kept.items() if isinstance(value, Tensor) and value.dtype in DTYPES}
@@ -194,31 +184,19 @@ def write_stream(
     Returns: the names of the files.
     Raises: OSError if the disk refuses; CheckpointError for a damaged source.
     """
-    if max_shard_bytes <= 0:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive: the number of bytes in one file")
     folder = Path(folder)
     os.makedirs(folder, exist_ok=True)
-    files = cut(source.forms, max_shard_bytes)
-    notes = {TIED_KEY: json.dumps(source.tied, sort_keys=True)} if source.tied else {}
+    files = files_of(source.forms, max_shard_bytes)
+    notes = notes_of_ties(source.tied)
     for name, keys in files.items():
         forms = {key: source.forms[key] for key in keys}
         write_file(folder / name, forms, source.read, {"format": "pt", **notes}, progress)
-    names = list(files)
-    if len(files) > 1:
-        weight_map = {key: name for name, keys in files.items() for key in keys}
-        about = {"total_size": source.num_bytes(), **notes}
-        save_json({"metadata": about, "weight_map": dict(sorted(weight_map.items()))}, folder / WEIGHTS_INDEX_NAME)
-        names.append(WEIGHTS_INDEX_NAME)
-    if source.extra:
-        save_tensors(source.extra, folder / EXTRA_STATE_NAME)
-        names.append(EXTRA_STATE_NAME)
-    remove_stale(folder, names)
-    return names
+    return complete(folder, files, source.num_bytes(), notes, source.extra)
 
 
 def reading_order(forms: Mapping[str, Form], max_shard_bytes: int) -> list[str]:
     """Returns the names in the order in which `write_stream` reads them."""
-    files = cut(forms, max_shard_bytes).values()
+    files = files_of(forms, max_shard_bytes).values()
     return [key for keys in files for key in aligned({key: forms[key] for key in keys})]
 
 
@@ -227,20 +205,10 @@ def aligned(forms: Mapping[str, Form]) -> list[str]:
     return sorted(forms, key=lambda key: (-forms[key][1].itemsize, key))
 
 
-def cut(forms: Mapping[str, Form], max_shard_bytes: int) -> dict[str, list[str]]:
+def files_of(forms: Mapping[str, Form], max_shard_bytes: int) -> dict[str, list[str]]:
     """Returns file name -> names of its tensors, in order; at least one file."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, form in forms.items():
-        if shards[-1] and size + bytes_of(form) > max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += bytes_of(form)
-    if len(shards) == 1:
-        return {WEIGHTS_NAME: shards[0]}
-    total = len(shards)
-    return {f"model-{number:05d}-of-{total:05d}.safetensors": keys for number, keys in enumerate(shards, 1)}
+    shards = cut({name: bytes_of(form) for name, form in forms.items()}, max_shard_bytes)
+    return dict(zip(file_names(len(shards)), shards, strict=True))
 
 
 def write_file(

@@ -44,10 +44,6 @@ def read_torch_file(source: Any, *, is_mapped: bool = False, extra: Mapping[str,
         return kind(file, path if is_mapped else None, extra or {}).read()
 
 
-def _new_storage(num_bytes: int) -> torch.UntypedStorage:
-    return torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
-
-
 def _slice(whole: Any, start: int, end: int) -> torch.UntypedStorage:
     """Returns a part of a storage, over the same memory."""
     part: torch.UntypedStorage = whole[start:end]
@@ -249,7 +245,8 @@ class _LegacyFile(_File):
             self.left -= num_bytes
             if self.left < 0:
                 raise Refused(f"a storage of {num_bytes} bytes is larger than what is left of the file")
-            self.named[key] = _new_storage(num_bytes), pid[1].itemsize
+            content = torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+            self.named[key] = content, pid[1].itemsize
         whole = self.named[key][0]
         view = pid[5] if len(pid) > 5 else None
         if view is None:

@@ -94,29 +94,51 @@ def write_sorted(
         apart: names of tensors -> their bytes, for a separate last shard, which is written only if `weights`
             has them: the caller puts it there otherwise, under the name that `apart_name` gives.
     """
-    if max_shard_bytes <= 0:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive: the number of bytes in one file")
     folder, apart = Path(folder), apart or {}
     os.makedirs(folder, exist_ok=True)
     tensors = weights.tensors
-    shards = _cut({key: tensor for key, tensor in tensors.items() if key not in apart}, max_shard_bytes)
+    sizes = {key: num_bytes(tensor) for key, tensor in tensors.items() if key not in apart}
+    shards = cut(sizes, max_shard_bytes)
     if apart:
         shards.append(list(apart))
-    tied_text = {TIED_KEY: json.dumps(weights.tied, sort_keys=True)} if weights.tied else {}
-    names = []
-    for number, shard in enumerate(shards, start=1):
-        name = WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    files = dict(zip(file_names(len(shards)), shards, strict=True))
+    notes = notes_of_ties(weights.tied)
+    for name, shard in files.items():
         if all(key in tensors for key in shard):
-            _write_file({key: tensors[key] for key in shard}, folder / name, {"format": "pt", **tied_text})
-        names.append(name)
-    if len(shards) > 1:
-        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        total = sum(num_bytes(tensor) for key, tensor in tensors.items() if key not in apart) + sum(apart.values())
-        index = {"metadata": {"total_size": total, **tied_text}, "weight_map": dict(sorted(weight_map.items()))}
+            _write_file({key: tensors[key] for key in shard}, folder / name, {"format": "pt", **notes})
+    return complete(folder, files, sum({**sizes, **apart}.values()), notes, weights.extra)
+
+
+def notes_of_ties(tied: Mapping[str, str]) -> dict[str, str]:
+    """Returns the metadata of a file for names that hold the same tensor as another."""
+    return {TIED_KEY: json.dumps(tied, sort_keys=True)} if tied else {}
+
+
+def complete(
+    folder: Path,
+    files: Mapping[str, list[str]],
+    total_size: int,
+    notes: Mapping[str, str],
+    extra: Mapping[str, Any],
+) -> list[str]:
+    """Writes what stands beside the files of tensors, and removes weights of an earlier call.
+
+    Args:
+        files: file name -> names of its tensors.
+        total_size: bytes of all tensors.
+        notes: metadata of the index, which several files have.
+        extra: values that safetensors cannot hold.
+
+    Returns: the names of all files.
+    """
+    names = list(files)
+    if len(files) > 1:
+        weight_map = {key: name for name, keys in files.items() for key in keys}
+        index = {"metadata": {"total_size": total_size, **notes}, "weight_map": dict(sorted(weight_map.items()))}
         save_json(index, folder / WEIGHTS_INDEX_NAME)
         names.append(WEIGHTS_INDEX_NAME)
-    if weights.extra:
-        save_tensors(weights.extra, folder / EXTRA_STATE_NAME)
+    if extra:
+        save_tensors(extra, folder / EXTRA_STATE_NAME)
         names.append(EXTRA_STATE_NAME)
     remove_stale(folder, names)
     return names
@@ -132,8 +154,8 @@ def remove_stale(folder: Path, names: Iterable[str]) -> None:
 
 def apart_name(weights: Sorted, apart: Mapping[str, int], *, max_shard_bytes: int) -> str:
     """Returns the name of the file in which `write_sorted` stores the tensors `apart`."""
-    number = len(_cut({key: value for key, value in weights.tensors.items() if key not in apart}, max_shard_bytes)) + 1
-    return f"model-{number:05d}-of-{number:05d}.safetensors"
+    sizes = {key: num_bytes(value) for key, value in weights.tensors.items() if key not in apart}
+    return file_names(len(cut(sizes, max_shard_bytes)) + 1)[-1]
 
 
 def read_weights(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -158,7 +180,7 @@ def read_weights(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
             if kept in state:
                 state.setdefault(dropped, state[kept])
         if (folder / EXTRA_STATE_NAME).is_file():
-            state.update(_named(load_tensors(folder / EXTRA_STATE_NAME), folder / EXTRA_STATE_NAME))
+            state.update(named(load_tensors(folder / EXTRA_STATE_NAME), folder / EXTRA_STATE_NAME))
         return state
     return None
 
@@ -166,7 +188,7 @@ def read_weights(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 def read_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the tensors of one file, on the CPU, and its tied names. Raises CheckpointError, naming it."""
     if path.suffix != ".safetensors":
-        return _named(load_tensors(path), path), {}
+        return named(load_tensors(path), path), {}
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
@@ -229,17 +251,30 @@ def _require_values(name: str, value: Any) -> None:
         raise ValueError(f"{name} is on the meta device and has no values to save: load or initialise the model")
 
 
-def _cut(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[list[str]]:
-    """Returns names in order, split into shards of at most `max_shard_bytes`; at least one shard."""
+def cut(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
+    """Returns names in order, split into shards of at most `max_shard_bytes`; at least one shard.
+
+    Args:
+        sizes: the bytes of each tensor.
+    """
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes} must be positive: the number of bytes in one file")
     shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + num_bytes(tensor) > max_shard_bytes:
+    total = 0
+    for name, size in sizes.items():
+        if shards[-1] and total + size > max_shard_bytes:
             shards.append([])
-            size = 0
+            total = 0
         shards[-1].append(name)
-        size += num_bytes(tensor)
+        total += size
     return shards
+
+
+def file_names(count: int) -> list[str]:
+    """Returns the names of the files of so many shards."""
+    if count == 1:
+        return [WEIGHTS_NAME]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
@@ -257,24 +292,32 @@ def _write_file(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str
             raise OSError(number, f"{os.strerror(number)} ({error})", str(path)) from error
 
 
-def _read_shards(index_path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    index = load_json(index_path)
+def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Returns (name of a tensor -> its file, the metadata) of an index. Raises CheckpointError, naming it."""
+    index = load_json(path)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index_path} is damaged: it has no weight_map of names to files")
+    is_map = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+    if not weight_map or not is_map:
+        raise CheckpointError(f"{path} is damaged: it has no weight_map of names to files")
+    for name in weight_map.values():
+        if Path(name).name != name or "\\" in name:
+            raise CheckpointError(f"{path} names {name!r}, which is not a file of its folder")
+    metadata = index.get("metadata")
+    return weight_map, metadata if isinstance(metadata, dict) else {}
+
+
+def _read_shards(index_path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    weight_map, metadata = read_index(index_path)
     state: dict[str, Any] = {}
     for name in sorted(set(weight_map.values())):
-        if Path(name).name != name or "\\" in name:
-            raise CheckpointError(f"{index_path} names {name!r}, which is not a file of its folder")
         path = index_path.parent / name
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; {index_path.name} lists it")
         state.update(read_file(path)[0])
     absent = [key for key in weight_map if key not in state]
     if absent:
-        raise CheckpointError(f"{index_path} lists tensors that no shard holds: {_few(absent)}")
-    metadata = index.get("metadata")
-    return state, tied_names(metadata if isinstance(metadata, dict) else {})
+        raise CheckpointError(f"{index_path} lists tensors that no shard holds: {few(absent, 5)}")
+    return state, tied_names(metadata)
 
 
 def tied_names(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -288,13 +331,15 @@ def tied_names(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {name: kept for name, kept in tied.items() if isinstance(kept, str)}
 
 
-def _named(value: object, path: Path) -> dict[str, Any]:
+def named(value: object, path: Path) -> dict[str, Any]:
+    """Returns the value of a file, a state dict. Raises CheckpointError, naming the file, for any other."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise CheckpointError(f"{path} holds no state dict")
     return value
 
 
-def _few(names: Iterable[str], most: int = 5) -> str:
+def few(names: Iterable[str], most: int = 10) -> str:
+    """Returns the first names as text, and the number of the others."""
     names = list(names)
     more = f", and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

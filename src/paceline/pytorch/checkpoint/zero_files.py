@@ -304,11 +304,6 @@ def has_zero_files(checkpoint: Path) -> bool:
     return any((checkpoint / name).is_file() for name in (LATEST, LATEST_UNIVERSAL))
 
 
-def read_zero_weights(checkpoint: Path) -> Named | None:
-    """Returns the model's state of a checkpoint of DeepSpeed; None for any other. Raises as `read_zero_files`."""
-    return read_zero_files(checkpoint).weights() if has_zero_files(checkpoint) else None
-
-
 def read_zero_files(checkpoint: Path) -> EngineFiles:
     """Returns the files of a checkpoint that DeepSpeed wrote: those that `latest` names, else the universal form.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -17,8 +16,6 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import resolve_mesh
 from paceline.pytorch.distributed.collectives import sum_ints
 from paceline.pytorch.distributed.strategy import NOTHING, Prepared, SingleDevice
-
-logger = logging.getLogger(__name__)
 
 SENT_AS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's own buckets

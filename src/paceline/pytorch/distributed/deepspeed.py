@@ -6,7 +6,6 @@ weights of micro-batches, the schedule and the checkpoints are decided here.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -25,8 +24,6 @@ from paceline.pytorch.distributed.precision import CastWeights, narrow
 from paceline.pytorch.distributed.strategy import NOTHING, Prepared, SingleDevice
 from paceline.pytorch.distributed.tensor_parts import differing_names
 from paceline.pytorch.distributed.world import has_group
-
-logger = logging.getLogger(__name__)
 
 # of torch.optim: elementwise optimizers, which step a flat part of a parameter as they would the whole
 ELEMENTWISE = {"Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}

@@ -6,7 +6,6 @@ By a plan: module name -> style. Modules outside the plan stay whole on every pr
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -21,8 +20,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from paceline.args.errors import UnsupportedOption, did_you_mean
-
-logger = logging.getLogger(__name__)
 
 Plan = Mapping[str, Any]
 WHOLE, SUMMED = "replicate", "replicated_with_grad_allreduce"

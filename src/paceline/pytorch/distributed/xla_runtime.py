@@ -5,7 +5,6 @@ torch_xla is imported only where it is used: its import takes seconds, and insta
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -17,8 +16,6 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.sections import Options
 from paceline.args.sharding import is_asked, is_xla_asked
 from paceline.core.optional import is_installed, require
-
-logger = logging.getLogger(__name__)
 
 EXTRA = "xla"
 TPU_FILES = ("/dev/accel0", "/dev/vfio/0")  # one of them is there for the first chip of a machine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from paceline.pytorch.model.outputs import detach, find_loss, is_named, is_same_
 from paceline.pytorch.model.signature import innermost
 
 
+@dataclass(eq=False, kw_only=True)
 class BatchPredictor:
     """Implements `Trainer.prediction_step`.
 
@@ -32,28 +34,15 @@ class BatchPredictor:
         forward_context: returns the precision context of a forward pass.
     """
 
-    def __init__(
-        self,
-        *,
-        objective: Objective,
-        label_names: Sequence[str],
-        requires_all_labels: bool,
-        can_return_loss: bool,
-        autocasts: bool,
-        count_items: Callable[[Sequence[Any]], Any],
-        prepare_inputs: Callable[[Any], Any],
-        compute_loss: Callable[..., Any],
-        forward_context: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        self.objective = objective
-        self.label_names = label_names
-        self.requires_all_labels = requires_all_labels
-        self.can_return_loss = can_return_loss
-        self.autocasts = autocasts
-        self.count_items = count_items
-        self.prepare_inputs = prepare_inputs
-        self.compute_loss = compute_loss
-        self.forward_context = forward_context
+    objective: Objective
+    label_names: Sequence[str]
+    requires_all_labels: bool
+    can_return_loss: bool
+    autocasts: bool
+    count_items: Callable[[Sequence[Any]], Any]
+    prepare_inputs: Callable[[Any], Any]
+    compute_loss: Callable[..., Any]
+    forward_context: Callable[[], AbstractContextManager[Any]]
 
     def predict(
         self,

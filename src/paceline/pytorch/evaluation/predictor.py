@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from paceline.core.disk_buffer import DiskBuffer
 from paceline.core.metrics import jsonable, prefix_metrics, speed_metrics
 from paceline.core.outputs import EvalLoopOutput, check_metrics
 from paceline.core.signals import Interrupted
-from paceline.core.streaming import StreamingMetric, is_streaming, with_last
+from paceline.core.streaming import is_streaming, with_last
 from paceline.pytorch.data.loading import batch_size_of, close_loader, loader_length, order_by_length, sample_count
 from paceline.pytorch.distributed.precision import narrow
 from paceline.pytorch.distributed.strategy import is_out_of_memory
@@ -44,6 +45,7 @@ ADVICE_ON_MEMORY = (
 )
 
 
+@dataclass(eq=False, kw_only=True)
 class EvaluationLoop:
     """Runs a model over batches.
 
@@ -65,35 +67,23 @@ class EvaluationLoop:
 
     waits_for_others = False  # extra passes contain collectives, so all processes must make the same number
 
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        strategy: Strategy,
-        rule: LossNormalizer,
-        prediction_step: Callable[..., tuple[Any, Any, Any]],
-        count_items: Callable[[Sequence[Any]], Any],
-        compute_metrics: Callable[..., dict[str, Any]] | StreamingMetric | None,
-        preprocess_logits: Callable[[Any, Any], Any] | None,
-        options: EvaluationOptions,
-        name_inputs: Callable[[Any], Any],
-        on_step: Callable[[], None],
-        is_stopping: Callable[[], bool],
-        expect: Callable[[Any], int | None] | None = None,
-    ) -> None:
-        self.model = model
-        self.strategy = strategy
-        self.rule = rule
-        self.prediction_step = prediction_step
-        self.count_items = count_items
-        self.metric: Any = compute_metrics if is_streaming(compute_metrics) else None
-        self.compute_metrics: Any = None if self.metric is not None else compute_metrics
-        self.preprocess_logits = preprocess_logits
-        self.options = options
-        self.name_inputs = name_inputs
-        self.on_step = on_step
-        self.is_stopping = is_stopping
-        self.expect = expect
+    model: nn.Module
+    strategy: Strategy
+    rule: LossNormalizer
+    prediction_step: Callable[..., tuple[Any, Any, Any]]
+    count_items: Callable[[Sequence[Any]], Any]
+    compute_metrics: Any  # a function, a StreamingMetric, or None
+    preprocess_logits: Callable[[Any, Any], Any] | None
+    options: EvaluationOptions
+    name_inputs: Callable[[Any], Any]
+    on_step: Callable[[], None]
+    is_stopping: Callable[[], bool]
+    expect: Callable[[Any], int | None] | None = None
+
+    def __post_init__(self) -> None:
+        self.metric: Any = self.compute_metrics if is_streaming(self.compute_metrics) else None
+        if self.metric is not None:
+            self.compute_metrics = None
         self._looks = False  # the batch in progress is probed
         self._before: Part | None = None  # the batch before it, if it held one sample
         self._streamed: dict[str, Any] = {}
@@ -311,6 +301,7 @@ def casting(model: nn.Module, dtype: torch.dtype | None, rule: LossNormalizer, s
         handle.remove()
 
 
+@dataclass(eq=False, kw_only=True)
 class Evaluator:
     """Implements `Trainer.evaluation_loop`.
 
@@ -325,26 +316,14 @@ class Evaluator:
         reports_preparation: the metrics hold the seconds that preparing the model took.
     """
 
-    def __init__(
-        self,
-        *,
-        make_loop: Callable[[], EvaluationLoop],
-        contexts: Sequence[Callable[[], AbstractContextManager[Any]]],
-        keeps_workers: Callable[[Any], bool],
-        batch_size: int,
-        loss_only: bool,
-        label_names: Sequence[str],
-        wants_metrics: bool,
-        reports_preparation: bool,
-    ) -> None:
-        self.make_loop = make_loop
-        self.contexts = contexts
-        self.keeps_workers = keeps_workers
-        self.batch_size = batch_size
-        self.loss_only = loss_only
-        self.label_names = label_names
-        self.wants_metrics = wants_metrics
-        self.reports_preparation = reports_preparation
+    make_loop: Callable[[], EvaluationLoop]
+    contexts: Sequence[Callable[[], AbstractContextManager[Any]]]
+    keeps_workers: Callable[[Any], bool]
+    batch_size: int
+    loss_only: bool
+    label_names: Sequence[str]
+    wants_metrics: bool
+    reports_preparation: bool
 
     def run(
         self,

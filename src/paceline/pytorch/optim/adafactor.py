@@ -57,6 +57,8 @@ class Adafactor(Optimizer):
         relative_step: bool = True,
         warmup_init: bool = False,
     ) -> None:
+        # all of the parameters above: locals() holds them before anything else is assigned
+        defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
         if relative_step and lr is not None:
             raise ValueError(
                 f"Cannot combine manual `lr` and `relative_step=True` options: leave lr={lr} out, or set "
@@ -66,17 +68,6 @@ class Adafactor(Optimizer):
             raise ValueError("relative_step=False needs a learning rate: give lr")
         if warmup_init and not relative_step:
             raise ValueError("`warmup_init=True` requires `relative_step=True`: it is a way to start that")
-        defaults = {
-            "lr": lr,
-            "eps": eps,
-            "clip_threshold": clip_threshold,
-            "decay_rate": decay_rate,
-            "beta1": beta1,
-            "weight_decay": weight_decay,
-            "scale_parameter": scale_parameter,
-            "relative_step": relative_step,
-            "warmup_init": warmup_init,
-        }
         super().__init__(params, defaults)
 
     @torch.no_grad()

@@ -53,28 +53,14 @@ class GreedyLR(GreedyRule, LRScheduler):
         window_size: int = 50,
         reset_start: int = 500,
     ) -> None:
+        # all of the parameters above: locals() holds them before anything else is assigned
+        options = {name: value for name, value in locals().items() if name not in ("self", "optimizer", "__class__")}
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"a learning-rate scheduler needs a torch.optim.Optimizer, not a {type(optimizer).__name__}"
             )
         self.optimizer = optimizer
-        super().__init__(
-            len(optimizer.param_groups),
-            mode=mode,
-            factor=factor,
-            patience=patience,
-            threshold=threshold,
-            threshold_mode=threshold_mode,
-            cooldown=cooldown,
-            warmup=warmup,
-            min_lr=min_lr,
-            max_lr=max_lr,
-            eps=eps,
-            verbose=verbose,
-            smooth=smooth,
-            window_size=window_size,
-            reset_start=reset_start,
-        )
+        super().__init__(len(optimizer.param_groups), **options)
 
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]

@@ -44,22 +44,12 @@ class MuonWithAdamW(Optimizer):
         eps: float = 1e-8,
         fused: bool | None = None,
     ) -> None:
+        # Each group carries the options of both, so that the two inner ones can be rebuilt from the groups alone:
+        # all of the parameters above, which locals() holds before anything else is assigned.
+        options = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
         if not hasattr(torch.optim, "Muon"):
             raise ImportError('optim="muon" needs torch.optim.Muon: install torch 2.9 or later')
-        # Each group carries the options of both, so that the two inner ones can be rebuilt from the groups alone.
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "use_muon": False,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "betas": betas,
-            "eps": eps,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, {**options, "use_muon": False})
         self._link()
 
     def _link(self) -> None:

@@ -52,6 +52,7 @@ class Saved:
     stateful_callbacks: dict[str, Any]
 
 
+@dataclass(eq=False, kw_only=True)
 class Checkpointer:
     """Writes the checkpoints of a run, and restores them.
 
@@ -70,34 +71,18 @@ class Checkpointer:
         process_index: of this process.
     """
 
-    def __init__(
-        self,
-        *,
-        folder: Path,
-        model: Any,
-        optimizer: Any,
-        schedule: Any,
-        processing_class: Any,
-        callback_handler: CallbackHandler,
-        arguments: Mapping[str, Any],
-        retention: Retention,
-        is_model_only: bool = False,
-        with_arguments: bool = False,
-        is_writer: bool = True,
-        process_index: int = 0,
-    ) -> None:
-        self.folder = folder
-        self.model = model
-        self.optimizer = optimizer
-        self.schedule = schedule
-        self.processing_class = processing_class
-        self.callback_handler = callback_handler
-        self.arguments = arguments
-        self.retention = retention
-        self.is_model_only = is_model_only
-        self.with_arguments = with_arguments
-        self.is_writer = is_writer
-        self.process_index = process_index
+    folder: Path
+    model: Any
+    optimizer: Any
+    schedule: Any
+    processing_class: Any
+    callback_handler: CallbackHandler
+    arguments: Mapping[str, Any]
+    retention: Retention
+    is_model_only: bool = False
+    with_arguments: bool = False
+    is_writer: bool = True
+    process_index: int = 0
 
     # ---- writing
 

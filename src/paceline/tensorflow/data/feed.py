@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from paceline.tensorflow.data.batches import separate, size_of
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 Batch = tuple[Any, Any]
 
 
+@dataclass(eq=False)
 class TFFeed:
     """The training data of one run. Its position is the number of samples consumed of the epoch.
 
@@ -25,18 +27,13 @@ class TFFeed:
         ignore_data_skip: after a resume, restart the epoch.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        *,
-        accumulation: int,
-        label_names: Sequence[str] | None,
-        ignore_data_skip: bool = False,
-    ) -> None:
-        self.source = source
-        self.accumulation = accumulation
-        self.label_names = label_names
-        self.ignore_data_skip = ignore_data_skip
+    source: Source
+    _: KW_ONLY
+    accumulation: int
+    label_names: Sequence[str] | None
+    ignore_data_skip: bool = False
+
+    def __post_init__(self) -> None:
         self.epoch = 0
         self.consumed = 0  # samples of the epoch
         self.batches = 0  # of the epoch

@@ -6,10 +6,11 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.args.choices import SchedulerType
-from paceline.core.greedy import GreedyRule
+from paceline.core.greedy import GreedyRule, beats, check_rule
 from paceline.core.spelling import nearest
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class FollowingSchedule:
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class PlateauSchedule(FollowingSchedule):
     """Multiplies the rate by `factor` after more than `patience` evaluations in a row that were not better.
 
@@ -57,45 +59,25 @@ class PlateauSchedule(FollowingSchedule):
         ValueError: a value is out of range.
     """
 
-    def __init__(
-        self,
-        learning_rate: float,
-        mode: str = "min",
-        factor: float = 0.1,
-        patience: int = 10,
-        threshold: float = 1e-4,
-        threshold_mode: str = "rel",
-        cooldown: int = 0,
-        min_lr: float = 0.0,
-        eps: float = 1e-8,
-    ) -> None:
-        if not 0.0 < factor < 1.0:
-            raise ValueError(f"lr_scheduler_kwargs: factor={factor} must lie between 0 and 1.")
-        if mode not in ("min", "max"):
-            raise ValueError(f"lr_scheduler_kwargs: mode={mode!r} is neither 'min' nor 'max'.")
-        if threshold_mode not in ("rel", "abs"):
-            raise ValueError(f"lr_scheduler_kwargs: threshold_mode={threshold_mode!r} is neither 'rel' nor 'abs'.")
-        self.learning_rate = float(learning_rate)
-        self.mode = mode
-        self.factor = factor
-        self.patience = patience
-        self.threshold = threshold
-        self.threshold_mode = threshold_mode
-        self.cooldown = cooldown
-        self.min_lr = min_lr
-        self.eps = eps
-        self.best = math.inf if mode == "min" else -math.inf
-        self.num_bad = self.cooldown_left = 0
+    learning_rate: float
+    mode: str = "min"
+    factor: float = 0.1
+    patience: int = 10
+    threshold: float = 1e-4
+    threshold_mode: str = "rel"
+    cooldown: int = 0
+    min_lr: float = 0.0
+    eps: float = 1e-8
 
-    def is_better(self, value: float) -> bool:
-        """True if a metric beats the best so far by more than the threshold."""
-        margin = self.threshold if self.mode == "max" else -self.threshold
-        aim = self.best + margin if self.threshold_mode == "abs" else self.best * (1.0 + margin)
-        return value > aim if self.mode == "max" else value < aim
+    def __post_init__(self) -> None:
+        check_rule(self.factor, self.mode, self.threshold_mode, "lr_scheduler_kwargs: ")
+        self.learning_rate = float(self.learning_rate)
+        self.best = math.inf if self.mode == "min" else -math.inf
+        self.num_bad = self.cooldown_left = 0
 
     def step(self, value: float, optimizer: Any) -> None:
         """Records one evaluation, and changes the optimizer's rate if it is time."""
-        if self.is_better(value):
+        if beats(value, self.best, mode=self.mode, threshold=self.threshold, threshold_mode=self.threshold_mode):
             self.best, self.num_bad = value, 0
         else:
             self.num_bad += 1

@@ -7,6 +7,7 @@ microseconds each.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,13 +73,7 @@ class StepSchedule(LearningRateSchedule):  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments that make an equal schedule."""
-        return {
-            "name": self.name,
-            "learning_rate": self.learning_rate,
-            "num_training_steps": self.num_training_steps,
-            "num_warmup_steps": self.num_warmup_steps,
-            "options": self.options,
-        }
+        return config_of(self)
 
 
 class WarmUp(LearningRateSchedule):  # type: ignore[misc]
@@ -117,10 +112,9 @@ class WarmUp(LearningRateSchedule):  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments that make an equal schedule."""
-        return {
-            "initial_learning_rate": self.initial_learning_rate,
-            "decay_schedule_fn": self.decay_schedule_fn,
-            "warmup_steps": self.warmup_steps,
-            "power": self.power,
-            "name": self.name,
-        }
+        return config_of(self)
+
+
+def config_of(schedule: object) -> dict[str, Any]:
+    """Returns the arguments that make an equal schedule, from the attributes of the same names."""
+    return {name: getattr(schedule, name) for name in inspect.signature(type(schedule)).parameters}
