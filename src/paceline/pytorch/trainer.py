@@ -277,7 +277,7 @@ class Trainer(HubNames, ForSubclasses):
         return sorted({text for maker in own for text in texts_in(maker)})
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        """Drop the columns of a `datasets` dataset that the model does not take, as `remove_unused_columns` asks."""
+        """Drops the columns of a `datasets` dataset that the model does not take, if `remove_unused_columns` is set."""
         if not self.args.remove_unused_columns:
             return dataset
         self._set_signature_columns_if_needed()
