@@ -65,7 +65,6 @@ MOST_MODULES = 200  # of the package, which the import of the Trainer loads
 # Every exception to a rule, with its reason; * stands for any text. One that is no longer needed fails.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("file lines", "args/sections.py"): "a table of fields: every option, documented beside its default",
-    ("file lines", "core/events.py"): "each event twice, for those who hear it and those who fire it",
     ("module state", "args/*"): "memoised readings of a class's types and signature: pure, and asked once per option",
     ("module state", "compat/drop_in.py:*install"): "the record of what was replaced in other modules, to put it back",
     ("module state", "tensorflow/devices.py:the_only"): "strategies share a table of TensorFlow's process",
