@@ -1,4 +1,4 @@
-"""How long a checkpoint holds up training: written behind it, in front of it, and as transformers writes it.
+"""The time a checkpoint holds up training: written asynchronously, synchronously, and by transformers.
 
 A module of 67 million parameters with AdamW trains on this machine and saves every so many updates. Held is the time
 from the end of an update until the next one begins, less what that takes without a save; the first save of a run, which

@@ -1,4 +1,4 @@
-"""What collating costs: paceline's collators and transformers', on the same samples of up to 512 tokens.
+"""The cost of collating: paceline's collators and transformers', on the same samples of up to 512 tokens.
 
 Samples are lists of token ids, as a tokenizer gives them. The time is the CPU time of one batch, the median of many in
 a process; one thread.
@@ -71,7 +71,7 @@ def make_samples(generator: random.Random) -> dict[str, list[Sample]]:
 
 
 def make_collators(library: Any, tokenizer: Any) -> dict[str, tuple[Any, str]]:
-    """What is measured -> the collator, and the samples that it gets."""
+    """Returns, by the name of each case, its collator and the samples of a batch."""
     language = library.DataCollatorForLanguageModeling
     return {
         "padding": (library.DataCollatorWithPadding(tokenizer), "texts"),

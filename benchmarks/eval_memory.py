@@ -1,4 +1,4 @@
-"""What evaluating a language model takes in memory: over N samples, and over 4 N of them.
+"""Memory of evaluating a language model over N samples, and over 4 N.
 
 Each contender evaluates once in a fresh process, after a warm-up on a few samples. A thread reads RssAnon, the memory
 that is the process's own and cannot be dropped, from /proc/self/status (Linux) every two milliseconds; its peak counts,

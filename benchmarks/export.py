@@ -1,4 +1,4 @@
-"""What an export of a checkpoint in shards takes: peak memory and time, against putting the model together first.
+"""Peak memory and time of exporting a sharded checkpoint, beside assembling the whole model first.
 
 A folder of torch.distributed.checkpoint is made, and exported in fresh processes: by `paceline export`, and by reading
 all of it into one state dict that `safetensors` saves. Memory is the peak of the process's own (RssAnon) above what it

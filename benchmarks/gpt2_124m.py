@@ -295,7 +295,7 @@ NEEDS = {name + how: module for how in ("", COMPILED) for name, module in MODULE
 
 
 def read_trace(profiler: Any, seconds: float, is_cuda: bool) -> dict[str, Any]:
-    """Where the time went: by kind and by kernel, in shares of the wall time of the traced steps.
+    """Returns the time by kind and by kernel, as fractions of the wall time of the traced steps.
 
     On a GPU these are its kernels, and what is left to 1 is the time it stood idle; on a CPU, the operators themselves.
     """

@@ -1,4 +1,4 @@
-"""Which commit a result is of, how long ago that was, and whether the code it measured has changed since."""
+"""The commit that a result was measured at, its age, and changes to the measured code since."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SCRIPTS = {"tf_step_small": "tf_step", "tf_step_transformer": "tf_step"}  # of b
 
 @dataclass(frozen=True)
 class Age:
-    """How far back a result lies.
+    """The age of a result.
 
     Attributes:
-        commits: since the one it is of; None: this is no clone that has that commit.
-        is_stale: whether code that it covers has changed since, in the working tree too, or was not that of the commit
-            when it was measured; None: cannot be told.
+        commits: number of commits since; None if this clone does not have the commit.
+        is_stale: the measured code has changed since (also if uncommitted), or differed from the commit when it was
+            measured; None if unknown.
     """
 
     commits: int | None
@@ -77,7 +77,7 @@ def find_commit(root: Path = ROOT) -> dict[str, Any]:
 
 
 def find_age(result: dict[str, Any], root: Path = ROOT) -> Age:
-    """How far back a result lies, by the history in this clone."""
+    """Returns the age of a result by the history of this clone."""
     commit = result.get("commit")
     known = git("cat-file", "-e", f"{commit}^{{commit}}", root=root) if commit else None
     if known is None or known.returncode != 0:
@@ -100,7 +100,7 @@ def describe(result: dict[str, Any], age: Age) -> str:
 
 
 def describe_limit(is_met: bool, age: Age) -> str:
-    """Whether a limit was kept, and whether that is of today's code."""
+    """Describes the outcome of a limit, and marks it if the code has changed since."""
     kept = "yes" if is_met else "**no**"
     if age.is_stale is None:
         return f"{kept} (of today's code: not known)"

@@ -1,4 +1,4 @@
-"""What importing costs beside `import torch`: CPU time, and the time that passes.
+"""The cost of importing the package relative to `import torch`, in CPU time and wall time.
 
 Each statement runs in a fresh process, the bytecode being compiled before; the time is that of the statement alone, not
 of the interpreter's start.

@@ -1,4 +1,4 @@
-"""What every benchmark here shares: contenders in fresh processes, taken in turns; medians of paired ratios; results.
+"""Shared by all benchmarks: contenders in fresh processes that take turns, medians of paired ratios, result files.
 
 A machine that other people use is slower at one minute than at the next. So contenders run one after the other, A B C
 A B C ..., a ratio is taken between neighbours of one round, and the median over the rounds is reported with its range.

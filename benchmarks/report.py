@@ -330,7 +330,7 @@ def provenance(result: Result, age: Age) -> str:
 
 
 def find_ages(results: dict[str, Result]) -> dict[str, Age]:
-    """How far back each result lies."""
+    """Returns the age of each result."""
     return {name: find_age(result) for name, result in results.items()}
 
 

@@ -1,4 +1,4 @@
-"""How long a resumed run takes until its first update is done, far into a stream and far into a map-style dataset.
+"""Time from resuming to the end of the first optimizer step, far into a stream and far into a map-style dataset.
 
 python benchmarks/resume_time.py [--rounds N] [--quick] [--contenders NAME ...]
 

@@ -1,4 +1,4 @@
-"""How long a checkpoint of a sharded model holds up training: in shards behind it, whole, and as torch's dcp.save does.
+"""The time a checkpoint of a sharded model holds up training: sharded and asynchronous, whole, and by torch's dcp.save.
 
 Two processes of this machine train a module under `fully_shard` and save every so many updates. Held is the time from
 the end of an update until the next one begins, on the first process, less what that takes without a save; from the

@@ -1,4 +1,4 @@
-"""What the Trainer costs where several processes train: CPU time of a step over a loop that calls the engine itself.
+"""Overhead of the Trainer with several processes: CPU time of a step beside a loop that calls the engine itself.
 
 For each engine there is a loop written by hand around it (`DistributedDataParallel`, `fully_shard`,
 `deepspeed.initialize` with ZeRO 2), and the Trainer with the option that asks for it: the same model, the same batches,
@@ -162,7 +162,7 @@ def with_fsdp(model: Any) -> tuple[Step, Any]:
 
 
 def with_deepspeed(model: Any) -> tuple[Step, Any]:
-    """What DeepSpeed's documentation shows, with the same optimizer as the others: torch's."""
+    """The loop of DeepSpeed's documentation, with torch's optimizer as in the others."""
     import deepspeed
 
     config = {

@@ -1,4 +1,4 @@
-"""What a step costs beside the model: CPU time per step on a model so small that little else is left.
+"""Overhead of a step: CPU time per step on a model so small that its own share is negligible.
 
 Two linear layers, batches of 4, clipping, a linear schedule, fused AdamW with the same two parameter groups for all.
 Each contender trains 1,500 and then 4,500 steps in one fresh process on one thread; what the longer run takes more,

@@ -1,4 +1,4 @@
-"""What a step costs with TensorFlow: TFTrainer, Keras' fit and a bare tf.function loop on one model.
+"""The cost of a step with TensorFlow: TFTrainer, Keras' fit and a bare tf.function loop on one model.
 
 A Keras model, batches from arrays in memory in an order drawn anew in each epoch, clipping by the global norm, a linear
 schedule, AdamW, two threads. `dense` is four layers and batches of 128; `small` four layers whose step takes about a
@@ -43,7 +43,7 @@ MINUTES_OF_A_TURN = 5
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained.
+    """A training task.
 
     Attributes:
         features, hidden, classes: widths of the layers; of the transformer, `features` is the number of tokens.

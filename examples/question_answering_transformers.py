@@ -25,7 +25,7 @@ class ScriptArguments:
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """How often the first and the last token of the answer are right, and how often both are."""
+    """Returns the accuracy of the answer's first token, of its last token, and of both together."""
     starts, ends = (np.argmax(logits, axis=-1) for logits in prediction.predictions[:2])
     is_start, is_end = starts == prediction.label_ids[0], ends == prediction.label_ids[1]
     return {

@@ -19,7 +19,7 @@ from paceline import TrainingArguments
 
 
 def train(options: dict[str, Any]) -> None:
-    """What each worker does. Ray has connected the processes; the Trainer takes part in their group."""
+    """Trains in each worker. Ray has connected the processes; the Trainer joins their group."""
     from train import make_trainer  # the script beside this one; it lies on the workers' path
 
     trainer = make_trainer(TrainingArguments(resume_from_checkpoint="auto", disable_tqdm=True, **options))

@@ -22,7 +22,8 @@ from paceline.core.optional import is_installed
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "paceline"
 PATHS = sorted(path for path in PACKAGE.rglob("*.py") if not any(part.startswith(".") for part in path.parts))
-TEST_PATHS = sorted((ROOT / "tests").rglob("*.py"))
+BESIDE = ("tests", "benchmarks", "tools", "examples", "launch")
+PATHS_BESIDE = sorted(path for folder in BESIDE for path in (ROOT / folder).rglob("*.py"))
 
 # low to high: a module imports only from its own layer and from those before it
 LAYERS = [
@@ -72,7 +73,6 @@ MOST_MODULES = 200  # of the package, which the import of the Trainer loads
 # Every exception to a rule, with its reason; * stands for any text. One that is no longer needed fails.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("file lines", "args/sections.py"): "a table of fields: every option, documented beside its default",
-    ("file lines", "core/events.py"): "each event twice, for those who hear it and those who fire it",
     ("module state", "args/*"): "memoised readings of a class's types and signature: pure, and asked once per option",
     ("module state", "compat/drop_in.py:*install"): "the record of what was replaced in other modules, to put it back",
     ("module state", "tensorflow/devices.py:the_only"): "strategies share a table of TensorFlow's process",
@@ -103,16 +103,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("one owner", "pytorch/optim/layerwise.py:*"): "gradients, freed once they are applied",
     ("one owner", "pytorch/sync.py:ProcessSync.__init__"): "the number of ranks, which the normalizer scales by",
     ("the plan is read", "Plan.*_strategy"): "recorded in run.json; callbacks are given the live arguments",
-    ("the plan is read", "Plan.logging_first_step"): "recorded in run.json; callbacks are given the live arguments",
-    ("the plan is read", "Plan.eval_delay"): "recorded in run.json; callbacks are given the live arguments",
     ("the plan is read", "Plan.eval_batch_size"): "recorded in run.json; an evaluation may run without a plan",
-    ("the plan is read", "Plan.eval_dtype"): "recorded in run.json; an evaluation may run without a plan",
-    ("the plan is read", "Plan.loss_weight"): "recorded in run.json; the loss is read before there is a plan",
     ("the plan is read", "Plan.num_train_epochs"): "recorded in run.json",
-    (
-        "the plan is read",
-        "Plan.warmup_steps",
-    ): "recorded in run.json; a schedule asks get_warmup_steps",
     ("the plan is read", "Plan.notes"): "logged with the plan",
     ("the plan decides", "core/session.py"): "the session, which hands values on",
     ("the plan decides", "*/session.py"): "the session, which hands values on",
@@ -573,9 +565,9 @@ def find_unknown_extras() -> Findings:
 
 @rule("docstring openings")
 def find_indirect_docstrings() -> Findings:
-    """A docstring opens with a plain declarative sentence, in the tests too."""
+    """A docstring opens with a plain declarative sentence, in the tests, benchmarks, tools and examples too."""
     documented = (ast.Module, ast.ClassDef, *FUNCTIONS)
-    for path in [*PATHS, *TEST_PATHS]:
+    for path in [*PATHS, *PATHS_BESIDE]:
         for node in ast.walk(tree_of(path)):
             text = ast.get_docstring(node) if isinstance(node, documented) else None
             if text and text.split()[0] in {"What", "Whether", "Where", "How", "Who", "Which", "When"}:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recipes
 
 import api_checks
 import api_table
@@ -46,15 +47,27 @@ def _registries() -> Iterator[None]:
 @pytest.mark.parametrize("page", [page for page in PAGES if CODE.search(page.read_text("utf-8"))], ids=name_of)
 @pytest.mark.usefixtures("_registries")
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of a page are one program."""
+    """The blocks of a page are one program. It runs with the package that the page's diffs make of this one."""
     monkeypatch.chdir(tmp_path)
     text = page.read_text("utf-8")
+    if recipes.changed_files(text):
+        recipes.run(text, "".join(CODE.findall(text)), tmp_path)
+        return
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in CODE.finditer(text):
         if "TFTrainer" in block[1] and not is_installed("tensorflow"):
             continue
         first_line = text[: block.start(1)].count("\n")
         exec(compile("\n" * first_line + block[1], str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-item", "sampler", "reporter", "strategy"])
+def test_a_new_part_is_one_file_and_at_most_one_registration(name: str) -> None:
+    text = (ROOT / "docs" / "recipes" / f"add-a-{name}.md").read_text("utf-8")
+    new, *registrations = recipes.changed_files(text)
+    assert not (ROOT / new).exists()
+    assert len(registrations) == (name != "checkpoint-item")  # a callback is passed to the Trainer
+    assert all((ROOT / place).exists() for place in registrations)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -1,4 +1,4 @@
-"""What paceline does with a name of the Hugging Face Trainer, found out by looking at the package and by trying."""
+"""Checks of a name of the Hugging Face Trainer against paceline, by inspection of the package and by small runs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def actual(function: Any) -> dict[str, str]:
 
 
 def compare(theirs: dict[str, str], ours: dict[str, str]) -> Finding:
-    """Whether what may be given there may be given here, with the same defaults. Further parameters are named."""
+    """Compares a signature with the one there: parameters and their defaults. Additional parameters are named."""
     constants = {"PREFIX_CHECKPOINT_DIR": "'checkpoint'"}
     takes_any = any(name.startswith("**") for name in ours)
     notes = []
@@ -190,7 +190,7 @@ def refusal_of(function: Any) -> str | None:
 
 
 def is_docstring(node: ast.stmt) -> bool:
-    """Whether a statement is a text by itself."""
+    """True if a statement is a bare string."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
@@ -303,7 +303,7 @@ def quiet() -> Iterator[None]:
 
 
 def tried(kind: str, given: dict[str, Any]) -> Finding:
-    """Whether arguments can be made of `given`."""
+    """Constructs arguments from `given`: the same, or refused with the reason."""
     with quiet():
         try:
             ours(kind)(**{"output_dir": "unused", **given})
@@ -313,7 +313,7 @@ def tried(kind: str, given: dict[str, Any]) -> Finding:
 
 
 def told(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """Returns the message of an error in one line."""
     return " ".join(str(error).split())
 
 
@@ -478,7 +478,7 @@ def collator_of_v4(name: str) -> Finding:
 
 @dataclass
 class Run:
-    """What a small run left.
+    """The outputs of a small run.
 
     Attributes:
         trainer: the Trainer.

@@ -79,7 +79,7 @@ def described(name: str, item: Any) -> Iterator[str]:
 
 
 def is_enumeration(item: type) -> bool:
-    """Whether a class is an enumeration."""
+    """True if a class is an enumeration."""
     return any(base.__module__ == "enum" for base in item.__mro__)
 
 

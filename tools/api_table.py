@@ -79,7 +79,7 @@ def with_reasons(found: list[Row], reasons: dict[str, dict[str, str]]) -> list[R
 
 
 def settled(row: Row, reasons: dict[str, dict[str, str]]) -> Finding:
-    """What is said of a row: what was found, or what is kept by hand where that fits what was found."""
+    """Returns the entry of a row: the finding, or the hand-written text if it agrees with the finding."""
     for status in reasons:
         kept = reason_for(row, reasons[status])
         if kept is not None and row.finding.status in FITS[status]:
@@ -93,7 +93,7 @@ def reason_for(row: Row, reasons: dict[str, str]) -> str | None:
 
 
 def problems(found: list[Row], reasons: dict[str, dict[str, str]]) -> list[str]:
-    """What is wrong with the reasons: names that lack one, and entries that nothing needs."""
+    """Returns the faults of the reasons: names that lack one, and entries that nothing needs."""
     lacking = [
         f"{row.key}: {row.finding.status}, and tools/api_reasons.yaml gives no reason"
         for row in with_reasons(found, reasons)

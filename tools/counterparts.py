@@ -15,7 +15,7 @@ def examples() -> list[Path]:
 
 
 def is_example(path: Path) -> bool:
-    """Whether a script imports paceline, and is no counterpart itself."""
+    """True if a script imports paceline and is no counterpart itself."""
     return not path.stem.endswith(SUFFIX) and "\nfrom paceline import " in path.read_text(encoding="utf-8")
 
 

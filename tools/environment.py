@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def read_stamp(folder: Path) -> dict[str, Any]:
-    """What the environment was made of; empty when it is absent, half-made, or its Python is gone."""
+    """Returns the record of the environment's contents; empty if it is absent or incomplete, or its Python is gone."""
     try:
         stamp: dict[str, Any] = json.loads((folder / STAMP).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -83,7 +83,7 @@ def interpreter(folder: Path) -> str:
 
 
 def has_gpu() -> bool:
-    """Whether this machine has an NVIDIA or AMD GPU that torch's default wheel could use."""
+    """True if this machine has an NVIDIA or AMD GPU that torch's default wheel could use."""
     return shutil.which("nvidia-smi") is not None or Path("/dev/kfd").exists()
 
 
@@ -125,7 +125,7 @@ def install(folder: Path, extras: list[str]) -> None:
 
 
 def sees_torch(folder: Path) -> bool:
-    """Whether the environment has a torch that the package can work with."""
+    """True if the environment has a torch that the package supports."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     oldest = [int(part) for part in re.findall(r'"torch>=(\d+)\.(\d+)', text)[0]]
     code = (

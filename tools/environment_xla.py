@@ -68,18 +68,18 @@ PIP = [sys.executable, "-m", "pip"]
 
 
 def site_packages() -> Path:
-    """Where the environment's packages are."""
+    """Returns the folder of the environment's packages."""
     return next((FOLDER / "lib").glob("python3*")) / "site-packages"
 
 
 def requirements(package: str) -> Sequence[str]:
-    """What an installed package says that it needs."""
+    """Returns the declared requirements of an installed package."""
     name = f"{package}-{RELEASE}.dist-info"
     return Distribution.at(site_packages() / name).requires or ()
 
 
 def needed(package: str, *, is_heavy: bool) -> list[str]:
-    """What a package needs on this machine, without its extras: NVIDIA's libraries, or all else."""
+    """Returns a package's requirements on this machine, without its extras: NVIDIA's libraries, or all others."""
     found = []
     for line in requirements(package):
         requirement, _, condition = line.partition(";")

@@ -153,7 +153,7 @@ def positions(source: str) -> Iterator[tuple[str, int, Any, Any]]:
 
 
 def ranges_left_out(tree: ast.Module) -> Iterator[tuple[Any, Any]]:
-    """What no test can see: annotations and other types, text for the log, blocks for the type checker."""
+    """Returns the ranges that no test can observe: annotations, log messages, blocks for the type checker."""
     for node in ast.walk(tree):
         found: list[ast.AST | None] = []
         called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
@@ -258,7 +258,7 @@ def find_tests(mutants: Sequence[Mutant], files: Sequence[str], store: Path) -> 
 
 
 class Reach:
-    """What the runs of the test files showed.
+    """Observations from runs of the test files.
 
     Attributes:
         seconds: of each test that passed.

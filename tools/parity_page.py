@@ -65,7 +65,7 @@ def options(run: Any) -> str:
 
 
 def reasons(run: Any) -> str:
-    """What differs, by the defect that explains it; "nothing" where nothing does."""
+    """Returns the differences by the defect that explains each; "nothing" if there are none."""
     by_defect: dict[str, list[str]] = {}
     for place, defect in run.differences.items():
         by_defect.setdefault(defect, []).append(place)

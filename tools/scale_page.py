@@ -135,7 +135,7 @@ class LanguageModel(nn.Module):
 
 @dataclass
 class Cost:
-    """What one process does in one step, and holds.
+    """The work and memory of one process in one step.
 
     Attributes:
         parameters: numbers of its shards; all_parameters: of the whole model.
@@ -235,7 +235,7 @@ def simulate(parallel: str, world_size: int, shape: Shape, rank: int = 0) -> Cos
 
 
 def measure(model: nn.Module, optimizer: Any, counter: Counter) -> Cost:
-    """What is there after a step, in plain numbers."""
+    """Returns the cost of a step, in plain numbers."""
     cost = Cost(collectives=counter.collectives)
     for parameter in model.parameters():
         cost.parameters += local(parameter).numel()
@@ -272,7 +272,7 @@ def run_simulations(jobs: list[dict[str, Any]]) -> list[Cost]:
 
 
 def extrapolate(one: Cost, two: Cost, layers: int) -> Cost:
-    """What `layers` layers cost, of what one and two cost: everything that is counted grows by the layer."""
+    """Returns the cost of `layers` layers, extrapolated from one and two: every count is linear in the layers."""
 
     def grow(first: int, second: int) -> int:
         return first + (layers - 1) * (second - first)

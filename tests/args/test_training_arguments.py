@@ -24,7 +24,6 @@ from paceline.args.choices import (
     BACKENDS,
     LOG_LEVELS,
     LOSS_WEIGHTS,
-    SAMPLING_STRATEGIES,
     TOKEN_COUNTS,
     IntervalStrategy,
     OptimizerNames,
@@ -32,6 +31,7 @@ from paceline.args.choices import (
     SaveStrategy,
     SchedulerType,
 )
+from paceline.args.registry import SAMPLERS
 from paceline.args.sections import Options
 from paceline.args.seq2seq import Seq2SeqTrainingArguments
 from paceline.args.training import TrainingArguments
@@ -305,7 +305,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(0, 2**32 - 1),
     "use_cpu": st.booleans(),
     "label_names": st.one_of(st.none(), st.lists(names, max_size=3)),
-    "train_sampling_strategy": st.sampled_from(SAMPLING_STRATEGIES),
+    "train_sampling_strategy": st.sampled_from(list(SAMPLERS)),
     "ddp_backend": st.one_of(st.none(), st.sampled_from(BACKENDS)),
     "loss_weight": st.one_of(st.none(), st.sampled_from(LOSS_WEIGHTS)),
     "logging_dir": st.one_of(st.none(), names),

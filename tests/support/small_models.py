@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -160,3 +161,18 @@ def losses(trainer: Trainer) -> list[float]:
 
 def weights(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def scored(scores: Iterable[float], data: Any) -> dict[str, Any]:
+    """Returns options of a run that is evaluated every two steps, with these metrics, and keeps its best model."""
+    values = iter(scores)
+    return {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_dataset": data,
+        "compute_metrics": lambda prediction: {"score": next(values)},
+        "metric_for_best_model": "score",
+        "greater_is_better": True,
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    }

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recorded_events import EVENTS_OF_TWO_STEPS, TWO_STEPS, Recorder
 from tf_models import CLASSES, FEATURES, Linear, losses, make_data, make_model, make_trainer, values, weights
 
-from paceline import EvalPrediction, TFTrainer, TFTrainingArguments, TrainerCallback, UnsupportedOption
-from paceline.core.events import EVENTS
+from paceline import EvalPrediction, TFTrainer, TFTrainingArguments, UnsupportedOption
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.core.streaming import Accuracy
 from paceline.tensorflow.data.sources import is_batched
@@ -25,23 +25,6 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
-class Recorder(TrainerCallback):
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-
-def note(event: str) -> Any:
-    def method(self: Recorder, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.events.append(event.removeprefix("on_"))
-        assert kwargs["model"] is not None
-
-    return method
-
-
-for name in EVENTS:
-    setattr(Recorder, name, note(name))
-
-
 def test_a_run_with_everything(tmp_path: Path) -> None:
     """Events in the order of the torch side's test, records, state, metrics, and no tracing from step to step."""
     recorder = Recorder()
@@ -49,11 +32,7 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
         tmp_path,
         make_model(),
         make_data(16),
-        gradient_accumulation_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="steps",
-        save_steps=2,
+        **TWO_STEPS,
         eval_dataset=make_data(4, seed=1),
         compute_metrics=accuracy,
         callbacks=[recorder],
@@ -61,11 +40,7 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
         load_best_model_at_end=True,
     )
     output = trainer.train()
-    update = ["step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end", "log"]
-    due = ["prediction_step", "log", "evaluate", "save"]
-    assert recorder.events == [
-        "init_end", "train_begin", "epoch_begin", *update, *update, *due, "epoch_end", "log", "train_end",
-    ]  # fmt: skip
+    assert recorder.events == EVENTS_OF_TWO_STEPS
     assert output.global_step == 2
     assert set(trainer.state.log_history[0]) == {"loss", "grad_norm", "learning_rate", "epoch", "step"}
     assert set(values(trainer.state.log_history)[2]) == {"eval_accuracy", "eval_loss", "epoch", "step"}

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from paceline.args.errors import UnsupportedOption
+from paceline.args.registry import SAMPLERS
 
 
 @dataclass
@@ -176,16 +177,17 @@ def check_sharing(args: Any, num_parts: int) -> None:
 
     Raises:
         ValueError: a batch to be split has fewer samples than ranks.
-        UnsupportedOption: 'batch_rebalance' together with dispatch_batches.
+        UnsupportedOption: dispatch_batches together with an order that makes its own micro-batches.
     """
     config, size = args.accelerator_config, args.per_device_train_batch_size
     if num_parts > 1:
         check_batch(config, "per_device_train_batch_size", size, num_parts)
         if str(args.eval_strategy) != "no" or args.eval_on_start:
             check_batch(config, "per_device_eval_batch_size", args.per_device_eval_batch_size, num_parts)
-    if num_parts > 1 and is_on(config, "dispatch_batches") and str(args.train_sampling_strategy) == "batch_rebalance":
+    order = str(args.train_sampling_strategy)
+    if num_parts > 1 and is_on(config, "dispatch_batches") and SAMPLERS[order].makes_batches:
         raise UnsupportedOption(
-            "train_sampling_strategy='batch_rebalance' with accelerator_config={'dispatch_batches': True} is not "
+            f"train_sampling_strategy={order!r} with accelerator_config={{'dispatch_batches': True}} is not "
             f"supported on {num_parts} processes, each of which makes its own micro-batches: leave one of them out."
         )
 

@@ -128,7 +128,6 @@ LOG_LEVELS = {
     "critical": logging.CRITICAL,
     "passive": -1,
 }
-SAMPLING_STRATEGIES = ("random", "sequential", "group_by_length", "batch_rebalance")
 TOKEN_COUNTS = ("no", "all", "non_padding")
 METRIC_INPUTS = ("inputs", "loss")
 PRECISION_BACKENDS = ("auto", "amp", "cuda_amp", "cpu_amp", "apex")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.args.errors import UnsupportedOption, did_you_mean, wrong_value
+from paceline.args.registry import STRATEGIES
 from paceline.args.sharding import is_asked, read_sharding
 
 # outermost first: ranks that differ in the last axis only are neighbours, on one machine where possible
@@ -16,7 +17,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 # names of accelerate's ParallelismConfig -> ours
 ACCELERATE_SIZES = {f"{axis}_size": axis for axis in AXES if axis != "pp"}
 ACCELERATE_OTHERS = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
-NAMES = ("ddp", "fsdp", "xla")
+NAMES = tuple(name for name, entry in STRATEGIES.items() if entry.is_option)
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,9 @@ def engine_of(mesh: Mesh, options: Any) -> str:
         return "pipeline"
     if not mesh.is_data_only:
         return "mesh"
-    return "fsdp" if mesh.dp_shard > 1 or options.parallel == "fsdp" else "ddp"
+    if mesh.dp_shard > 1:
+        return "fsdp"
+    return options.parallel if isinstance(options.parallel, str) else "ddp"
 
 
 def check_mesh(options: Any) -> bool:

@@ -9,24 +9,15 @@ from typing import Any
 
 from paceline.args.accelerator_config import accelerator_notes, check_sharing, global_micro_batch_size
 from paceline.args.choices import IntervalStrategy
-from paceline.args.coercion import as_plain
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh, engine_of, read_size, resolve_mesh
+from paceline.args.registry import STRATEGIES
 from paceline.args.rules import check, check_for_run, derived_values
 from paceline.args.sections import Options
 from paceline.args.sharding import is_asked, is_xla_asked, shard_precision_of
 
 __all__ = ["Plan", "UnsupportedOption", "check", "resolve", "resolve_warmup"]
 
-
-SHARED_BY = {
-    "ddp": "each with the whole model, gradients averaged (ddp)",
-    "fsdp": "each with a shard of every parameter, gradient and optimizer state (fsdp)",
-    "deepspeed": "each with the parts that ZeRO gives it (deepspeed)",
-    "xla": "on XLA devices, whose compiler shares the work (xla)",
-    "mesh": "in a mesh",
-    "pipeline": "each with some of the layers, micro-batches one after another",
-}
 UNCOUNTED = {"no": "never", "epoch": "at each end of an epoch", "best": "when an evaluation is the best yet"}
 
 
@@ -37,7 +28,7 @@ class Plan:
     Attributes:
         micro_batch_size: samples per process in one training micro-batch.
         eval_batch_size: samples per process in one evaluation batch.
-        accumulation: micro-batches per step.
+        accumulation_steps: micro-batches per step.
         world_size: number of processes.
         mesh: the device mesh, which determines the ranks that read the same data.
         parallel: the strategy; None for one process.
@@ -52,16 +43,12 @@ class Plan:
         warmup_steps: steps of warmup.
         logging_strategy, eval_strategy, save_strategy: intervals of logs, evaluations and checkpoints.
         logging_steps, eval_steps, save_steps: steps between two of each; at least 1.
-        logging_first_step: log the first step too.
         eval_on_start: evaluate before the first step.
-        eval_delay: epochs before the first evaluation, or steps if eval_strategy is "steps".
         precision: "full" (no autocast), "bf16", "fp16", or "apex-" and the level of NVIDIA's Apex.
         shard_precision: description of a sharded model's dtypes; None for those of its parameters.
-        eval_dtype: dtype that the model is cast to for evaluation, "bf16" or "fp16"; None for no cast.
         max_grad_norm: L2 norm that gradients are clipped to; 0 disables clipping.
         seed, data_seed: seed of all randomness, and of the order of the data.
         average_tokens_across_devices: losses are divided by the number of targets over all processes.
-        loss_weight: what a returned loss is a mean over, or the name of a function; None to infer it.
         nonfinite_policy: policy for a loss or gradient that is not finite.
         leave_out_non_finite: the logged mean is over the finite losses if there are any.
         auto_find_batch_size: halve the micro-batch size after an out-of-memory.
@@ -71,7 +58,7 @@ class Plan:
 
     micro_batch_size: int
     eval_batch_size: int
-    accumulation: int
+    accumulation_steps: int
     world_size: int
     global_batch_size: int
     updates_per_epoch: int | None
@@ -87,16 +74,12 @@ class Plan:
     logging_steps: int
     eval_steps: int
     save_steps: int
-    logging_first_step: bool
     eval_on_start: bool
-    eval_delay: float
     precision: str
-    eval_dtype: str | None
     max_grad_norm: float
     seed: int
     data_seed: int
     average_tokens_across_devices: bool
-    loss_weight: str | None
     nonfinite_policy: str
     leave_out_non_finite: bool
     auto_find_batch_size: bool
@@ -116,12 +99,12 @@ class Plan:
         if self.micro_batch_size == 1:
             raise ValueError("A micro-batch of one sample cannot be halved: memory is too small for one sample.")
         size = (self.micro_batch_size + 1) // 2
+        steps = self.accumulation_steps * 2
         note = (
             f"Memory ran out: micro-batches of {size} instead of {self.micro_batch_size} samples, "
-            f"{self.accumulation * 2} instead of {self.accumulation} per step; still {self.global_batch_size} "
-            "samples per step."
+            f"{steps} instead of {self.accumulation_steps} per step; still {self.global_batch_size} samples per step."
         )
-        return replace(self, micro_batch_size=size, accumulation=self.accumulation * 2, notes=(*self.notes, note))
+        return replace(self, micro_batch_size=size, accumulation_steps=steps, notes=(*self.notes, note))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan in JSON types."""
@@ -142,11 +125,11 @@ class Plan:
         if self.shard_precision is not None:
             own = "" if self.precision == "full" else f"{numbers}, "
             numbers = f"{own}mixed_precision_policy ({self.shard_precision})"
-        most = "at most " if self.micro_batch_size * self.accumulation * parts > self.global_batch_size else ""
+        most = "at most " if self.micro_batch_size * self.accumulation_steps * parts > self.global_batch_size else ""
         lines = [
             f"steps      {self.max_steps:,}{epochs}, {epoch}, warmup {self.warmup_steps:,}",
-            f"samples    {self.global_batch_size:,} per step = {most}{self.micro_batch_size} x {self.accumulation} "
-            f"micro-batches{processes}",
+            f"samples    {self.global_batch_size:,} per step = {most}{self.micro_batch_size} x "
+            f"{self.accumulation_steps} micro-batches{processes}",
             *([self._processes()] if self.parallel is not None else []),
             f"numbers    {numbers}, {clip}, {seeds}",
             f"log        {self._interval('logging')}",
@@ -160,7 +143,7 @@ class Plan:
         assert self.parallel is not None
         several = len(self.mesh.axes) > 1 or self.parallel == "mesh"
         mesh = f"; mesh {self.mesh.describe()}" if several else ""
-        return f"processes  {self.world_size}, {SHARED_BY[self.parallel]}{mesh}"
+        return f"processes  {self.world_size}, {STRATEGIES[self.parallel].description}{mesh}"
 
     def _interval(self, kind: str) -> str:
         strategy = getattr(self, f"{kind}_strategy")
@@ -221,14 +204,14 @@ def resolve(
     notes = notes_on_idle_options(args, world_size)
     derived = derived_values(args)
     mesh = resolve_mesh(args, world_size, local_size)
-    accumulation, global_batch_size = resolve_update(args, mesh.data_size, resumed_batch_size)
+    accumulation_steps, global_batch_size = resolve_update(args, mesh.data_size, resumed_batch_size)
     train_size, eval_size = resolve_batches(args, mesh.data_size, notes)
-    duration = resolve_duration(args, micro_batches_per_epoch, accumulation, notes)
+    duration = resolve_duration(args, micro_batches_per_epoch, accumulation_steps, notes)
     return Plan(
         **resolve_intervals(args, duration.max_steps, notes),
         micro_batch_size=train_size,
         eval_batch_size=eval_size,
-        accumulation=accumulation,
+        accumulation_steps=accumulation_steps,
         world_size=world_size,
         global_batch_size=global_batch_size,
         updates_per_epoch=duration.updates_per_epoch,
@@ -242,12 +225,10 @@ def resolve(
         mesh=mesh,
         precision=precision_of(args),
         shard_precision=resolve_shard_precision(args, mesh),
-        eval_dtype=half_format(args.fp16_full_eval, args.bf16_full_eval),
         max_grad_norm=args.max_grad_norm,
         seed=args.seed,
         data_seed=args.seed if args.data_seed is None else args.data_seed,
         average_tokens_across_devices=args.average_tokens_across_devices,
-        loss_weight=as_plain(args.loss_weight),
         nonfinite_policy=args.nonfinite_policy,
         leave_out_non_finite=args.logging_nan_inf_filter,
         auto_find_batch_size=args.auto_find_batch_size,
@@ -353,7 +334,7 @@ def resolve_batches(args: Options, data_size: int, notes: list[str]) -> tuple[in
     return train_size, eval_size
 
 
-def resolve_duration(args: Options, micro_batches: int | None, accumulation: int, notes: list[str]) -> Duration:
+def resolve_duration(args: Options, micro_batches: int | None, accumulation_steps: int, notes: list[str]) -> Duration:
     """Resolves steps and epochs from max_steps, num_train_epochs and the length of the data."""
     if micro_batches is None:
         if args.max_steps < 0:
@@ -366,11 +347,12 @@ def resolve_duration(args: Options, micro_batches: int | None, accumulation: int
         too_few = ", or has fewer samples than one batch while dataloader_drop_last=True"
         reason = f"it is empty{too_few if args.dataloader_drop_last else ''}"
         raise ValueError(f"The training data gives no batch: {reason}.")
-    updates = math.ceil(micro_batches / accumulation)
-    rest = micro_batches % accumulation
+    updates = math.ceil(micro_batches / accumulation_steps)
+    rest = micro_batches % accumulation_steps
     if rest:
         notes.append(
-            f"The last optimizer step of each epoch takes {rest} of {accumulation} micro-batches, weighted as they are."
+            f"The last optimizer step of each epoch takes {rest} of {accumulation_steps} micro-batches, weighted as "
+            "they are."
         )
     if args.max_steps < 0:
         max_steps = math.ceil(args.num_train_epochs * updates)
@@ -396,9 +378,7 @@ def resolve_intervals(args: Options, max_steps: int, notes: list[str]) -> dict[s
         "logging_steps": logging_steps,
         "eval_steps": eval_steps,
         "save_steps": save_steps,
-        "logging_first_step": args.logging_first_step,
         "eval_on_start": args.eval_on_start,
-        "eval_delay": args.eval_delay,
     }
 
 

@@ -293,8 +293,10 @@ def check_parallel(options: Options) -> None:
         pass
     elif is_asked(options.fsdp):
         read_sharding(options.fsdp, options.fsdp_config)
-        if options.parallel == "ddp":
-            raise ValueError(f"parallel='ddp' and fsdp={options.fsdp!r} are two ways to parallelise: keep one.")
+        if options.parallel not in (None, "fsdp", "xla"):
+            raise ValueError(
+                f"parallel={options.parallel!r} and fsdp={options.fsdp!r} are two ways to parallelise: keep one."
+            )
     elif options.parallel == "fsdp":
         read_sharding(True, options.fsdp_config)
     elif not is_off(options.fsdp_config):

@@ -21,7 +21,6 @@ from paceline.args.choices import (
     LOSS_WEIGHTS,
     METRIC_INPUTS,
     PRECISION_BACKENDS,
-    SAMPLING_STRATEGIES,
     START_METHODS,
     DebugOption,
     HubStrategy,
@@ -30,6 +29,7 @@ from paceline.args.choices import (
     SaveStrategy,
     SchedulerType,
 )
+from paceline.args.registry import SAMPLERS
 
 
 def option(default: object, text: str, choices: Sequence[str] | None = None, is_switch: bool = False) -> Any:
@@ -391,7 +391,7 @@ class DataSection:
         "random",
         "Order of the training samples: shuffled, sequential, in batches of similar length, or with the padded cost "
         "balanced over the micro-batches of an optimizer step.",
-        SAMPLING_STRATEGIES,
+        tuple(SAMPLERS),
     )
     length_column_name: str = option("length", "Column with the length of each sample, for sampling by length.")
 

@@ -222,7 +222,7 @@ def load_weights(trainer: Trainer | TFTrainer, job: Job, resume: str | bool | No
 
 
 def predict(trainer: Trainer | TFTrainer, splits: Splits, folder: Path, say: Say) -> None:
-    """Predict on the test set, and keep predictions and metrics."""
+    """Predicts on the test set, and stores predictions and metrics."""
     output = trainer.predict(splits.test)
     report(trainer, "test", output.metrics or {})
     kept = {**named_arrays("predictions", output.predictions), **named_arrays("label_ids", output.label_ids)}

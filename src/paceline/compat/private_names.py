@@ -22,7 +22,7 @@ from paceline.args.plan import check, resolve_duration
 from paceline.checkpoint import folders
 from paceline.checkpoint.resuming import STATE_FILE
 from paceline.checkpoint.retention import Retention, rotate
-from paceline.core.events import restore_callback_states
+from paceline.core.callback_states import restore_callback_states
 from paceline.pytorch.data.loading import loader_length
 from paceline.pytorch.distributed.collectives import gather_nest
 from paceline.pytorch.distributed.strategy import put_on_device

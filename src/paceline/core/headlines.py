@@ -21,7 +21,7 @@ def headlines(plan: Plan, num_samples: int | None, num_trainable: int) -> list[s
         f"  Num update steps per epoch = {per_epoch:,}",
         f"  Instantaneous batch size per device = {plan.micro_batch_size:,}",
         f"  Total train batch size (w. parallel, distributed & accumulation) = {plan.global_batch_size:,}",
-        f"  Gradient Accumulation steps = {plan.accumulation}",
+        f"  Gradient Accumulation steps = {plan.accumulation_steps}",
         f"  Total optimization steps = {plan.max_steps:,}",
         f"  Number of trainable parameters = {num_trainable:,}",
     ]

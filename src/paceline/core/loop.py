@@ -91,7 +91,7 @@ class Loop:
         self._split_to: int | None = None  # micro-batch size after an out-of-memory
         # micro-batches of the loader per epoch of `state.epoch`; a stream of unknown length counts as one epoch
         known = plan.micro_batches_per_epoch
-        self.batches_per_epoch = max(known if known is not None else state.max_steps * plan.accumulation, 1)
+        self.batches_per_epoch = max(known if known is not None else state.max_steps * plan.accumulation_steps, 1)
 
     def resume(self, unlogged: UpdateSummary, skipped: set[tuple[int, int]]) -> None:
         """Takes over the steps that no log has yet, and the skipped windows, from the run before."""

@@ -28,6 +28,12 @@ def require(module: str, extra: str) -> ModuleType:
         raise ImportError(f'{module} is required: pip install "paceline[{extra}]" ({error})') from error
 
 
+def load(location: str) -> Any:
+    """Returns the object at a location `package.module:name`, which is imported now."""
+    module, name = location.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
 class LateModule:
     """A module that is imported on first use of one of its names, to keep start-up fast.
 

@@ -1,8 +1,8 @@
-"""One optimizer step. Knows tensors; knows no options, files or kinds of machine.
+"""One optimizer step. The engine handles tensors; it knows no options, files or backends.
 
-`Engine.step` is the whole of it: count the micro-batches of an accumulation window, accumulate their gradients
-(forward, weigh, backward), clip, step the optimizer and the schedule, log. The strategy runs the passes of the window
-and calls back `run_pass` for each; the Trainer's `training_step` calls back `run_micro_step` for its body.
+`Engine.step` counts the micro-batches of an accumulation window, accumulates their gradients (forward, scale,
+backward), clips, steps the optimizer and the schedule, and logs. The strategy runs the passes of the window and calls
+`run_pass` for each; the Trainer's `training_step` calls `run_micro_step` for its body.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ NOTHING = nullcontext()
 
 
 class StepLog(list[tuple[Sequence[Tensor], Any, Any]]):
-    """(contributions to the loss, grad_norm, rate) of each optimizer step since the last read.
+    """(contributions to the loss, grad_norm, learning rate) of each optimizer step since the last read.
 
-    A step in which every target was ignored has no contributions. Nothing leaves the device until the read.
+    A step in which every target was ignored has no contributions. Tensors stay on the device until they are read.
     """
 
     def drain(self) -> list[tuple[float, float, float, bool]]:
-        """Returns (loss, grad_norm, rate, whether it has a loss) of each step, and forgets it; waits for the device."""
+        """Returns (loss, grad_norm, learning rate, True if there is a loss) of each step, and clears the log.
+        Synchronizes with the device.
+        """
         steps = list(self)
         self.clear()
         values = iter(to_floats([loss for losses, _, _ in steps for loss in losses]))
@@ -58,22 +60,22 @@ class Engine:
     """Makes optimizer steps.
 
     Args:
-        strategy: owns the tensors' places, and runs the passes of a window.
-        normalizer: counts micro-batches and weighs losses.
-        sync: tells how much a window weighs on all processes.
+        strategy: places tensors on devices, and runs the passes of a window.
+        normalizer: counts micro-batches and scales losses.
+        sync: provides the weight of a window over all processes.
         model: the module to call, as the strategy prepared it.
         optimizer: over its parameters.
-        scheduler: stepped once per optimizer step, unless `scheduler_follows_metrics` or float16 left the step out.
+        scheduler: stepped once per optimizer step, unless `scheduler_follows_metrics` or the fp16 scaler skipped it.
         training_step: the Trainer's, bound: `(model, inputs, num_items_in_batch) -> contribution to the loss`.
-        compute_loss: the Trainer's, bound: `(model, inputs) -> loss`, and `num_items_in_batch` where it accepts that.
+        compute_loss: the Trainer's, bound: `(model, inputs) -> loss`; also takes `num_items_in_batch` if it accepts it.
         prepare_inputs: the Trainer's: moves a batch to the device.
-        max_grad_norm: infinity only computes the norm of the gradients; 0 not even that.
-        skips_non_finite: a step whose loss or gradient norm is not finite is not applied; the schedule goes on.
-        empty_cache_every: give cached device memory back every so many steps (None: never).
+        max_grad_norm: clipping threshold; infinity only computes the norm, 0 disables both.
+        skips_non_finite: a step with a non-finite loss or gradient norm is not applied; the schedule still advances.
+        empty_cache_every: steps between releases of cached device memory; None disables them.
 
     Attributes:
         num_micro_steps: micro-batches of the window in progress.
-        own_divisor: the number that user code divides the window's losses by instead; None: it sets none.
+        own_divisor: the divisor that user code sets for the losses of the window; None if it sets none.
         is_applied: the last step changed the parameters.
     """
 
@@ -104,31 +106,31 @@ class Engine:
         self.empty_cache_every = empty_cache_every
         self.log = StepLog()
         self.keep_outputs = False
-        self.keep_batches = False  # user code may take labels out of a batch; a copy leaves it whole for a retry
+        self.keep_batches = False  # user code may pop labels from a batch; a copy keeps the original for a retry
         self.num_micro_steps = 1
         self.own_divisor: int | None = None
         self.is_applied = True
         must_match = sync.must_match(strategy, compute_loss)
         self._audit = LossAudit(strategy, normalizer, model, compute_loss, prepare_inputs, must_match, sync.is_any)
-        self._inner = strategy.unwrap(model)  # its mode is not the wrapper's, when a user has changed it
-        # some optimizers (schedule-free) keep two sets of weights and are told which one is in use
+        self._inner = strategy.unwrap(model)  # its training mode differs from the wrapper's if a user changed it
+        # schedule-free optimizers keep two sets of weights and switch between them
         self._enter_train = getattr(optimizer, "train", None)
         self._run_window = sync.runner_of(strategy)
         self._asks_schedule = getattr(scheduler, "shows_rates", False)
         self._autocasts = strategy.precision.autocasts
-        # only the device knows that a fused optimizer left a step out: the schedule goes on, whatever the optimizer;
-        # float16 asks at each step anyway
+        # only the device knows that a fused optimizer skipped a step, so the schedule advances for every optimizer;
+        # with fp16 the result is read at each step anyway
         self._counts_skipped = skips_non_finite and not strategy.precision.scales
         self._passes_count = accepts(compute_loss, "num_items_in_batch")
         self._num_steps = 0
-        # of the window in progress
+        # state of the window in progress
         self._batches: Sequence[Any] = ()
         self._counts: Sequence[Counts] = ()
         self._num_items: Any = None
         self._emit: Emit | None = None
         self._current: Pass | None = None
         self._seen: Any = None  # the model's last outputs
-        self._kept: list[Any] = []  # outputs of its micro-batches, where a callback wants them
+        self._kept: list[Any] = []  # outputs of its micro-batches, if a callback asks for them
 
     @property
     def is_last_micro_step(self) -> bool:
@@ -138,7 +140,7 @@ class Engine:
     # ---- the contract of the loop
 
     def step(self, batches: Sequence[Any], num_items: Any, emit: Emit | None) -> StepOutput:
-        """One optimizer step. A window in which nothing weighs (every target ignored) changes and logs nothing."""
+        """Makes one optimizer step. A window of weight 0 (every target ignored) changes and logs nothing."""
         if len(batches) < self.strategy.min_micro_batches:
             batches = self.strategy.divide(batches, self.split)
         self.num_micro_steps, self.own_divisor = len(batches), None
@@ -156,14 +158,14 @@ class Engine:
         if emit is not None:
             emit("on_optimizer_step")
         rate = self.optimizer.param_groups[0]["lr"]
-        if rate is None or self._asks_schedule:  # Adafactor with rates of its own, which its schedule waits for
+        if rate is None or self._asks_schedule:  # Adafactor computes its own rate, which its schedule reports
             rate = self.scheduler.get_last_lr()[0]
         known_norm = norm if self.is_applied or not self.strategy.precision.has_rescaled else None
         self.log.append((losses, known_norm, rate if isinstance(rate, float) else float(rate)))
         if self.steps_scheduler and (self.is_applied or self._counts_skipped):
             self.scheduler.step()
         self.strategy.clear_gradients()
-        if self.strategy.is_lazy:  # with the gradients gone: what is still there has to be kept
+        if self.strategy.is_lazy:  # after the gradients are dropped: all live tensors are computed
             self.strategy.run_deferred()
         self._num_steps += 1
         if self.empty_cache_every is not None and self._num_steps % self.empty_cache_every == 0:
@@ -172,15 +174,15 @@ class Engine:
         return StepOutput(losses, norm, self.is_applied, outputs)
 
     def read(self) -> list[StepRow]:
-        """Returns (loss, grad_norm, learning_rate, whether it has a loss) of each step since the last read."""
+        """Returns (loss, grad_norm, learning_rate, True if there is a loss) of each step since the last read."""
         return self.sync.mean_losses(self.log.drain())
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Returns whether smaller micro-batches may cure an error: not where a part of the step may be done already."""
+        """True if smaller micro-batches may avoid this error, and no part of the step has been applied yet."""
         return not steps_in_backward(self.optimizer) and self.sync.is_out_of_memory(error)
 
     def discard(self) -> None:
-        """Drop the gradients and outputs of a failed step."""
+        """Drops the gradients and outputs of a failed step."""
         self.strategy.clear_gradients()
         self._seen = None
         self._kept = []
@@ -196,14 +198,17 @@ class Engine:
             parts += split_batch(batch, micro_batch_size) if batch_size_of(batch) > micro_batch_size else [batch]
         return parts
 
-    # ---- the window, which the strategy runs
+    # ---- the window, run by the strategy
 
     def run_pass(self, current: Pass, model: nn.Module | None = None) -> Tensor:
-        """Forward and backward of one micro-batch; returns its contribution to the window's loss, 0-dim, detached.
+        """Runs forward and backward of one micro-batch.
 
         Args:
             current: the pass.
-            model: called instead of the engine's.
+            model: the module to call; None for the engine's.
+
+        Returns:
+            The contribution to the window's loss, 0-dim, detached.
         """
         self._current = current
         loss = self.training_step(self.model if model is None else model, current.batch, self._num_items)
@@ -213,18 +218,18 @@ class Engine:
         return torch.zeros_like(loss) if current.is_dummy else loss
 
     def skip_pass(self, current: Pass) -> None:
-        """Leave out a micro-batch that weighs nothing."""
+        """Skips a micro-batch of weight 0."""
         if self.keep_outputs:
             self._kept.append(None)
 
     def end_pass(self, current: Pass | None) -> None:
-        """Fire the event between two passes; None: no pass is in progress."""
+        """Fires the event between two passes; None if no pass is in progress."""
         self._current = current
         if self._emit is not None:
             self._emit("on_substep_end")
 
     def enter_training(self, model: nn.Module) -> None:
-        """Switch a model and the optimizer to training mode."""
+        """Switches a model and the optimizer to training mode."""
         model.train()
         if callable(self._enter_train):
             self._enter_train()
@@ -232,9 +237,9 @@ class Engine:
     # ---- one pass
 
     def run_micro_step(self, model: nn.Module, inputs: object, num_items: object) -> Tensor:
-        """Forward, weigh, backward: the body of `Trainer.training_step`.
+        """Runs forward, scaling and backward: the body of `Trainer.training_step`.
 
-        The loss is scaled before backward, so that a backend that reduces inside backward sees the true gradient.
+        The loss is scaled before backward, so that a backend that reduces inside backward sees the final gradient.
 
         Returns:
             This micro-batch's contribution to the window's loss, 0-dim, detached.
@@ -266,7 +271,7 @@ class Engine:
         return loss.detach()
 
     def _weigh(self, loss: Tensor, current: Pass) -> Tensor:
-        """The part of a loss in the window's, which is one weighted mean."""
+        """Scales a loss to its term in the window's weighted mean."""
         total = self.sync.total if current is self._current else current.counts.weight
         is_nothing = current.is_dummy or not total
         factor = 0 if is_nothing else self.normalizer.factor(current.counts, total)
@@ -276,34 +281,34 @@ class Engine:
 
     @contextmanager
     def _autocasting(self, model: nn.Module) -> Iterator[None]:
-        """Mixed precision for a forward pass; who makes the loss gets the outputs in full precision."""
+        """Enters autocast for a forward pass; the loss function gets the outputs in full precision."""
         with self.strategy.forward_context(), widened(model):
             yield
 
     def _keep(self, module: nn.Module, args: Any, outputs: object) -> None:
         self._seen = outputs
 
-    # ---- looking at the loss
+    # ---- probing the loss
 
     def _look(self, inputs: object, current: Pass, num_items: object) -> None:
-        """Learn what the loss is a mean over, in the first pass of a window."""
+        """Infers the reduction of the loss, in the first pass of a window."""
         observations = []
         if not current.is_dummy or self._audit.must_match:
             divisor = self.own_divisor
             observations = self._audit.observe(inputs, current.index, self._batches, self._counts, num_items)
-            self.own_divisor = divisor  # an own compute_loss may set it at each call
+            self.own_divisor = divisor  # an overridden compute_loss may set it at each call
         self.sync.learn([] if current.is_dummy else observations)
 
     def look_ahead(self, passes: list[Pass], model: nn.Module, loss_of: LossOf) -> list[Pass]:
-        """Learn what the loss is a mean over before the first pass of a window, where that is due.
+        """Infers the reduction of the loss before the first pass of a window, if a probe is due.
 
         Args:
-            passes: of the window.
-            model: whose state the extra passes leave as it is.
-            loss_of: the strategy's way to a loss, without gradients.
+            passes: the passes of the window.
+            model: the model; the extra passes leave its state unchanged.
+            loss_of: computes a loss as the strategy does, without gradients.
 
         Returns:
-            The passes by what the window weighs then.
+            The passes with their final weights.
         """
         if not self.sync.is_look_due:
             return passes
@@ -317,7 +322,7 @@ class Engine:
         return self.sync.on_any(~torch.isfinite(torch.stack([*losses, norm.detach()]).sum()))
 
     def _skip(self) -> StepOutput:
-        """A step without a single target that counts."""
+        """Completes a step in which every target is ignored."""
         logger.warning("Every target of this update is ignored: no step was made and no loss counted.")
         self._batches = ()
         self.log.append(((), None, self.optimizer.param_groups[0]["lr"]))

@@ -1,4 +1,4 @@
-"""Looks at the returned loss of an accumulation window, by extra forward passes, before any of it is weighed."""
+"""Probes of the returned loss of an accumulation window, by extra forward passes before it is scaled."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from paceline.pytorch.model.loss import Counts, LossNormalizer
 from paceline.pytorch.model.objective import accepts
 from paceline.pytorch.model.reductions import Observation
 
-MAX_PARTS = 6  # micro-batches of a window that one look chooses from
+MAX_PARTS = 6  # micro-batches of a window that one probe chooses from
 
 
 @dataclass(eq=False)
 class LossAudit:
-    """Finds out what the returned loss is a mean over.
+    """Infers the reduction of the returned loss.
 
     Args:
-        strategy: has the model.
-        normalizer: is asked what is still open.
+        strategy: holds the model.
+        normalizer: knows which reductions are still open.
         model: as the strategy prepared it.
         compute_loss, prepare_inputs: the Trainer's, bound.
-        must_match: all processes have to make the same number of extra passes.
-        agree: `(flag) -> True if it is set on any process`, called alike on all of those that must match.
+        must_match: all processes must run the same number of extra passes.
+        agree: `(flag) -> True if it is set on any process`; with `must_match`, called equally often on all.
     """
 
     strategy: Strategy
@@ -49,24 +49,24 @@ class LossAudit:
     def observe(
         self, inputs: object, index: int, batches: Sequence[Any], counts: Sequence[Counts], num_items: object
     ) -> list[Observation]:
-        """Look at the micro-batch in progress and at others of its window.
+        """Probes the micro-batch in progress and others of its window.
 
         Args:
             inputs: the micro-batch in progress, prepared.
-            index: of it in the window.
-            batches: of the window, on the host.
-            counts: of them.
-            num_items: as the model is given it.
+            index: its position in the window.
+            batches: micro-batches of the window, on the host.
+            counts: the counts of each.
+            num_items: `num_items_in_batch` as the model gets it.
         """
         parts = [Part(inputs, counts[index])]
-        if is_ours(self.prepare_inputs):  # another may count its calls
+        if is_ours(self.prepare_inputs):  # an overridden one may count its calls
             for place in choose_parts(counts, index, MAX_PARTS - 1):
                 try:
                     parts += self._prepare([place], batches, counts)
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
-                    break  # there is no room for another one: the look goes on, as that of other processes does
+                    break  # no memory for another batch: the probe continues, as on the other processes
         owners = [self.prepare_inputs, self.compute_loss]
         probe = LossProbe(self.model, self._loss_of, must_match=self.must_match, owners=owners, agree=self.agree)
         return probe.look(self.normalizer, parts, num_items)
@@ -74,11 +74,11 @@ class LossAudit:
     def observe_ahead(
         self, model: nn.Module, loss_of: LossOf, batches: Sequence[Any], counts: Sequence[Counts], num_items: object
     ) -> list[Observation]:
-        """Look at a window none of whose passes has begun.
+        """Probes a window before its first pass.
 
         Args:
-            model: whose state the extra passes leave as it is.
-            loss_of: the strategy's way to a loss, for all of its processes.
+            model: the model; the extra passes leave its state unchanged.
+            loss_of: computes a loss as the strategy does, on all of its processes.
             batches, counts, num_items: as for `observe`.
         """
         parts = self._prepare(choose_parts(counts, -1, MAX_PARTS), batches, counts)
@@ -93,7 +93,7 @@ class LossAudit:
         return [Part(self.prepare_inputs(copy.copy(batches[place])), counts[place]) for place in places]
 
     def _loss_of(self, inputs: object, num_items: object) -> Tensor | None:
-        """The loss of a batch as the Trainer makes it, without gradients. Nothing is autocast where that works."""
+        """Returns the loss of a batch by the Trainer's method, without gradients, and without autocast if possible."""
         numbers = {"num_items_in_batch": num_items} if self._passes_count else {}
         if not self.strategy.precision.autocasts:
             return self.compute_loss(self.model, inputs, **numbers)
@@ -103,5 +103,5 @@ class LossAudit:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            with self.strategy.forward_context(), widened(self.model):  # a kernel that knows 16 bits only
+            with self.strategy.forward_context(), widened(self.model):  # a kernel that supports 16-bit types only
                 return self.compute_loss(self.model, inputs, **numbers)

@@ -87,10 +87,10 @@ class LossProbe:
     Args:
         model: the module to call.
         loss_of: `(batch, num_items_in_batch) -> loss`, 0-dim, or None.
-        rounds: batches that are cut in one look.
-        must_match: all processes have to make the same number of passes, whatever their data.
-        agree: whether any process says yes; called alike on all of those that must match.
-        owners: what is called for the loss beside the model: what they count and collect is put back.
+        rounds: batches that are split in one probe.
+        must_match: all processes must run the same number of passes, whatever their data.
+        agree: `(flag) -> True if it is set on any process`; with `must_match`, called equally often on all.
+        owners: objects that the loss calls beside the model; their counters and collections are restored.
     """
 
     model: nn.Module
@@ -101,11 +101,11 @@ class LossProbe:
     agree: Callable[[bool], bool] = bool
 
     def __post_init__(self) -> None:
-        self.failure: str | None = None  # why the last pass gave no loss
+        self.failure: str | None = None  # the reason why the last pass gave no loss
         parameter = next((p for p in self.model.parameters() if p.is_floating_point()), None)
         self._dtype = None if parameter is None else parameter.dtype
         self._tolerance = 0.0
-        self._largest = 0  # samples of the micro-batches that the step itself takes
+        self._largest = 0  # samples of the micro-batches of the step itself
         self._wholes: dict[Part, float | None] = {}  # losses of earlier splits
 
     def look(self, rule: LossNormalizer, parts: Sequence[Part], num_items: object) -> list[Observation]:
@@ -161,7 +161,7 @@ class LossProbe:
             loss = self.loss_of(copy.copy(part.batch), num_items)
         except Exception as error:
             if is_out_of_memory(error) and part.counts.samples <= self._largest and not self.must_match:
-                raise  # else the step itself will run out of memory, on a way that the other processes know of
+                raise  # else the step itself will run out of memory, which the other processes learn of
             self.failure = f"{type(error).__name__}: {error}"
             logger.debug("A forward pass that looks at the loss failed: %s", self.failure)
             return None
@@ -182,12 +182,12 @@ class LossProbe:
         return "scaled" if abs(ratio - 0.5) <= allowed else "partly"
 
     def _change_count(self, rule: LossNormalizer, part: Part, num_items: Any) -> Observation:
-        """Finds out if another count gives another loss, with the same random numbers.
+        """Tests if another count gives another loss, with the same random numbers.
 
         Args:
-            rule: what is asked about.
+            rule: the reduction rule to test.
             part: the micro-batch.
-            num_items: its count; None: this process has none, and passes where the others do.
+            num_items: its count; None: this process has none, and only takes part in the passes of the others.
         """
         first = self._repeatable(part, num_items)
         second = self._repeatable(part, None if num_items is None else num_items * 2)
@@ -201,12 +201,12 @@ class LossProbe:
         return Observation(count=count, multiple=multiple)
 
     def _repeatable(self, part: Part, num_items: object) -> float | None:
-        """The loss of a micro-batch; the next call draws the same random numbers."""
+        """Returns the loss of a micro-batch; the next call draws the same random numbers."""
         with preserved_rng():
             return self._loss(part, num_items)
 
     def _num_targets(self, rule: LossNormalizer, part: Part) -> int:
-        """Of a micro-batch: an own compute_loss that is given no count returns the mean over them."""
+        """Returns the targets of a micro-batch, over which a compute_loss without a count returns the mean."""
         own = LossReduction("tokens", shifted=rule.shifts)
         return own.weigh(part.counts.labels, part.counts.samples, part.counts.is_shifted)
 

@@ -17,6 +17,7 @@ from paceline.args.sharding import wants_shards
 from paceline.checkpoint.retention import Retention, retention_of
 from paceline.core.methods import is_ours
 from paceline.core.optional import LateModule
+from paceline.core.outputs import EvalLoopOutput
 from paceline.core.streaming import is_streaming
 from paceline.core.worker_watch import WorkerWatch
 from paceline.hub.described import CardFacts
@@ -27,6 +28,7 @@ from paceline.pytorch.checkpoint.items import Contents, Format
 from paceline.pytorch.checkpoint.model_files import ModelFiles
 from paceline.pytorch.checkpoint.saves import Saves
 from paceline.pytorch.data.loading import make_loader
+from paceline.pytorch.evaluation import predictor
 from paceline.pytorch.evaluation.batch_predictor import BatchPredictor
 from paceline.pytorch.evaluation.prediction_buffer import EvaluationOptions, expected_bytes
 from paceline.pytorch.evaluation.predictor import EvaluationLoop, Evaluator
@@ -91,17 +93,22 @@ def evaluator_of(trainer: Trainer) -> Evaluator:
     def keeps_workers(loader: object) -> bool:
         return run is not None and (run.loaders.holds(loader) or loader is run.feed.loader)
 
-    streams = args.batch_eval_metrics or is_streaming(trainer.compute_metrics)
     return Evaluator(
         make_loop=partial(evaluation_loop_of, trainer),
         contexts=contexts,
         keeps_workers=keeps_workers,
         batch_size=args.eval_batch_size,
         loss_only=args.prediction_loss_only,
-        label_names=trainer.label_names or trainer.objective.label_names,
-        wants_metrics=trainer.compute_metrics is not None and not args.prediction_loss_only and not streams,
         reports_preparation=not trainer.is_prepared,
     )
+
+
+def warn_of_gaps(trainer: Trainer, output: EvalLoopOutput, prefix: str) -> None:
+    """Warns of results that the Trainer's options ask for and an evaluation lacks."""
+    args = trainer.args
+    streams = args.batch_eval_metrics or is_streaming(trainer.compute_metrics)
+    wants_metrics = trainer.compute_metrics is not None and not args.prediction_loss_only and not streams
+    predictor.warn_of_gaps(output, prefix, trainer.label_names or trainer.objective.label_names, wants_metrics)
 
 
 def evaluation_loop_of(trainer: Trainer) -> EvaluationLoop:

@@ -169,7 +169,7 @@ class Session(core.Session[Run, TrainerMembers]):
         collect, device = adapted(self.facade.get_batch_samples, 3), self.world.device
         feed = StatefulDataIterator(
             loader,
-            accumulation=plan.accumulation,
+            accumulation=plan.accumulation_steps,
             collect=lambda batches, number: collect(batches, number, device),
             ignore_data_skip=self.args.ignore_data_skip,
         )
@@ -333,7 +333,7 @@ class Session(core.Session[Run, TrainerMembers]):
         if prepared.optimizer is not None:
             self.optimizer = prepared.optimizer
         if prepared.make_schedule is not None:
-            own = prepared.make_schedule(plan.max_steps, self.args.get_warmup_steps(plan.max_steps))
+            own = prepared.make_schedule(plan.max_steps, plan.warmup_steps)
             self.lr_scheduler = own if own is not None else self.lr_scheduler
         self.model_wrapped = self.facade._wrap_model(prepared.model)
         handler = self.callback_handler
@@ -356,7 +356,7 @@ class Session(core.Session[Run, TrainerMembers]):
         sync = ProcessSync(
             self.world,
             self.loss_normalizer,
-            plan.accumulation,
+            plan.accumulation_steps,
             signals,
             averages=plan.average_tokens_across_devices,
             measure=self.facade._make_measurer(),
@@ -487,5 +487,5 @@ class Session(core.Session[Run, TrainerMembers]):
 
 
 def step_by_metric(scheduler: Any, metrics: dict[str, float], name: str | None) -> None:
-    """Step a schedule that follows a metric (plateau, greedy)."""
+    """Steps a schedule that follows a metric (plateau, greedy)."""
     scheduler.step(best_metric_value(metrics, name or "loss"))

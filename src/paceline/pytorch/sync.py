@@ -1,8 +1,8 @@
-"""Synchronization of processes around an optimizer step, so that each weighs its losses by the window of all.
+"""Synchronization of processes around an optimizer step: each scales its losses by the global accumulation window.
 
-`LocalSync` answers for one process. `ProcessSync` asks the others, in one collective on the host before each window:
-how much their micro-batches weigh, which of them have none left, and whether one was asked to stop. So losses are
-scaled before the backward pass, processes that ran out of data make dummy passes, and all stop at the same step.
+`LocalSync` serves a single process. `ProcessSync` runs one collective on the host before each window. It sums the
+weights of the micro-batches, counts the processes that have data left, and shares stop requests. Losses are therefore
+scaled before the backward pass, processes without data run dummy passes, and all processes stop at the same step.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_eval
 AccumulationWindow = tuple[list[Any], Any]
 Measure = Callable[[Sequence[Any]], tuple[int, int]]
 RunWindow = Callable[[PassRunner, list[Pass]], list[Tensor]]
-StepRow = tuple[float, float, float, bool]  # loss, grad_norm, learning_rate, whether it has a loss
+StepRow = tuple[float, float, float, bool]  # loss, grad_norm, learning_rate, True if there is a loss
 
 
 class LocalSync:
-    """The sync of one process: the accumulation window is its own.
+    """Sync of a single process, which has the whole accumulation window.
 
     Args:
         normalizer: counts micro-batches and weighs losses.
 
     Attributes:
         total: weight of the window.
-        is_look_due: the loss is to be looked at before the first pass of the window is weighed.
+        is_look_due: the loss must be probed before the first pass of the window is scaled.
     """
 
     def __init__(self, normalizer: LossNormalizer) -> None:
@@ -59,17 +59,17 @@ class LocalSync:
     # ---- one window
 
     def begin(self, batches: Sequence[Any], counts: Sequence[Counts], strategy: Strategy, copies: bool) -> list[Pass]:
-        """Weigh a window.
+        """Computes the weight of a window and makes its passes.
 
         Args:
-            batches: its micro-batches.
-            counts: of them.
-            strategy: may delay the exchange of gradients to the last pass that has some.
-            copies: user code may take labels out of a batch, and the batches are needed whole afterwards.
+            batches: micro-batches of the window.
+            counts: the counts of each micro-batch.
+            strategy: may delay gradient synchronization to the last pass of non-zero weight.
+            copies: pass shallow copies of the batches, because user code may pop labels and the originals are needed
+                later.
 
         Returns:
-            One pass for each micro-batch, of which those that weigh nothing are left out when their turn comes. None
-            where the whole window weighs nothing.
+            One pass per micro-batch; those of weight 0 are skipped at run time. Empty if the window's weight is 0.
         """
         normalizer, self._counts = self.normalizer, counts
         self.total = total = counts[0].weight
@@ -89,11 +89,13 @@ class LocalSync:
         return passes
 
     def begin_again(self, passes: list[Pass], batches: Sequence[Any], strategy: Strategy) -> list[Pass]:
-        """Returns the passes of the window after `learn` weighed it again: the same, which read their weights late."""
+        """Returns the passes of the window after `learn` updated its weights: the same objects, which read the weights
+        when they run.
+        """
         return passes
 
     def lone_pass(self, inputs: object) -> Pass:
-        """Returns the pass of a micro-batch outside of a window: user code calls `training_step` by hand."""
+        """Returns the pass of a micro-batch outside of a window, for user code that calls `training_step` directly."""
         return Pass(inputs, self.normalizer.count(inputs))
 
     def runner_of(self, strategy: Strategy) -> RunWindow:
@@ -101,22 +103,22 @@ class LocalSync:
         return strategy.run_window
 
     def discard(self) -> None:
-        """Forget a window that failed: it is looked at when it is tried again."""
+        """Resets the state of a failed window; a due probe runs when the window is retried."""
         self.normalizer.num_updates -= self.is_look_due
         self.is_look_due = False
 
-    # ---- looking at the loss
+    # ---- probing the loss
 
     def must_match(self, strategy: Strategy, compute_loss: object) -> bool:
-        """Returns whether all processes have to make the same number of extra passes."""
+        """True if all processes must run the same number of extra passes."""
         return strategy.in_step
 
     def is_any(self, flag: bool) -> bool:
-        """Returns whether a flag of the host is set on any process."""
+        """True if a host-side flag is set on any process."""
         return flag
 
     def learn(self, observations: list[Observation]) -> None:
-        """Take over what a look at the loss showed, and weigh the window by it."""
+        """Records the observations of a probe and recomputes the weight of the window."""
         self.is_look_due = False
         self.normalizer.learn(observations, self._counts)
         self.total = self.normalizer.recount(self._counts)
@@ -124,15 +126,15 @@ class LocalSync:
     # ---- after the passes
 
     def on_any(self, flag: Tensor) -> Tensor:
-        """Returns whether a flag (0-dim, on the device) is set on any process."""
+        """Returns a flag (0-dim, on the device) that is set if it is set on any process."""
         return flag
 
     def mean_losses(self, rows: list[StepRow]) -> list[StepRow]:
-        """Returns the rows with their losses as means over the processes."""
+        """Returns the rows with each loss averaged over the processes."""
         return rows
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Returns whether smaller micro-batches may cure an error."""
+        """True if smaller micro-batches may avoid this error."""
         return is_out_of_memory(error)
 
     def measured(self, measure: Measure, batches: Sequence[Any]) -> tuple[int, int]:
@@ -145,40 +147,40 @@ class LocalSync:
         return measure(batches)
 
     def enter(self, stage: str) -> None:
-        """Note what this process does now: nobody waits for it."""
+        """Does nothing: no other process waits for this one."""
 
     def make_control(self) -> TrainerCallback | None:
-        """Returns the callback that shares control flags with other processes: there are none."""
+        """Returns None: there are no other processes to share control flags with."""
         return None
 
 
 class DistributedOutOfMemory(MemoryError):
-    """Some process ran out of memory in this window, and all processes know."""
+    """A process ran out of memory in this window. Raised on all processes."""
 
 
 class ProcessSync:
-    """The sync of one of several processes that share each accumulation window.
+    """Sync of one of several processes that share each accumulation window.
 
     Args:
         world: the processes.
         normalizer: counts micro-batches and weighs losses.
-        accumulation: micro-batches of a window, at most.
-        signals: noted on any process, obeyed by all.
-        averages: losses are divided by the weight over all processes, else by each one's own.
-        measure: `(micro-batches) -> (input tokens, operations)`; None: they are not counted.
-        watchdog: told what this process does; says who is late.
-        mesh: which of them read the same data, and count once; None: none do.
+        accumulation: maximum number of micro-batches in a window.
+        signals: stop requests; one received by any process stops all.
+        averages: divide losses by the weight over all processes; else by that of each process.
+        measure: `(micro-batches) -> (input tokens, operations)`; None disables counting.
+        watchdog: is told the current stage of this process, and reports late processes.
+        mesh: the layout of the ranks. Ranks that read the same data count once; None: all read different data.
 
     Attributes:
-        total: weight of the window, as this process divides by it: a share of the whole, since gradients are averaged
-            over the processes afterwards; its own weight if not `averages`.
-        weight: of the window on all processes.
+        total: divisor of this process's losses: the global weight divided by the number of data-parallel ranks,
+            because gradients are averaged over them afterwards; the local weight if not `averages`.
+        weight: weight of the window over all processes.
         is_idle: this process has no micro-batch in the window.
         is_served: another process reads the data for this one.
-        is_informative: the processes agreed to look at the loss of the window.
-        is_look_due: that is still to be done, before the first pass is weighed.
-        num_batches: micro-batches of the process that has most.
-        tokens, operations: of the window, over all processes.
+        is_informative: the processes agreed to probe the loss of the window.
+        is_look_due: that probe must still run, before the first pass is scaled.
+        num_batches: largest number of micro-batches of any process.
+        tokens, operations: totals of the window over all processes.
     """
 
     def __init__(
@@ -194,12 +196,12 @@ class ProcessSync:
         mesh: Mesh | None = None,
     ) -> None:
         self.mesh = mesh or Mesh(dp_replicate=world.world_size)
-        self._is_leader = int(self.mesh.is_data_leader(world.process_index))  # or another is, with the same data
+        self._is_leader = int(self.mesh.is_data_leader(world.process_index))  # of the ranks that read the same data
         self.world = world
         self.normalizer = normalizer
         self.accumulation = accumulation
         self.signals = signals
-        # what was divided by the count of all processes is averaged over them: so it is multiplied by their number
+        # a loss divided by the global count is averaged over the ranks afterwards: multiply by their number
         normalizer.scaled_factor = self.mesh.data_size if averages else 1
         self.averages, self.measure, self.watchdog = averages, measure, watchdog
         self.is_served = False
@@ -208,20 +210,21 @@ class ProcessSync:
         self.is_idle = self.is_informative = self.is_look_due = False
         self.tokens = self.operations = 0
         self._counts: Sequence[Counts] = ()
-        self._must_match = False  # an own compute_loss may run collectives: all processes call it as often
+        self._must_match = False  # an overridden compute_loss may run collectives: all processes call it equally often
         self._spare: Any = None  # the batch of dummy passes
 
     # ---- before a window
 
     def synchronize(self, window: AccumulationWindow, num_samples: int) -> tuple[AccumulationWindow, int, int]:
-        """Returns the window as it is for all processes, empty only when none has anything left.
+        """Agrees on the next window with the other processes.
 
         Args:
             window: micro-batches of this process, and their `num_items_in_batch`.
-            num_samples: in them.
+            num_samples: samples in these micro-batches.
 
         Returns:
-            The window, its samples over all processes, and the micro-batches of the process that has most.
+            The window of this process (empty only if no process has data left), its samples over all processes, and
+            the largest number of micro-batches of any process.
         """
         batches, num_items = window
         counts = [self.normalizer.count(batch) for batch in batches]
@@ -271,7 +274,7 @@ class ProcessSync:
         return (batches, num_items), samples, num_batches
 
     def draw(self, collect: Callable[..., AccumulationWindow], *arguments: Any) -> AccumulationWindow:
-        """Draw a window with the Trainer's method, and let the watchdog know."""
+        """Draws a window by `collect`, and reports the stage to the watchdog."""
         if self.is_served:
             with self.watchdog.waiting("waiting for the first process to read data"):
                 return collect(*arguments)
@@ -282,11 +285,11 @@ class ProcessSync:
         self.total = weight / self.mesh.data_size if self.averages else own_weight
 
     def dummy_batch(self) -> Any:
-        """Returns a batch for a pass that weighs nothing."""
+        """Returns a batch for a dummy pass, whose weight is 0."""
         return copy.copy(self._spare)
 
     def _find_spare(self, own_weight: float) -> Any:
-        """Returns a batch of another process, for one that never had any."""
+        """Returns the kept batch, or that of another process if this one never had any."""
         offers = gather_objects(self.world, self._spare if own_weight > 0 else None)
         found = next(offer for offer in offers if offer is not None)
         return found if self._spare is None else self._spare
@@ -294,28 +297,28 @@ class ProcessSync:
     # ---- one window
 
     def begin(self, batches: Sequence[Any], counts: Sequence[Counts], strategy: Strategy, copies: bool) -> list[Pass]:
-        """Returns the passes of the window that was synchronized, none where it weighs nothing on any process."""
+        """Returns the passes of the synchronized window; empty if its global weight is 0."""
         if self.weight == 0:
             return []
         self._counts = counts
         if self.is_idle:
             for item in counts:
                 item.weight = 0
-        # one micro-batch is all there is of its loss, unless other processes have more
+        # a single micro-batch on a single data rank needs no weight
         is_shared = self.mesh.data_size > 1 or len(counts) > 1
         self.is_look_due = is_shared and self.is_informative
         self.normalizer.num_updates += is_shared
         return self._make_passes(batches, strategy)
 
     def begin_again(self, passes: list[Pass], batches: Sequence[Any], strategy: Strategy) -> list[Pass]:
-        """Returns the passes of the window after `learn` weighed it again."""
+        """Returns the passes of the window after `learn` updated its weights."""
         return self._make_passes(batches, strategy)
 
     def _make_passes(self, batches: Sequence[Any], strategy: Strategy) -> list[Pass]:
-        """Passes over the micro-batches that weigh something, and dummy passes.
+        """Makes the passes of the micro-batches with a weight, and dummy passes.
 
-        Where the passes themselves may wait for other processes, all make as many; else one is enough for the exchange
-        of gradients.
+        If passes themselves run collectives, all processes make the same number; else one pass suffices for gradient
+        synchronization.
         """
         chosen = [index for index, item in enumerate(self._counts) if item.weight > 0]
         waits = strategy.in_step or (self._must_match and not strategy.runs_windows)
@@ -326,12 +329,12 @@ class ProcessSync:
             index = 0 if is_dummy else chosen[place]
             batch = self.dummy_batch() if is_dummy else copy.copy(batches[index])
             counts = Counts(0, None, 0) if is_dummy else self._counts[index]
-            # even one that is alone: gradients are averaged over the processes afterwards
+            # needs_factor=True even for a single micro-batch: gradients are averaged over the ranks afterwards
             passes.append(Pass(batch, counts, index, is_last, is_last, True, is_required=True, is_dummy=is_dummy))
         return passes
 
     def lone_pass(self, inputs: object) -> Pass:
-        """Returns the pass of a micro-batch outside of a window: user code calls `training_step` by hand."""
+        """Returns the pass of a micro-batch outside of a window, for user code that calls `training_step` directly."""
         return Pass(inputs, self.normalizer.count(inputs), needs_factor=True)
 
     def runner_of(self, strategy: Strategy) -> RunWindow:
@@ -339,10 +342,10 @@ class ProcessSync:
         return partial(self._run_and_agree, strategy) if strategy.reduces_late else strategy.run_window
 
     def _run_and_agree(self, strategy: Strategy, engine: PassRunner, passes: list[Pass]) -> list[Tensor]:
-        """Run the passes of a window, and exchange the gradients only once every process has come through.
+        """Runs the passes of a window, and reduces the gradients once all processes have completed them.
 
         Raises:
-            DistributedOutOfMemory: a process ran out of memory. It is raised on all.
+            DistributedOutOfMemory: a process ran out of memory. Raised on all processes.
         """
         losses: list[Tensor] = []
         reason = None
@@ -353,7 +356,7 @@ class ProcessSync:
                 raise
             reason = str(error)  # not the error: its traceback holds the tensors of the pass that failed
         if reason is not None and self.is_look_due:
-            self.learn([])  # the others are waiting there
+            self.learn([])  # joins the collective in which the others wait
         with self.watchdog.waiting("waiting for the others after the backward passes"):
             number = sum_ints(self.world, [int(reason is not None)])[0]
         if number:
@@ -362,23 +365,23 @@ class ProcessSync:
         return losses
 
     def discard(self) -> None:
-        """Forget a window that failed: it is looked at when it is tried again."""
+        """Resets the state of a failed window; a due probe runs when the window is retried."""
         self.normalizer.num_updates -= self.is_look_due
         self.is_look_due = False
 
-    # ---- looking at the loss
+    # ---- probing the loss
 
     def must_match(self, strategy: Strategy, compute_loss: object) -> bool:
-        """Returns whether all processes have to make the same number of extra passes."""
-        self._must_match = strategy.in_step or not is_ours(compute_loss)  # which may gather, as those of TRL do
+        """True if all processes must run the same number of extra passes."""
+        self._must_match = strategy.in_step or not is_ours(compute_loss)  # a user's may gather, as TRL's do
         return self._must_match
 
     def is_any(self, flag: bool) -> bool:
-        """Returns whether a flag of the host is set on any process, where all of them ask; else this one's."""
+        """True if a host-side flag is set on any process, if all processes ask; else the flag of this process."""
         return sum_ints(self.world, [int(flag)])[0] > 0 if self._must_match else flag
 
     def learn(self, observations: list[Observation]) -> None:
-        """Take over what all processes observed, once for those that read the same data, and weigh the window by it."""
+        """Records the observations of all data leaders and recomputes the weight of the window. A collective."""
         self.is_look_due = False
         gathered = gather_objects(self.world, observations if self._is_leader else [])
         self.normalizer.learn([observation for each in gathered for observation in each], self._counts)
@@ -389,11 +392,11 @@ class ProcessSync:
     # ---- after the passes
 
     def on_any(self, flag: Tensor) -> Tensor:
-        """Returns whether a flag (0-dim, on the device) is set on any process."""
+        """Returns a flag (0-dim, on the device) that is set if it is set on any process."""
         return any_on_device(self.world, flag)
 
     def mean_losses(self, rows: list[StepRow]) -> list[StepRow]:
-        """Returns the rows with their losses as means over the processes, in one collective."""
+        """Returns the rows with each loss averaged over the processes, in one collective."""
         if not rows:
             return rows
         sums = sum_floats(self.world, [row[0] if row[3] else 0.0 for row in rows])
@@ -401,15 +404,15 @@ class ProcessSync:
         return [(total / size, *row[1:]) if row[3] else row for total, row in zip(sums, rows, strict=True)]
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Returns whether smaller micro-batches may cure an error: only one that all processes know of."""
+        """True if smaller micro-batches may avoid this error: only for one that was raised on all processes."""
         return isinstance(error, DistributedOutOfMemory)
 
     def measured(self, measure: Measure, batches: Sequence[Any]) -> tuple[int, int]:
-        """Returns the input tokens and the operations of the window over all processes, counted before it began."""
+        """Returns the input tokens and the operations of the window over all processes, counted by `synchronize`."""
         return self.tokens, self.operations
 
     def enter(self, stage: str) -> None:
-        """Let the watchdog know what this process does now."""
+        """Reports the current stage of this process to the watchdog."""
         self.watchdog.enter(stage)
 
     def make_control(self) -> TrainerCallback | None:
@@ -417,7 +420,7 @@ class ProcessSync:
         return SyncControl(self)
 
     def agree(self, control: TrainerControl) -> None:
-        """Raise the flags that a callback raised on any process, and note a signal: all do the same after this step."""
+        """Sets each control flag that is set on any process, and shares stop signals. A collective."""
         with self.watchdog.waiting("waiting for the others after an update"):
             noted = self.signals.noted
             flags = [int(getattr(control, name)) for name in FLAGS]
@@ -433,7 +436,7 @@ Sync = LocalSync | ProcessSync
 
 
 class SyncControl(TrainerCallback):
-    """The last of the callbacks: a flag that another callback raised on any process is raised on all."""
+    """The last callback: sets a control flag on all processes if another callback set it on any."""
 
     def __init__(self, sync: ProcessSync) -> None:
         self.sync = sync
@@ -447,7 +450,7 @@ class SyncControl(TrainerCallback):
 
 @contextmanager
 def synchronized_control(handler: CallbackHandler, sync: Sync) -> Iterator[None]:
-    """Within this context, a user's callback may raise a control flag on one process only."""
+    """While entered, a control flag that a user's callback sets on one process is set on all."""
     last = sync.make_control()
     heard = [*handler.listening("on_step_end"), *handler.listening("on_epoch_end")]
     is_needed = any(not type(callback).__module__.startswith("paceline.") for callback in heard)

@@ -277,7 +277,7 @@ class Trainer(HubNames, ForSubclasses):
         return sorted({text for maker in own for text in texts_in(maker)})
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        """Drop the columns of a `datasets` dataset that the model does not take, as `remove_unused_columns` asks."""
+        """Drops the columns of a `datasets` dataset that the model does not take, if `remove_unused_columns` is set."""
         if not self.args.remove_unused_columns:
             return dataset
         self._set_signature_columns_if_needed()
@@ -505,7 +505,7 @@ class Trainer(HubNames, ForSubclasses):
         # in this mode until the row is logged: an overridden `log` may read it
         with self.memory_stages.measuring("eval"), in_evaluation_mode(self.model):
             output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, prefix)
-            parts.evaluator_of(self).warn_of_gaps(output, prefix)
+            parts.warn_of_gaps(self, output, prefix)
             metrics = timed_metrics(output, prefix, start, loader_length(loader))
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

@@ -49,10 +49,10 @@ class TFEngine:
         apply_gradients: the Trainer's, bound: `(features, labels, count)`, on one replica.
         distributed_training_steps: the Trainer's, bound: `((features, labels)) ->` what every replica returned.
         max_grad_norm: infinity only computes the norm of the gradients.
-        skips_non_finite: an update whose loss or norm is not finite is not applied. On several replicas the host
-            looks at each before it is applied, and waits for the devices.
-        is_retried: an update that runs out of memory is made again in smaller parts, so nothing of it may be applied
-            before all its gradients are there.
+        skips_non_finite: an optimizer step with a non-finite loss or norm is not applied. On several replicas the
+            host reads both before each step is applied, which waits for the devices.
+        is_retried: an optimizer step that runs out of memory is retried in smaller parts, so nothing of it may be
+            applied before all its gradients are computed.
         xla: compile forward and backward with XLA.
         watch: detects inf and NaN in each pass; None: disabled.
     """
@@ -444,7 +444,7 @@ class TFEngine:
         return summed[0], result
 
     def _clipped(self, gradients: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Gradients scaled down to the largest norm, and what their norm was before."""
+        """Returns the gradients clipped to the maximum norm, and their norm before."""
         norm = tf.linalg.global_norm([tf.cast(value, tf.float32) for value in gradients if value is not None])
         norm = norm / loss_scale(self.optimizer)
         if math.isinf(self.max_grad_norm):

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.core.events import CallbackHandler, callback_states, restore_callback_states
+from paceline.core.callback_states import callback_states, restore_callback_states
+from paceline.core.events import CallbackHandler
 from paceline.core.journal import JOURNAL_FILE, SKIPPED_FILE, UpdateRow, truncate
 from paceline.core.retry_writer import RetryWriter, append_line
 from paceline.core.state import TrainerState

@@ -3,18 +3,15 @@
 import sys
 from pathlib import Path
 
+import demo_runs
 import pytest
 
 from paceline.cli.demo import digits, digits_data
-from paceline.cli.demo.options import read_demo_options
 from paceline.cli.errors import UsageError
 
 
 def run(folder: Path, *words: str) -> str:
-    said: list[str] = []
-    options = read_demo_options(["digits", "--output_dir", str(folder), "--disable_tqdm", "--use_cpu", *words])
-    assert digits.run(options, said.append) == 0
-    return "\n".join(said)
+    return demo_runs.run(digits, demo_runs.options(folder, "digits", *words))
 
 
 def test_a_short_run_learns_and_is_shown_again(tmp_path: Path):

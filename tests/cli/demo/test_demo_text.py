@@ -6,8 +6,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import demo_runs
 import pytest
 import torch
+from demo_runs import options
 
 from paceline.cli.demo import text
 from paceline.cli.demo.corpus import Corpus
@@ -35,14 +37,8 @@ def small_shape(vocabulary: int) -> Shape:
     return Shape(vocabulary, context=16, width=16, layers=1, heads=2)
 
 
-def options(folder: Path, *words: str) -> DemoOptions:
-    return read_demo_options(["--output_dir", str(folder), "--disable_tqdm", "--use_cpu", *words])
-
-
 def run(folder: Path, *words: str) -> str:
-    said: list[str] = []
-    assert text.run(options(folder, *words), said.append) == 0
-    return "\n".join(said)
+    return demo_runs.run(text, options(folder, *words))
 
 
 def test_it_trains_shows_results_and_shows_them_again(small: Path):

@@ -33,7 +33,7 @@ PACKAGES = (
     *("torch_xla", "torch_npu", "torchdistx", "apex"),
 )
 PLAN: dict[str, Any] = {
-    "accumulation": 1,
+    "accumulation_steps": 1,
     "precision": "full",
     "nonfinite_policy": "warn",
     "world_size": 1,
@@ -317,7 +317,7 @@ def test_other_backward_passes_and_other_optimizers_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"accumulation": 2}, "gradient_accumulation_steps=2: optim='x' .LayerwiseOptimizer. updates"),
+        ({"accumulation_steps": 2}, "gradient_accumulation_steps=2: optim='x' .LayerwiseOptimizer. updates"),
         ({"precision": "fp16"}, "fp16=True"),
         ({"precision": "apex-O1"}, "fp16=True"),
         ({"nonfinite_policy": "skip"}, "nonfinite_policy='skip'"),

@@ -5,29 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_events import EVENTS_OF_TWO_STEPS, TWO_STEPS, Recorder
 from small_models import Classifier, classification, losses, make_trainer
 
 from paceline import EarlyStoppingCallback, Trainer, TrainerCallback
-from paceline.core.events import EVENTS
 
 DATA = classification(16)
-
-
-class Recorder(TrainerCallback):
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-
-def note(event: str) -> Any:
-    def method(self: Recorder, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.events.append(event.removeprefix("on_"))
-        assert kwargs["model"] is not None
-
-    return method
-
-
-for name in EVENTS:
-    setattr(Recorder, name, note(name))
 
 
 def test_the_order_of_events(tmp_path: Path) -> None:
@@ -36,20 +19,12 @@ def test_the_order_of_events(tmp_path: Path) -> None:
         tmp_path,
         Classifier(),
         DATA,
-        gradient_accumulation_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="steps",
-        save_steps=2,
+        **TWO_STEPS,
         eval_dataset=DATA[:4],
         callbacks=[recorder],
     )
     trainer.train()
-    update = ["step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end", "log"]
-    due = ["prediction_step", "log", "evaluate", "save"]
-    assert recorder.events == [
-        "init_end", "train_begin", "epoch_begin", *update, *update, *due, "epoch_end", "log", "train_end",
-    ]  # fmt: skip
+    assert recorder.events == EVENTS_OF_TWO_STEPS
 
 
 def test_loss_inputs_and_outputs_on_request(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Classifier, classification, make_trainer, weights
+from small_models import Classifier, classification, make_trainer, scored, weights
 
 from paceline import Trainer, TrainerCallback
 from paceline.checkpoint import lock
@@ -314,7 +314,7 @@ def test_a_best_model_survives_a_disk_without_inodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, until: int
 ) -> None:
     """No folder can be made for the checkpoint of step 4, nor (until=99) for any later one before the run ends."""
-    mkdir, scores = os.mkdir, iter([0.5, 0.9, 0.4, 0.3, 0.2, 0.1])
+    mkdir = os.mkdir
 
     class Tokenizer:
         def save_pretrained(self, folder: str) -> None:
@@ -332,14 +332,7 @@ def test_a_best_model_survives_a_disk_without_inodes(
         tmp_path,
         At(12, lambda: is_over.append(1)),
         processing_class=Tokenizer(),
-        eval_strategy="steps",
-        eval_steps=2,
-        eval_dataset=DATA[:4],
-        compute_metrics=lambda p: {"score": next(scores)},
-        metric_for_best_model="score",
-        greater_is_better=True,
-        load_best_model_at_end=True,
-        save_total_limit=1,
+        **scored([0.5, 0.9, 0.4, 0.3, 0.2, 0.1], DATA[:4]),
     )
     monkeypatch.setattr(os, "mkdir", refuse)
     trainer.train()

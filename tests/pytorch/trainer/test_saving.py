@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_models import Classifier, classification, make_trainer, weights
+from small_models import Classifier, classification, make_trainer, scored, weights
 
 from paceline import Trainer, TrainerCallback
 from paceline.checkpoint import folders
@@ -541,8 +541,6 @@ def test_a_folder_that_may_not_be_written(
 
 
 def best_run(tmp_path: Path, disk: Disk, full: Any, values: list[float], **options: Any) -> Trainer:
-    scores = iter(values)
-
     def fill(step: int) -> None:
         if trainer.run is not None:
             trainer.run.saves.writer.join()
@@ -551,14 +549,7 @@ def best_run(tmp_path: Path, disk: Disk, full: Any, values: list[float], **optio
     trainer = make(
         tmp_path,
         callbacks=[Each(fill)],
-        eval_strategy="steps",
-        eval_steps=2,
-        eval_dataset=DATA[:4],
-        compute_metrics=lambda p: {"score": next(scores)},
-        metric_for_best_model="score",
-        greater_is_better=True,
-        load_best_model_at_end=True,
-        save_total_limit=1,
+        **scored(values, DATA[:4]),
         **options,
     )
     trainer.train()

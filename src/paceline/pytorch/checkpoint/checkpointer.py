@@ -19,7 +19,8 @@ from paceline.checkpoint.layout import OPTIMIZER_FOLDER, is_sharded
 from paceline.checkpoint.resuming import STATE_FILE, announce_resume, report_changes
 from paceline.checkpoint.retention import Retention, rotate
 from paceline.checkpoint.space import in_words
-from paceline.core.events import CallbackHandler, restore_callback_states
+from paceline.core.callback_states import restore_callback_states
+from paceline.core.events import CallbackHandler
 from paceline.core.lineage import PROGRESS_FILE, RunMark, is_part, mark_of
 from paceline.core.methods import is_ours
 from paceline.core.state import TrainerControl, TrainerState, write_values

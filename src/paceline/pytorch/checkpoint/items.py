@@ -14,8 +14,9 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
+from paceline.core.callback_states import callback_states, restore_callback_states
 from paceline.core.contracts import Stateful
-from paceline.core.events import CallbackHandler, callback_states, restore_callback_states
+from paceline.core.events import CallbackHandler
 from paceline.pytorch.checkpoint import files
 from paceline.pytorch.checkpoint.saves import Job
 from paceline.pytorch.distributed.random import capture_rng, restore_rng

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.args.plan import Plan
+from paceline.args.registry import SAMPLERS
 from paceline.checkpoint import resuming
 from paceline.core.contracts import Stateful
 from paceline.core.counts import is_count, is_json, shown
@@ -166,8 +167,8 @@ def resumed_batch_size(
         reason = f"of a stream, {kept} samples cannot be sharded evenly across {data_size} processes"
     elif min(shares.slots) < data_size:
         reason = f"{kept} samples are too few for {data_size} processes"
-    elif arguments["train_sampling_strategy"] == "batch_rebalance":
-        reason = "train_sampling_strategy='batch_rebalance' makes its own micro-batches"
+    elif SAMPLERS[arguments["train_sampling_strategy"]].makes_batches:
+        reason = f"train_sampling_strategy={arguments['train_sampling_strategy']!r} makes its own micro-batches"
     if reason is not None and global_batch_size != kept:
         logger.warning(
             "Each optimizer step now takes %d samples, not %d as before: %s.", global_batch_size, kept, reason
@@ -196,7 +197,7 @@ def position_of_transformers(checkpoint: Path, loader: object, plan: Plan) -> di
     batch_size = int(saved.get("train_batch_size") or plan.micro_batch_size)
     num_samples = length_of(getattr(loader, "dataset", None)) or plan.samples_per_epoch
     if num_samples is None:
-        per_epoch = max(int(saved.get("max_steps") or 0) * plan.accumulation, 1)
+        per_epoch = max(int(saved.get("max_steps") or 0) * plan.accumulation_steps, 1)
     elif getattr(loader, "drop_last", False):
         per_epoch = max(num_samples // batch_size, 1)
     else:
@@ -258,7 +259,7 @@ class PositionRestorer:
         if length is not None:
             planned, max_steps = length
         else:
-            done = feed.epoch * plan.updates_per_epoch + plan.updates_per_epoch + (-left // plan.accumulation)
+            done = feed.epoch * plan.updates_per_epoch + plan.updates_per_epoch + (-left // plan.accumulation_steps)
             if done == self.global_step:
                 return plan, plan.max_steps
             planned = max_steps = self.global_step + max(plan.max_steps - done, 0)

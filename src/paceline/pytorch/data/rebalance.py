@@ -1,8 +1,7 @@
 """Splitting the samples of one optimizer step into micro-batches of about equal cost, for data of varying length.
 
 The rule is that of transformers' `BatchRebalanceSampler`, so that a run has the same micro-batches: samples sorted by
-length are split into contiguous groups,
- and the group sizes move one sample at a time from the costliest group to the
+length are split into contiguous groups, and the group sizes move one sample at a time from the costliest group to the
 cheapest, until no such move is new. Only the sizes move: a move costs O(groups), for any number of samples.
 """
 

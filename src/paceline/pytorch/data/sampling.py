@@ -9,13 +9,16 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from paceline.args.registry import SAMPLERS
 from paceline.core.lengths import find_lengths, length_grouped_order
+from paceline.core.optional import load
 from paceline.pytorch.data.rebalance import balance
 
 logger = logging.getLogger(__name__)
@@ -256,6 +259,60 @@ class RebalancedBatches(Sampler[list[int]]):
             skip = 0
 
 
+@dataclass(frozen=True)
+class SamplerRequest:
+    """The facts that a training sampler is made of; the argument of each factory in `SAMPLERS`.
+
+    Attributes:
+        size: number of samples.
+        find_lengths: returns the length of every sample. May read them all.
+        batch_size: samples of one micro-batch, over all processes.
+        accumulation: micro-batches per optimizer step.
+        seed: of the order.
+        drop_last: leave out samples that do not fill a batch; of a sampler of indices the loader does that.
+        num_ranks: processes that read different samples. They share one order: of single indices, and of the batches of
+            a `BatchSampler`, the loader gives each process its part.
+        rank: this process.
+    """
+
+    size: int
+    find_lengths: Callable[[], Sequence[int]]
+    batch_size: int
+    accumulation: int
+    seed: int
+    drop_last: bool = False
+    num_ranks: int = 1
+    rank: int = 0
+
+
+def make_random(request: SamplerRequest) -> OrderedSampler:
+    """Returns the sampler of `train_sampling_strategy="random"`."""
+    return random_sampler(request.size, request.seed)
+
+
+def make_sequential(request: SamplerRequest) -> OrderedSampler:
+    """Returns the sampler of `train_sampling_strategy="sequential"`."""
+    return sequential_sampler(request.size)
+
+
+def make_length_grouped(request: SamplerRequest) -> OrderedSampler:
+    """Returns the sampler of `train_sampling_strategy="group_by_length"`."""
+    return length_grouped_sampler(request.find_lengths(), request.batch_size * request.accumulation, request.seed)
+
+
+def make_rebalanced(request: SamplerRequest) -> RebalancedBatches:
+    """Returns the sampler of `train_sampling_strategy="batch_rebalance"`."""
+    return RebalancedBatches(
+        request.find_lengths(),
+        request.batch_size * request.accumulation,
+        request.accumulation,
+        request.seed,
+        num_ranks=request.num_ranks,
+        rank=request.rank,
+        drop_last=request.drop_last,
+    )
+
+
 def make_train_sampler(
     dataset: Any,
     *,
@@ -274,45 +331,41 @@ def make_train_sampler(
 
     Args:
         dataset: anything with a length; None is returned for one without.
-        strategy: `random`, `sequential`, `group_by_length` or `batch_rebalance`.
+        strategy: a name in `SAMPLERS` of `paceline.args.registry`.
         batch_size: samples of one micro-batch, over all processes.
         accumulation: micro-batches per optimizer step.
         seed: of the order; epoch e is drawn with `seed + e`.
-        lengths: of every sample, for the two strategies that need them; else read from the column
+        lengths: of every sample, for the strategies that need them; else read from the column
             `length_column`, else measured on `model_input_name` of every sample.
-        drop_last, num_ranks, rank: for `batch_rebalance`; see there.
+        drop_last, num_ranks, rank: as in `SamplerRequest`.
 
     Raises:
         ValueError: an unknown strategy, or lengths that cannot be found.
     """
-    if dataset is None or not has_length(dataset):
-        if dataset is not None and strategy in ("group_by_length", "batch_rebalance"):
-            raise ValueError(
-                f"train_sampling_strategy={strategy!r} needs to know every sample's length, and the training data has "
-                "no len(). Use train_sampling_strategy='random', which leaves a stream in its own order."
-            )
+    if dataset is None:
         return None
-    if strategy == "random":
-        return random_sampler(len(dataset), seed)
-    if strategy == "sequential":
-        return sequential_sampler(len(dataset))
-    if strategy == "group_by_length":
-        lengths = lengths if lengths is not None else find_lengths(dataset, length_column, model_input_name)
-        return length_grouped_sampler(lengths, batch_size * accumulation, seed)
-    if strategy == "batch_rebalance":
-        lengths = lengths if lengths is not None else find_lengths(dataset, length_column, model_input_name)
-        return RebalancedBatches(
-            lengths,
-            batch_size * accumulation,
-            accumulation,
-            seed,
-            num_ranks=num_ranks,
-            rank=rank,
-            drop_last=drop_last,
+    if strategy not in SAMPLERS:
+        raise ValueError(f"train_sampling_strategy={strategy!r} is unknown. Use one of {', '.join(SAMPLERS)}.")
+    entry = SAMPLERS[strategy]
+    if not has_length(dataset):
+        if entry.takes_streams:
+            return None
+        raise ValueError(
+            f"train_sampling_strategy={strategy!r} needs to know every sample's length, and the training data has "
+            "no len(). Use train_sampling_strategy='random', which leaves a stream in its own order."
         )
-    raise ValueError(
-        f"train_sampling_strategy={strategy!r} is unknown. Use random, sequential, group_by_length or batch_rebalance."
+    request = SamplerRequest(
+        size=len(dataset),
+        find_lengths=lambda: lengths if lengths is not None else find_lengths(dataset, length_column, model_input_name),
+        batch_size=batch_size,
+        accumulation=accumulation,
+        seed=seed,
+        drop_last=drop_last,
+        num_ranks=num_ranks,
+        rank=rank,
     )
+    sampler: Sampler[Any] = load(entry.factory)(request)
+    return sampler
 
 
 def make_eval_sampler(

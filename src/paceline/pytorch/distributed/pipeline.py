@@ -240,7 +240,7 @@ class Pipelined(SingleDevice):
 
     @property
     def min_micro_batches(self) -> int:  # type: ignore[override]
-        """As many as the schedule wants."""
+        """The number of micro-batches that the schedule requires."""
         return max(self.settings.micro_batches, self.layout.number)
 
     def divide(self, batches: Sequence[Any], split: Callable[[Sequence[Any], int], list[Any]]) -> list[Any]:
@@ -257,20 +257,20 @@ class Pipelined(SingleDevice):
         return split(batches, max(1, -(-max(sizes) // each)))
 
     def check_training_step(self, training_step: Callable[..., Tensor]) -> None:
-        """Refuse a `training_step` of the user's, which the schedule could not call around forward and backward."""
+        """Refuses an overridden `training_step`, which a schedule cannot call around forward and backward."""
         check_own(training_step)
 
     def run_window(self, engine: PassRunner, passes: list[Pass]) -> list[Tensor]:
-        """Forward and backward passes of a window, in the order of the schedule.
+        """Runs the forward and backward passes of a window, in the order of the schedule.
 
-        The process with the last stage makes the losses, with the Trainer's own methods.
+        The process with the last stage computes the losses, with the Trainer's own methods.
 
         Returns:
             The contributions to the window's loss, on all processes.
         """
-        if not (self.last.training and self.last.whole.training):  # of the processes that make no losses, too
+        if not (self.last.training and self.last.whole.training):  # of the processes without losses, too
             engine.enter_training(self.last)
-        # now: a schedule that runs cannot be told to weigh otherwise
+        # before the schedule runs, which fixes the weights
         passes = engine.look_ahead(passes, self.last, self.loss_of)
         losses = WindowLosses(engine, passes, self.last, self.take_loss)
         self.run_schedule(losses.batches, losses.make)
@@ -301,7 +301,7 @@ class Pipelined(SingleDevice):
         return torch.tensor(value, dtype=dtype)
 
     def run_schedule(self, batches: list[Mapping[str, Any]], make_loss: MakeLoss) -> None:
-        """Forward and backward of micro-batches.
+        """Runs forward and backward of micro-batches.
 
         Args:
             batches: on the device; the same on all processes of a pipeline.
@@ -463,7 +463,7 @@ class Pipelined(SingleDevice):
         self._loss = loss
 
     def take_loss(self) -> Tensor:
-        """Returns the loss that `backward` was called with last."""
+        """Returns the loss of the latest call of `backward`."""
         loss, self._loss = self._loss, None
         assert loss is not None
         return loss

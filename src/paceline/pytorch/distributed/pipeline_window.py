@@ -1,4 +1,4 @@
-"""The losses of an accumulation window in a pipeline: made on the last stage, when the schedule asks for them."""
+"""The losses of an accumulation window in a pipeline, computed on the last stage when the schedule requests them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from paceline.pytorch.model.loss import Counts
 
 
 class WindowLosses:
-    """Makes the losses of a window on the last stage, as the schedule asks for them.
+    """Computes the losses of a window on the last stage, when the schedule requests them.
 
     Args:
         engine: runs a pass.
-        passes: of the window.
-        last: stands in the place of the model.
-        take_loss: `() -> loss` that backward was called with last: weighed, with its graph.
+        passes: the passes of the window.
+        last: the last stage, called in place of the model.
+        take_loss: `() -> loss` of the latest call of `backward`: scaled, with its graph.
 
     Attributes:
         batches: of all passes, prepared once: every stage reads them.
@@ -40,7 +40,7 @@ class WindowLosses:
         self._losses: dict[int, Tensor] = {}
 
     def make(self, number: int) -> Tensor:
-        """Returns the weighed loss of a micro-batch, with its graph; 0 for one that the schedule wants beyond them."""
+        """Returns the scaled loss of a micro-batch, with its graph; 0 for one beyond the window."""
         is_dummy = number >= len(self.weighing)
         current = self._dummy if is_dummy else self.weighing[number]
         current = replace(current, batch=copy.copy(current.batch))
@@ -52,15 +52,15 @@ class WindowLosses:
         return self.take_loss()
 
     def found(self) -> list[Tensor]:
-        """Returns the contributions of the micro-batches to the window's loss, in their order; none on other stages."""
+        """Returns the contributions of the micro-batches to the window's loss, in order; empty on other stages."""
         return [self._losses[number] for number in sorted(self._losses)]
 
 
 def check_own(training_step: Callable[..., Tensor]) -> None:
-    """Refuse a method that a schedule would have to call around forward and backward of each micro-batch.
+    """Refuses a method that a schedule would have to call around forward and backward of each micro-batch.
 
     Raises:
-        ValueError: `training_step` is a subclass's own.
+        ValueError: a subclass overrides `training_step`.
     """
     if not is_ours(training_step):
         name = getattr(training_step, "__qualname__", "training_step")

@@ -5,7 +5,6 @@ Each strategy of several processes has its own file in this folder.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +20,9 @@ from torch.optim import Optimizer
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh, resolve_mesh
+from paceline.args.registry import STRATEGIES
 from paceline.args.sections import Options
+from paceline.core.optional import load
 from paceline.pytorch.data.prefetch import DevicePrefetcher, move_to_device
 from paceline.pytorch.distributed.precision import Precision, cast_in_place
 from paceline.pytorch.distributed.window import Pass, PassRunner
@@ -31,16 +32,6 @@ PARAMETERS_OF = itemgetter("params")
 GRADIENT_OF = attrgetter("grad")
 IS_THERE = partial(is_not, None)
 NOTHING = nullcontext()
-
-# value of `parallel` -> location of its strategy, loaded by runs that need it
-STRATEGIES = {
-    "ddp": "paceline.pytorch.distributed.ddp:DistributedData",
-    "fsdp": "paceline.pytorch.distributed.fsdp:FullyShardedData",
-    "pipeline": "paceline.pytorch.distributed.pipeline:Pipelined",
-    "mesh": "paceline.pytorch.distributed.mesh:MeshParallel",
-    "deepspeed": "paceline.pytorch.distributed.deepspeed:DeepSpeed",
-    "xla": "paceline.pytorch.distributed.xla:XlaDevices",
-}
 
 
 @dataclass
@@ -112,14 +103,14 @@ class SingleDevice:
         return NOTHING
 
     def check_training_step(self, training_step: Callable[..., Tensor]) -> None:
-        """Refuse a `training_step` that this strategy cannot call: none is."""
+        """Does nothing: this strategy can call any `training_step`."""
 
     def divide(self, batches: Sequence[Any], split: Callable[[Sequence[Any], int], list[Any]]) -> list[Any]:
         """Returns the micro-batches of a window as `run_window` needs them: as they are."""
         return list(batches)
 
     def run_window(self, engine: PassRunner, passes: list[Pass]) -> list[Tensor]:
-        """Forward and backward passes of an accumulation window, in their order.
+        """Runs the forward and backward passes of an accumulation window, in order.
 
         Args:
             engine: makes a pass.
@@ -130,7 +121,7 @@ class SingleDevice:
         """
         losses = []
         for current in passes:
-            # asked here: the first pass may have changed what the others weigh
+            # read here: a probe in the first pass may have changed the weights
             if current.is_required or current.counts.weight > 0:
                 is_closing = current.syncs_gradients
                 with self.micro_step(is_closing, current.is_dummy) if self.delays_grad_sync else NOTHING:
@@ -307,8 +298,7 @@ def choose_strategy(world: World, precision: Precision, args: Options, parallel:
     if kind not in STRATEGIES:
         sizes = resolve_mesh(args, world.world_size, world.local_size).describe()
         raise UnsupportedOption(f"parallel: a mesh of {sizes} is not supported: use the other axes only.")
-    module, name = STRATEGIES[kind].split(":")
-    strategy: SingleDevice = getattr(importlib.import_module(module), name)(world, precision, args)
+    strategy: SingleDevice = load(STRATEGIES[kind].strategy)(world, precision, args)
     return strategy
 
 

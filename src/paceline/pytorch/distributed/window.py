@@ -1,4 +1,4 @@
-"""One accumulation window as a strategy runs it: its passes, and the calls of the engine that make them."""
+"""The passes of an accumulation window, and the members of the engine that a strategy calls to run them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Pass:
 
     Attributes:
         batch: on the host, unless `is_prepared`.
-        counts: of the micro-batch; the weight is 0 in a dummy pass.
-        index: of the micro-batch in the window; 0 in a dummy pass.
-        is_last: no pass of the window comes after this one.
-        syncs_gradients: the gradients are exchanged in its backward pass, where the strategy delays that exchange.
-        needs_factor: its loss is weighed even if it stands alone; False for all that there is of a window.
-        is_required: it runs even if it weighs nothing, because other processes wait for it.
-        is_dummy: this process only takes part, and its loss counts as 0.
+        counts: the counts of the micro-batch; the weight is 0 in a dummy pass.
+        index: position of the micro-batch in the window; 0 in a dummy pass.
+        is_last: this is the last pass of the window.
+        syncs_gradients: gradients are synchronized in its backward pass, if the strategy delays synchronization.
+        needs_factor: its loss is scaled; False for the only pass of a window on a single process.
+        is_required: it runs even with weight 0, because other processes wait in its collectives.
+        is_dummy: it only takes part in collectives, and its loss counts as 0.
         is_prepared: the batch is on the device.
     """
 
@@ -42,7 +42,7 @@ class Pass:
 
 
 class PassRunner(Protocol):
-    """The engine, as a strategy that runs an accumulation window calls it.
+    """The members of the engine that a strategy uses to run an accumulation window.
 
     Attributes:
         optimizer: over the parameters of the model.
@@ -55,21 +55,21 @@ class PassRunner(Protocol):
     prepare_inputs: Callable[[Any], Any]
 
     def enter_training(self, model: nn.Module) -> None:
-        """Switch a model and the optimizer to training mode."""
+        """Switches a model and the optimizer to training mode."""
         ...
 
     def look_ahead(self, passes: list[Pass], model: nn.Module, loss_of: LossOf) -> list[Pass]:
-        """Look at the losses of the window before its passes are made, where that is due; returns its passes."""
+        """Probes the losses of the window before its first pass, if due; returns its passes."""
         ...
 
     def run_pass(self, current: Pass, model: nn.Module | None = None) -> Tensor:
-        """Forward and backward; returns the contribution to the window's loss, 0-dim, detached."""
+        """Runs forward and backward; returns the contribution to the window's loss, 0-dim, detached."""
         ...
 
     def skip_pass(self, current: Pass) -> None:
-        """Leave out a micro-batch that weighs nothing."""
+        """Skips a micro-batch of weight 0."""
         ...
 
     def end_pass(self, current: Pass | None) -> None:
-        """Fire the event between two passes; None: no pass is in progress."""
+        """Fires the event between two passes; None if no pass is in progress."""
         ...

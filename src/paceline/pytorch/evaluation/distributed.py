@@ -172,7 +172,7 @@ class DistributedEvaluation(EvaluationLoop):
         return super()._take(batch, total, kept, loader, loss_only, ignore_keys)
 
     def _observe_nothing(self) -> None:
-        """Take part where the others look at their losses."""
+        """Takes part in the probe of the other processes."""
         if self._fills:
             probe = LossProbe(self.model, self._loss_of, must_match=True)
             probe.look(self.rule, [Part(self._filler, Counts(0, None, 0))], None)

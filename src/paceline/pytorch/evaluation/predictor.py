@@ -311,8 +311,6 @@ class Evaluator:
         keeps_workers: `(loader) -> True` if its workers outlive the evaluation.
         batch_size: samples of a batch, for the log.
         loss_only: keep nothing but the loss, unless a call says otherwise.
-        label_names: names under which a batch carries its labels.
-        wants_metrics: the user's metrics are called at the end, over all predictions.
         reports_preparation: the metrics hold the seconds that preparing the model took.
     """
 
@@ -321,8 +319,6 @@ class Evaluator:
     keeps_workers: Callable[[Any], bool]
     batch_size: int
     loss_only: bool
-    label_names: Sequence[str]
-    wants_metrics: bool
     reports_preparation: bool
 
     def run(
@@ -366,25 +362,32 @@ class Evaluator:
             if not self.keeps_workers(loader):
                 close_loader(loader)
 
-    def warn_of_gaps(self, output: EvalLoopOutput, prefix: str) -> None:
-        """Warns of missing results that an evaluation was asked for, if it ends without an error."""
-        if output.num_samples == 0:
-            logger.warning("The evaluation gave no batch: its data is empty, or a generator that has been read before.")
-            return
-        names = ", ".join(self.label_names)
-        if f"{prefix}_loss" not in (output.metrics or {}):
-            logger.warning(
-                "The evaluation has no %s_loss: the batches hold no target that counts under %s, or no loss is made "
-                "of them. Name the columns of the labels with label_names=[...].",
-                prefix,
-                names,
-            )
-        if self.wants_metrics and output.label_ids is None:
-            logger.warning(
-                "compute_metrics was not called: the batches hold no labels under %s. Name them with "
-                "label_names=[...].",
-                names,
-            )
+
+def warn_of_gaps(output: EvalLoopOutput, prefix: str, label_names: Sequence[str], wants_metrics: bool) -> None:
+    """Warns of requested results that an evaluation lacks.
+
+    Args:
+        output: of an evaluation that ended without an error.
+        prefix: of the metrics' names.
+        label_names: names under which a batch carries its labels.
+        wants_metrics: the user's metrics are computed at the end, over all predictions.
+    """
+    if output.num_samples == 0:
+        logger.warning("The evaluation gave no batch: its data is empty, or a generator that has been read before.")
+        return
+    names = ", ".join(label_names)
+    if f"{prefix}_loss" not in (output.metrics or {}):
+        logger.warning(
+            "The evaluation has no %s_loss: the batches hold no target that counts under %s, or no loss is made "
+            "of them. Name the columns of the labels with label_names=[...].",
+            prefix,
+            names,
+        )
+    if wants_metrics and output.label_ids is None:
+        logger.warning(
+            "compute_metrics was not called: the batches hold no labels under %s. Name them with label_names=[...].",
+            names,
+        )
 
 
 def timed_metrics(output: EvalLoopOutput, prefix: str, start: float, num_batches: int | None) -> dict[str, float]:

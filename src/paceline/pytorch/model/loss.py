@@ -57,7 +57,7 @@ class LossNormalizer:
 
     Args:
         label_names: names under which a batch carries its targets.
-        declared: `loss_weight` as the user gave it: a key of `DECLARED`, or a function `(batch) -> float`; None: unset.
+        declared: the user's `loss_weight`: a key of `DECLARED`, or a function `(batch) -> float`; None: unset.
         known: the known reduction of the loss of this class of models; None: unknown.
         shifts: the model is known to shift its targets, so that the first one of each sample does not count.
         pad_token_id: another target value that may be ignored.
@@ -87,18 +87,18 @@ class LossNormalizer:
         self.declared = "function" if callable(declared) else declared
         self.known = known
         self.shifts = shifts
-        # also if the loss is made elsewhere: of two that fit, the one that the model's own loss would be
+        # preferred among the reductions that fit, also if the loss is computed outside the model
         self.likely = known or (LossReduction("tokens", shifted=True) if shifts else None)
         self.coupled = coupled
         self.is_averaged_by_author = False
         self.candidates = make_candidates(pad_token_id)
         self.passes_count = False
-        self.is_made_here = False  # the loss is not the model's own
+        self.is_made_here = False  # the loss is computed outside the model
         self._said: set[str] = set()  # each message is logged once
         self.begin()
 
     def begin(self, last_probe: int | None = None) -> LossNormalizer:
-        """Resets observations, not declarations: runs of the same data are then the same. Returns self.
+        """Resets the observations but not the declarations, so that runs on the same data are equal. Returns self.
 
         Args:
             last_probe: number of optimizer steps after which the loss is probed no more; None: no limit.
@@ -114,17 +114,18 @@ class LossNormalizer:
         return self
 
     def declare(self, name: str, is_averaged_by_author: bool = False) -> None:
-        """Sets the reduction for good, declared by the caller.
+        """Sets the reduction by declaration of the caller; probes do not replace it.
 
         Args:
             name: a key of `DECLARED`.
-            is_averaged_by_author: `scaled` is for all processes too, whose gradients are averaged.
+            is_averaged_by_author: with `scaled`, the loss already accounts for gradients that are averaged over
+                processes.
         """
         self.declared, self.is_averaged_by_author = name, is_averaged_by_author
         self.begin()
 
     def know(self, reduction: LossReduction) -> None:
-        """Sets the reduction of a loss that the caller makes."""
+        """Sets the reduction of a loss that the caller computes."""
         self.known = self.reduction = reduction
         self.is_scaled = False
         self.is_made_here = True
@@ -166,9 +167,9 @@ class LossNormalizer:
     def num_items(self, batches: Sequence[Any]) -> Tensor | None:
         """Returns the targets in the micro-batches of an optimizer step, the model's divisor; None if none are counted.
 
-        Labels under several names (start and end of an answer) are not counted by one number, unless one of them is
-        `labels`. A 0-dim tensor on the host: reading it waits for nothing, and tensors on any device can be divided by
-        it.
+        Labels under several names (start and end of an answer) have no common count, unless one of them is `labels`.
+        The result is a 0-dim tensor on the host: reading it does not synchronize, and tensors on any device can be
+        divided by it.
         """
         targets = LossReduction("tokens", shifted=self.shifts)
         total = 0
@@ -197,7 +198,7 @@ class LossNormalizer:
         return 1 if counts.weight == total else counts.weight / total
 
     def recount(self, counts: Sequence[Counts]) -> float:
-        """Weighs again after a probe changed the reduction; returns the new total."""
+        """Recomputes the weights after a probe changed the reduction; returns the new total."""
         if self.function is None:
             for item in counts:
                 item.weight = self.reduction.weigh(item.labels, item.samples, item.is_shifted)
@@ -213,11 +214,11 @@ class LossNormalizer:
     # ---- results of extra forward passes
 
     def is_due(self, counts: Sequence[Counts], by_row: bool = False) -> bool:
-        """True if the next step is to be probed: steps 1, 2, 4, 8 ... and those that depend on an open decision.
+        """True if the next step must be probed: steps 1, 2, 4, 8 ... and those that depend on an open decision.
 
         Args:
-            counts: its micro-batches.
-            by_row: True if their rows depend on it; else their sums.
+            counts: the micro-batches of the step.
+            by_row: test the weights of rows; else those of micro-batches.
         """
         number = self.num_updates + 1
         if self.last_probe is not None and number > self.last_probe:
@@ -230,17 +231,17 @@ class LossNormalizer:
 
     @property
     def is_certain(self) -> bool:
-        """True if the reduction in force is more than a default: declared, told by the class, or seen to be scaled.
+        """True if the reduction in force is no default: declared, known for the class, or observed to be scaled.
 
-        With declared samples, it is open if those without a target count.
+        With `loss_weight="samples"` it stays open if samples without a target count.
         """
         return self.declared not in (None, "samples") or self.trusts_class or bool(self.is_scaled)
 
     @property
     def trusts_class(self) -> bool:
-        """True if the class of the model tells the reduction.
+        """True if the reduction is known from the class of the model.
 
-        A causal head whose loss takes no notice of the count has another loss than the one that its class is known for.
+        A causal head whose loss ignores the count does not compute the loss that its class is known for.
         """
         if self.known is None or self.is_made_here or self.declared is not None:
             return self.known is not None
@@ -264,7 +265,7 @@ class LossNormalizer:
         by_row: bool = False,
         among: Sequence[LossReduction] = MAIN,
     ) -> bool:
-        """True if reductions that may be right weigh these micro-batches, or their rows, unlike the one in force."""
+        """True if an open reduction gives these micro-batches, or their rows, other weights than the one in force."""
         shares = []
         for reduction in self.open_reductions(among):
             rows = [reduction.row_weights(item.labels, item.samples, item.is_shifted) for item in counts]

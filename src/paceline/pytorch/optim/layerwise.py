@@ -31,7 +31,7 @@ def check_run(optimizer: object, name: str, plan: Any) -> None:
 
     Args:
         name: of the optimizer, for the message.
-        plan: accumulation, precision, nonfinite_policy, max_grad_norm, world_size.
+        plan: accumulation_steps, precision, nonfinite_policy, max_grad_norm, world_size.
 
     Raises:
         ValueError: the gradients would be needed as a whole; the option is named.
@@ -40,8 +40,10 @@ def check_run(optimizer: object, name: str, plan: Any) -> None:
         return
     who = f"optim={name!r} ({type(optimizer).__name__})"
     why = f"{who} updates each parameter inside the backward pass and never holds all gradients"
-    if plan.accumulation > 1:
-        raise ValueError(f"gradient_accumulation_steps={plan.accumulation}: {why}; set gradient_accumulation_steps=1.")
+    if plan.accumulation_steps > 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={plan.accumulation_steps}: {why}; set gradient_accumulation_steps=1."
+        )
     if plan.precision not in ("full", "bf16"):
         raise ValueError(f"fp16=True: {why}, so none can be left out when one overflows; set bf16=True instead.")
     if plan.nonfinite_policy == "skip":

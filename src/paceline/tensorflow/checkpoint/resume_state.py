@@ -181,6 +181,6 @@ def restore_position(
             )
     else:
         left = plan.micro_batches_per_epoch - feed.batches
-        done = feed.epoch * plan.updates_per_epoch + plan.updates_per_epoch + (-left // plan.accumulation)
+        done = feed.epoch * plan.updates_per_epoch + plan.updates_per_epoch + (-left // plan.accumulation_steps)
         planned = max_steps = global_step + max(plan.max_steps - done, 0)
     return dataclasses.replace(plan, max_steps=planned, warmup_steps=warmup_steps(planned)), max_steps

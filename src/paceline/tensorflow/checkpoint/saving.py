@@ -25,7 +25,8 @@ from paceline.checkpoint import folders
 from paceline.checkpoint.resuming import STATE_FILE
 from paceline.checkpoint.retention import Retention, rotate
 from paceline.checkpoint.space import Place
-from paceline.core.events import CallbackHandler, callback_states, restore_callback_states
+from paceline.core.callback_states import callback_states, restore_callback_states
+from paceline.core.events import CallbackHandler
 from paceline.core.lineage import PROGRESS_FILE, RunMark, is_part, mark_of
 from paceline.core.state import TrainerControl, TrainerState, export_states, write_values
 from paceline.tensorflow.checkpoint.resume_state import RunInProgress, describe_progress

@@ -74,7 +74,7 @@ def is_list_of_arrays(nest: object) -> bool:
 
 
 def leaves(nest: object) -> Iterator[Any]:
-    """Every leaf of a nest, in order."""
+    """Yields every leaf of a nest, in order."""
     if isinstance(nest, Mapping):
         for value in nest.values():
             yield from leaves(value)

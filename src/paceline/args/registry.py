@@ -1,0 +1,73 @@
+"""Registries of implementations that options name: each entry says where it is, and what the rules need to know of it.
+
+A location is `package.module:name`. It is imported by the runs that use it; reading the arguments imports no framework.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SamplerEntry:
+    """A value of `train_sampling_strategy`.
+
+    Attributes:
+        factory: location of `SamplerRequest -> sampler`; see `paceline.pytorch.data.sampling`.
+        makes_batches: it yields micro-batches of indices, not single indices.
+        takes_streams: data without a length is left in its own order; else it is refused.
+    """
+
+    factory: str
+    makes_batches: bool = False
+    takes_streams: bool = False
+
+
+@dataclass(frozen=True)
+class StrategyEntry:
+    """A strategy of several processes.
+
+    Attributes:
+        strategy: location of the class, made of `(world, precision, args)`.
+        description: for the plan, as a continuation of "N processes, ".
+        is_option: `parallel` accepts its name; else the mesh or another option selects it.
+    """
+
+    strategy: str
+    description: str
+    is_option: bool = False
+
+
+SAMPLERS = {
+    "random": SamplerEntry("paceline.pytorch.data.sampling:make_random", takes_streams=True),
+    "sequential": SamplerEntry("paceline.pytorch.data.sampling:make_sequential", takes_streams=True),
+    "group_by_length": SamplerEntry("paceline.pytorch.data.sampling:make_length_grouped"),
+    "batch_rebalance": SamplerEntry("paceline.pytorch.data.sampling:make_rebalanced", makes_batches=True),
+}
+
+STRATEGIES = {
+    "ddp": StrategyEntry(
+        "paceline.pytorch.distributed.ddp:DistributedData",
+        "each with the whole model, gradients averaged (ddp)",
+        is_option=True,
+    ),
+    "fsdp": StrategyEntry(
+        "paceline.pytorch.distributed.fsdp:FullyShardedData",
+        "each with a shard of every parameter, gradient and optimizer state (fsdp)",
+        is_option=True,
+    ),
+    "xla": StrategyEntry(
+        "paceline.pytorch.distributed.xla:XlaDevices",
+        "on XLA devices, whose compiler shares the work (xla)",
+        is_option=True,
+    ),
+    "pipeline": StrategyEntry(
+        "paceline.pytorch.distributed.pipeline:Pipelined",
+        "each with some of the layers, micro-batches one after another",
+    ),
+    "mesh": StrategyEntry("paceline.pytorch.distributed.mesh:MeshParallel", "in a mesh"),
+    "deepspeed": StrategyEntry(
+        "paceline.pytorch.distributed.deepspeed:DeepSpeed",
+        "each with the parts that ZeRO gives it (deepspeed)",
+    ),
+}
