@@ -8,6 +8,7 @@ from typing import Any
 from paceline.args.secrets import masked
 from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
+from paceline.core.ledger import PREFIX as TIME_PREFIX
 from paceline.core.state import TrainerControl, TrainerState
 
 
@@ -22,10 +23,13 @@ class PrinterCallback(TrainerCallback):
 
 
 def readable_logs(logs: Mapping[str, Any], max_str_len: int | None = None) -> dict[str, Any]:
-    """Formats a row for display: floats with 4 digits, no `total_flos`, long texts by their length, secrets masked."""
+    """Formats a row for display: floats with 4 digits, long texts by their length, secrets masked.
+
+    `total_flos` and the times of activities, which are summed up at the end, are left out.
+    """
     readable: dict[str, Any] = {}
     for name, value in logs.items():
-        if name == "total_flos":
+        if name == "total_flos" or name.startswith(TIME_PREFIX):
             continue
         if isinstance(value, float):
             readable[name] = f"{value:.4g}"

@@ -10,6 +10,7 @@ from paceline.args.secrets import mask_text
 from paceline.args.training import TrainingArguments
 from paceline.core import record
 from paceline.core.events import TrainerCallback
+from paceline.core.ledger import PREFIX as TIME_PREFIX
 from paceline.core.state import TrainerState
 
 
@@ -29,9 +30,15 @@ def log_row(logs: dict[str, Any], state: TrainerState) -> dict[str, Any]:
 
 
 def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames metrics for trackers' groups: `eval_x` becomes `eval/x`, `test_x` `test/x`, others `train/x`."""
+    """Renames metrics for trackers' groups: `eval_x` becomes `eval/x`, `test_x` `test/x`, others `train/x`.
+
+    The times of activities keep their own group, `time/x`.
+    """
     names = {}
     for name, value in logs.items():
+        if name.startswith(TIME_PREFIX):
+            names[name] = value
+            continue
         split, _, rest = name.partition("_")
         names[f"{split}/{rest}" if split in ("eval", "test") and rest else f"train/{name}"] = value
     return names
