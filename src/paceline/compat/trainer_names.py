@@ -61,8 +61,8 @@ class TrainerNames:
                 logs.update(speed_metrics("train", start_time, num_tokens=seen))
         self.state.log_history.append({**logs, "step": self.state.global_step})
         # times go to the callbacks alone: the history of a resumed run stays equal to that of one that was not stopped
-        times = self.run.ledger.take_row() if self.run is not None else {}
-        self.control = self.callback_handler.on_log(self.args, self.state, self.control, {**logs, **times})
+        entries = self.run.row_entries() if self.run is not None else {}
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, {**logs, **entries})
         self._share_control()
 
     def _share_control(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
 from paceline.args.plan import Plan
 from paceline.core.contracts import Hooks, Pending
 from paceline.core.events import CallbackHandler
+from paceline.core.goodput import goodput
 from paceline.core.headlines import headlines
 from paceline.core.ledger import LOG, OTHER, SAVE, Ledger, describe, remedies
 from paceline.core.lineage import RECORD_NAME, RunMark, at, claimed
@@ -27,6 +28,7 @@ from paceline.core.loop import Loop
 from paceline.core.metrics import speed_metrics
 from paceline.core.outputs import TrainOutput
 from paceline.core.record import write_run_record
+from paceline.core.resources import Resources
 from paceline.core.retry_writer import RetryWriter
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerControl, TrainerState
@@ -102,6 +104,18 @@ class Stages(Protocol):
         ...
 
 
+class FlopMeter(Protocol):
+    """Counts the floating-point operations of a run."""
+
+    def row(self, times: Mapping[str, float]) -> dict[str, float]:
+        """Returns the entries of a row of logs, given the times in it."""
+        ...
+
+    def describe(self) -> str:
+        """Returns the rate of the whole run in words; empty if nothing was counted."""
+        ...
+
+
 class Lock(Protocol):
     """The exclusive right of a run to write to its output folder."""
 
@@ -130,6 +144,8 @@ class Run:
         retry_writer: writes the journal and the record of the run.
         begun: start of the run, in seconds of a monotonic clock.
         ledger: the time of the run by activity.
+        resources: samples the machine; None: `log_resources` is off.
+        flops: counts operations; None: `log_flops` is off.
     """
 
     plan: Plan
@@ -148,6 +164,17 @@ class Run:
     retry_writer: RetryWriter = field(default_factory=RetryWriter)
     begun: float = field(default_factory=time.monotonic)
     ledger: Ledger = field(default_factory=Ledger)
+    resources: Resources | None = None
+    flops: FlopMeter | None = None
+
+    def row_entries(self) -> dict[str, float]:
+        """Returns what callbacks get in a training row beside its metrics; empty for any other row."""
+        entries = self.ledger.take_row()
+        if entries and self.flops is not None:
+            entries.update(self.flops.row(entries))
+        if entries and self.resources is not None:
+            entries.update(self.resources.take())
+        return entries
 
     def train(self) -> None:
         """Runs the loop to its end."""
@@ -321,11 +348,14 @@ class Session(ABC, Generic[RunType, FacadeType]):
     @contextmanager
     def running(self, run: RunType) -> Iterator[None]:
         """Marks the session as training; the parts of the run are closed at the end, even after an error."""
+        run.resources = Resources() if self.args.log_resources else None
         self.is_in_train, self.run = True, run
         try:
             with self.open(run):
                 yield
         finally:
+            if run.resources is not None:
+                run.resources.close()
             run.feed.close()
             self.close(run)
             run.retry_writer.close()
@@ -357,13 +387,18 @@ class Session(ABC, Generic[RunType, FacadeType]):
             logger.info("Training completed: step %d, mean loss %.4g.", self.state.global_step, train_loss)
         note((OTHER, now()))
         run.ledger.settle()
-        self.summarise_time(run.ledger, num_updates)
+        self.summarise_time(run, num_updates)
         return TrainOutput(self.state.global_step, train_loss, metrics)
 
-    def summarise_time(self, ledger: Ledger, num_steps: int) -> None:
+    def summarise_time(self, run: RunType, num_steps: int) -> None:
         """Keeps the times of a run, and logs them in words; a long run is told what would make it shorter."""
-        seconds = self.time_spent = ledger.seconds
+        seconds = self.time_spent = run.ledger.seconds
         logger.info("Time %s.", describe(seconds, num_steps))
+        if run.flops is not None and run.flops.describe():
+            logger.info("Model %s.", run.flops.describe())
+        used = goodput(run.folder, run.mark_now()) if self.args.should_save and len(run.mark.starts) > 1 else None
+        if used is not None:
+            logger.info("%s", used.describe())
         level = logging.WARNING if sum(seconds.values()) >= REMARK_SECONDS else logging.INFO
         for advice in remedies(seconds, self.data_remedy):
             logger.log(level, "%s", advice)

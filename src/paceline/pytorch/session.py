@@ -54,6 +54,7 @@ from paceline.pytorch.distributed.strategy import SingleDevice, choose_strategy
 from paceline.pytorch.distributed.watchdog import Watchdog, watching
 from paceline.pytorch.distributed.world import World
 from paceline.pytorch.engine import Engine
+from paceline.pytorch.flops import FlopMeter, check_countable, device_peak, precision_of
 from paceline.pytorch.members import TrainerMembers
 from paceline.pytorch.model.factory import check_trainable
 from paceline.pytorch.model.loss import LossNormalizer
@@ -258,10 +259,11 @@ class Session(core.Session[Run, TrainerMembers]):
         ledger = make_ledger(self.world.device)
         sync = self.make_sync(plan, feed, signals, watchdog, ledger)
         self.strategy.check_training_step(self.facade.training_step)
-        engine = self.make_engine(plan, sync, ledger)
+        flops = self.make_flop_meter(plan) if self.args.log_flops else None
+        engine = self.make_engine(plan, sync, ledger, flops)
         self.callback_handler.train_dataloader = feed.loader
         assert self.run_mark is not None
-        return Run(plan, feed, engine, signals, self.run_mark, folder, sync=sync, ledger=ledger)
+        return Run(plan, feed, engine, signals, self.run_mark, folder, sync=sync, ledger=ledger, flops=flops)
 
     def restore(self, run: Run, checkpoint: Path | None) -> Loop:
         progress = self.facade._make_checkpointer().restore(checkpoint) if checkpoint is not None else None
@@ -376,7 +378,19 @@ class Session(core.Session[Run, TrainerMembers]):
             set_seed(plan.seed + rng_rank)
         return sync
 
-    def make_engine(self, plan: Plan, sync: Sync, ledger: Ledger | None = None) -> Engine:
+    def make_flop_meter(self, plan: Plan) -> FlopMeter:
+        """Returns what counts the operations of a run's passes."""
+        check_countable(self.strategy.runs_windows, self.strategy.is_lazy)
+        return FlopMeter(
+            adapted(self.facade.training_step, 3),
+            self.facade.floating_point_ops,
+            device_peak(self.world.device, precision_of(plan.precision, plan.shard_precision, self.model)),
+            is_compiled=bool(derived_values(self.args).get("torch_compile")),
+        )
+
+    def make_engine(
+        self, plan: Plan, sync: Sync, ledger: Ledger | None = None, flops: FlopMeter | None = None
+    ) -> Engine:
         """Returns the engine of a run, or of a `training_step` outside of one."""
         max_norm = plan.max_grad_norm or math.inf  # without clipping the norm is logged all the same
         return Engine(
@@ -387,7 +401,7 @@ class Session(core.Session[Run, TrainerMembers]):
             optimizer=self.optimizer,
             scheduler=self.lr_scheduler,
             scheduler_follows_metrics=follows_metrics(self.lr_scheduler),
-            training_step=self.facade.training_step,
+            training_step=self.facade.training_step if flops is None else flops.training_step,
             compute_loss=self.facade.compute_loss,
             prepare_inputs=self.facade._prepare_inputs,
             max_grad_norm=0.0 if steps_in_backward(self.optimizer) else max_norm,

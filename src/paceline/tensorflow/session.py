@@ -188,7 +188,8 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
     def prepare(self, plan: Plan, feed: TFFeed, signals: StopSignals, watchdog: None, folder: Path) -> core.Run:
         self.prepare_optimizer(plan)
         # TensorFlow has no events to time a device with: the host's clock sees the wait for its results
-        ledger = Ledger(waits_unseen=any("CPU" not in name for name in self.strategy.extended.worker_devices))
+        kinds = {device.device_type for device in tf.config.list_logical_devices()}
+        ledger = Ledger(waits_unseen=bool(kinds & {"GPU", "TPU"}) and not self.args.use_cpu)
         self.engine = self.make_engine(plan, ledger)
         assert self.run_mark is not None
         return core.Run(plan, feed, self.engine, signals, self.run_mark, folder, ledger=ledger)

@@ -8,9 +8,9 @@ from typing import Any
 
 from paceline.args.secrets import mask_text
 from paceline.args.training import TrainingArguments
+from paceline.callbacks.printer import FOR_TRACKERS
 from paceline.core import record
 from paceline.core.events import TrainerCallback
-from paceline.core.ledger import PREFIX as TIME_PREFIX
 from paceline.core.state import TrainerState
 
 
@@ -32,11 +32,11 @@ def log_row(logs: dict[str, Any], state: TrainerState) -> dict[str, Any]:
 def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Renames metrics for trackers' groups: `eval_x` becomes `eval/x`, `test_x` `test/x`, others `train/x`.
 
-    The times of activities keep their own group, `time/x`.
+    Times of activities and the use of resources keep their own groups, `time/x` and `resource/x`.
     """
     names = {}
     for name, value in logs.items():
-        if name.startswith(TIME_PREFIX):
+        if name.startswith(FOR_TRACKERS):
             names[name] = value
             continue
         split, _, rest = name.partition("_")
