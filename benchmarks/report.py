@@ -19,6 +19,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 TO_RUN = {
     "step_overhead": "python benchmarks/step_overhead.py",
+    "ledger": "python benchmarks/ledger.py",
     "import_time": "python benchmarks/import_time.py",
     "gpt2_124m": "python benchmarks/gpt2_124m.py",
     "eval_memory": "python benchmarks/eval_memory.py",
@@ -79,6 +80,19 @@ def step_overhead(result: Result) -> str:
         "out that are not finite.\n\n"
     )
     return about + table(["contender", "us a step", "over the loop", "calls a step"], rows)
+
+
+def ledger(result: Result) -> str:
+    first, last = result["settings"]["steps"]
+    rows = [
+        [name, spread(row["us_per_step"], "{:.0f}"), spread(row["over_without"], "{:.3f}")]
+        for name, row in result["rows"].items()
+    ]
+    about = (
+        "The step of the section above, with the time ledger and without it; CPU time of the whole process, as the "
+        f"slope between {first:,} and {last:,} steps.\n\n"
+    )
+    return about + table(["ledger", "us a step", "over without"], rows)
 
 
 def import_time(result: Result) -> str:
@@ -287,6 +301,7 @@ def tf_step(result: Result) -> str:
 
 SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "step_overhead": ("What a step costs beside the model", step_overhead),
+    "ledger": ("What the time ledger costs", ledger),
     "import_time": ("What importing costs", import_time),
     "gpt2_124m": ("GPT-2, 124 M parameters, one GPU", gpt2_124m),
     "checkpoint_save": ("How long a save holds training up", checkpoint_save),

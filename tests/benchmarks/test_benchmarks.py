@@ -16,7 +16,7 @@ import warm
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 # they measure imports or peaks of memory, or hold engines of DeepSpeed
-FRESH = ("import_time.py", "eval_memory.py", "export.py", "shared_overhead.py", "tf_step.py")
+FRESH = ("import_time.py", "ledger.py", "eval_memory.py", "export.py", "shared_overhead.py", "tf_step.py")
 NEEDS = {"transformers.Trainer": "transformers", "lightning": "lightning", "accelerate loop": "accelerate"}
 PEERS = [name for name, module in NEEDS.items() if importlib.util.find_spec(module) is not None]
 
@@ -66,6 +66,13 @@ def test_step_overhead(tmp_path: Path) -> None:
     assert ratio["value"] == result["rows"]["paceline"]["over_loop"]["median"]
     assert calls["value"] == result["rows"]["paceline"]["calls_per_step"] > 5
     assert result["rows"]["loop"]["calls_per_step"] is None
+
+
+def test_ledger(tmp_path: Path) -> None:
+    result = run_for_result(tmp_path, "ledger", "--quick")
+    assert list(result["rows"]) == ["without", "with"]
+    assert result["rows"]["without"]["over_without"]["median"] == 1
+    assert result["targets"][0]["value"] == result["rows"]["with"]["over_without"]["median"] > 0
 
 
 def test_import_time(tmp_path: Path) -> None:

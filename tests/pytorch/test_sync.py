@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -95,6 +96,29 @@ def test_a_window_weighs_what_all_have_in_it(monkeypatch: pytest.MonkeyPatch) ->
         assert len(batches) == 2 - sync.world.process_index
     assert both.num_gathers == 0
     assert both.meet([], []) == [(([], None), 0, 0)] * 2
+
+
+def test_waiting_for_the_others_is_communication_and_what_comes_before_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Processes(monkeypatch)
+    for sync in both.syncs:
+        sync.ledger.begin()
+    late = both.syncs[1]
+    count = late.normalizer.count
+
+    def count_late(batch: Any) -> Any:
+        time.sleep(0.2)
+        return count(batch)
+
+    monkeypatch.setattr(late.normalizer, "count", count_late)
+    both.meet([batch_of(1)], [batch_of(2)])
+    control = TrainerControl()
+    both.each(ProcessSync.agree, [control, control])
+    for sync in both.syncs:
+        sync.ledger.settle()
+    waiting, working = (sync.ledger.seconds for sync in both.syncs)
+    assert waiting["communication"] >= 0.15
+    assert working["data"] >= 0.2
+    assert set(working) == {"data", "communication", "other"}
 
 
 def test_a_process_that_has_nothing_left_is_lent_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

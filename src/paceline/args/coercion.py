@@ -25,6 +25,7 @@ from paceline.args.errors import did_you_mean, wrong_value
 from paceline.args.mesh import read_parallel, read_parallelism
 from paceline.args.pipelining import keep_pipelining
 from paceline.args.places import check_url, is_url
+from paceline.args.profiling import keep_profile
 from paceline.args.sections import Options
 
 TRUE_WORDS = frozenset({"true", "yes", "y", "t", "on", "1"})
@@ -323,6 +324,7 @@ SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "parallel": read_parallel,
     "parallelism_config": read_parallelism,
     "pipeline_config": keep_pipelining,
+    "profile": keep_profile,
     "report_to": to_report_list,
     "resume_from_checkpoint": keep_bool,
     "torch_empty_cache_steps": to_cache_steps,

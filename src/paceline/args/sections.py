@@ -537,6 +537,23 @@ class PacelineSection:
         "Number of XLA devices, one or all: with all, each takes a shard of every batch and a replica of the model. "
         "Unset: one, or all if fsdp_config shards the model over them.",
     )
+    profile: dict[str, Any] | str | None = option(
+        None,
+        "Record optimizer steps with torch.profiler: traces of each rank in output_dir/profile, and a table of the "
+        "slowest operations. 'steps=10-15' (or '10-15+100-102'), or a schedule of wait, warmup, active and repeat; "
+        "memory, stacks and shapes in addition: 'steps=10-15,memory,stacks', a dict, or JSON. True: the steps 10-12.",
+        is_switch=True,
+    )
+    log_resources: bool = option(
+        False,
+        "Add the use of CPU, memory, disk, network and NVIDIA GPUs to the rows that trackers get, sampled each second "
+        "(psutil; nvidia-ml-py for GPUs).",
+    )
+    log_flops: bool = option(
+        False,
+        "Count the model's floating-point operations, once per shape of a micro-batch, and add FLOP/s and their share "
+        "of the device's peak (MFU) to the rows that callbacks and trackers get.",
+    )
     logging_dir: str | None = option(
         None, "Folder of the TensorBoard files. Unset: TENSORBOARD_LOGGING_DIR, else output_dir/runs/<date>_<host>."
     )

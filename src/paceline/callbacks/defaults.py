@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.args.profiling import read_profiling
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.notebook import NotebookProgressCallback
 from paceline.callbacks.printer import PrinterCallback
+from paceline.callbacks.profile import ProfileCallback
 from paceline.callbacks.progress import ProgressCallback, is_notebook
 from paceline.callbacks.report import ReportCallback
 from paceline.callbacks.reporters import find_reporters
@@ -23,7 +25,7 @@ def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any
 
     Args:
         callbacks: instances or classes.
-        args: `report_to`, `disable_tqdm` and `debug` are read.
+        args: `report_to`, `disable_tqdm`, `debug` and `profile` are read.
 
     Raises:
         TypeError: `callbacks` is not a list, or an element has no event method.
@@ -43,4 +45,6 @@ def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any
     everyone.append(ReportCallback)
     if "tpu_metrics_debug" in args.debug:
         everyone.append(XlaMetricsCallback)
+    if isinstance(args.profile, dict):
+        everyone.append(ProfileCallback(read_profiling(args.profile)))
     return everyone

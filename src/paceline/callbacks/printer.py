@@ -8,7 +8,11 @@ from typing import Any
 from paceline.args.secrets import masked
 from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
+from paceline.core.ledger import PREFIX as TIME_PREFIX
+from paceline.core.resources import PREFIX as RESOURCE_PREFIX
 from paceline.core.state import TrainerControl, TrainerState
+
+FOR_TRACKERS = (TIME_PREFIX, RESOURCE_PREFIX)  # entries of a row that nobody reads in a terminal
 
 
 class PrinterCallback(TrainerCallback):
@@ -22,10 +26,13 @@ class PrinterCallback(TrainerCallback):
 
 
 def readable_logs(logs: Mapping[str, Any], max_str_len: int | None = None) -> dict[str, Any]:
-    """Formats a row for display: floats with 4 digits, no `total_flos`, long texts by their length, secrets masked."""
+    """Formats a row for display: floats with 4 digits, long texts by their length, secrets masked.
+
+    `total_flos`, the times of activities and the use of resources are left out.
+    """
     readable: dict[str, Any] = {}
     for name, value in logs.items():
-        if name == "total_flos":
+        if name == "total_flos" or name.startswith(FOR_TRACKERS):
             continue
         if isinstance(value, float):
             readable[name] = f"{value:.4g}"

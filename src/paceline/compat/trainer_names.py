@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from paceline.callbacks.memory_stages import MemoryStages
@@ -26,6 +28,8 @@ class TrainerNames:
         run: the run in progress; None outside of one.
         run_mark: of the run that was last begun or resumed.
         is_in_train: True while a run is in progress.
+        time_spent: seconds of the last run by activity: data, forward, backward, optimizer, evaluate, save, ...; they
+            add up to its wall time.
         world: rank, world size and device of this process.
     """
 
@@ -37,6 +41,7 @@ class TrainerNames:
     run: Any = None
     run_mark: RunMark | None = None
     is_in_train: bool = False
+    time_spent: Mapping[str, float] = MappingProxyType({})
     world: Any
 
     def _get_output_dir(self, trial: object) -> str:
@@ -55,7 +60,9 @@ class TrainerNames:
                 seen = self.state.num_input_tokens_seen - first
                 logs.update(speed_metrics("train", start_time, num_tokens=seen))
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+        # times go to the callbacks alone: the history of a resumed run stays equal to that of one that was not stopped
+        entries = self.run.row_entries() if self.run is not None else {}
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, {**logs, **entries})
         self._share_control()
 
     def _share_control(self) -> None:

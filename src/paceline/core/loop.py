@@ -25,6 +25,7 @@ from paceline.args.training import TrainingArguments
 from paceline.core.contracts import Engine, Hooks, Pending, StatefulDataIterator, StepOutput
 from paceline.core.events import CallbackHandler
 from paceline.core.journal import NOT_COMPUTED, UpdateRow
+from paceline.core.ledger import DATA, EVALUATE, LOG, OPTIMIZER, OTHER, SAVE, Ledger
 from paceline.core.metrics import StartTime, best_metric_value, is_better
 from paceline.core.nonfinite import NonFiniteGuard
 from paceline.core.signals import Interrupted, StopSignals
@@ -50,6 +51,7 @@ class Loop:
         hooks: logs, evaluates, saves.
         signals: holds requests to stop the run.
         saves: checkpoints being written in the background.
+        ledger: takes the time of each activity.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Loop:
         hooks: Hooks,
         signals: StopSignals,
         saves: Pending,
+        ledger: Ledger,
     ) -> None:
         self.args = args
         self.plan = plan
@@ -76,6 +79,7 @@ class Loop:
         self.hooks = hooks
         self.signals = signals
         self.saves = saves
+        self.ledger = ledger
         self.start_time = StartTime()
         self.guard = NonFiniteGuard(plan.nonfinite_policy)
         self.unlogged = UpdateSummary()  # of the optimizer steps read since the last log
@@ -129,15 +133,15 @@ class Loop:
     def run_epoch(self, epoch: int) -> None:
         """Runs one pass over the data, or the rest of it after a resume."""
         feed, handler, state, args, signals = self.feed, self.handler, self.state, self.args, self.signals
-        is_ended = self.control.should_epoch_stop and feed.is_restored and feed.consumed > 0  # before a restart
-        feed.start_epoch(epoch)
-        self.control = control = handler.on_epoch_begin(args, state, self.control)
-        control.should_epoch_stop |= is_ended
+        note, now = self.ledger.note, self.ledger.now
+        self.control = control = self.begin_epoch(epoch)
         per_epoch = self.batches_per_epoch
         has_stepped, is_exhausted = feed.batches > 0, False
         while not (control.should_epoch_stop or control.should_training_stop or state.global_step >= state.max_steps):
             first = feed.consumed
+            note((OTHER, now()))
             batches, num_items = feed.draw()
+            note((DATA, now()))
             if not batches:
                 is_exhausted = True
                 break
@@ -160,7 +164,7 @@ class Loop:
             if signals.requested is not None:
                 self.heed_signal()
             if self.saves.is_due:
-                self.saves.settle()
+                self.settle_saves()
                 control = self.control
             is_due = control.should_log or control.should_evaluate or control.should_save
             if is_due or len(self._unread) >= MAX_UNREAD:
@@ -169,13 +173,28 @@ class Loop:
                 if feed.is_restored:  # rewound: the position may be in an earlier epoch
                     return
         if not has_stepped:
-            logger.warning(
-                "There seems not to be a single sample in your epoch_iterator: the training data gave no batch in "
-                "epoch %d, stopping training at step %d of %d.",
-                *(epoch, state.global_step, state.max_steps),
-            )
-            self.control.should_training_stop = True
+            self.stop_without_data(epoch)
         self.end_epoch(is_exhausted or control.should_epoch_stop or feed.batches >= per_epoch)
+
+    def begin_epoch(self, epoch: int) -> TrainerControl:
+        """Opens the data at its position and fires the event; returns the control."""
+        feed, note, now = self.feed, self.ledger.note, self.ledger.now
+        is_ended = self.control.should_epoch_stop and feed.is_restored and feed.consumed > 0  # before a restart
+        note((OTHER, now()))
+        feed.start_epoch(epoch)
+        note((DATA, now()))
+        control = self.handler.on_epoch_begin(self.args, self.state, self.control)
+        control.should_epoch_stop |= is_ended
+        return control
+
+    def stop_without_data(self, epoch: int) -> None:
+        """Stops the training: an epoch without a single batch would be followed by others."""
+        logger.warning(
+            "There seems not to be a single sample in your epoch_iterator: the training data gave no batch in "
+            "epoch %d, stopping training at step %d of %d.",
+            *(epoch, self.state.global_step, self.state.max_steps),
+        )
+        self.control.should_training_stop = True
 
     def end_epoch(self, is_exhausted: bool) -> None:
         """Fires the event, then logs, evaluates and saves if due; does nothing if a signal ended the epoch early."""
@@ -229,7 +248,9 @@ class Loop:
 
     def emit(self, event: str, **extra: Any) -> None:
         """Fires an event from inside the engine's step."""
+        self.ledger.note((OPTIMIZER, self.ledger.now()))  # at the end of a pass, microseconds
         self.control = self.handler.fire(event, self.args, self.state, self.control, **extra)
+        self.ledger.note((OTHER, self.ledger.now()))
 
     def extras(self, batches: Sequence[Any], output: StepOutput) -> dict[str, Any]:
         """Returns the additional keywords of on_step_end that callbacks asked for."""
@@ -238,14 +259,23 @@ class Loop:
 
     # ---- what is due
 
+    def settle_saves(self) -> None:
+        """Completes the checkpoints that were written in the background."""
+        self.ledger.note((OTHER, self.ledger.now()))
+        self.saves.settle()
+        self.ledger.note((SAVE, self.ledger.now()))
+
     def log_evaluate_save(self) -> None:
         """Logs, evaluates and saves, in this order, by the control's flags; rewinds instead if a step is bad."""
+        note, now = self.ledger.note, self.ledger.now
         bad = self.collect()
         if bad is not None:
             self.rewind(bad)
             return
         if self.control.should_log and self.unlogged.num_updates:
+            self.ledger.close_row()
             self.hooks.log(self.summarise(), self.start_time)
+            note((LOG, now()))
         try:
             if self.control.should_evaluate:
                 self.evaluate()
@@ -255,8 +285,10 @@ class Loop:
             self.heed_signal()
         if self.control.should_save:
             self.control.should_save = False
+            note((OTHER, now()))
             if self.hooks.save():
                 self.control = self.handler.on_save(self.args, self.state, self.control)
+            note((SAVE, now()))
             if self.signals.requested is not None:  # received during the save: this step boundary is the last one
                 self.is_heeded = self.control.should_training_stop = True
         if self._snapshot is not None:
@@ -269,7 +301,10 @@ class Loop:
             The optimizer step that the run must rewind before, or None.
         """
         unread, self._unread = self._unread, []
+        self.ledger.note((OTHER, self.ledger.now()))
         readings = self.engine.read()
+        self.ledger.note((self.ledger.reading, self.ledger.now()))
+        self.ledger.settle()
         rows = [UpdateRow(*place, *reading) for place, reading in zip(unread, readings, strict=True)]
         bad = self.guard.find(rows)
         if bad is None:
@@ -322,7 +357,9 @@ class Loop:
 
     def evaluate(self, skip_scheduler: bool = False) -> None:
         """Evaluates and updates the best model."""
+        self.ledger.note((OTHER, self.ledger.now()))
         metrics = self.hooks.evaluate(skip_scheduler)
+        self.ledger.note((EVALUATE, self.ledger.now()))
         self.control.should_evaluate = False
         is_best = not skip_scheduler and self.note_best(metrics)
         if self.plan.save_strategy == "best":

@@ -15,23 +15,28 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar, overload
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
 
 from paceline.args.plan import Plan
 from paceline.core.contracts import Hooks, Pending
 from paceline.core.events import CallbackHandler
+from paceline.core.goodput import goodput
 from paceline.core.headlines import headlines
+from paceline.core.ledger import LOG, OTHER, SAVE, Ledger, describe, remedies
 from paceline.core.lineage import RECORD_NAME, RunMark, at, claimed
 from paceline.core.loop import Loop
 from paceline.core.metrics import speed_metrics
 from paceline.core.outputs import TrainOutput
 from paceline.core.record import write_run_record
+from paceline.core.resources import Resources
 from paceline.core.retry_writer import RetryWriter
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerControl, TrainerState
 from paceline.core.worker_watch import WorkerWatch
 
 logger = logging.getLogger(__name__)
+
+REMARK_SECONDS = 60.0  # a run that is shorter says little about where the time of a real one goes
 
 Value = TypeVar("Value")
 RunType = TypeVar("RunType", bound="Run")
@@ -99,6 +104,18 @@ class Stages(Protocol):
         ...
 
 
+class FlopMeter(Protocol):
+    """Counts the floating-point operations of a run."""
+
+    def row(self, times: Mapping[str, float]) -> dict[str, float]:
+        """Returns the entries of a row of logs, given the times in it."""
+        ...
+
+    def describe(self) -> str:
+        """Returns the rate of the whole run in words; empty if nothing was counted."""
+        ...
+
+
 class Lock(Protocol):
     """The exclusive right of a run to write to its output folder."""
 
@@ -126,6 +143,9 @@ class Run:
         is_trained: the loop has ended.
         retry_writer: writes the journal and the record of the run.
         begun: start of the run, in seconds of a monotonic clock.
+        ledger: the time of the run by activity.
+        resources: samples the machine; None: `log_resources` is off.
+        flops: counts operations; None: `log_flops` is off.
     """
 
     plan: Plan
@@ -143,6 +163,18 @@ class Run:
     is_trained: bool = False
     retry_writer: RetryWriter = field(default_factory=RetryWriter)
     begun: float = field(default_factory=time.monotonic)
+    ledger: Ledger = field(default_factory=Ledger)
+    resources: Resources | None = None
+    flops: FlopMeter | None = None
+
+    def row_entries(self) -> dict[str, float]:
+        """Returns what callbacks get in a training row beside its metrics; empty for any other row."""
+        entries = self.ledger.take_row()
+        if entries and self.flops is not None:
+            entries.update(self.flops.row(entries))
+        if entries and self.resources is not None:
+            entries.update(self.resources.take())
+        return entries
 
     def train(self) -> None:
         """Runs the loop to its end."""
@@ -183,8 +215,11 @@ class Session(ABC, Generic[RunType, FacadeType]):
         is_in_train: True while a run's loop is in progress.
         run: the run in progress, or None.
         run_mark: of the run that was last started or resumed, or None.
+        time_spent: seconds of the last run by activity (`paceline.core.ledger.ACTIVITIES`); empty before.
+        data_remedy: what makes the data of this framework come faster.
     """
 
+    data_remedy: ClassVar[str]
     args: Kept[Any] = Kept()
     state: Kept[TrainerState] = Kept()
     control: Kept[TrainerControl] = Kept()
@@ -193,6 +228,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
     is_in_train: Kept[bool] = Kept()
     run: Kept[RunType | None] = Kept()
     run_mark: Kept[RunMark | None] = Kept()
+    time_spent: Kept[Mapping[str, float]] = Kept()
 
     def __init__(self, facade: Any) -> None:  # a Trainer: its methods are no variables, as those of a Protocol are
         self.facade: FacadeType = facade
@@ -224,6 +260,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
                 "train() was called while a run of the same Trainer is in progress: call it after that has ended (set "
                 "control.should_training_stop=True in a callback to end it), or make another Trainer."
             )
+        begun = time.perf_counter()
         with self.lock(folder) as lock:
             self.start(trial)
             checkpoint = self.find_checkpoint(resume)
@@ -238,6 +275,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
                 run.lock, run.trial, run.ignore_keys = lock, trial, ignore_keys
                 run.loop = self.restore(run, checkpoint)
                 self.announce(run)
+                run.ledger.begin(setup=time.perf_counter() - begun)
                 with self.running(run):
                     run.train()
                     output = self.finish(run)
@@ -278,6 +316,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
             hooks=hooks,
             signals=run.signals,
             saves=saves,
+            ledger=run.ledger,
         )
 
     def announce(self, run: RunType) -> None:
@@ -309,11 +348,14 @@ class Session(ABC, Generic[RunType, FacadeType]):
     @contextmanager
     def running(self, run: RunType) -> Iterator[None]:
         """Marks the session as training; the parts of the run are closed at the end, even after an error."""
+        run.resources = Resources() if self.args.log_resources else None
         self.is_in_train, self.run = True, run
         try:
             with self.open(run):
                 yield
         finally:
+            if run.resources is not None:
+                run.resources.close()
             run.feed.close()
             self.close(run)
             run.retry_writer.close()
@@ -321,7 +363,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
 
     def finish(self, run: RunType) -> TrainOutput:
         """Logs speed and loss of the whole run, completes its checkpoints, and loads the best model if requested."""
-        loop = run.loop
+        loop, note, now = run.loop, run.ledger.note, run.ledger.now
         assert loop is not None
         is_complete = run.signals.requested is None
         num_updates = self.state.global_step - run.first_step
@@ -330,15 +372,36 @@ class Session(ABC, Generic[RunType, FacadeType]):
         metrics["total_flos"] = self.state.total_flos
         metrics["train_loss"] = train_loss
         metrics.update(self.memory_stages.stop("train"))
+        note((OTHER, now()))
+        run.ledger.settle()
+        run.ledger.close_row()
         self.facade.log(metrics)
+        note((LOG, now()))
         self.complete_saves(run)
+        note((SAVE, now()))
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None and is_complete and not self.is_best(Path(best)):
             self.load_best(Path(best))
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         if is_complete:
             logger.info("Training completed: step %d, mean loss %.4g.", self.state.global_step, train_loss)
+        note((OTHER, now()))
+        run.ledger.settle()
+        self.summarise_time(run, num_updates)
         return TrainOutput(self.state.global_step, train_loss, metrics)
+
+    def summarise_time(self, run: RunType, num_steps: int) -> None:
+        """Keeps the times of a run, and logs them in words; a long run is told what would make it shorter."""
+        seconds = self.time_spent = run.ledger.seconds
+        logger.info("Time %s.", describe(seconds, num_steps))
+        if run.flops is not None and run.flops.describe():
+            logger.info("Model %s.", run.flops.describe())
+        used = goodput(run.folder, run.mark_now()) if self.args.should_save and len(run.mark.starts) > 1 else None
+        if used is not None:
+            logger.info("%s", used.describe())
+        level = logging.WARNING if sum(seconds.values()) >= REMARK_SECONDS else logging.INFO
+        for advice in remedies(seconds, self.data_remedy):
+            logger.log(level, "%s", advice)
 
     def claim(self, run: RunType) -> None:
         """Marks the checkpoint that was just written as one of the run, if its writer did not."""

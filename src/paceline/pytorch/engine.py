@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from paceline.core.contracts import Emit, StepOutput, Strategy
 from paceline.core.journal import NOT_COMPUTED
+from paceline.core.ledger import BACKWARD, COMPUTE, FORWARD, OPTIMIZER, OTHER, TRANSFER, Ledger
+from paceline.core.methods import is_ours
 from paceline.pytorch.data.loading import batch_size_of, split_batch
 from paceline.pytorch.distributed.precision import widened
 from paceline.pytorch.distributed.strategy import empty_device_cache
@@ -72,12 +74,17 @@ class Engine:
         max_grad_norm: clipping threshold; infinity only computes the norm, 0 disables both.
         skips_non_finite: a step with a non-finite loss or gradient norm is not applied; the schedule still advances.
         empty_cache_every: steps between releases of cached device memory; None disables them.
+        ledger: takes the time of each activity.
 
     Attributes:
         num_micro_steps: micro-batches of the window in progress.
         own_divisor: the divisor that user code sets for the losses of the window; None if it sets none.
         is_applied: the last step changed the parameters.
     """
+
+    num_micro_steps = 1
+    own_divisor: int | None = None
+    is_applied = True
 
     def __init__(
         self,
@@ -94,6 +101,7 @@ class Engine:
         prepare_inputs: Callable[[Any], Any],
         max_grad_norm: float,
         skips_non_finite: bool = False,
+        ledger: Ledger,
         empty_cache_every: int | None = None,
     ) -> None:
         self.strategy, self.normalizer, self.sync = strategy, normalizer, sync
@@ -104,12 +112,11 @@ class Engine:
         self.max_grad_norm = max_grad_norm
         self.skips_non_finite = skips_non_finite
         self.empty_cache_every = empty_cache_every
+        self._note, self._now = ledger.note, ledger.now
+        self._rest_of_pass = BACKWARD if is_ours(training_step) else COMPUTE  # an own one may be all of the pass
         self.log = StepLog()
         self.keep_outputs = False
         self.keep_batches = False  # user code may pop labels from a batch; a copy keeps the original for a retry
-        self.num_micro_steps = 1
-        self.own_divisor: int | None = None
-        self.is_applied = True
         must_match = sync.must_match(strategy, compute_loss)
         self._audit = LossAudit(strategy, normalizer, model, compute_loss, prepare_inputs, must_match, sync.is_any)
         self._inner = strategy.unwrap(model)  # its training mode differs from the wrapper's if a user changed it
@@ -149,7 +156,11 @@ class Engine:
         passes = self.sync.begin(batches, counts, self.strategy, self.keep_batches or self.keep_outputs)
         if not passes:
             return self._skip()
+        note, now = self._note, self._now
+        note((OTHER, now()))
         losses = self._run_window(self, passes)
+        if self.strategy.runs_windows:
+            note((COMPUTE, now()))
         self._batches, self._current = (), None
         norm = self.strategy.clip(self.max_grad_norm)
         if emit is not None:
@@ -171,6 +182,7 @@ class Engine:
         if self.empty_cache_every is not None and self._num_steps % self.empty_cache_every == 0:
             empty_device_cache(self.strategy.device)
         outputs, self._kept = self._kept, []
+        note((OPTIMIZER, now()))
         return StepOutput(losses, norm, self.is_applied, outputs)
 
     def read(self) -> list[StepRow]:
@@ -212,6 +224,7 @@ class Engine:
         """
         self._current = current
         loss = self.training_step(self.model if model is None else model, current.batch, self._num_items)
+        self._note((self._rest_of_pass, self._now()))
         if self.keep_outputs and not current.is_dummy:
             self._kept.append(detach(self._seen))
         self._seen = None
@@ -249,6 +262,8 @@ class Engine:
         current = self._current or self.sync.lone_pass(inputs)
         if not current.is_prepared:
             inputs = self.prepare_inputs(inputs)
+        note, now = self._note, self._now
+        note((TRANSFER, now()))
         if self.sync.is_look_due and self._current is not None:
             self._look(inputs, current, num_items)
         numbers = {"num_items_in_batch": num_items} if self._passes_count else {}
@@ -267,7 +282,9 @@ class Engine:
             loss = loss * (self.num_micro_steps / self.own_divisor)
         if current.needs_factor or num_items is not None:
             loss = self._weigh(loss, current)
+        note((FORWARD, now()))
         self.strategy.backward(loss)
+        note((BACKWARD, now()))
         return loss.detach()
 
     def _weigh(self, loss: Tensor, current: Pass) -> Tensor:

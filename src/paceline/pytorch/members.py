@@ -41,6 +41,7 @@ class TrainerMembers(Facade, Protocol):
     training_step: Callable[..., Tensor]
     compute_loss: Callable[..., Any]
     store_flos: Callable[[], None]
+    floating_point_ops: Callable[[Any], int]
     remote_sync: RemoteSync | None
     _make_checkpointer: Callable[[], Checkpointer]
     _make_measurer: Callable[[], Measure | None]

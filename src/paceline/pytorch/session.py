@@ -21,6 +21,7 @@ from paceline.checkpoint.resuming import begin_state
 from paceline.core import session as core
 from paceline.core.contracts import Hooks, Stateful
 from paceline.core.journal import NOT_COMPUTED, keep_journal
+from paceline.core.ledger import Ledger
 from paceline.core.lineage import PROGRESS_FILE, RunMark
 from paceline.core.loop import Loop
 from paceline.core.methods import is_ours
@@ -44,6 +45,7 @@ from paceline.pytorch.data.loading import (
     loader_length,
     sample_count,
 )
+from paceline.pytorch.device_clock import make_ledger
 from paceline.pytorch.distributed.collectives import gather_objects
 from paceline.pytorch.distributed.memory import count_memory
 from paceline.pytorch.distributed.precision import make_precision
@@ -52,6 +54,7 @@ from paceline.pytorch.distributed.strategy import SingleDevice, choose_strategy
 from paceline.pytorch.distributed.watchdog import Watchdog, watching
 from paceline.pytorch.distributed.world import World
 from paceline.pytorch.engine import Engine
+from paceline.pytorch.flops import FlopMeter, check_countable, device_peak, precision_of
 from paceline.pytorch.members import TrainerMembers
 from paceline.pytorch.model.factory import check_trainable
 from paceline.pytorch.model.loss import LossNormalizer
@@ -109,6 +112,7 @@ class Session(core.Session[Run, TrainerMembers]):
         current_flos: operations since `state.total_flos` was last updated.
     """
 
+    data_remedy = "raise dataloader_num_workers, or let the dataset do less for each sample"
     world: Kept[World] = Kept()
     model: Kept[torch.nn.Module] = Kept()
     model_wrapped: Kept[torch.nn.Module] = Kept()
@@ -252,12 +256,14 @@ class Session(core.Session[Run, TrainerMembers]):
         folder: Path,
     ) -> Run:
         self.prepare_model(plan)
-        sync = self.make_sync(plan, feed, signals, watchdog)
+        ledger = make_ledger(self.world.device)
+        sync = self.make_sync(plan, feed, signals, watchdog, ledger)
         self.strategy.check_training_step(self.facade.training_step)
-        engine = self.make_engine(plan, sync)
+        flops = self.make_flop_meter(plan) if self.args.log_flops else None
+        engine = self.make_engine(plan, sync, ledger, flops)
         self.callback_handler.train_dataloader = feed.loader
         assert self.run_mark is not None
-        return Run(plan, feed, engine, signals, self.run_mark, folder, sync=sync)
+        return Run(plan, feed, engine, signals, self.run_mark, folder, sync=sync, ledger=ledger, flops=flops)
 
     def restore(self, run: Run, checkpoint: Path | None) -> Loop:
         progress = self.facade._make_checkpointer().restore(checkpoint) if checkpoint is not None else None
@@ -345,6 +351,7 @@ class Session(core.Session[Run, TrainerMembers]):
         feed: StatefulDataIterator,
         signals: StopSignals,
         watchdog: Watchdog | None,
+        ledger: Ledger,
     ) -> Sync:
         """Returns the sync of a run; with several ranks, each draws its windows together with the others.
 
@@ -362,6 +369,7 @@ class Session(core.Session[Run, TrainerMembers]):
             measure=self.facade._make_measurer(),
             watchdog=watchdog,
             mesh=plan.mesh,
+            ledger=ledger,
         )
         sync.is_served = isinstance(feed.loader, DispatchedLoader) and not self.world.is_first
         feed.synchronize_with(sync.synchronize, partial(sync.draw, feed.collect))
@@ -370,7 +378,19 @@ class Session(core.Session[Run, TrainerMembers]):
             set_seed(plan.seed + rng_rank)
         return sync
 
-    def make_engine(self, plan: Plan, sync: Sync) -> Engine:
+    def make_flop_meter(self, plan: Plan) -> FlopMeter:
+        """Returns what counts the operations of a run's passes."""
+        check_countable(self.strategy.runs_windows, self.strategy.is_lazy)
+        return FlopMeter(
+            adapted(self.facade.training_step, 3),
+            self.facade.floating_point_ops,
+            device_peak(self.world.device, precision_of(plan.precision, plan.shard_precision, self.model)),
+            is_compiled=bool(derived_values(self.args).get("torch_compile")),
+        )
+
+    def make_engine(
+        self, plan: Plan, sync: Sync, ledger: Ledger | None = None, flops: FlopMeter | None = None
+    ) -> Engine:
         """Returns the engine of a run, or of a `training_step` outside of one."""
         max_norm = plan.max_grad_norm or math.inf  # without clipping the norm is logged all the same
         return Engine(
@@ -381,12 +401,13 @@ class Session(core.Session[Run, TrainerMembers]):
             optimizer=self.optimizer,
             scheduler=self.lr_scheduler,
             scheduler_follows_metrics=follows_metrics(self.lr_scheduler),
-            training_step=self.facade.training_step,
+            training_step=self.facade.training_step if flops is None else flops.training_step,
             compute_loss=self.facade.compute_loss,
             prepare_inputs=self.facade._prepare_inputs,
             max_grad_norm=0.0 if steps_in_backward(self.optimizer) else max_norm,
             skips_non_finite=plan.nonfinite_policy == "skip",
             empty_cache_every=self.args.torch_empty_cache_steps,
+            ledger=ledger if ledger is not None else Ledger(),
         )
 
     def make_lone_engine(self) -> Engine:

@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.args.mesh import Mesh
 from paceline.core.contracts import Strategy
 from paceline.core.events import CallbackHandler, TrainerCallback
+from paceline.core.ledger import BACKWARD, COMMUNICATION, DATA, OTHER, Ledger
 from paceline.core.methods import is_ours
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerControl
@@ -170,6 +171,7 @@ class ProcessSync:
         measure: `(micro-batches) -> (input tokens, operations)`; None disables counting.
         watchdog: is told the current stage of this process, and reports late processes.
         mesh: the layout of the ranks. Ranks that read the same data count once; None: all read different data.
+        ledger: takes the time of waiting for other processes; None: one of its own.
 
     Attributes:
         total: divisor of this process's losses: the global weight divided by the number of data-parallel ranks,
@@ -194,7 +196,9 @@ class ProcessSync:
         measure: Measure | None = None,
         watchdog: Watchdog,
         mesh: Mesh | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
+        self.ledger = Ledger() if ledger is None else ledger
         self.mesh = mesh or Mesh(dp_replicate=world.world_size)
         self._is_leader = int(self.mesh.is_data_leader(world.process_index))  # of the ranks that read the same data
         self.world = world
@@ -245,7 +249,7 @@ class ProcessSync:
             int(bool(counts) and self.normalizer.has_target(counts)),
             *(int(len(batches) > slot) for slot in range(self.accumulation)),
         ]
-        with self.watchdog.waiting("waiting for the others before an update"):
+        with self._waiting("waiting for the others before an update", DATA):
             weight, *numbers = sum_floats(self.world, values)  # of numbers below 2**53: exact
         (items, num_counting, samples, informative, asked, interrupted, lacking, tokens, operations, targets,
          *slots) = map(int, numbers)  # fmt: skip
@@ -357,12 +361,26 @@ class ProcessSync:
             reason = str(error)  # not the error: its traceback holds the tensors of the pass that failed
         if reason is not None and self.is_look_due:
             self.learn([])  # joins the collective in which the others wait
-        with self.watchdog.waiting("waiting for the others after the backward passes"):
+        with self._waiting("waiting for the others after the backward passes", BACKWARD):
             number = sum_ints(self.world, [int(reason is not None)])[0]
         if number:
             raise DistributedOutOfMemory(reason or f"{number} of the other processes ran out of memory")
         strategy.reduce_gradients()
+        self.ledger.note((COMMUNICATION, self.ledger.now()))
         return losses
+
+    @contextmanager
+    def _waiting(self, stage: str, before: int) -> Iterator[None]:
+        """Lets watchdog and ledger know that this process waits for others.
+
+        Args:
+            stage: for the watchdog.
+            before: the activity that ends now.
+        """
+        self.ledger.note((before, self.ledger.now()))
+        with self.watchdog.waiting(stage):
+            yield
+        self.ledger.note((COMMUNICATION, self.ledger.now()))
 
     def discard(self) -> None:
         """Resets the state of a failed window; a due probe runs when the window is retried."""
@@ -421,7 +439,7 @@ class ProcessSync:
 
     def agree(self, control: TrainerControl) -> None:
         """Sets each control flag that is set on any process, and shares stop signals. A collective."""
-        with self.watchdog.waiting("waiting for the others after an update"):
+        with self._waiting("waiting for the others after an update", OTHER):
             noted = self.signals.noted
             flags = [int(getattr(control, name)) for name in FLAGS]
             sums = sum_ints(self.world, [int(noted is not None), int(noted == signal.SIGINT), *flags])

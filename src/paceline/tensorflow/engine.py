@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from paceline.args.errors import UnsupportedOption
 from paceline.core.contracts import Emit, StepOutput
 from paceline.core.journal import NOT_COMPUTED
+from paceline.core.ledger import COMPUTE, OPTIMIZER, OTHER, TRANSFER, Ledger
 from paceline.tensorflow.data.batches import IGNORE_INDEX, Array, map_leaves, rows, size_of, split_weights
 from paceline.tensorflow.framework import plain, tf
 from paceline.tensorflow.objective import NO_IGNORE_INDEX, NUM_COUNTS, TOKENS, Objective, Share, count
@@ -55,6 +56,7 @@ class TFEngine:
             applied before all its gradients are computed.
         xla: compile forward and backward with XLA.
         watch: detects inf and NaN in each pass; None: disabled.
+        ledger: takes the time of each activity.
     """
 
     strategy: Any
@@ -68,6 +70,7 @@ class TFEngine:
     is_retried: bool = False
     xla: bool = False
     watch: Watch | None = None
+    ledger: Ledger = field(default_factory=Ledger)
 
     def __post_init__(self) -> None:
         self.model = self.objective.model
@@ -119,6 +122,7 @@ class TFEngine:
             return self._skip()
         self._prepare(batches)
         was_traced = self.num_traces > 0
+        self.ledger.note((OTHER, self.ledger.now()))
         with nullcontext() if self.watch is None else self.watch.told(), told_plainly():
             if len(batches) == 1 and emit is None and not self.is_in_parts:
                 divisors = self._all_divisors(batches, totals) if self.num_replicas > 1 else None
@@ -179,6 +183,7 @@ class TFEngine:
             self.discard()
         else:
             rate, applied = self._apply(loss, norm)
+        self.ledger.note((OPTIMIZER, self.ledger.now()))
         if emit is not None:
             emit("on_optimizer_step")
         return loss, norm, rate, applied, kept
@@ -203,10 +208,12 @@ class TFEngine:
         """Calls a function of a batch, and records a new trace."""
         is_alone = name == FUSED and self.num_replicas == 1
         placed = self._place_alone(batch, totals) if is_alone else self._place(batch, totals)
+        self.ledger.note((TRANSFER, self.ledger.now()))
         before = self.num_traces
         try:
             return self._of_batches[name](*placed, divisors, self.keep_outputs)
         finally:
+            self.ledger.note((COMPUTE, self.ledger.now()))
             if self.num_traces != before:
                 self._note(name, batch, divisors, self.keep_outputs)
 

@@ -19,6 +19,7 @@ from paceline.checkpoint.resuming import announce_resume, begin_state, find_chec
 from paceline.core import session as core
 from paceline.core.contracts import Hooks
 from paceline.core.journal import UpdateRow, keep_journal
+from paceline.core.ledger import Ledger
 from paceline.core.lineage import RunMark, begin_run
 from paceline.core.loop import Loop
 from paceline.core.metrics import best_metric_value
@@ -88,6 +89,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         engine: the compiled optimizer step; recreated by each run.
     """
 
+    data_remedy = "use tf.data with num_parallel_calls, and prefetch(tf.data.AUTOTUNE) at its end"
     world: Kept[World] = Kept()
     model: Kept[Any] = Kept()
     optimizer: Kept[Any] = Kept()
@@ -185,9 +187,12 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
 
     def prepare(self, plan: Plan, feed: TFFeed, signals: StopSignals, watchdog: None, folder: Path) -> core.Run:
         self.prepare_optimizer(plan)
-        self.engine = self.make_engine(plan)
+        # TensorFlow has no events to time a device with: the host's clock sees the wait for its results
+        kinds = {device.device_type for device in tf.config.list_logical_devices()}
+        ledger = Ledger(waits_unseen=bool(kinds & {"GPU", "TPU"}) and not self.args.use_cpu)
+        self.engine = self.make_engine(plan, ledger)
         assert self.run_mark is not None
-        return core.Run(plan, feed, self.engine, signals, self.run_mark, folder)
+        return core.Run(plan, feed, self.engine, signals, self.run_mark, folder, ledger=ledger)
 
     def prepare_optimizer(self, plan: Plan) -> None:
         """Creates the optimizer if there is none, and its variables, and scales the loss if it is float16."""
@@ -203,7 +208,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
 
-    def make_engine(self, plan: Plan) -> TFEngine:
+    def make_engine(self, plan: Plan, ledger: Ledger) -> TFEngine:
         """Returns the engine of a run."""
         return TFEngine(
             strategy=self.strategy,
@@ -217,6 +222,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
             is_retried=plan.auto_find_batch_size,
             xla=self.args.xla,
             watch=make_watch(self.args, self.strategy, self.model),
+            ledger=ledger,
         )
 
     def restore(self, run: core.Run, checkpoint: Path | None) -> Loop:

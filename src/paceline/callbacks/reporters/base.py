@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.args.secrets import mask_text, masked
 from paceline.args.training import TrainingArguments
+from paceline.callbacks.printer import FOR_TRACKERS
 from paceline.core import metrics, record
 from paceline.core.events import TrainerCallback
 from paceline.core.retry_writer import RetryWriter, set_aside
@@ -77,9 +78,15 @@ class FileReporter(Reporter):
 
 
 def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames metrics for trackers' groups: `eval_x` becomes `eval/x`, `test_x` `test/x`, others `train/x`."""
+    """Renames metrics for trackers' groups: `eval_x` becomes `eval/x`, `test_x` `test/x`, others `train/x`.
+
+    Times of activities and the use of resources keep their own groups, `time/x` and `resource/x`.
+    """
     names = {}
     for name, value in logs.items():
+        if name.startswith(FOR_TRACKERS):
+            names[name] = value
+            continue
         split, _, rest = name.partition("_")
         names[f"{split}/{rest}" if split in ("eval", "test") and rest else f"train/{name}"] = value
     return names

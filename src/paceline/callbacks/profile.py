@@ -1,0 +1,111 @@
+"""Traces of optimizer steps by torch.profiler (`profile=`), and a table of what took longest."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from paceline.args.profiling import Profiling
+from paceline.args.training import TrainingArguments
+from paceline.core.events import TrainerCallback
+from paceline.core.optional import require
+from paceline.core.state import TrainerControl, TrainerState
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "profile"  # in output_dir
+ROWS = 10
+
+
+class ProfileCallback(TrainerCallback):
+    """Writes `output_dir/profile/rank0-steps10-15.trace.json.gz`, which https://ui.perfetto.dev and chrome://tracing
+    open, one on each rank, and prints the operations that took longest on the first.
+
+    A step is recorded from the end of the step before to its own end: data, forward, backward and optimizer, and a
+    log, an evaluation or a save in between. The step before a trace runs with the profiler started, and is thrown away.
+
+    Args:
+        profiling: what is recorded.
+    """
+
+    def __init__(self, profiling: Profiling) -> None:
+        self.profiling = profiling
+        self._profiler: Any = None
+        self._ranges: tuple[tuple[int, int], ...] = ()
+        self._first_step = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._stop()  # of a run that an error ended
+        self._first_step = state.global_step
+        ranges = self.profiling.ranges(state.global_step)
+        self._ranges = tuple((first, last) for first, last in ranges if first > state.global_step)
+        beyond = [pair for pair in ranges if pair not in self._ranges or pair[0] > state.max_steps]
+        if beyond:
+            shown = ", ".join(f"{first}-{last}" for first, last in beyond)
+            logger.warning(
+                "profile: the steps %s are not recorded: this run begins after step %d and ends with step %d.",
+                *(shown, state.global_step, state.max_steps),
+            )
+        if not self._ranges:
+            return
+        profiler = require("torch.profiler", "torch")
+        self._action = profiler.ProfilerAction
+        folder, rank = Path(str(args.output_dir), FOLDER), int(args.process_index)
+
+        def write(profile: Any) -> None:
+            self._write(profile, folder, rank, state)
+
+        self._profiler = profiler.profile(
+            activities=profiler.supported_activities(),
+            schedule=self._act,
+            on_trace_ready=write,
+            profile_memory=self.profiling.memory,
+            with_stack=self.profiling.stacks,
+            record_shapes=self.profiling.shapes,
+            acc_events=True,
+        )
+        self._profiler.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._profiler is None:
+            return
+        self._profiler.step()
+        if state.global_step >= self._ranges[-1][1]:
+            self._stop()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+
+    def _act(self, number: int) -> Any:
+        """Returns the profiler's action in a step, by its number in this run from 0."""
+        step = self._first_step + number + 1
+        for first, last in self._ranges:
+            if first <= step <= last:
+                return self._action.RECORD_AND_SAVE if step == last else self._action.RECORD
+            if first - self.profiling.warmup <= step < first:
+                return self._action.WARMUP
+        return self._action.NONE
+
+    def _write(self, profile: Any, folder: Path, rank: int, state: TrainerState) -> None:
+        """Writes the trace of the range that has ended, or that the end of the run cut short."""
+        first = max(begin for begin, _ in self._ranges if begin <= max(state.global_step, self._ranges[0][0]))
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank{rank}-steps{first}-{state.global_step}.trace.json.gz"
+        profile.export_chrome_trace(str(path))
+        if not state.is_world_process_zero:
+            return
+        averages = profile.key_averages()
+        on_device = any(getattr(row, "self_device_time_total", 0) > 0 for row in averages)
+        key = "self_device_time_total" if on_device else "self_cpu_time_total"
+        print(averages.table(sort_by=key, row_limit=ROWS, max_name_column_width=60))
+        print(f"Profile of the steps {first} to {state.global_step}: {path} (open it in https://ui.perfetto.dev)")

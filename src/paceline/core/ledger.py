@@ -1,0 +1,191 @@
+"""The time ledger of a run: every second of its wall time, attributed to one activity.
+
+Whoever ends an activity notes which one it was and when it ended. The time between two notes belongs to the later one,
+so the activities add up to the wall time. A note is two calls of C functions, about 0.1 us, and no Python call::
+
+    note, now = ledger.note, ledger.now
+    batches = feed.draw()
+    note((DATA, now()))
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+# index in ACTIVITIES; plain numbers, because a note is on the path of every step
+(SETUP, DATA, TRANSFER, FORWARD, BACKWARD, COMPUTE, COMMUNICATION, OPTIMIZER, DEVICE, LOG, EVALUATE, SAVE, OTHER) = (
+    range(13)
+)
+ACTIVITIES = (
+    "setup",  # before the loop: reading the checkpoint, placing the model
+    "data",  # waiting for batches
+    "transfer",  # moving them to the device
+    "forward",
+    "backward",  # with what it communicates
+    "compute",  # forward and backward in one: an own training_step, a pipeline, a function of TensorFlow
+    "communication",  # waiting for the other processes before and after the passes
+    "optimizer",  # clipping, optimizer and schedule
+    "device",  # waiting for a device whose time cannot be measured on the device
+    "log",
+    "evaluate",
+    "save",  # as far as training waits for it
+    "other",  # callbacks, the loop itself
+)
+PREFIX = "time/"  # of the keys in a row of logs
+
+# (activities, wording) in a summary
+GROUPS = (
+    ((FORWARD, BACKWARD, COMPUTE), "forward+backward"),
+    ((DATA,), "waiting for data"),
+    ((TRANSFER,), "transfer to the device"),
+    ((COMMUNICATION,), "waiting for other processes"),
+    ((OPTIMIZER,), "clipping and optimizer"),
+    ((DEVICE,), "waiting for the device"),
+    ((LOG,), "logging"),
+    ((EVALUATE,), "evaluation"),
+    ((SAVE,), "saving"),
+    ((SETUP,), "setup"),
+    ((OTHER,), "callbacks and the rest"),
+)
+LEAST_SHARE = 0.005  # of the wall time, for a part to be named in a summary
+
+# (activity, share of the wall time from which on it is worth a remark, remedy)
+REMEDIES = (
+    (COMMUNICATION, 0.2, "the processes wait for each other: give them equal work and equal machines"),
+    (EVALUATE, 0.3, "evaluate less often (eval_steps) or in larger batches (per_device_eval_batch_size)"),
+    (SAVE, 0.1, "save less often (save_steps), or in the background (save_in_background=True)"),
+    (LOG, 0.1, "log less often (logging_steps)"),
+)
+DATA_SHARE = 0.15
+
+
+class Clock(Protocol):
+    """A source of time stamps."""
+
+    def now(self) -> Any:
+        """Returns a stamp."""
+        ...
+
+    def spans(self, first: Any, stamps: Sequence[Any]) -> Sequence[float]:
+        """Returns the seconds from each stamp to the next, from `first` on; waits until the last one has happened."""
+        ...
+
+
+class HostClock:
+    """The monotonic clock of this process."""
+
+    now = staticmethod(time.perf_counter)
+
+    def spans(self, first: float, stamps: Sequence[float]) -> Sequence[float]:
+        """Returns the seconds from each stamp to the next."""
+        seconds: list[float] = np.diff(np.asarray(stamps), prepend=first).tolist()
+        return seconds
+
+
+class Ledger:
+    """Seconds by activity.
+
+    Args:
+        clock: of the stamps; None: that of the host.
+        waits_unseen: the device works behind the host, and the clock sees the host only: the wait for the device, when
+            its results are read, is an activity of its own.
+
+    Attributes:
+        note: `((activity, stamp))`: ends an activity. A C function.
+        now: returns a stamp. On the host a C function.
+    """
+
+    def __init__(self, clock: Clock | None = None, waits_unseen: bool = False) -> None:
+        self.clock: Clock = HostClock() if clock is None else clock
+        self.reading = DEVICE if waits_unseen else LOG  # the activity of reading results back
+        self._notes: list[Any] = []  # activity, stamp, activity, stamp: floats cost the garbage collector nothing
+        self.note: Callable[[tuple[int, Any]], None] = self._notes.extend
+        self.now: Callable[[], Any] = self.clock.now
+        self._last: Any = None
+        self._totals = np.zeros(len(ACTIVITIES))
+        self._in_rows = np.zeros(len(ACTIVITIES))  # of these, seconds that a row of logs has
+        self._row: dict[str, float] = {}
+
+    def begin(self, setup: float = 0.0) -> None:
+        """Starts the clock.
+
+        Args:
+            setup: seconds that the run has taken so far.
+        """
+        self._totals[SETUP] += setup
+        self._notes.clear()
+        self._last = self.now()
+
+    def settle(self) -> None:
+        """Adds up what was noted. On a device, waits until the last note has happened there."""
+        if not self._notes:
+            return
+        activities, stamps = self._notes[0::2], self._notes[1::2]
+        self._notes.clear()
+        if self._last is None:  # never started: outside of a run
+            self._last = stamps[0]
+        spans = self.clock.spans(self._last, stamps)
+        self._totals += np.bincount(activities, weights=spans, minlength=len(ACTIVITIES))
+        self._last = stamps[-1]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The seconds of each activity up to the last `settle`; those that took no time are left out."""
+        return {name: float(value) for name, value in zip(ACTIVITIES, self._totals, strict=True) if value}
+
+    # ---- rows of logs
+
+    def close_row(self) -> None:
+        """Prepares the entries of the next row: the seconds since the one before; what took none is left out."""
+        since = self._totals - self._in_rows
+        self._in_rows = self._totals.copy()
+        self._row = {
+            f"{PREFIX}{name}": round(float(value), 6) for name, value in zip(ACTIVITIES, since, strict=True) if value
+        }
+
+    def take_row(self) -> dict[str, float]:
+        """Returns the entries that were prepared, once."""
+        row, self._row = self._row, {}
+        return row
+
+
+def describe(seconds: Mapping[str, float], num_steps: int | None = None) -> str:
+    """Returns a summary in words, the largest part first: `"61 % forward+backward, 22 % waiting for data"`.
+
+    Args:
+        seconds: by activity, as `Ledger.seconds`.
+        num_steps: optimizer steps of the run; named if given.
+    """
+    total = sum(seconds.values())
+    if total <= 0:
+        return "no time was measured"
+    parts = [
+        (sum(seconds.get(ACTIVITIES[index], 0.0) for index in members) / total, words) for members, words in GROUPS
+    ]
+    shown = [f"{share:.0%} {words}".replace("%", " %") for share, words in sorted(parts, reverse=True)]
+    kept = [text for text, (share, _) in zip(shown, sorted(parts, reverse=True), strict=True) if share >= LEAST_SHARE]
+    steps = "" if num_steps is None else f", {num_steps} optimizer steps"
+    return f"{total:.1f} s{steps}: {', '.join(kept)}"
+
+
+def remedies(seconds: Mapping[str, float], data_remedy: str) -> list[str]:
+    """Returns advice for activities that take more of the wall time than they should; setup does not count.
+
+    Args:
+        seconds: by activity, as `Ledger.seconds`.
+        data_remedy: what makes the data come faster.
+    """
+    total = sum(value for name, value in seconds.items() if name != ACTIVITIES[SETUP])
+    if total <= 0:
+        return []
+    advice = []
+    for activity, least, remedy in ((DATA, DATA_SHARE, data_remedy), *REMEDIES):
+        share = seconds.get(ACTIVITIES[activity], 0.0) / total
+        if share >= least:
+            words = next(words for members, words in GROUPS if members == (activity,))
+            advice.append(f"{share * 100:.0f} % of the time is {words}: {remedy}.")
+    return advice

@@ -1,0 +1,143 @@
+"""Resource use of the machine, sampled on a thread for the rows of logs (`log_resources`)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from paceline.core.optional import is_installed, require
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "resource/"
+SECONDS = 1.0  # between two samples; one takes about a millisecond
+MB, GB = 2**20, 2**30
+
+
+class Resources:
+    """Samples the use of CPU, memory, disk, network and NVIDIA GPUs of this machine, until it is closed.
+
+    In a row, loads, rates and power are means since the row before, memory and temperatures the largest value:
+    `resource/cpu_percent` (of all cores), `resource/process_memory_gb`, `resource/memory_percent`,
+    `resource/disk_read_mb_s`, `resource/disk_write_mb_s`, `resource/network_in_mb_s`, `resource/network_out_mb_s`; and
+    for each GPU of the machine `resource/gpu0_percent`, `resource/gpu0_memory_gb`, `resource/gpu0_power_w`,
+    `resource/gpu0_celsius`. What the system does not tell is left out.
+
+    Args:
+        seconds: between two samples.
+
+    Raises:
+        ImportError: psutil is missing; the message names the extra.
+    """
+
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self._psutil: Any = require("psutil", "resources")
+        self._process = self._psutil.Process()
+        self._gpus = Gpus()
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._sums: dict[str, float] = {}
+        self._peaks: dict[str, float] = {}
+        self._num_samples = 0
+        self._counters = self._count()
+        self._since = time.monotonic()
+        self._psutil.cpu_percent()  # the first call has no interval to speak of, and returns 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="paceline-resources", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while not self._is_over.wait(self._seconds):
+            try:
+                self.sample()
+            except Exception as error:  # a driver that is gone must not end the training
+                logger.warning("log_resources: no further samples are taken: %s: %s", type(error).__name__, error)
+                return
+
+    def sample(self) -> None:
+        """Takes one sample."""
+        loads = {"cpu_percent": float(self._psutil.cpu_percent()), **self._gpus.loads()}
+        levels = {
+            "process_memory_gb": self._process.memory_info().rss / GB,
+            "memory_percent": float(self._psutil.virtual_memory().percent),
+            **self._gpus.levels(),
+        }
+        with self._lock:
+            self._num_samples += 1
+            for name, value in loads.items():
+                self._sums[name] = self._sums.get(name, 0.0) + value
+            for name, value in levels.items():
+                self._peaks[name] = max(self._peaks.get(name, value), value)
+
+    def take(self) -> dict[str, float]:
+        """Returns the entries of a row, and begins the next; takes a sample if there is none yet."""
+        if not self._num_samples:
+            self.sample()
+        counters, now = self._count(), time.monotonic()
+        passed = max(now - self._since, 1e-9)
+        with self._lock:
+            row = {name: total / self._num_samples for name, total in self._sums.items()}
+            row.update(self._peaks)
+            self._sums, self._peaks, self._num_samples = {}, {}, 0
+        for name, value in counters.items():
+            row[name] = max(value - self._counters.get(name, value), 0.0) / MB / passed
+        self._counters, self._since = counters, now
+        return {PREFIX + name: round(value, 3) for name, value in row.items()}
+
+    def _count(self) -> dict[str, float]:
+        """Returns bytes since the start of the machine; those of disks only where the system counts them."""
+        counters: dict[str, float] = {}
+        disk = self._psutil.disk_io_counters()
+        if disk is not None:
+            counters.update(disk_read_mb_s=disk.read_bytes, disk_write_mb_s=disk.write_bytes)
+        network = self._psutil.net_io_counters()
+        if network is not None:
+            counters.update(network_in_mb_s=network.bytes_recv, network_out_mb_s=network.bytes_sent)
+        return counters
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._is_over.set()
+        self._thread.join()
+        self._gpus.close()
+
+
+class Gpus:
+    """The NVIDIA GPUs of this machine, through nvidia-ml-py; none without it or without a driver."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        if not is_installed("pynvml"):
+            return
+        self._nvml: Any = require("pynvml", "resources")
+        try:
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError:  # no driver
+            return
+        count = self._nvml.nvmlDeviceGetCount()
+        self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+
+    def loads(self) -> dict[str, float]:
+        """Returns use in percent and power in watts, by name."""
+        found: dict[str, float] = {}
+        for index, handle in enumerate(self._handles):
+            found[f"gpu{index}_percent"] = float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+            found[f"gpu{index}_power_w"] = self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000
+        return found
+
+    def levels(self) -> dict[str, float]:
+        """Returns memory in GB and temperature in degrees Celsius, by name."""
+        found: dict[str, float] = {}
+        for index, handle in enumerate(self._handles):
+            found[f"gpu{index}_memory_gb"] = self._nvml.nvmlDeviceGetMemoryInfo(handle).used / GB
+            kind = self._nvml.NVML_TEMPERATURE_GPU
+            found[f"gpu{index}_celsius"] = float(self._nvml.nvmlDeviceGetTemperature(handle, kind))
+        return found
+
+    def close(self) -> None:
+        """Lets go of the driver."""
+        if self._handles:
+            self._nvml.nvmlShutdown()
+            self._handles = []

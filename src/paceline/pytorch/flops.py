@@ -1,0 +1,208 @@
+"""The model's floating-point operations, counted once per shape of a batch, and their share of the device's peak."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.args.errors import UnsupportedOption
+from paceline.core.ledger import PREFIX
+
+if TYPE_CHECKING:
+    from torch.utils import flop_counter
+else:
+    from paceline.core.optional import LateModule
+
+    flop_counter = LateModule("torch.utils.flop_counter")
+
+logger = logging.getLogger(__name__)
+
+MOST_SHAPES = 1000  # known at a time: ragged data has as many as it has lengths
+NOT_TRAINING = {f"{PREFIX}{name}" for name in ("setup", "evaluate", "save")}
+
+# part of a device's name -> dense TFLOP/s in (16 bits, TF32, float32), by the makers' data sheets; the first that fits.
+# None: the device is older than TF32 and bfloat16
+PEAKS: tuple[tuple[str, tuple[float, float | None, float]], ...] = (
+    ("B200", (2250.0, 1125.0, 75.0)),
+    ("H200", (989.4, 494.7, 66.9)),
+    ("H100 PCIe", (756.0, 378.0, 51.2)),
+    ("H100 NVL", (835.0, 417.5, 60.0)),
+    ("H100", (989.4, 494.7, 66.9)),
+    ("H800", (989.4, 494.7, 66.9)),
+    ("A100", (312.0, 156.0, 19.5)),
+    ("A800", (312.0, 156.0, 19.5)),
+    ("L40S", (362.0, 183.0, 91.6)),
+    ("L40", (181.0, 90.5, 90.5)),
+    ("L4", (121.0, 60.0, 30.3)),
+    ("A10G", (70.0, 35.0, 31.5)),
+    ("A10", (125.0, 62.5, 31.2)),
+    ("V100-SXM2", (125.0, None, 15.7)),
+    ("V100-PCIE", (112.0, None, 14.0)),
+    ("T4", (65.0, None, 8.1)),
+    ("RTX 4090", (165.2, 82.6, 82.6)),
+    ("RTX 3090", (71.0, 35.6, 35.6)),
+    ("MI300X", (1307.4, 653.7, 163.4)),
+)
+WORD_ENDS = frozenset(" -/")
+
+
+def peak_of(name: str, precision: str, tf32: bool) -> float | None:
+    """Returns the dense peak of a device in FLOP/s; None if it is unknown.
+
+    Args:
+        name: of the device, as its driver gives it.
+        precision: of the forward pass: "bf16", "fp16", or else float32.
+        tf32: float32 matrices are multiplied in TF32.
+    """
+    for part, peaks in PEAKS:
+        start = name.find(part)
+        if start < 0 or (name[start + len(part) :][:1] or " ") not in WORD_ENDS:
+            continue
+        halves, with_tf32, singles = peaks
+        found: float | None = with_tf32 if tf32 and with_tf32 is not None else singles
+        if precision in ("bf16", "fp16"):
+            found = halves if precision == "fp16" or with_tf32 is not None else None  # TF32 and bf16 came together
+        return None if found is None else found * 1e12
+    return None
+
+
+def precision_of(precision: str, shard_precision: str | None, model: nn.Module) -> str:
+    """Returns the precision of a model's matrix products: "bf16", "fp16", or "full".
+
+    Args:
+        precision, shard_precision: of the plan.
+        model: whose weights decide, if neither does.
+    """
+    if precision.startswith("apex"):
+        return "fp16"
+    if precision != "full":
+        return precision
+    described = shard_precision or next((str(each.dtype) for each in model.parameters()), "")
+    for name, words in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16", "float16"))):
+        if any(word in described for word in words):
+            return name
+    return "full"
+
+
+def device_peak(device: torch.device, precision: str) -> float | None:
+    """Returns the peak of a device in FLOP/s; None for a CPU and for devices that are not in the table."""
+    if device.type != "cuda":
+        return None
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return peak_of(torch.cuda.get_device_name(device), precision, tf32)
+
+
+class FlopMeter:
+    """Counts the operations of the passes of this process, and relates them to time and to the device's peak.
+
+    The first pass over a batch of new shapes runs under torch's FLOP counter, which changes none of its numbers; later
+    ones of these shapes count the same. What torch has no formula for (kernels of other packages) is not counted; what
+    is recomputed in the backward pass is. A compiled model, which the counter would break up, is estimated instead.
+
+    Args:
+        training_step: the Trainer's, bound: forward and backward of one micro-batch.
+        estimate: `(batch) -> operations`, 0 if unknown; used where nothing can be counted.
+        peak: of the device in FLOP/s; None: unknown.
+        is_compiled: the model is compiled.
+
+    Attributes:
+        operations: of all passes so far.
+    """
+
+    def __init__(
+        self,
+        training_step: Callable[[nn.Module, Any, Any], Tensor],
+        estimate: Callable[[Any], int],
+        peak: float | None,
+        is_compiled: bool = False,
+    ) -> None:
+        self._training_step, self._estimate = training_step, estimate
+        self.peak = peak
+        self._is_compiled = is_compiled
+        self._known: dict[Any, int] = {}
+        self._has_warned = False
+        self.operations = 0
+        self._in_rows = 0
+        self._seconds = 0.0
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Runs the Trainer's `training_step`, and counts its operations."""
+        key = shapes_of(inputs)
+        known = self._known.get(key)
+        if known is not None:
+            self.operations += known
+            return self._training_step(model, inputs, num_items_in_batch)
+        estimated = int(self._estimate(inputs))  # before user code takes anything out of the batch
+        if self._is_compiled:
+            loss, counted = self._training_step(model, inputs, num_items_in_batch), 0
+        else:
+            with flop_counter.FlopCounterMode(display=False) as counter:
+                loss = self._training_step(model, inputs, num_items_in_batch)
+            counted = int(counter.get_total_flops())
+        self._know(key, counted or estimated)
+        return loss
+
+    def _know(self, key: object, operations: int) -> None:
+        if not operations and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "log_flops=True: the operations of this model cannot be counted (it is compiled, or torch has no "
+                "formula for its kernels), nor estimated: override floating_point_ops(inputs) of the Trainer."
+            )
+        if len(self._known) >= MOST_SHAPES:
+            self._known.clear()
+        self._known[key] = operations
+        self.operations += operations
+
+    def row(self, times: Mapping[str, float]) -> dict[str, float]:
+        """Returns the entries of a row: `model_flops_per_second` and, where the peak is known, `mfu`.
+
+        Args:
+            times: seconds by activity since the row before, as in the row.
+        """
+        done, self._in_rows = self.operations - self._in_rows, self.operations
+        seconds = sum(value for name, value in times.items() if name.startswith(PREFIX) and name not in NOT_TRAINING)
+        self._seconds += seconds
+        return self._rates(done, seconds)
+
+    def _rates(self, operations: int, seconds: float) -> dict[str, float]:
+        if not operations or seconds <= 0:
+            return {}
+        rates = {"model_flops_per_second": operations / seconds}
+        if self.peak is not None:
+            rates["mfu"] = round(operations / seconds / self.peak, 4)
+        return rates
+
+    def describe(self) -> str:
+        """Returns the rates of the whole run in words; empty if nothing was counted."""
+        rates = self._rates(self.operations, self._seconds)
+        if not rates:
+            return ""
+        share = f", {100 * rates['mfu']:.1f} % of the peak of the device (MFU)" if "mfu" in rates else ""
+        return f"{rates['model_flops_per_second'] / 1e12:.3g} TFLOP/s{share}"
+
+
+def shapes_of(batch: object) -> Any:
+    """Returns the shapes of the tensors of a batch, hashable."""
+    if isinstance(batch, Tensor):
+        return tuple(batch.shape)
+    if isinstance(batch, Mapping):
+        return tuple((name, shapes_of(value)) for name, value in batch.items())
+    if isinstance(batch, list | tuple):
+        return tuple(map(shapes_of, batch))
+    return None
+
+
+def check_countable(runs_windows: bool, is_lazy: bool) -> None:
+    """Raises where no pass of one micro-batch runs on this process.
+
+    Raises:
+        UnsupportedOption: a pipeline, or an XLA device.
+    """
+    if runs_windows or is_lazy:
+        kind = "a pipeline, whose processes hold a part of the model each" if runs_windows else "an XLA device"
+        raise UnsupportedOption(f"log_flops=True is not supported with {kind}: leave it out.")

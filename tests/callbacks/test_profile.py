@@ -1,0 +1,48 @@
+"""`profile`: traces of the steps that were asked for, and a table."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_models import Classifier, classification, make_trainer
+
+
+def trace_of(path: Path) -> Any:
+    return json.loads(gzip.decompress(path.read_bytes()))
+
+
+def test_the_steps_that_were_asked_for_are_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make_trainer(tmp_path, Classifier(), classification(64), max_steps=8, profile="steps=3-4+6,memory")
+    trainer.train()
+    names = sorted(path.name for path in (tmp_path / "profile").iterdir())
+    assert names == ["rank0-steps3-4.trace.json.gz", "rank0-steps6-6.trace.json.gz"]
+    events = trace_of(tmp_path / "profile" / names[0])["traceEvents"]
+    steps = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep")}
+    assert steps == {"ProfilerStep#2", "ProfilerStep#3"}, "from 0: the steps 3 and 4"
+    told = {event.get("name") for event in events}
+    assert {"aten::addmm", "autograd::engine::evaluate_function: AddmmBackward0"} & told
+    assert "[memory]" in told
+    printed = capsys.readouterr().out
+    assert printed.count("Self CPU time total") == 2
+    assert "Profile of the steps 3 to 4: " in printed
+
+
+def test_a_run_that_ends_early_leaves_what_it_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"max_steps": 4, "profile": {"schedule": {"wait": 1, "active": 9}}}
+    make_trainer(tmp_path, Classifier(), classification(64), **options).train()
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank0-steps3-4.trace.json.gz"]
+    make_trainer(tmp_path / "other", Classifier(), classification(64), max_steps=4, profile="steps=9").train()
+    assert not (tmp_path / "other" / "profile").exists()
+    assert "the steps 9-9 are not recorded: this run begins after step 0 and ends with step 4" in caplog.text
+
+
+def test_training_is_the_same(tmp_path: Path) -> None:
+    losses = []
+    for profile in (None, "steps=2-3,memory,stacks,shapes"):
+        trainer = make_trainer(tmp_path, Classifier(), classification(64), max_steps=4, profile=profile, seed=3)
+        losses.append(trainer.train().training_loss)
+    assert losses[0] == losses[1]
