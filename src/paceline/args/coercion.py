@@ -7,7 +7,6 @@ names the option, the value and the expected form.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import operator
 import os
@@ -21,7 +20,7 @@ from typing import Any
 
 from paceline.args.accelerator_config import AcceleratorConfig
 from paceline.args.choices import TOKEN_COUNTS, DebugOption, OptimizerNames
-from paceline.args.errors import did_you_mean, wrong_value
+from paceline.args.errors import did_you_mean, parse_json, wrong_value
 from paceline.args.mesh import read_parallel, read_parallelism
 from paceline.args.pipelining import keep_pipelining
 from paceline.args.places import check_url, is_url
@@ -131,14 +130,6 @@ def to_mapping(name: str, value: object) -> Any:
     if not isinstance(content, dict):
         raise wrong_value(name, value, "the file does not contain a JSON object")
     return content
-
-
-def parse_json(name: str, text: str) -> Any:
-    """Parses JSON; an error names the option."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise wrong_value(name, text, f"it is not valid JSON ({error})") from None
 
 
 def revive_scalars(value: object) -> Any:

@@ -1,9 +1,11 @@
-"""Errors of refused options."""
+"""Errors of refused options, and of JSON in them."""
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
+from typing import Any
 
 from paceline.args.secrets import MASK, is_secret, mask_text
 
@@ -22,3 +24,16 @@ def wrong_value(name: str, value: object, expected: str, hint: str = "") -> Valu
     """Builds the error for an option with an invalid value."""
     shown = MASK if is_secret(name, str(value)) else mask_text(repr(value))
     return ValueError(f"{name}={shown} is invalid: {expected}{hint}" + ("" if hint.endswith("?") else "."))
+
+
+def parse_json(name: str, text: str) -> Any:
+    """Parses the JSON of an option. Raises: ValueError, which names the option."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise wrong_value(name, text, f"it is not valid JSON ({error})") from None
+
+
+def parse_object(name: str, value: object) -> Any:
+    """Parses the text of a JSON object; other values are kept. Raises: as `parse_json`."""
+    return parse_json(name, value) if isinstance(value, str) and value.lstrip().startswith("{") else value

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.args.errors import UnsupportedOption, did_you_mean, wrong_value
+from paceline.args.errors import UnsupportedOption, did_you_mean, parse_object, wrong_value
 from paceline.args.registry import STRATEGIES
 from paceline.args.sharding import is_asked, read_sharding
 
@@ -106,11 +105,7 @@ def read_parallel(name: str, value: object) -> str | dict[str, int] | None:
     """
     if value is None:
         return None
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise wrong_value(name, value, f"it is not valid JSON ({error})") from None
+    value = parse_object(name, value)
     if isinstance(value, str) and "=" in value:
         pairs = [pair.partition("=") for pair in value.replace(" ", ",").split(",") if pair]
         value = {key: number for key, _, number in pairs}
@@ -150,11 +145,7 @@ def read_parallelism(name: str, config: object) -> dict[str, Any] | None:
     Raises:
         ValueError: it is none of these.
     """
-    if isinstance(config, str) and config.lstrip().startswith("{"):
-        try:
-            config = json.loads(config)
-        except json.JSONDecodeError as error:
-            raise wrong_value(name, config, f"it is not valid JSON ({error})") from None
+    config = parse_object(name, config)
     if config is None or isinstance(config, Mapping):
         return None if config is None else {str(key): plain_setting(value) for key, value in config.items()}
     if isinstance(config, type) or not hasattr(config, "tp_size"):

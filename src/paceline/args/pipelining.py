@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.args.errors import UnsupportedOption, did_you_mean, wrong_value
+from paceline.args.errors import UnsupportedOption, did_you_mean, parse_object, wrong_value
 
 # supported schedules of torch.distributed.pipelining -> default number of stages per process
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}
@@ -39,11 +38,7 @@ def keep_pipelining(name: str, value: object) -> dict[str, Any] | None:
         ValueError: it is neither, or a setting is invalid.
         UnsupportedOption: a schedule that is not supported.
     """
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise wrong_value(name, value, f"it is not valid JSON ({error})") from None
+    value = parse_object(name, value)
     if value is None:
         return None
     if not isinstance(value, Mapping):
