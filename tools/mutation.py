@@ -1,16 +1,19 @@
 """Mutation testing: change one operator, number or condition at a time and see that a test of the default suite fails.
 
     pip install -e ".[dev,mutation]"
-    python tools/mutation.py                              # sample, find each mutant's tests, run them: an hour or two
-    python tools/mutation.py --group loop --tests tests/core tests/trainer
+    python tools/mutation.py                              # sample, find each mutant's tests, run them
+    python tools/mutation.py --group loop --tests tests/core tests/pytorch/trainer    # those that such tests reach
     python tools/mutation.py --again --whole --seconds 600    # the survivors, with all of the files that reach them
     python tools/mutation.py --check                      # the tests that killed, on the tree as it is
     python tools/mutation.py --table                      # verdicts by group, and the survivors
 
-The mutants are a seeded sample of what cosmic-ray's operators make of the files of GROUPS. Which tests reach one is
-found by one run of each test file on a copy of the tree in which the statements of the sample report that they run;
-coverage.py would leave out the programs and ranks that tests start. A mutant's tests run in a process forked from one
-that has imported torch and transformers, on a second copy of the tree, the cheapest file first, until one fails.
+The mutants are a seeded sample of what cosmic-ray's operators make of the files of GROUPS. One process imports and
+collects the tests of a copy of the tree. Which tests reach a mutant is found by one run of each test file, in a fork of
+that process in which the statements of the sample report that they run; coverage.py would leave out the programs and
+ranks that tests start. For each mutant a fork gets its functions changed in place and runs its tests, the likeliest to
+kill it first, until one fails. What a mutant changes outside of functions needs an import and a collection of its own.
+
+Seconds are of the processor: the verdicts do not depend on what else the machine does.
 
 Results are lines of JSON in build/mutation. What they hold is not run again, so an interrupted run goes on; a test file
 that changed is run again for what it reaches.
@@ -20,9 +23,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
+import gc
 import hashlib
 import importlib
+import inspect
+import itertools
 import json
+import math
 import os
 import random
 import resource
@@ -32,8 +40,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +79,9 @@ GROUPS = {
 NOT_RUN = ("tests/test_architecture.py", "tests/test_docs.py")
 # Are put for each other only: "is" for "==" differs for equal objects alone, and Python warns of it beside a literal.
 IDENTITY = {"Is", "IsNot"}
-PRELOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "transformers.trainer_seq2seq", "datasets")
-START_OF_PROGRAMS = 8.0  # seconds that a file's first program costs: tests/support/warm.py imports the libraries
+# By folder of tests: imported by what tests call, so that each fork would; and what a collection would import again.
+PRELOADED = {"tests/pytorch": ("torch", "torch._dynamo"), "tests/tensorflow": ("tensorflow", "keras")}
+MOMENTS = itertools.count(10**9)  # times of changed files
 MEMORY = 12 * 2**30  # bytes that a mutant's process may take
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 PROBE = """import os
@@ -128,6 +138,17 @@ def sample(group: str, number: int, seed: int) -> list[Mutant]:
         if len(mutants) == number:
             break
     return sorted(mutants, key=lambda mutant: (GROUPS[group].index(mutant.file), mutant.line))
+
+
+def kept_sample(store: Path, group: str, number: int, seed: int) -> list[Mutant]:
+    """The sample, from the store if it was drawn from these sources before: half a minute."""
+    key = hashlib.sha256("".join([*map(source_of, GROUPS[group]), f"{number} {seed}"]).encode()).hexdigest()
+    for row in read(store / "samples.jsonl"):
+        if row["sum"] == key:
+            return [Mutant(**each) for each in row["mutants"]]
+    mutants = sample(group, number, seed)
+    append(store / "samples.jsonl", {"sum": key, "mutants": [asdict(each) for each in mutants]})
+    return mutants
 
 
 def source_of(file: str) -> str:
@@ -189,6 +210,7 @@ def make(group: str, file: str, line: int, operator: str, occurrence: int) -> Mu
     return Mutant(group, file, line, operator, occurrence, old[line - 1].strip(), changed, place)
 
 
+@functools.cache
 def mutated(file: str, operator: str, occurrence: int) -> str | None:
     """The source of a file with one change."""
     code: str | None = MutationVisitor.mutate_code(source_of(file), operators()[operator](), occurrence)
@@ -230,38 +252,33 @@ def probe(place: str) -> ast.stmt:
     return ast.parse(f"__import__('paceline_probe').reached({place!r})").body[0]
 
 
-def find_tests(mutants: Sequence[Mutant], files: Sequence[str], store: Path) -> None:
-    """Run each test file once; what each of its tests reaches, takes and gives is kept."""
+def find_tests(bench: Bench, mutants: Sequence[Mutant]) -> None:
+    """Run each test file once with probes in the modules; what its tests reach, take and give is kept."""
     places = {mutant.place for mutant in mutants}
-    modules = {file for group in GROUPS.values() for file in group}
-    sources = "".join(source_of(file) for file in sorted(modules))
-    known = {row["file"]: row["sum"] for row in read(store / "tests.jsonl") if places <= set(row["places"])}
-    with tempfile.TemporaryDirectory(prefix="paceline-probes-") as folder:
-        tree, marks = copy_tree(Path(folder)), Path(folder, "marks")
-        (tree / "src" / "paceline_probe.py").write_text(PROBE.format(path=str(marks)))
-        for file in modules:
-            (tree / "src" / "paceline" / file).write_text(with_probes(file, places), encoding="utf-8")
-        for number, file in enumerate(files, 1):
-            digest = hashlib.sha256((sources + (ROOT / file).read_text(encoding="utf-8")).encode()).hexdigest()
-            if known.get(file) == digest:
-                continue
-            marks.write_text("")
-            started = time.monotonic()
-            status, reports = run_tests(tree, {file: None}, {}, 1200)
-            if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
-                raise RuntimeError(f"{file} ended with {status}:\n{(tree.parent / 'output').read_text()[-2000:]}")
-            reached = {tuple(line.split("\t")) for line in marks.read_text().splitlines()}
-            row = {"file": file, "sum": digest, "places": sorted(places), "tests": reports, "reached": sorted(reached)}
-            append(store / "tests.jsonl", row)
-            seconds = time.monotonic() - started
-            print(f"{number} of {len(files)}: {file}: {len(reports)} tests, {seconds:.0f} s", flush=True)
+    modules = sorted({file for group in GROUPS.values() for file in group})
+    sources = "".join(source_of(file) for file in modules)
+    probed = {file: with_probes(file, places) for file in modules}
+    known = {row["file"]: row["sum"] for row in read(bench.store / "tests.jsonl") if places <= set(row["places"])}
+    marks = bench.folder / "marks"
+    (bench.tree / "src" / "paceline_probe.py").write_text(PROBE.format(path=str(marks)))
+    for number, (file, items) in enumerate(bench.items.items(), 1):
+        digest = hashlib.sha256((sources + (ROOT / file).read_text(encoding="utf-8")).encode()).hexdigest()
+        if known.get(file) == digest:
+            continue
+        marks.write_text("")
+        _, reports = bench.run(items, probed, 1200)
+        reached = {tuple(line.split("\t")) for line in marks.read_text().splitlines()}
+        row = {"file": file, "sum": digest, "places": sorted(places), "tests": reports, "reached": sorted(reached)}
+        append(bench.store / "tests.jsonl", row)
+        seconds = sum(report["seconds"] for report in reports.values())
+        bench.say(f"{number} of {len(bench.items)}: {file}: {len(reports)} tests, {seconds:.0f} s")
 
 
 class Reach:
     """Observations from runs of the test files.
 
     Attributes:
-        seconds: of each test that passed.
+        seconds: of the processor, of each test that passed.
         files: those of a file.
         tests: those that reach a place.
     """
@@ -271,6 +288,8 @@ class Reach:
         self.seconds: dict[str, float] = {}
         self.files: dict[str, list[str]] = {}
         self.tests: dict[str, set[str]] = defaultdict(set)
+        self.num_places: Counter[str] = Counter()
+        self.killers = {row["by"] for row in read(store / "results.jsonl")}
         for file, row in latest.items():
             passed = {name: each["seconds"] for name, each in row["tests"].items() if each["outcome"] == "passed"}
             self.seconds.update(passed)
@@ -281,24 +300,28 @@ class Reach:
                 tests = set(passed) if phase == "(setup)" else {test} & set(passed)
                 self.tests[place] |= tests
                 self.tests[place.split(":")[0]] |= tests
+                self.num_places.update(tests)
 
-    def choose(self, mutant: Mutant, seconds: float, is_whole: bool) -> dict[str, set[str]]:
-        """Tests of a mutant by file, the cheapest file first, for so many seconds of tests in all."""
-        by_file: dict[str, set[str]] = defaultdict(set)
-        for test in self.tests[mutant.place]:
-            file = test.split("::")[0]
-            by_file[file] |= set(self.files[file]) if is_whole else {test}
-        costs = {file: sum(self.seconds[test] for test in tests) for file, tests in by_file.items()}
-        for file in costs:
-            if any(word in (ROOT / file).read_text(encoding="utf-8") for word in ("import warm", "import processes")):
-                costs[file] += START_OF_PROGRAMS
-        chosen: dict[str, set[str]] = {}
-        for file in sorted(costs, key=costs.__getitem__):
-            if chosen and seconds < costs[file]:
-                break
-            for test in sorted(by_file[file], key=self.seconds.__getitem__):
-                if seconds > 0:
-                    chosen.setdefault(file, set()).add(test)
+    def choose(self, mutant: Mutant, seconds: float, is_whole: bool) -> list[str]:
+        """Tests of a mutant, the likeliest to kill it for their time first, for so many seconds in all.
+
+        Those that killed another mutant come first, then those that reach few places in little time; of the cases of
+        one test, one comes before the second of any.
+        """
+        tests = set(self.tests[mutant.place])
+        if is_whole:
+            tests = {each for file in {test.split("::")[0] for test in tests} for each in self.files[file]}
+        ranked = sorted(tests, key=lambda test: (self.seconds[test] + 0.02) * self.num_places[test])
+        seen: Counter[str] = Counter()
+        turns: dict[str, tuple[bool, int]] = {}
+        for test in ranked:
+            function = test.split("[")[0]
+            turns[test] = (test not in self.killers, seen[function])
+            seen[function] += 1
+        chosen: list[str] = []
+        for test in sorted(ranked, key=turns.__getitem__):
+            if seconds >= self.seconds[test] or not chosen:
+                chosen.append(test)
                 seconds -= self.seconds[test]
         return chosen
 
@@ -306,142 +329,275 @@ class Reach:
 # ---- running tests
 
 
-def run_tests(
-    tree: Path, tests: Mapping[str, set[str] | None], limits: Mapping[str, float], limit: float, stops: bool = False
-) -> tuple[int, dict[str, Any]]:
-    """Run tests of a tree, or all of a file (None), in a forked process.
+class Bench:
+    """A pytest plugin: imports and collects the tests of a copy of the tree once, then calls `work`, which runs some.
 
     Args:
-        limits: seconds of each test.
-        limit: seconds of all.
-        stops: the first that fails is the last.
+        work: called with this object in place of pytest's loop over the tests.
 
-    Returns:
-        pytest's status, or the negative number of the signal that ended it; and outcome and seconds of each test.
+    Attributes:
+        items: collected tests by file.
+        functions: those of imported modules by path.
     """
-    reports = tree.parent / "reports"
-    reports.write_text("")
-    pid = os.fork()
-    if pid == 0:
+
+    def __init__(self, tree: Path, store: Path, output: int, work: Callable[[Bench], None]) -> None:
+        self.tree = tree
+        self.folder = tree.parent
+        self.store = store
+        self.output = output
+        self.work = work
+        self.items: dict[str, list[pytest.Item]] = defaultdict(list)
+        self.functions: dict[str, list[types.FunctionType]] = defaultdict(list)
+        self.used = 0.0
+
+    def say(self, text: str) -> None:
+        os.write(self.output, f"{text}\n".encode())
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        for item in session.items:
+            self.items[item.nodeid.split("::")[0]].append(item)
+        for found in gc.get_objects():
+            if type(found) is types.FunctionType and found.__code__.co_filename.startswith(str(self.tree)):
+                self.functions[found.__code__.co_filename].append(found)
+        gc.freeze()  # a collection in a forked process would copy every page
+        self.work(self)
+        return True
+
+    def pytest_runtest_logstart(self) -> None:
+        self.used = cpu_seconds()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(cpu_seconds() - self.used, 3)}
+            append(self.folder / "reports", row)
+
+    def run(
+        self, items: Sequence[pytest.Item], changed: Mapping[str, str], limit: float, stops: bool = False
+    ) -> tuple[int, dict[str, Any]]:
+        """Run tests in a forked process whose modules are changed, as are the files that its programs import.
+
+        Args:
+            changed: sources of modules, by file.
+            limit: seconds of the processor; of the clock, ten times as many.
+            stops: the first that fails is the last.
+
+        Returns:
+            The status, or the negative number of the signal that ended the process; outcome and seconds of each test.
+        """
+        (self.folder / "reports").write_text("")
+        put(self.tree, changed)
+        pid = os.fork()
+        if pid == 0:
+            status = 3
+            try:
+                limit_process(limit)
+                for file, source in changed.items():
+                    patch(self.functions[str(self.tree / "src" / "paceline" / file)], file, source)
+                status = self.run_items(items, stops)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        status = wait_for(pid, time.monotonic() + 60 + 10 * limit)
+        put(self.tree, {file: source_of(file) for file in changed})
+        return status, {row.pop("test"): row for row in read(self.folder / "reports")}
+
+    def run_items(self, items: Sequence[pytest.Item], stops: bool) -> int:
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if stops and any(row["outcome"] == "failed" for row in read(self.folder / "reports")):
+                return 1
+        return 0
+
+
+def put(tree: Path, changed: Mapping[str, str]) -> None:
+    """Write modules; their times differ from those before, so that no compiled file of another is taken for one."""
+    for file, source in changed.items():
+        path = tree / "src" / "paceline" / file
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+            compiled.unlink()
+        path.write_text(source, encoding="utf-8")
+        moment = next(MOMENTS)
+        os.utime(path, (moment, moment))
+
+
+@dataclass(frozen=True)
+class Work:
+    """Where and how mutants are run.
+
+    Attributes:
+        tree: a copy of the working tree.
+        store: the folder of results.
+        output: the file descriptor for progress.
+        seconds: of a mutant's tests.
+        is_whole: whole files are run, not only the tests that reach a mutant.
+        is_part: the tests are a part of the suite; mutants that none of them reaches are left for another run.
+    """
+
+    tree: Path
+    store: Path
+    output: int
+    seconds: float
+    is_whole: bool
+    is_part: bool
+
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        return Reach(self.store).choose(mutant, self.seconds, self.is_whole)
+
+    def collect(self, files: Sequence[str], call: Callable[[Bench], None]) -> int:
+        """Collect test files in a forked process, and call a function there. Returns the status of the process."""
+        pid = os.fork()
+        if pid:
+            return wait_for(pid, math.inf)
         status = 3
         try:
-            become_pytest(tree)
-            words = [*tests, *(["-x"] if stops else []), "-m", "not slow and not xla", "-p", "no:cacheprovider"]
+            os.setsid()
+            log = os.open(self.tree.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            for number in (1, 2):
+                os.dup2(log, number)
+            os.chdir(self.tree)
+            sys.path.insert(0, str(self.tree / "src"))
+            os.environ.update(PYTHONPATH=str(self.tree / "src"), PYTEST_DEBUG_TEMPROOT=str(self.tree.parent))
+            words = [*files, "-m", "not slow and not xla", "-p", "no:cacheprovider", "--timeout=0"]
             words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins that the libraries have imported
-            status = int(pytest.main(words, plugins=[Watch(tests, limits, reports)]))
+            status = int(pytest.main(words, plugins=[Bench(self.tree, self.store, self.output, call)]))
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(status)
-    end, done, status = time.monotonic() + limit, 0, 0
+
+    def run(self, files: Sequence[str], every: Sequence[Mutant], mutants: Sequence[Mutant]) -> int:
+        """Find the tests of the sample, and run those of some mutants. Returns 0, or what went wrong in pytest."""
+
+        def call(bench: Bench) -> None:
+            find_tests(bench, every)
+            for mutant in mutants:
+                tests = self.tests_of(mutant)
+                if (tests or not self.is_part) and is_in_a_function(mutant):
+                    run_mutant(bench, mutant, tests, self.seconds)
+
+        status = self.collect(files, call)
+        for mutant in mutants:
+            if status == 0 and (self.tests_of(mutant) or not self.is_part) and not is_in_a_function(mutant):
+                self.run_outside_functions(mutant)
+        return status
+
+    def run_outside_functions(self, mutant: Mutant) -> None:
+        """A mutant of what runs when a module is imported: its tests are collected with it in place."""
+        tests = self.tests_of(mutant)
+        files = sorted({test.split("::")[0] for test in tests})
+        before = len(read(self.store / "results.jsonl"))
+        put(self.tree, {mutant.file: mutated(mutant.file, mutant.operator, mutant.occurrence) or ""})
+        status = 0
+        if files:
+            status = self.collect(files, lambda bench: run_mutant(bench, mutant, tests, self.seconds, is_imported=True))
+        put(self.tree, {mutant.file: source_of(mutant.file)})
+        if len(read(self.store / "results.jsonl")) == before:
+            keep(self.store, mutant, f"status {status} of the collection" if status else "", 0.0)
+
+
+def wait_for(pid: int, end: float) -> int:
+    """The status of a process, which is killed at `end`, with what it started."""
+    done, status = 0, 0
     try:
         while not done and time.monotonic() < end:
             done, status = os.waitpid(pid, os.WNOHANG)
             time.sleep(0.02)
     finally:
         try:
-            os.killpg(pid, signal.SIGKILL)  # what it started too
+            os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
         if not done:
             status = os.waitpid(pid, 0)[1]
-    return os.waitstatus_to_exitcode(status), {row.pop("test"): row for row in read(reports)}
+    return os.waitstatus_to_exitcode(status)
 
 
-def become_pytest(tree: Path) -> None:
-    """Give this process what a run of the tree's tests finds in one of its own; its output goes to a file."""
+def limit_process(seconds: float) -> None:
+    """A session of its own, and limits of memory and of the processor's time."""
     os.setsid()
-    output = os.open(tree.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for number in (1, 2):
-        os.dup2(output, number)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    os.chdir(tree)
-    sys.path.insert(0, str(tree / "src"))
-    os.environ["PYTHONPATH"] = str(tree / "src")
+    end = int(cpu_seconds() + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (end, end))
 
 
-class Watch:
-    """A pytest plugin: keeps the chosen tests, in the order of their files, and writes down how each went."""
-
-    def __init__(self, tests: Mapping[str, set[str] | None], limits: Mapping[str, float], path: Path) -> None:
-        self.tests, self.limits, self.path = tests, limits, path
-        self.files = list(tests)
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if self.has(item.nodeid)]
-        items.sort(key=lambda item: self.files.index(item.nodeid.split("::")[0]))
-        for item in items:
-            if item.nodeid in self.limits:
-                item.add_marker(pytest.mark.timeout(self.limits[item.nodeid]))
-
-    def has(self, test: str) -> bool:
-        chosen = self.tests[test.split("::")[0]]
-        return chosen is None or test in chosen
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            append(self.path, {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)})
+def cpu_seconds() -> float:
+    own, others = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + others.ru_utime + others.ru_stime
 
 
-def run_mutants(mutants: Sequence[Mutant], store: Path, seconds: float, is_whole: bool) -> None:
-    """Run the tests of each of these mutants, or of the whole files that have such a test."""
-    reach = Reach(store)
-    with tempfile.TemporaryDirectory(prefix="paceline-mutants-") as folder:
-        tree = copy_tree(Path(folder))
-        for number, mutant in enumerate(mutants, 1):
-            started = time.monotonic()
-            tests = reach.choose(mutant, seconds, is_whole)
-            limits = {test: 20 + 10 * reach.seconds[test] for chosen in tests.values() for test in chosen}
-            put(tree, mutant.file, mutated(mutant.file, mutant.operator, mutant.occurrence) or "", number)
-            total = 60 + 10 * sum(reach.seconds[test] for test in limits)
-            status, reports = run_tests(tree, tests, limits, total, stops=True) if tests else (0, {})
-            put(tree, mutant.file, source_of(mutant.file), number)
-            by = killed_by(status, reports)
-            row = {**asdict(mutant), "name": mutant.name, "verdict": "killed" if by else "survived", "by": by}
-            row.update(tests=len(limits), status=status, seconds=round(time.monotonic() - started, 1))
-            append(store / "results.jsonl", row)
-            print(f"{number} of {len(mutants)}: {mutant.name}: {row['verdict']} {by} {row['seconds']} s", flush=True)
+def patch(functions: Sequence[types.FunctionType], file: str, source: str) -> None:
+    """Give the functions of an imported module the code that they have in another source of it."""
+    old, new = (functions_of(compile(text, file, "exec")) for text in (source_of(file), source))
+    codes = {(was.co_qualname, was.co_firstlineno): code for was, code in zip(old, new, strict=True)}
+    for function in functions:
+        function.__code__ = codes[function.__code__.co_qualname, function.__code__.co_firstlineno]
+
+
+def functions_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of each function and class, as they stand in the source."""
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield each
+            yield from functions_of(each)
+
+
+def outline(code: types.CodeType) -> tuple[Any, ...]:
+    """What runs when a module is imported: its code without that of its functions."""
+    within = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    classes = [outline(each) for each in within if not each.co_flags & inspect.CO_OPTIMIZED]
+    values = [repr(each) for each in code.co_consts if not isinstance(each, types.CodeType)]
+    return code.co_code, code.co_names, values, classes
+
+
+def is_in_a_function(mutant: Mutant) -> bool:
+    after = mutated(mutant.file, mutant.operator, mutant.occurrence) or ""
+    old, new = (compile(source, mutant.file, "exec") for source in (source_of(mutant.file), after))
+    return outline(old) == outline(new)
+
+
+def run_mutant(bench: Bench, mutant: Mutant, tests: Sequence[str], seconds: float, is_imported: bool = False) -> None:
+    """Run the tests of one mutant, which may be imported already, and keep the verdict."""
+    started = time.monotonic()
+    by_name = {item.nodeid: item for items in bench.items.values() for item in items}
+    items = [by_name[test] for test in tests if test in by_name]
+    after = mutated(mutant.file, mutant.operator, mutant.occurrence) or ""
+    changed = {} if is_imported else {mutant.file: after}
+    status, reports = bench.run(items, changed, 20 + 5 * seconds, stops=True) if items else (0, {})
+    by = killed_by(status, reports)
+    keep(bench.store, mutant, by, time.monotonic() - started, tests=len(items), ran=len(reports), status=status)
+    bench.say(f"{mutant.name}: {f'killed by {by}' if by else 'survived'}, {len(reports)} tests")
+
+
+def keep(store: Path, mutant: Mutant, by: str, seconds: float, **more: int) -> None:
+    verdict = "killed" if by else "survived"
+    row = {**asdict(mutant), "name": mutant.name, "verdict": verdict, "by": by, "seconds": round(seconds, 1), **more}
+    append(store / "results.jsonl", row)
 
 
 def killed_by(status: int, reports: Mapping[str, Any]) -> str:
     """The test that failed, or what else ended the run; empty if the mutant survived.
 
-    An error inside pytest tells nothing: the mutant counts as one that survived.
+    An error outside the tests, and too much time of the clock, tell nothing: the mutant counts as one that survived.
     """
     failed = [test for test, report in reports.items() if report["outcome"] == "failed"]
-    if status in (pytest.ExitCode.OK, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
-        return ""
-    if status < 0:
-        return "the time" if status == -signal.SIGKILL else f"signal {-status}"
-    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
-        return ""
-    return failed[0] if failed else "an error of collection"
+    if failed:
+        return failed[0]
+    if status < 0 and status != -signal.SIGKILL:
+        return "the processor's time" if status == -signal.SIGXCPU else f"signal {-status}"
+    return ""
 
 
-def check_killers(store: Path) -> list[str]:
+def check_killers(bench: Bench) -> None:
     """Run the tests that killed on the tree as it is. Mutants whose test does not pass there lose their verdict."""
-    rows = {row["name"]: row for row in read(store / "results.jsonl")}
-    tests: dict[str, set[str]] = defaultdict(set)
+    rows = {row["name"]: row for row in read(bench.store / "results.jsonl")}
+    killers = {row["by"] for row in rows.values() if "::" in row["by"]}
+    items = [item for items in bench.items.values() for item in items if item.nodeid in killers]
+    _, reports = bench.run(items, {}, 3600)
     for row in rows.values():
-        if "::" in row["by"]:
-            tests[row["by"].split("::")[0]].add(row["by"])
-    with tempfile.TemporaryDirectory(prefix="paceline-plain-") as folder:
-        _, reports = run_tests(copy_tree(Path(folder)), tests, {}, 3600)
-    passed = {test for test, report in reports.items() if report["outcome"] == "passed"}
-    wrong = [row for row in rows.values() if "::" in row["by"] and row["by"] not in passed]
-    for row in wrong:
-        append(store / "results.jsonl", {**row, "verdict": None})
-    return [f"{row['name']}: {row['by']}" for row in wrong]
-
-
-def put(tree: Path, file: str, source: str, number: int) -> None:
-    """Write a module; its time differs from those before, so that no compiled file of another is taken for it."""
-    path = tree / "src" / "paceline" / file
-    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
-        compiled.unlink()
-    path.write_text(source, encoding="utf-8")
-    os.utime(path, (10**9 + number, 10**9 + number))
+        if row["by"] in killers and reports.get(row["by"], {}).get("outcome") != "passed":
+            append(bench.store / "results.jsonl", {**row, "verdict": None})
+            bench.say(f"{row['name']}: {row['by']}")
 
 
 def copy_tree(folder: Path) -> Path:
@@ -489,7 +645,7 @@ def main() -> int:
     parser.add_argument("--group", nargs="*", default=list(GROUPS), choices=list(GROUPS))
     parser.add_argument("--each", type=int, default=30, help="mutants of a group (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tests", nargs="*", default=["tests"], help="files and folders to take tests from")
+    parser.add_argument("--tests", nargs="*", help="files and folders to take tests from, if not all")
     parser.add_argument("--seconds", type=float, default=90, help="of a mutant's tests (default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="run those that survived")
     parser.add_argument("--whole", action="store_true", help="run whole files, not only the tests that reach a mutant")
@@ -500,30 +656,43 @@ def main() -> int:
     options = parser.parse_args()
     store: Path = options.store
     store.mkdir(parents=True, exist_ok=True)
-    every = [mutant for group in GROUPS for mutant in sample(group, options.each, options.seed)]
+    every = [mutant for group in GROUPS for mutant in kept_sample(store, group, options.each, options.seed)]
     mutants = [mutant for mutant in every if mutant.group in options.group]
     if options.table or options.list:
         listed = "\n".join(f"{each.name}  was  {each.before}" for each in mutants)
         print(table(mutants, store) if options.table else listed)
         return 0
-    preload(store)
-    if options.check:
-        wrong = check_killers(store)
-        print("\n".join(wrong))
-        return int(bool(wrong))
-    find_tests(every, test_files(options.tests), store)
     verdicts = {row["name"]: row["verdict"] for row in read(store / "results.jsonl")}
-    mutants = [each for each in mutants if verdicts.get(each.name) == ("survived" if options.again else None)]
-    run_mutants(mutants, store, options.seconds, options.whole)
-    return 0
+    wanted = "survived" if options.again else None
+    mutants = in_turn([each for each in mutants if verdicts.get(each.name) == wanted])
+    files = test_files(options.tests or ["tests"])
+    preload(store, files)
+    with tempfile.TemporaryDirectory(prefix="paceline-mutants-") as folder:
+        tree = copy_tree(Path(folder))
+        work = Work(tree, store, os.dup(1), options.seconds, options.whole, bool(options.tests))
+        status = work.collect(files, check_killers) if options.check else work.run(files, every, mutants)
+        if status:
+            print((tree.parent / "output").read_text()[-5000:])
+    return status
 
 
-def preload(store: Path) -> None:
-    """Import the large libraries, with the environment that tests/conftest.py gives them."""
+def in_turn(mutants: Sequence[Mutant]) -> list[Mutant]:
+    """One of each group, the second of each, and so on: a run that is cut short has as many of each."""
+    seen: Counter[str] = Counter()
+    turns: dict[str, int] = {}
+    for mutant in mutants:
+        turns[mutant.name] = seen[mutant.group]
+        seen[mutant.group] += 1
+    return sorted(mutants, key=lambda mutant: turns[mutant.name])
+
+
+def preload(store: Path, files: Sequence[str]) -> None:
+    """Import the large libraries of test files, with the environment that tests/conftest.py gives them."""
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     os.environ.update(HF_HOME=str(store / "cache"), TORCH_EXTENSIONS_DIR=str(store / "torch_extensions"))
-    for name in PRELOADED:
-        importlib.import_module(name)
+    for folder, names in PRELOADED.items():
+        for name in names if any(file.startswith(folder) for file in files) else ():
+            importlib.import_module(name)
 
 
 def test_files(words: Sequence[str]) -> list[str]:

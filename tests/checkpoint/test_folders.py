@@ -76,10 +76,11 @@ class TestNames:
             os.utime(tmp_path / f"checkpoint-{step}", (seconds, seconds))
         by_time = [Path(path).name for path in sort_checkpoints(tmp_path, use_mtime=True)]
         assert by_time == ["checkpoint-2", "checkpoint-3", "checkpoint-1"]
-        for step in (1, 2, 3):
-            os.utime(tmp_path / f"checkpoint-{step}", (100 + step / 10, 100 + step / 10))
-        by_time = [Path(path).name for path in sort_checkpoints(tmp_path, use_mtime=True)]
-        assert by_time == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+        for spread, order in ((0.9, "123"), (1.5, "321")):  # seconds
+            for step in (1, 2, 3):
+                seconds = 100 - spread * step / 2
+                os.utime(tmp_path / f"checkpoint-{step}", (seconds, seconds))
+            assert [Path(path).name[-1] for path in sort_checkpoints(tmp_path, use_mtime=True)] == list(order)
 
     def test_best_is_last_but_one(self, tmp_path: Path) -> None:
         make(tmp_path, 1, 2, 3, 4)
@@ -412,6 +413,17 @@ class TestNewestValid:
         assert len(reports) == 2
         assert "checkpoint-3 is skipped: a.txt has 2 bytes instead of 3" in reports[0]
         assert "sub/b.txt is damaged" in reports[1]
+
+    def test_problems_beyond_three_are_counted(self, tmp_path: Path) -> None:
+        with staged(tmp_path / "checkpoint-1") as folder:
+            for name in "abcde":
+                (folder / name).write_text("x")
+        for name in "abcde":
+            (tmp_path / "checkpoint-1" / name).write_text("xx")
+        reports: list[str] = []
+        assert newest_valid(tmp_path, reports.append) is None
+        assert reports[0].count("has 2 bytes instead of 1") == 3
+        assert reports[0].endswith("(and 2 more)")
 
     def test_extra_files_are_told_not_refused(self, tmp_path: Path) -> None:
         save(tmp_path / "checkpoint-1", "x")

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.checkpoint import manifest
-from paceline.checkpoint.manifest import MANIFEST_NAME, extra_files, seal, verify
+from paceline.checkpoint.manifest import MANIFEST_NAME, entry_of, extra_files, hash_and_sync, seal, verify
 
 
 def fill(folder: Path) -> Path:
@@ -33,6 +33,37 @@ def test_sealed_folder_is_good_and_lists_all_files(tmp_path: Path) -> None:
     listed = json.loads((folder / MANIFEST_NAME).read_text())["files"]
     assert sorted(listed) == ["empty", "sub/state.json", "weights.bin"]
     assert listed["weights.bin"]["size"] == 256
+
+
+def test_weights_beside_those_of_the_manifest_hide_no_damage(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / "pytorch_model.bin").write_bytes(b"listed")
+    seal(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"broken")
+    (folder / "model.safetensors").write_bytes(safetensors_bytes())
+    assert "pytorch_model.bin is damaged" in verify(folder)[0]
+
+
+def test_a_file_that_is_known_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = entry_of(fill(tmp_path / "c") / "weights.bin")
+    assert known is not None
+    assert entry_of(tmp_path / "c" / "other") is None
+    assert entry_of(tmp_path / "none" / "weights.bin") is None
+    again = tmp_path / "again"
+    again.mkdir()
+    os.link(tmp_path / "c" / "weights.bin", again / "weights.bin")
+    (again / "with the next name").write_bytes(b"1")
+    hashed: list[str] = []
+
+    def note(path: Path) -> tuple[str, int]:
+        hashed.append(path.name)
+        return hash_and_sync(path)
+
+    monkeypatch.setattr(manifest, "hash_and_sync", note)
+    seal(again, {"weights.bin": known})
+    assert hashed == ["with the next name"]
+    assert verify(again) == []
 
 
 def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:

@@ -194,6 +194,15 @@ def test_the_limit_is_on_the_sum_of_all_collectors() -> None:
         assert not isinstance(first.result(), np.memmap)
 
 
+def test_entries_of_samples_go_to_the_file_too() -> None:
+    with DiskBuffer(limit=0) as disk_buffer:
+        collector = RowCollector(disk_buffer=disk_buffer)
+        for numbers in ([1, 2], [3]):
+            collector.add(boxes(numbers), len(numbers))
+            assert disk_buffer.held == 0
+        assert_same(collector.result(), boxes([1, 2, 3]))
+
+
 def test_another_shape_of_output_is_an_error() -> None:
     collector = RowCollector()
     collector.add({"a": np.zeros(2)}, 2)

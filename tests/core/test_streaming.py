@@ -202,6 +202,12 @@ def test_predictions_may_be_columns_or_come_in_a_tuple() -> None:
     assert updated(Regression(), data, [20]).compute() == values_of_regression(column)
 
 
+def test_what_weighs_nothing_need_not_be_a_number() -> None:
+    metric = Mean(lambda p: (p.predictions, p.label_ids))
+    metric.update(EvalPrediction(np.array([2.0, math.nan, 5.0]), np.array([1.0, 0.0, 2.0])))
+    assert metric.compute()["mean"] == 4.0
+
+
 def values_of_regression(data: EvalPrediction) -> dict[str, float]:
     metric = Regression()
     metric.update(data)
