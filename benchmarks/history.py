@@ -21,6 +21,7 @@ _SAVE = ("checkpoint", "pytorch/checkpoint", "pytorch/rollback.py")
 COVERS: dict[str, tuple[str, ...]] = {
     "step_overhead": (*_STEP, *_SAVE),
     "import_time": ("*.py", ":!cli", ":!tensorflow", ":!drop_in.py"),
+    "run_growth": (*_STEP, *_SAVE, "core/log_text.py", "core/lengths.py"),
     "gpt2_124m": _STEP,
     "eval_memory": ("core/metrics.py", "core/streaming.py", "pytorch/evaluation"),
     "checkpoint_save": _SAVE,

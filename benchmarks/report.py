@@ -21,6 +21,7 @@ TO_RUN = {
     "step_overhead": "python benchmarks/step_overhead.py",
     "ledger": "python benchmarks/ledger.py",
     "import_time": "python benchmarks/import_time.py",
+    "run_growth": "python benchmarks/run_growth.py",
     "gpt2_124m": "python benchmarks/gpt2_124m.py",
     "eval_memory": "python benchmarks/eval_memory.py",
     "checkpoint_save": "python benchmarks/checkpoint_save.py",
@@ -299,10 +300,44 @@ def tf_step(result: Result) -> str:
     return about + table(head, rows)
 
 
+GROWTH = {
+    "bytes_per_logged_step": ("memory that a logged step adds, bytes", "{:,.0f}"),
+    "state_ms_per_save": ("`trainer_state.json`, CPU ms a save", "{:,.1f}"),
+    "state_mb_per_save": ("`trainer_state.json`, MB written a save", "{:,.2f}"),
+    "grouping_mb": ("an order by length, MB held", "{:,.1f}"),
+    "grouping_peak_mb": ("an order by length, MB at most", "{:,.1f}"),
+    "grouping_s": ("an order by length, CPU s", "{:,.2f}"),
+    "small_tensors_ms": ("two steps and a save of small tensors, CPU ms", "{:,.0f}"),
+    "first_step_ms": ("from the constructor to the first step, CPU ms", "{:,.0f}"),
+    "process_ms": ("from the start of the process to the first step, CPU ms", "{:,.0f}"),
+}
+
+
+def run_growth(result: Result) -> str:
+    settings = result["settings"]
+    rows = [
+        [
+            GROWTH[key][0],
+            spread(row.get("transformers"), GROWTH[key][1]),
+            spread(row.get("paceline"), GROWTH[key][1]),
+            spread(row["of_transformers"]),
+        ]
+        for key, row in result["rows"].items()
+    ]
+    about = (
+        f"A run that logs each step; the state of a run with {settings['rows']:,} rows in the end, saved every "
+        f"{settings['rows_between']}; {settings['samples']:,} samples grouped by length; a module of "
+        f"{settings['tensors']:,} tensors of 64 numbers with AdamW. torch's compiler, which torch imports with the "
+        "first optimizer, is imported before the constructor, so that it counts for the process alone.\n\n"
+    )
+    return about + table(["what", "transformers", "paceline", "of transformers'"], rows)
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "step_overhead": ("What a step costs beside the model", step_overhead),
     "ledger": ("What the time ledger costs", ledger),
     "import_time": ("What importing costs", import_time),
+    "run_growth": ("What a long run adds to", run_growth),
     "gpt2_124m": ("GPT-2, 124 M parameters, one GPU", gpt2_124m),
     "checkpoint_save": ("How long a save holds training up", checkpoint_save),
     "sharded_save": ("How long a save of a sharded model holds training up", sharded_save),

@@ -16,7 +16,15 @@ import warm
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 # they measure imports or peaks of memory, or hold engines of DeepSpeed
-FRESH = ("import_time.py", "ledger.py", "eval_memory.py", "export.py", "shared_overhead.py", "tf_step.py")
+FRESH = (
+    "import_time.py",
+    "ledger.py",
+    "run_growth.py",
+    "eval_memory.py",
+    "export.py",
+    "shared_overhead.py",
+    "tf_step.py",
+)
 NEEDS = {"transformers.Trainer": "transformers", "lightning": "lightning", "accelerate loop": "accelerate"}
 PEERS = [name for name, module in NEEDS.items() if importlib.util.find_spec(module) is not None]
 
@@ -308,3 +316,14 @@ def test_tf_step(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     run("report.py", "--results", str(tmp_path), "--page", str(page))
     assert "2.7 M parameters, batches of 128" in page.read_text("utf-8")
+
+
+def test_run_growth(tmp_path: Path) -> None:
+    result = run_for_result(tmp_path, "run_growth", "--quick", "--contenders", "paceline")
+    rows = result["rows"]
+    assert rows["bytes_per_logged_step"]["paceline"]["median"] > 0
+    assert rows["state_mb_per_save"]["paceline"]["median"] == pytest.approx(174e-6 * 750, rel=0.1)  # of 500 and 1,000
+    assert len(result["targets"]) == 5
+    page = tmp_path / "page.md"
+    run("report.py", "--results", str(tmp_path), "--page", str(page))
+    assert "MB held" in page.read_text("utf-8")

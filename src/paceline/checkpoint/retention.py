@@ -82,7 +82,9 @@ def rotate(
         return []
     marks = {path: mark_of(Path(path)) for path in sort_checkpoints(output_dir)}
     order = in_order(marks, run)
-    pinned = pinned_by(retention, _on_the_way(marks, order, run), scores_of(history, retention.metric))
+    pinned = pinned_by(
+        retention, _on_the_way(marks, order, run), scores_of(history if retention.best else (), retention.metric)
+    )
     return delete_oldest(order, retention.last or 1, best, pinned)
 
 
@@ -103,7 +105,9 @@ def unwanted(
     order = in_order(marks, run)
     if not retention.is_set or not order:
         return []
-    pinned = pinned_by(retention, _on_the_way(marks, order, run), scores_of(history, retention.metric))
+    pinned = pinned_by(
+        retention, _on_the_way(marks, order, run), scores_of(history if retention.best else (), retention.metric)
+    )
     candidates, num_to_delete = surplus(order, retention.last or 1, best if best in order else None, pinned)
     return candidates[: max(0, num_to_delete)]
 
@@ -152,11 +156,13 @@ def pinned_by(retention: Retention, seconds: Mapping[str, float | None], scores:
 def scores_of(history: Iterable[Mapping[str, Any]], metric: str) -> dict[int, float]:
     """Maps steps to their evaluation metric; steps without it, or with NaN, are omitted."""
     scores: dict[int, float] = {}
+    key = metric if metric.startswith("eval_") else f"eval_{metric}"
     for row in history:
-        evaluated = {name: value for name, value in row.items() if name.startswith("eval_")}
+        if key not in row:  # most rows are of training: this is all that they cost
+            continue
         try:
-            value = best_metric_value(evaluated, metric)
-        except (KeyError, TypeError):
+            value = best_metric_value({key: row[key]}, key)
+        except TypeError:
             continue
         if not math.isnan(value):
             scores[int(row.get("step", -1))] = value

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 MEGABATCHES = 50  # batches sorted by length together, as in the Hugging Face Trainer
 
+Lengths = npt.NDArray[np.int64]
+GivenLengths = Sequence[int] | Lengths
+
 
 def length_grouped_order(
-    lengths: Sequence[int], batch_size: int, permutation: Any, num_batches: int | None = None
-) -> list[int]:
+    lengths: GivenLengths, batch_size: int, permutation: Any, num_batches: int | None = None
+) -> Lengths:
     """Returns the permutation with samples of similar length side by side, and the longest sample first.
 
     Blocks of 50 batches (fewer for little data) are sorted by length, longest first, so that batches need little
@@ -23,41 +28,53 @@ def length_grouped_order(
         batch_size: samples that are padded together.
         permutation: a permutation of `range(len(lengths))`, a tensor or an array.
         num_batches: batches in a block; overrides the default of at most 50.
+
+    Returns: int64 of shape (len(lengths),): 8 bytes a sample, where a list of integers takes 40.
     """
-    num_samples = len(lengths)
+    sizes = np.asarray(lengths)
+    if sizes.dtype.kind not in "if":
+        sizes = sizes.astype(np.int64)  # unsigned ones have no negatives to sort by
+    num_samples = len(sizes)
+    order = np.array(permutation, dtype=np.int64)  # a copy, which is sorted in place
+    if not num_samples:
+        return order
     block = batch_size * (num_batches or max(min(num_samples // (batch_size * 4), MEGABATCHES), 1))
-    shuffled = permutation.tolist()
-    blocks = [
-        sorted(shuffled[start : start + block], key=lambda index: -lengths[index])
-        for start in range(0, num_samples, block)
-    ]
-    if not blocks:
-        return []
-    longest = max(range(len(blocks)), key=lambda place: lengths[blocks[place][0]])
-    blocks[0][0], blocks[longest][0] = blocks[longest][0], blocks[0][0]
-    return list(itertools.chain.from_iterable(blocks))
+    for start in range(0, num_samples, block):
+        part = order[start : start + block]
+        part[:] = part[np.argsort(-sizes[part], kind="stable")]
+    firsts = np.arange(0, num_samples, block)
+    longest = firsts[np.argmax(sizes[order[firsts]])]
+    order[[0, longest]] = order[[longest, 0]]
+    return order
 
 
-def find_lengths(dataset: Any, column: str = "length", model_input_name: str | None = None) -> list[int]:
+def find_lengths(dataset: Any, column: str = "length", model_input_name: str | None = None) -> Lengths:
     """Returns the length of every sample, from a column of that name or else by reading the whole dataset once.
 
+    Returns: int64 of shape (len(dataset),).
     Raises:
         ValueError: samples are not dicts, or lack the input that is measured.
     """
+    size = len(dataset)
     if column in (getattr(dataset, "column_names", None) or ()):
-        return [int(length) for length in dataset[column]]
+        return gather(dataset[column], size)
     name = model_input_name or "input_ids"
-    first = dataset[0] if len(dataset) else {name: ()}
+    first = dataset[0] if size else {name: ()}
     if isinstance(first, Mapping) and column in first:
-        return [int(dataset[index][column]) for index in range(len(dataset))]
+        return gather((dataset[index][column] for index in range(size)), size)
     if not isinstance(first, Mapping) or name not in first:
         raise ValueError(
             f"Sampling by length needs dict samples with {name!r}, or a dataset column {column!r} "
             f"(length_column_name); samples are {describe_sample(first)}."
         )
     if name in (getattr(dataset, "column_names", None) or ()):
-        return [len(value) for value in dataset[name]]
-    return [len(dataset[index][name]) for index in range(len(dataset))]
+        return gather((len(value) for value in dataset[name]), size)
+    return gather((len(dataset[index][name]) for index in range(size)), size)
+
+
+def gather(lengths: Iterable[Any], size: int) -> Lengths:
+    """Returns numbers that are read one at a time as an array, int64 of shape (size,)."""
+    return np.fromiter((int(length) for length in lengths), dtype=np.int64, count=size)
 
 
 def describe_sample(sample: object) -> str:

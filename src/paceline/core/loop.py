@@ -85,7 +85,8 @@ class Loop:
         self.unlogged = UpdateSummary()  # of the optimizer steps read since the last log
         self.num_samples = 0  # that this run trained on
         self.has_work = True  # the run was not complete before it began
-        self.logged: list[tuple[float, int]] = []  # (mean loss, number of optimizer steps) of each log of this run
+        self.num_logged = 0  # optimizer steps with a loss that the logs of this run cover
+        self.logged_sum = 0.0  # of their losses
         self.skipped: set[tuple[int, int]] = set()  # (epoch, first sample) of windows skipped by a rewind
         self.num_allowed_for = 0  # of these, windows that the plan's length excluded from the start
         self.is_heeded = False  # a request to stop was obeyed; the resumed run does what is left
@@ -321,7 +322,8 @@ class Loop:
         mean = past.mean_loss(self.plan.leave_out_non_finite)
         if mean is not None:
             logs["loss"] = mean[0]
-            self.logged.append(mean)
+            self.logged_sum += mean[0] * mean[1]
+            self.num_logged += mean[1]
         if past.num_finite < past.num_counted:
             logs["nonfinite_steps"] = past.num_counted - past.num_finite
         if past.grad_norm != NOT_COMPUTED:
@@ -334,10 +336,8 @@ class Loop:
 
         As in transformers, it is 0.0 if the run was complete before it began.
         """
-        counted = sum(number for _, number in self.logged)
-        total = sum(loss * number for loss, number in self.logged)
         nothing = math.nan if self.has_work else 0.0
-        return total / counted if counted else nothing
+        return self.logged_sum / self.num_logged if self.num_logged else nothing
 
     def keep_snapshot(self) -> None:
         """Stores the present state as the last good one."""

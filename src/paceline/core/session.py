@@ -24,6 +24,7 @@ from paceline.core.goodput import goodput
 from paceline.core.headlines import headlines
 from paceline.core.ledger import LOG, OTHER, SAVE, Ledger, describe, remedies
 from paceline.core.lineage import RECORD_NAME, RunMark, at, claimed
+from paceline.core.log_text import LogText
 from paceline.core.loop import Loop
 from paceline.core.metrics import speed_metrics
 from paceline.core.outputs import TrainOutput
@@ -142,6 +143,7 @@ class Run:
         loop: decides when.
         is_trained: the loop has ended.
         retry_writer: writes the journal and the record of the run.
+        log_text: the rows of the log as text, from one save to the next.
         begun: start of the run, in seconds of a monotonic clock.
         ledger: the time of the run by activity.
         resources: samples the machine; None: `log_resources` is off.
@@ -162,6 +164,7 @@ class Run:
     loop: Loop | None = None
     is_trained: bool = False
     retry_writer: RetryWriter = field(default_factory=RetryWriter)
+    log_text: LogText = field(default_factory=LogText)
     begun: float = field(default_factory=time.monotonic)
     ledger: Ledger = field(default_factory=Ledger)
     resources: Resources | None = None

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from paceline.args.secrets import masked
 from paceline.args.sections import Options
 from paceline.core.counts import is_amount, is_count, shown
+from paceline.core.log_text import HISTORY, LogText, StateText
 from paceline.core.metrics import jsonable
 
 logger = logging.getLogger(__name__)
@@ -157,22 +157,36 @@ class TrainerState:
         stateful = [callback for callback in callbacks if callable(getattr(callback, "state", None))]
         self.stateful_callbacks = export_states(stateful)
 
+    def copied(self) -> Self:
+        """Returns a copy of all fields; the rows of the log, which grow in number alone, are shared."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        rows = list(fields.pop("log_history"))
+        made = copy.copy(self)
+        for name, value in fields.items():
+            setattr(made, name, copy.deepcopy(value))
+        made.log_history = rows
+        return made
+
     def take_back(self, saved: TrainerState) -> None:
         """Restores all fields from a copy of this state, which is copied again."""
+        again = saved.copied()
         for field in dataclasses.fields(saved):
-            setattr(self, field.name, copy.deepcopy(getattr(saved, field.name)))
+            setattr(self, field.name, getattr(again, field.name))
 
     def save_to_json(self, json_path: str | os.PathLike[str]) -> None:
         """Writes the state atomically."""
-        write_values(self.plain_values(), json_path)
+        self.text().write(json_path)
 
-    def plain_values(self) -> dict[str, Any]:
-        """Returns a copy of the state in plain values, which `save_to_json` writes.
+    def text(self, log_text: LogText | None = None) -> StateText:
+        """Returns the state of this moment, which its `write` writes from any thread.
 
-        It takes about 2 ms per 1000 rows of the log; serialising them to text would take three times as long.
+        Args:
+            log_text: of the run, so that rows are encoded once; it takes 7 us for each new one.
         """
-        values: dict[str, Any] = jsonable({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-        return values
+        names = [field.name for field in dataclasses.fields(self) if field.name != HISTORY]
+        rows = list(self.log_history)
+        chunks = log_text.chunks_of(rows) if log_text is not None else ()
+        return StateText(jsonable({name: getattr(self, name) for name in names}), rows, chunks)
 
     @classmethod
     def load_from_json(cls, json_path: str | os.PathLike[str]) -> Self:
@@ -220,17 +234,6 @@ class TrainerState:
         self.num_train_epochs = num_train_epochs
         self.is_local_process_zero = trainer.is_local_process_zero()
         self.is_world_process_zero = trainer.is_world_process_zero()
-
-
-def write_values(values: Mapping[str, Any], json_path: str | os.PathLike[str]) -> None:
-    """Writes the result of `plain_values` atomically, secrets masked."""
-    path = Path(json_path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    shown = masked(values)
-    if "best_model_checkpoint" in values:  # not masked: a resumed run looks for this folder
-        shown["best_model_checkpoint"] = values["best_model_checkpoint"]
-    temporary.write_text(json.dumps(shown, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def _is_number(value: object) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from paceline.args.sharding import wants_shards
 from paceline.checkpoint.retention import Retention, retention_of
+from paceline.core.log_text import LogText
 from paceline.core.methods import is_ours
 from paceline.core.optional import LateModule
 from paceline.core.outputs import EvalLoopOutput
@@ -253,6 +254,7 @@ def checkpointer_of(trainer: Trainer) -> Checkpointer:
         saves=saves,
         in_run=run is not None,
         state=trainer.state,
+        log_text=run.log_text if run is not None else LogText(),
         handler=trainer.callback_handler,
         read_control=lambda: trainer.control,
         read_mark=lambda: trainer.run_mark,

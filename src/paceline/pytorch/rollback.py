@@ -54,7 +54,7 @@ class Rollback:
         return Snapshot(
             items={name: copy.deepcopy(item.state_dict()) for name, item in self.items.items()},
             buffers=copy_buffers(self.model),
-            state=copy.deepcopy(self.state),
+            state=self.state.copied(),
         )
 
     def rewind(self, snapshot: Snapshot, bad: UpdateRow) -> None:

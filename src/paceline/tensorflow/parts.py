@@ -155,7 +155,7 @@ def checkpointer_of(trainer: TFTrainer) -> Checkpointer:
 def run_in_progress_of(trainer: TFTrainer) -> RunInProgress | None:
     """Returns the parts of the run whose states a checkpoint holds; None outside of `train`."""
     run = trainer.run
-    return None if run is None else RunInProgress(run.mark_now(), run.feed, run.engine, run.loop)
+    return None if run is None else RunInProgress(run.mark_now(), run.feed, run.engine, run.loop, run.log_text)
 
 
 # ---- the hub

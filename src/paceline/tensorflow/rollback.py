@@ -57,7 +57,7 @@ class Rollback:
         """Copies everything that training changes: as much memory again as model and optimizer take."""
         return Snapshot(
             values=values_of(changing_variables(self.model, self.optimizer)),
-            state=copy.deepcopy(state),
+            state=state.copied(),
             position=self.feed.state_dict(),
             random=capture_random(),
             callbacks=copy.deepcopy(callback_states(self.callback_handler)),

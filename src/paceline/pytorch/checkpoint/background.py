@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.pytorch.checkpoint.adapters import has_adapters
-from paceline.pytorch.checkpoint.tensors import plain_values, save_tensors
+from paceline.pytorch.checkpoint.tensors import plain_values, save_plain
 from paceline.pytorch.checkpoint.weights import Sorted, num_bytes
 from paceline.pytorch.data.prefetch import has_pinned_memory
 
@@ -56,15 +56,15 @@ class HostBuffers:
         if tensor.numel() and identity in self._copied:
             return self._copied[identity][1]
         is_pinned = tensor.device.type != "cpu" and has_pinned_memory()
-        made = torch.empty_like(tensor, device="meta")  # dense, the order of dimensions kept
-        key = (tensor.dtype, tensor.shape, made.stride())
+        stride = tensor.stride()
+        if not tensor.is_contiguous():
+            stride = torch.empty_like(tensor, device="meta").stride()  # dense, the order of dimensions kept
+        key = (tensor.dtype, tensor.shape, stride)
         free = self._free.get(key)
         if free:
             buffer = free.pop()
         else:
-            buffer = torch.empty_strided(
-                made.shape, made.stride(), dtype=made.dtype, device="cpu", pin_memory=is_pinned
-            )
+            buffer = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned)
         self._used.append((key, buffer))
         buffer.copy_(tensor, non_blocking=is_pinned)
         # with the source, so that no other tensor can get its address meanwhile
@@ -110,7 +110,7 @@ class HostCopy:
     def add_tensors(self, state: object, path: str | os.PathLike[str]) -> None:
         """Adds a `save_tensors`. Raises TypeError immediately for values that could not be read back."""
         copied = plain_values(state, Path(path).name, self.buffers.copy)
-        self._writes.append(partial(save_tensors, copied, path))
+        self._writes.append(partial(save_plain, copied, path))
 
     def add_weights(self, weights: Sorted, write: Callable[[Sorted], None]) -> None:
         """Adds a call of `write` with a copy of the weights. Raises TypeError immediately, as `add_tensors`."""

@@ -22,8 +22,9 @@ from paceline.checkpoint.space import in_words
 from paceline.core.callback_states import restore_callback_states
 from paceline.core.events import CallbackHandler
 from paceline.core.lineage import PROGRESS_FILE, RunMark, is_part, mark_of
+from paceline.core.log_text import LogText
 from paceline.core.methods import is_ours
-from paceline.core.state import TrainerControl, TrainerState, write_values
+from paceline.core.state import TrainerControl, TrainerState
 from paceline.pytorch.checkpoint import files
 from paceline.pytorch.checkpoint.background import available_host_memory, writes_itself_safely
 from paceline.pytorch.checkpoint.fqn_state import load_foreign_optimizer, load_optimizer_shards
@@ -126,6 +127,7 @@ class Checkpointer:
         saves: the state of the run's saves; one of its own outside of a run.
         in_run: a run is in progress; outside of one a checkpoint is written at once.
         state: of the Trainer.
+        log_text: of the run; an empty one outside of a run.
         handler: the callbacks.
         read_control: returns the present control.
         read_mark: returns the mark of the run as it is now, None before the first.
@@ -139,6 +141,7 @@ class Checkpointer:
     saves: Saves
     in_run: bool
     state: TrainerState
+    log_text: LogText
     handler: CallbackHandler
     read_control: Callable[[], TrainerControl]
     read_mark: Callable[[], RunMark | None]
@@ -217,7 +220,7 @@ class Checkpointer:
             hooks.save_rng_state(path)
             self.write_items(path, further(self.items))
         self.state.record_callbacks([*self.handler.callbacks, self.read_control()])
-        job.later(partial(write_values, self.state.plain_values(), job.temporary / STATE_FILE))
+        job.later(partial(self.state.text(self.log_text).write, job.temporary / STATE_FILE))
         text, states = describe_progress(
             self.items,
             mark=self.mark_saved() if self.mark_saved is not None else None,

@@ -76,7 +76,11 @@ def save_tensors(state: object, path: str | os.PathLike[str]) -> None:
         TypeError: something in `state` could not be read back without running code; the message says where it is.
         OSError: the file cannot be written; a file that was there is unchanged.
     """
-    plain = plain_values(state, Path(path).name)
+    save_plain(plain_values(state, Path(path).name), path)
+
+
+def save_plain(plain: object, path: str | os.PathLike[str]) -> None:
+    """Writes the result of `plain_values`, each tensor of which has a storage of its own. Raises: OSError."""
     # Through a Python file: torch's own writer reports a full disk as a RuntimeError that does not say so.
     with replacing(path) as temporary, open(temporary, "wb") as file:
         try:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core.lengths import GivenLengths
+
 QUADRATIC_COST = 0.001  # weight of attention's length squared against the linear layers' length
 ROUNDS_PER_GROUP = 30  # at least this many moves per group are tried
 
@@ -20,7 +22,7 @@ def padded_cost(num_samples: int, longest: int) -> float:
 
 def balance(
     indices: Sequence[int],
-    lengths: Sequence[int],
+    lengths: GivenLengths,
     num_groups: int,
     *,
     num_ranks: int = 1,
@@ -45,7 +47,7 @@ def balance(
             "raise per_device_train_batch_size."
         )
     ordered = sorted(indices, key=lambda index: -lengths[index])  # stable: ties stay in drawing order
-    groups = Groups([lengths[index] for index in ordered], num_groups, num_ranks)
+    groups = Groups([int(lengths[index]) for index in ordered], num_groups, num_ranks)
     groups.balance(max(num_groups * ROUNDS_PER_GROUP, max_moves or 0))
     costs = groups.costs()
     starts = groups.starts()

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 
 from paceline.core.lengths import describe_sample, length_grouped_order
-from paceline.pytorch.data.sampling import RebalancedBatches, random_order
+from paceline.pytorch.data.sampling import RebalancedBatches, random_order, walk
 
 
 def get_length_grouped_indices(
@@ -28,7 +28,8 @@ def get_length_grouped_indices(
         generator: of the random order; None: torch's global one.
     """
     permutation = torch.randperm(len(lengths), generator=generator)
-    return length_grouped_order(lengths, batch_size, permutation, mega_batch_mult)
+    order: list[int] = length_grouped_order(lengths, batch_size, permutation, mega_batch_mult).tolist()
+    return order
 
 
 class LengthGroupedSampler(Sampler[int]):
@@ -64,7 +65,7 @@ class LengthGroupedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         permutation = torch.randperm(len(self.lengths), generator=self.generator)
-        return iter(length_grouped_order(self.lengths, self.batch_size, permutation))
+        return walk(length_grouped_order(self.lengths, self.batch_size, permutation), 0)
 
 
 class DistributedLengthGroupedSampler(DistributedSampler[int]):
@@ -101,7 +102,7 @@ class DistributedLengthGroupedSampler(DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         permutation = random_order(len(self.lengths), self.seed, self.epoch)
-        order = length_grouped_order(self.lengths, self.batch_size, permutation)
+        order = length_grouped_order(self.lengths, self.batch_size, permutation).tolist()
         return itertools.islice(itertools.cycle(order), self.rank, self.total_size, self.num_replicas)
 
 

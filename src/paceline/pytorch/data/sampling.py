@@ -12,18 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
 from paceline.args.registry import SAMPLERS
-from paceline.core.lengths import find_lengths, length_grouped_order
+from paceline.core.lengths import GivenLengths, Lengths, find_lengths, length_grouped_order
 from paceline.core.optional import load
 from paceline.pytorch.data.rebalance import balance
 
 logger = logging.getLogger(__name__)
 
-Order = Sequence[int] | Tensor
+Order = Sequence[int] | Tensor | Lengths
 CHUNK = 65536  # indices converted to Python integers at a time: 2 MB, not the whole permutation
 
 
@@ -113,7 +114,10 @@ def walk(order: Order, start: int) -> Iterator[int]:
     """Yields the indices from `start` on, as Python integers, a chunk at a time."""
     rest = order[start:]
     if isinstance(rest, Tensor):
-        return itertools.chain.from_iterable(chunk.tolist() for chunk in torch.split(rest, CHUNK))
+        rest = rest.numpy()
+    if isinstance(rest, np.ndarray):
+        chunks = (rest[first : first + CHUNK].tolist() for first in range(0, len(rest), CHUNK))
+        return itertools.chain.from_iterable(chunks)
     return iter(rest)
 
 
@@ -129,7 +133,7 @@ def sequential_sampler(size: int) -> OrderedSampler:
     return OrderedSampler(size, {"kind": "sequential"}, lambda epoch, settings: range(size))
 
 
-def length_grouped_sampler(lengths: Sequence[int], batch_size: int, seed: int) -> OrderedSampler:
+def length_grouped_sampler(lengths: GivenLengths, batch_size: int, seed: int) -> OrderedSampler:
     """Returns a sampler that groups similar lengths, in another order each epoch; see `length_grouped_order`."""
 
     def order(epoch: int, settings: Mapping[str, Any]) -> Order:
@@ -157,7 +161,7 @@ class RebalancedBatches(Sampler[list[int]]):
 
     def __init__(
         self,
-        lengths: Sequence[int],
+        lengths: GivenLengths,
         global_batch_size: int,
         accumulation: int,
         seed: int,
@@ -220,27 +224,27 @@ class RebalancedBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         size = len(self.lengths)
-        order = random_order(size, self._current["seed"], self.epoch).tolist() if self.shuffle else range(size)
+        order = random_order(size, self._current["seed"], self.epoch).numpy() if self.shuffle else np.arange(size)
         return self._updates(order, self._current["samples_per_update"], self.position)
 
-    def _updates(self, order: Sequence[int], per_update: int, position: int) -> Iterator[list[int]]:
+    def _updates(self, order: Lengths, per_update: int, position: int) -> Iterator[list[int]]:
         """Yields this process's micro-batches, one optimizer step after another, from a position on."""
         size = len(order)
         first, skip = divmod(position, per_update)
         for start in range(first * per_update, size, per_update):
-            samples = list(order[start : start + per_update])
+            samples = order[start : start + per_update].tolist()
             if len(samples) < per_update and self.drop_last:
                 return
             yield from self._micro_batches(samples, order, skip)
             skip = 0
 
-    def _micro_batches(self, samples: list[int], order: Sequence[int], skip: int) -> Iterator[list[int]]:
+    def _micro_batches(self, samples: list[int], order: Lengths, skip: int) -> Iterator[list[int]]:
         """Yields this process's micro-batches of one optimizer step, without the first `skip` samples (of all
         processes).
         """
         num_groups = self.num_ranks * self._current["accumulation"]
         if len(samples) < num_groups:
-            samples += itertools.islice(itertools.cycle(order), num_groups - len(samples))
+            samples += order[np.arange(num_groups - len(samples)) % len(order)].tolist()
         groups = balance(
             samples,
             self.lengths,
@@ -276,7 +280,7 @@ class SamplerRequest:
     """
 
     size: int
-    find_lengths: Callable[[], Sequence[int]]
+    find_lengths: Callable[[], GivenLengths]
     batch_size: int
     accumulation: int
     seed: int
@@ -320,7 +324,7 @@ def make_train_sampler(
     batch_size: int,
     accumulation: int,
     seed: int,
-    lengths: Sequence[int] | None = None,
+    lengths: GivenLengths | None = None,
     length_column: str = "length",
     model_input_name: str | None = None,
     drop_last: bool = False,
@@ -374,7 +378,7 @@ def make_eval_sampler(
     strategy: str,
     batch_size: int,
     seed: int,
-    lengths: Sequence[int] | None = None,
+    lengths: GivenLengths | None = None,
     length_column: str = "length",
     model_input_name: str | None = None,
 ) -> OrderedSampler | None:

@@ -15,6 +15,7 @@ from paceline.checkpoint.resuming import is_same
 from paceline.core.counts import is_count, is_json, shown
 from paceline.core.journal import skipped_windows
 from paceline.core.lineage import KEY, PROGRESS_FILE, RunMark
+from paceline.core.log_text import LogText
 from paceline.core.loop import Loop
 from paceline.core.summary import UpdateSummary
 from paceline.tensorflow.checkpoint.variables import CheckpointError
@@ -36,12 +37,14 @@ class RunInProgress:
         feed: iterates over the data.
         engine: runs the optimizer steps.
         loop: decides when; None before it is made.
+        log_text: the rows of the log as text.
     """
 
     mark: RunMark
     feed: TFFeed
     engine: TFEngine
     loop: Loop | None
+    log_text: LogText
 
 
 def describe_progress(

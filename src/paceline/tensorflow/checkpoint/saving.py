@@ -28,7 +28,7 @@ from paceline.checkpoint.space import Place
 from paceline.core.callback_states import callback_states, restore_callback_states
 from paceline.core.events import CallbackHandler
 from paceline.core.lineage import PROGRESS_FILE, RunMark, is_part, mark_of
-from paceline.core.state import TrainerControl, TrainerState, export_states, write_values
+from paceline.core.state import TrainerControl, TrainerState, export_states
 from paceline.tensorflow.checkpoint.resume_state import RunInProgress, describe_progress
 from paceline.tensorflow.checkpoint.variables import num_bytes, optimizer_variables, restore_variables, write_variables
 from paceline.tensorflow.framework import tf
@@ -114,7 +114,7 @@ class Checkpointer:
             with folders.staged(folder) as temporary:
                 self._fill(temporary)
                 written = dataclasses.replace(state, best_model_checkpoint=best, stateful_callbacks=exported)
-                write_values(written.plain_values(), temporary / STATE_FILE)
+                written.text(run.log_text if run is not None else None).write(temporary / STATE_FILE)
                 progress = self._describe_progress(state, run)
                 (temporary / PROGRESS_FILE).write_text(progress, encoding="utf-8")
             rotate(self.folder, self.retention, list(state.log_history), best, run=mark)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.lengths import find_lengths, length_grouped_order
+from paceline.core.lengths import GivenLengths, find_lengths, length_grouped_order
 from paceline.tensorflow.data.batches import Array, collate, leaves, map_leaves, size_of, to_array
 from paceline.tensorflow.framework import keras, tf
 
@@ -97,7 +97,7 @@ class Indexed(Source):
         batch_size: int,
         seed: int | None,
         drop_last: bool,
-        lengths: Sequence[int] | None = None,
+        lengths: GivenLengths | None = None,
     ) -> None:
         self.num_samples = size
         self.take = take
@@ -123,7 +123,7 @@ class Indexed(Source):
         order = epoch_order(size, self.settings["seed"], epoch) if "seed" in self.settings else np.arange(size)
         if self.lengths is None:
             return order
-        return np.array(length_grouped_order(self.lengths, self.settings["batch_size"], order), dtype=np.int64)
+        return length_grouped_order(self.lengths, self.settings["batch_size"], order)
 
     def sample_ids(self, epoch: int, first: int, count: int) -> list[int]:
         """Returns the indices of samples in the data."""
@@ -239,7 +239,7 @@ def make_source(
     collator: Collate | None = None,
     pad: Callable[[list[Any]], Any] | None = None,
     columns: Sequence[str] | None = None,
-    lengths: Callable[[Any], Sequence[int]] | None = None,
+    lengths: Callable[[Any], GivenLengths] | None = None,
 ) -> Source:
     """Returns a source over any supported data.
 
@@ -300,7 +300,7 @@ def unreadable(data: object) -> TypeError:
     )
 
 
-def lengths_of(data: Any, column: str, input_name: str | None) -> Sequence[int]:
+def lengths_of(data: Any, column: str, input_name: str | None) -> GivenLengths:
     """Returns the length of every sample, for `train_sampling_strategy="group_by_length"`.
 
     Args:
