@@ -129,6 +129,7 @@ LOG_LEVELS = {
     "passive": -1,
 }
 SAMPLING_STRATEGIES = ("random", "sequential", "group_by_length", "batch_rebalance")
+PACKINGS = ("pack", "flatten", "group")
 TOKEN_COUNTS = ("no", "all", "non_padding")
 METRIC_INPUTS = ("inputs", "loss")
 PRECISION_BACKENDS = ("auto", "amp", "cuda_amp", "cpu_amp", "apex")

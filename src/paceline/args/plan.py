@@ -12,6 +12,7 @@ from paceline.args.choices import IntervalStrategy
 from paceline.args.coercion import as_plain
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh, engine_of, read_size, resolve_mesh
+from paceline.args.packing import check_packing_on
 from paceline.args.rules import check, check_for_run, derived_values
 from paceline.args.sections import Options
 from paceline.args.sharding import is_asked, is_xla_asked, shard_precision_of
@@ -221,6 +222,7 @@ def resolve(
     notes = notes_on_idle_options(args, world_size)
     derived = derived_values(args)
     mesh = resolve_mesh(args, world_size, local_size)
+    check_packing_on(args, mesh)
     accumulation, global_batch_size = resolve_update(args, mesh.data_size, resumed_batch_size)
     train_size, eval_size = resolve_batches(args, mesh.data_size, notes)
     duration = resolve_duration(args, micro_batches_per_epoch, accumulation, notes)
