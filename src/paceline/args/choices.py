@@ -128,6 +128,7 @@ LOG_LEVELS = {
     "critical": logging.CRITICAL,
     "passive": -1,
 }
+PACKINGS = ("pack", "flatten", "group")
 TOKEN_COUNTS = ("no", "all", "non_padding")
 METRIC_INPUTS = ("inputs", "loss")
 PRECISION_BACKENDS = ("auto", "amp", "cuda_amp", "cpu_amp", "apex")

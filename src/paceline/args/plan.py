@@ -11,6 +11,7 @@ from paceline.args.accelerator_config import accelerator_notes, check_sharing, g
 from paceline.args.choices import IntervalStrategy
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh, engine_of, read_size, resolve_mesh
+from paceline.args.packing import check_packing_on
 from paceline.args.registry import STRATEGIES
 from paceline.args.rules import check, check_for_run, derived_values
 from paceline.args.sections import Options
@@ -204,6 +205,7 @@ def resolve(
     notes = notes_on_idle_options(args, world_size)
     derived = derived_values(args)
     mesh = resolve_mesh(args, world_size, local_size)
+    check_packing_on(args, mesh)
     accumulation_steps, global_batch_size = resolve_update(args, mesh.data_size, resumed_batch_size)
     train_size, eval_size = resolve_batches(args, mesh.data_size, notes)
     duration = resolve_duration(args, micro_batches_per_epoch, accumulation_steps, notes)

@@ -20,6 +20,7 @@ from paceline.args.choices import (
     LOG_LEVELS,
     LOSS_WEIGHTS,
     METRIC_INPUTS,
+    PACKINGS,
     PRECISION_BACKENDS,
     START_METHODS,
     DebugOption,
@@ -392,6 +393,15 @@ class DataSection:
         "Order of the training samples: shuffled, sequential, in batches of similar length, or with the padded cost "
         "balanced over the micro-batches of an optimizer step.",
         tuple(SAMPLERS),
+    )
+    packing: str | None = option(
+        None,
+        "Train without padding: 'pack' puts whole samples into rows of packing_length tokens, 'flatten' into one row, "
+        "'group' makes batches of similar length. Samples in a row do not see each other. Unset: padded batches.",
+        PACKINGS,
+    )
+    packing_length: int | None = option(
+        None, "Tokens of a row for packing='pack'. Unset: the longest sample of each micro-batch."
     )
     length_column_name: str = option("length", "Column with the length of each sample, for sampling by length.")
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.args.accelerator_config import check_batch, global_micro_batch_size, is_on
 from paceline.args.mesh import Mesh
@@ -19,6 +19,9 @@ from paceline.pytorch.data.sampling import make_eval_sampler, make_train_sampler
 from paceline.pytorch.distributed.collectives import dispatch_objects, pack
 from paceline.pytorch.distributed.world import World
 from paceline.pytorch.model.objective import adapted
+
+if TYPE_CHECKING:
+    from paceline.pytorch.packing import Packing
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class LoaderFactory:
         filter_dataset: `(dataset, description) -> dataset` without the columns that the model does not take.
         kept: loaders of evaluations whose workers outlive them; None: none do.
         resumed_batch_size: samples of an optimizer step, if a run is resumed on another number of processes.
+        find_packing: returns the packing of training batches; None without.
     """
 
     settings: LoaderSettings
@@ -74,6 +78,7 @@ class LoaderFactory:
     filter_dataset: Callable[[Any, str], Any]
     kept: KeptLoaders | None = None
     resumed_batch_size: int | None = None
+    find_packing: Callable[[], Packing | None] = lambda: None
 
     def __post_init__(self) -> None:
         self.mesh = self.strategy.mesh
@@ -100,10 +105,12 @@ class LoaderFactory:
             TypeError, ValueError: it is not a dataset, or holds no column that the model takes.
         """
         check_dataset(dataset)
-        given, collate = dataset, self.filter_collator(self.collate, description)
+        packing = self.find_packing() if is_training else None
+        chosen = self.collate if packing is None else packing.collator(self.collate)
+        given, collate = dataset, self.filter_collator(chosen, description)
         sampler = adapted(make_sampler, 1)(dataset) if make_sampler is not None else None  # may read any column
         if has_removable_columns(dataset):
-            dataset, collate = self.filter_dataset(dataset, description), self.collate
+            dataset, collate = self.filter_dataset(dataset, description), chosen
         make = partial(
             self.make_loader,
             dataset,

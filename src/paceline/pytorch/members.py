@@ -14,6 +14,7 @@ from paceline.pytorch.sync import Measure
 
 if TYPE_CHECKING:
     from paceline.checkpoint.remote_sync import RemoteSync
+    from paceline.pytorch.packing import Packing
 
 
 class TrainerMembers(Facade, Protocol):
@@ -45,6 +46,7 @@ class TrainerMembers(Facade, Protocol):
     remote_sync: RemoteSync | None
     _make_checkpointer: Callable[[], Checkpointer]
     _make_measurer: Callable[[], Measure | None]
+    _find_packing: Callable[[], Packing | None]
     _prepare_inputs: Callable[[Any], Any]
     _wrap_model: Callable[..., nn.Module]
     _evaluate: Callable[..., dict[str, float]]

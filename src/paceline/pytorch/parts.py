@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.args.packing import JOINING, sampling_of
 from paceline.args.sharding import wants_shards
 from paceline.checkpoint.retention import Retention, retention_of
 from paceline.core.log_text import LogText
@@ -36,6 +37,7 @@ from paceline.pytorch.evaluation.predictor import EvaluationLoop, Evaluator
 from paceline.pytorch.loaders import LoaderFactory, LoaderSettings
 from paceline.pytorch.model.operations import measurer, token_counter
 from paceline.pytorch.model.prepare import edited_for_evaluation
+from paceline.pytorch.model.reductions import LossReduction
 from paceline.pytorch.model.signature import innermost
 from paceline.pytorch.model_card import card_facts, optimizer_of
 from paceline.pytorch.optim.modes import evaluation_weights
@@ -44,9 +46,11 @@ from paceline.pytorch.validation import ModelFacts, read_model
 
 if TYPE_CHECKING:
     from paceline.checkpoint.remote_sync import Policy, RemoteSync
+    from paceline.pytorch import packing
     from paceline.pytorch.checkpoint import sharded_format
     from paceline.pytorch.trainer import Trainer
 else:
+    packing = LateModule("paceline.pytorch.packing")
     sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
 
 # ---- the model
@@ -195,9 +199,9 @@ def loaders_of(trainer: Trainer) -> LoaderFactory:
         train_batch_size=args.train_batch_size,
         eval_batch_size=args.eval_batch_size,
         accumulation=args.gradient_accumulation_steps,
-        sampling=str(args.train_sampling_strategy),
+        sampling=sampling_of(args),
         # separate batches cannot be reordered
-        eval_sampling=str(args.train_sampling_strategy) if args.eval_do_concat_batches else "sequential",
+        eval_sampling=sampling_of(args) if args.eval_do_concat_batches else "sequential",
         seed=trainer._data_seed,
         length_column=args.length_column_name,
         model_input_name=trainer._model_input_name,
@@ -214,7 +218,32 @@ def loaders_of(trainer: Trainer) -> LoaderFactory:
         filter_dataset=trainer._remove_unused_columns,
         kept=run.loaders if run is not None and args.dataloader_persistent_workers else None,
         resumed_batch_size=trainer._resumed_batch_size,
+        find_packing=trainer._find_packing,
     )
+
+
+def packing_of(trainer: Trainer) -> packing.Packing | None:
+    """Returns the packing of training batches, found out once for each model; None without."""
+    args, known = trainer.args, trainer._packing
+    if args.packing not in JOINING:
+        return None
+    if known is not None and known.model is trainer.model and known.asked == (args.packing, args.packing_length):
+        return known
+    found = packing.find_packing(
+        trainer.model,
+        trainer.compute_loss,
+        kind=args.packing,
+        length=args.packing_length,
+        pad_token_id=getattr(trainer.processing_class, "pad_token_id", None),
+        is_compiled=args.torch_compile,
+        is_half=trainer.strategy.precision.autocasts,
+        forward_context=trainer.strategy.forward_context,
+    )
+    rule = trainer.loss_normalizer
+    if rule.known is None:  # of any other reduction, a row's loss would not have been that of its documents
+        rule.know_of(LossReduction("tokens", shifted=found.form.shifts))
+    trainer._packing = found
+    return found
 
 
 # ---- operations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -169,6 +169,9 @@ class Session(core.Session[Run, TrainerMembers]):
             )
             self.facade._load_from_checkpoint(str(checkpoint))
         loader = self.facade.get_train_dataloader()
+        packing = self.facade._find_packing()
+        if packing is not None:
+            packing.check_loader(loader, type(self.facade).__name__)
         plan = self.make_plan(loader)
         collect, device = adapted(self.facade.get_batch_samples, 3), self.world.device
         feed = StatefulDataIterator(
@@ -238,8 +241,10 @@ class Session(core.Session[Run, TrainerMembers]):
             self.edits = prepared = prepare_model(self.model, self.args)
             for note in prepared.notes:
                 logger.info(note)
+            packing = self.facade._find_packing()
             try:
-                yield
+                with packing.applied() if packing is not None else nullcontext():
+                    yield
             finally:
                 prepared.undo()
                 self.edits = None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,9 @@ from paceline.pytorch.optim import optimizers as optimizer_registry
 from paceline.pytorch.optim.schedulers import follows_metrics, get_scheduler
 from paceline.pytorch.session import Session
 from paceline.pytorch.sync import Measure
+
+if TYPE_CHECKING:
+    from paceline.pytorch.packing import Packing
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +102,7 @@ class Trainer(HubNames, ForSubclasses):
     reports_changes = True  # changes of the arguments since the checkpoint that a run is resumed from
     current_flos = 0.0
     _created_lr_scheduler = False
+    _packing: Packing | None = None  # of training batches, as found out for this model
     _resumed_batch_size: int | None = None  # global batch size, if a run is resumed on another number of processes
 
     def _make_session(self) -> Session:
@@ -247,6 +251,9 @@ class Trainer(HubNames, ForSubclasses):
     ) -> Any:
         """Returns a loader; `dataloader_key` is not needed: those of evaluations are cached by their dataset."""
         return parts.loaders_of(self).make(dataset, description, batch_size, sampler_fn, is_training)
+
+    def _find_packing(self) -> Packing | None:
+        return parts.packing_of(self)
 
     @property
     def _data_seed(self) -> int:

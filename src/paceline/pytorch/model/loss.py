@@ -130,6 +130,11 @@ class LossNormalizer:
         self.is_scaled = False
         self.is_made_here = True
 
+    def know_of(self, reduction: LossReduction) -> None:
+        """Sets the reduction that the loss was seen to have, unless one was declared."""
+        self.known = self.likely = reduction
+        self.begin(self.last_probe)
+
     # ---- counting
 
     def find_labels(self, batch: object) -> Tensor | None:

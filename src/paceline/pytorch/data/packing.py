@@ -1,0 +1,263 @@
+"""Batches without padding: samples packed into rows, or concatenated in one row, with positions that restart.
+
+A packed batch holds `input_ids`, `position_ids`, `labels` and whatever else has one value for each token, of shape
+(rows, tokens). A document begins wherever a position is not the one before plus one; no other description of the
+documents travels, so that rows can be cut, moved and counted like those of any batch.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.core.lengths import describe_sample
+
+IGNORED = -100
+IDS, LABELS, MASK, POSITIONS = "input_ids", "labels", "attention_mask", "position_ids"
+LABEL_NAMES = ("label", "label_ids")
+
+Column = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class PackedForm:
+    """The form of packed batches that a model takes.
+
+    Attributes:
+        first_position: the position of a document's first token: 2 for RoBERTa and models like it.
+        shifts: the loss compares the output at i with the label at i + 1, so that a document's first label is ignored.
+        pad_token_id: the token that fills the end of a row.
+    """
+
+    first_position: int = 0
+    shifts: bool = True
+    pad_token_id: int = 0
+
+
+def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Returns rows of places in `lengths`, each of at most `capacity` tokens.
+
+    The longest is placed first, each into the fullest row that has room for it.
+
+    Raises:
+        ValueError: a length is above the capacity.
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, row), ascending
+    for place in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
+        length = lengths[place]
+        if length > capacity:
+            raise ValueError(
+                f"packing_length={capacity}: a sample has {length} tokens. Raise packing_length, or cut the samples "
+                "when they are tokenized."
+            )
+        found = bisect.bisect_left(room, (length, -1))
+        if found < len(room):
+            left, row = room.pop(found)
+        else:
+            left, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(place)
+        bisect.insort(room, (left - length, row))
+    return rows
+
+
+class PackingCollator:
+    """Collates samples into rows of whole documents.
+
+    Args:
+        inner: the user's collator, whose batch is packed: it may pad and make labels; None: samples are packed as they
+            are, each a mapping with `input_ids`.
+        form: what the model takes.
+        kind: "pack": rows of at most `length` tokens, filled up to the fullest one; "flatten": one row.
+        length: tokens of a row; None: the longest document of each batch.
+
+    Raises:
+        ValueError: samples have values that are not one for each token, or are packed already.
+    """
+
+    def __init__(
+        self, inner: Callable[[list[Any]], Any] | None, form: PackedForm, kind: str, length: int | None = None
+    ) -> None:
+        self.inner = inner
+        self.form = form
+        self.kind = kind
+        self.length = length
+
+    def __call__(self, features: list[Any]) -> dict[str, torch.Tensor]:
+        if self.inner is None:
+            lengths, columns = read_samples(features)
+        else:
+            lengths, columns = read_padded(self.inner(features), features)
+        rows = [list(range(len(lengths)))]
+        if self.kind == "pack":
+            rows = best_fit_decreasing(lengths, self.length or max(lengths, default=0))
+        return self.fill(rows, lengths, columns)
+
+    def fill(self, rows: list[list[int]], lengths: list[int], columns: Mapping[str, Column]) -> dict[str, torch.Tensor]:
+        """Returns the batch of documents in rows.
+
+        Args:
+            rows: places of documents.
+            lengths: tokens of each document.
+            columns: the values of all documents, one after another.
+        """
+        ends = np.cumsum(lengths)
+        starts = ends - np.asarray(lengths)
+        fill = [sum(lengths[place] for place in row) for row in rows]
+        width, longest = max(fill), max(lengths)
+        source = np.concatenate([np.arange(starts[place], ends[place]) for row in rows for place in row])
+        target = np.concatenate([np.arange(used) + number * width for number, used in enumerate(fill)])
+        begins = np.concatenate([number * width + self._begins(row, lengths) for number, row in enumerate(rows)])
+        batch = {}
+        for name, column in columns.items():
+            empty = {IDS: self.form.pad_token_id, LABELS: IGNORED}.get(name, 0)
+            values = np.full(len(rows) * width, empty, dtype=column.dtype)
+            values[target] = column[source]
+            if name == LABELS and self.form.shifts:
+                values[begins] = IGNORED
+            batch[name] = torch.from_numpy(values.reshape(len(rows), width))
+        # what fills a row counts as documents of its own, none longer than a real one: its positions stay in range
+        positions = np.tile(np.arange(width), (len(rows), 1))
+        for number, row in enumerate(rows):
+            restarts = [*self._begins(row, lengths).tolist(), *range(fill[number], width, longest)]
+            sizes = np.diff([*restarts, width])
+            positions[number] -= np.repeat(restarts, sizes)
+        batch[POSITIONS] = torch.from_numpy(positions + self.form.first_position)
+        return batch
+
+    @staticmethod
+    def _begins(row: list[int], lengths: list[int]) -> NDArray[np.int64]:
+        """Returns the place of each document's first token in its row."""
+        own = np.asarray([lengths[place] for place in row], dtype=np.int64)
+        begins: NDArray[np.int64] = np.cumsum(own) - own
+        return begins
+
+
+def read_samples(features: Sequence[Any]) -> tuple[list[int], dict[str, Column]]:
+    """Returns the lengths of samples, and their values one after another by name; padding in them is left out.
+
+    Raises:
+        ValueError: they are no mappings with `input_ids`, or have values that are not one for each token.
+    """
+    first = features[0]
+    if not isinstance(first, Mapping) or IDS not in first:
+        raise ValueError(f"packing needs samples that are dicts with {IDS!r}; they are {describe_sample(first)}.")
+    names = [name for name, value in first.items() if value is not None]
+    if POSITIONS in names:
+        raise ValueError(f"packing makes {POSITIONS}, and the samples have their own: leave them out of the data.")
+    rows = {name: [np.asarray(sample[name]) for sample in features] for name in names}
+    if MASK in names:
+        kept = [attended(mask) for mask in rows.pop(MASK)]
+        check_masked(rows.get(LABELS, ()), kept)
+        rows = {
+            name: [row[mask] if row.shape == mask.shape else row for row, mask in zip(values, kept, strict=True)]
+            for name, values in rows.items()
+        }
+    lengths = [len(row) for row in rows[IDS]]
+    columns = {}
+    for name, values in rows.items():
+        if any(row.shape != (length,) for row, length in zip(values, lengths, strict=True)):
+            raise not_by_token(name)
+        columns[LABELS if name in LABEL_NAMES else name] = np.concatenate(values)
+    return check_not_empty(lengths), columns
+
+
+def read_padded(batch: Any, features: Sequence[Any]) -> tuple[list[int], dict[str, Column]]:
+    """Returns the lengths of the documents in a padded batch, and their values one after another by name.
+
+    Args:
+        batch: of a collator: `input_ids` of shape (samples, tokens), with an `attention_mask` if it is padded.
+        features: the samples that it is of.
+
+    Raises:
+        ValueError: it has values that are not one for each token, or is packed already.
+    """
+    ids = batch.get(IDS) if isinstance(batch, Mapping) else None
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        raise ValueError(
+            f"packing needs batches with a tensor {IDS!r} of shape (samples, tokens) from the data_collator; it gave "
+            f"{describe_sample(batch)}."
+        )
+    if POSITIONS in batch or len(ids) != len(features):
+        raise ValueError(
+            f"packing with a data_collator that packs by itself ({len(features)} samples in {len(ids)} rows, with "
+            f"{', '.join(map(str, batch))}): leave one of them out."
+        )
+    if MASK in batch:
+        masks = [attended(mask) for mask in batch[MASK].numpy()]
+    else:
+        masks = [np.arange(ids.shape[1]) < length for length in unpadded_lengths(features, ids)]
+    check_masked(batch[LABELS].numpy() if LABELS in batch and batch[LABELS].shape == ids.shape else (), masks)
+    kept = np.stack(masks)
+    columns = {}
+    for name, value in batch.items():
+        if name == MASK:
+            continue
+        if not isinstance(value, torch.Tensor) or value.shape != ids.shape:
+            raise not_by_token(str(name))
+        columns[str(name)] = value.numpy()[kept]
+    return check_not_empty(kept.sum(1).tolist()), columns
+
+
+def unpadded_lengths(features: Sequence[Any], ids: torch.Tensor) -> Iterator[int]:
+    """Yields the tokens of each sample of a batch without an attention mask, padded on the right if at all.
+
+    Raises:
+        ValueError: a row of the batch does not begin with the tokens of its sample.
+    """
+    for sample, row in zip(features, ids.numpy(), strict=True):
+        own = np.asarray(sample[IDS]) if isinstance(sample, Mapping) and IDS in sample else row
+        if len(own) > len(row) or not np.array_equal(own, row[: len(own)]):
+            raise ValueError(
+                f"packing cannot tell where the samples end in a batch without {MASK!r}: let the data_collator return "
+                "one."
+            )
+        yield len(own)
+
+
+def attended(mask: Any) -> NDArray[np.bool_]:
+    """Returns an attention mask as booleans.
+
+    Raises:
+        ValueError: it leaves out tokens between others, so that what is left is no text.
+    """
+    kept = np.asarray(mask).astype(bool)
+    places = np.flatnonzero(kept)
+    if kept.ndim != 1 or (len(places) and places[-1] - places[0] + 1 != len(places)):
+        raise ValueError(
+            f"packing leaves out what the {MASK} masks, and here that is in the middle of a sample: let it mask "
+            "padding alone."
+        )
+    return kept
+
+
+def check_masked(labels: Sequence[Any], kept: Sequence[NDArray[np.bool_]]) -> None:
+    """Raises ValueError for a target that is at a masked token, which packing would leave out."""
+    for row, mask in zip(labels, kept, strict=False):
+        if np.shape(row) == mask.shape and np.any(np.asarray(row)[~mask] != IGNORED):
+            raise ValueError(
+                f"packing leaves out masked tokens, and some of them have labels other than {IGNORED}: set these to "
+                f"{IGNORED}, as the usual collators do."
+            )
+
+
+def check_not_empty(lengths: list[int]) -> list[int]:
+    """Returns the lengths; raises ValueError for a sample without a token."""
+    if min(lengths) == 0:
+        raise ValueError("packing: a sample has no token. Leave empty samples out of the data.")
+    return lengths
+
+
+def not_by_token(name: str) -> ValueError:
+    """Returns the error for values that cannot be packed."""
+    return ValueError(
+        f"packing joins samples token by token, and {name!r} does not hold one value for each token of input_ids. Use "
+        "packing='group', which keeps one row for each sample, or leave the column out of the data."
+    )

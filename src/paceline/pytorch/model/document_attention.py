@@ -1,0 +1,199 @@
+"""Attention within the documents of packed rows, without a mask over their products.
+
+Documents of similar length are gathered side by side, padded at their ends, and go through torch's scaled dot-product
+attention. Under causal attention no token sees what comes after it, so that the padding needs no mask and the fastest
+kernel is used. The work is that of the documents' lengths squared, not of the rows' length squared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.optional import require
+
+NAME = "paceline_documents"
+LAYOUT = "paceline_layout"  # attribute of the mask that stands for the documents
+SPREAD = 0.6  # the shortest document of a group has at least this share of the longest one's tokens
+
+
+@dataclass(frozen=True)
+class Group:
+    """Documents that are computed together.
+
+    Attributes:
+        num: documents.
+        width: tokens of the longest.
+        lengths: tokens of each, int64 on the device; None: all have `width`.
+    """
+
+    num: int
+    width: int
+    lengths: Tensor | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of the documents in packed rows.
+
+    Attributes:
+        groups: of documents of similar length.
+        index: for each slot of the groups, the token in it, as a place in all rows together.
+        inverse: for each token, its slot.
+        padding: the slots without a token of their own.
+    """
+
+    groups: tuple[Group, ...]
+    index: Tensor
+    inverse: Tensor
+    padding: Tensor
+
+
+def document_starts(position_ids: Tensor) -> Tensor:
+    """Returns True where a document begins, of the shape of `position_ids`, (rows, tokens)."""
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return begins
+
+
+def make_layout(position_ids: Tensor) -> Layout:
+    """Returns the layout of packed rows; reads their boundaries back to the host.
+
+    Args:
+        position_ids: (rows, tokens), restarting with each document.
+    """
+    num_tokens, device = position_ids.numel(), position_ids.device
+    starts = document_starts(position_ids).flatten().nonzero()[:, 0].cpu()
+    lengths = torch.diff(starts, append=torch.tensor([num_tokens]))
+    lengths, order = lengths.sort(descending=True, stable=True)
+    starts = starts[order]
+    groups, indices, paddings = [], [], []
+    first = num_slots = 0
+    sizes: list[int] = lengths.tolist()
+    for place in range(1, len(sizes) + 1):
+        if place < len(sizes) and sizes[place] >= SPREAD * sizes[first]:
+            continue
+        width, own = sizes[first], lengths[first:place, None]
+        offsets = torch.arange(width)
+        index = starts[first:place, None] + torch.minimum(offsets, own - 1)
+        is_padding = (offsets >= own).flatten()
+        indices.append(index.flatten())
+        paddings.append(is_padding.nonzero()[:, 0] + num_slots)
+        is_even = sizes[place - 1] == width
+        groups.append(Group(place - first, width, None if is_even else lengths[first:place].to(device)))
+        num_slots += index.numel()
+        first = place
+    index, padding = torch.cat(indices), torch.cat(paddings)
+    slots = torch.arange(num_slots)
+    kept = torch.ones(num_slots, dtype=torch.bool)
+    kept[padding] = False
+    inverse = torch.empty(num_tokens, dtype=torch.int64)
+    inverse[index[kept]] = slots[kept]
+    return Layout(tuple(groups), index.to(device), inverse.to(device), padding.to(device))
+
+
+class ToSlots(torch.autograd.Function):
+    """Gathers tokens into slots. The gradient of a slot without a token of its own is zero, so that going back needs
+    no sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return tokens.index_select(0, layout.index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.index_select(0, ctx.layout.inverse), None
+
+
+class ToTokens(torch.autograd.Function):
+    """Gathers the slots of tokens back into their order."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return slots.index_select(0, layout.inverse)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        layout: Layout = ctx.layout
+        return gradient.index_select(0, layout.index).index_fill_(0, layout.padding, 0), None
+
+
+to_slots: Callable[[Tensor, Layout], Tensor] = ToSlots.apply
+to_tokens: Callable[[Tensor, Layout], Tensor] = ToTokens.apply
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def attend_by_document(query: Tensor, key: Tensor, value: Tensor, layout: Layout, attend: Attend) -> Tensor:
+    """Returns attention within each document, of shape (rows, tokens, heads, width of a value).
+
+    Args:
+        query, key, value: (rows, heads, tokens, width); key and value may have fewer heads.
+        layout: of the rows.
+        attend: `(query, key, value, lengths) -> output`, of tensors (documents, heads, tokens, width) to
+            (documents, tokens, heads, width); lengths as in `Group`.
+    """
+    rows, _, num_tokens, _ = query.shape
+    slots = [to_slots(each.transpose(1, 2).flatten(0, 1), layout) for each in (query, key, value)]
+    outputs, start = [], 0
+    for group in layout.groups:
+        stop = start + group.num * group.width
+        q, k, v = (each[start:stop].view(group.num, group.width, *each.shape[1:]).transpose(1, 2) for each in slots)
+        outputs.append(attend(q, k, v, group.lengths).flatten(0, 1))
+        start = stop
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    result = to_tokens(joined, layout)
+    return result.view(rows, num_tokens, *result.shape[1:])
+
+
+def document_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attends as transformers' function for SDPA does, within documents where the mask stands for them.
+
+    Raises:
+        RuntimeError: the mask lost its layout on the way through the model.
+    """
+    sdpa = require("transformers.integrations.sdpa_attention", "transformers").sdpa_attention_forward
+    layout = getattr(attention_mask, LAYOUT, None)
+    if layout is None:
+        if attention_mask is not None and attention_mask.numel() == 1 and query.shape[2] > 1:
+            raise RuntimeError("The model copied the mask that stands for the documents of packed rows.")
+        output: tuple[Tensor, None] = sdpa(module, query, key, value, attention_mask, **options)
+        return output
+    is_causal = options.pop("is_causal", None)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
+        mask = None
+        if not causal and lengths is not None:
+            mask = (torch.arange(key.shape[2], device=key.device) < lengths[:, None])[:, None, None]
+        attended: Tensor = sdpa(module, query, key, value, mask, is_causal=causal, **options)[0]
+        return attended
+
+    return attend_by_document(query, key, value, layout, attend), None
+
+
+def layout_mask(position_ids: Tensor) -> Tensor:
+    """Returns the mask that stands for the documents of packed rows: of one element, with their layout."""
+    mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=position_ids.device)
+    setattr(mask, LAYOUT, make_layout(position_ids))
+    return mask
+
+
+def register() -> str:
+    """Makes the attention known to transformers, with the masks of SDPA for batches that are not packed; returns its
+    name.
+    """
+    modeling = require("transformers.modeling_utils", "transformers")
+    masking = require("transformers.masking_utils", "transformers")
+    if NAME not in modeling.ALL_ATTENTION_FUNCTIONS:
+        modeling.AttentionInterface.register(NAME, document_attention)
+        masking.AttentionMaskInterface.register(NAME, masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    return NAME

@@ -1,0 +1,388 @@
+"""Keeping the documents of packed rows apart in a model: the ways there are, and a probe that shows which one does.
+
+A way is tried on rows of random tokens, without gradients. It is taken if a change of one document changes no output of
+the others, also in training mode; if each document's outputs are those that it has alone; and if the loss is the mean
+over the targets of all documents, each without the first of its labels where the loss shifts them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.args.errors import UnsupportedOption
+from paceline.pytorch.model.document_attention import document_starts, layout_mask, register
+from paceline.pytorch.model.outputs import find_loss
+from paceline.pytorch.model.signature import ForwardSignature, innermost, read_signature
+
+Change = Callable[[dict[str, Any]], dict[str, Any]]  # keywords of forward, with packed positions -> keywords
+LossOf = Callable[[nn.Module, dict[str, Any]], Any]
+
+LENGTHS = (5, 9, 7)  # tokens of the documents of the probe
+MASKS = ("attention_mask", "mask", "attn_mask", "block_mask")
+BOUNDS = ("cu_seqlens", "cu_seq_lens")
+MAX_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of outputs, of their largest; other types: 0.05
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to keep documents apart.
+
+    Attributes:
+        name: in words.
+        change: of the keywords of each forward pass over packed rows.
+        attention: the implementation that transformers' models use meanwhile; None: unchanged.
+    """
+
+    name: str
+    change: Change
+    attention: str | None = None
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What keeps the documents of a model apart.
+
+    Attributes:
+        way: that was seen to.
+        first_position: of a document.
+        shifts: the loss compares the output at i with the label at i + 1.
+    """
+
+    way: Way
+    first_position: int
+    shifts: bool
+
+
+# ---- the ways
+
+
+def positions_alone(keywords: dict[str, Any]) -> dict[str, Any]:
+    """The model sees the documents in the positions by itself."""
+    return keywords
+
+
+def with_layout(keywords: dict[str, Any]) -> dict[str, Any]:
+    """A mask of one element stands for the documents, and the attention reads their layout from it."""
+    return {**keywords, "attention_mask": layout_mask(keywords["position_ids"])}
+
+
+def with_mask(keywords: dict[str, Any], *, name: str, is_causal: bool, is_additive: bool) -> dict[str, Any]:
+    """A mask over pairs of tokens, (rows, 1, tokens, tokens)."""
+    positions = keywords["position_ids"]
+    document = document_starts(positions).cumsum(1)
+    seen = (document[:, None, :, None] == document[:, None, None, :]).contiguous()
+    if is_causal:
+        seen &= torch.ones(seen.shape[-2:], dtype=torch.bool, device=seen.device).tril()
+    if is_additive:
+        mask = torch.zeros(seen.shape, device=seen.device)
+        return {**keywords, name: mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)}
+    return {**keywords, name: seen}
+
+
+def with_bounds(keywords: dict[str, Any], *, name: str) -> dict[str, Any]:
+    """The places where documents begin, and the number of all tokens: int32 of shape (documents + 1,)."""
+    starts = document_starts(keywords["position_ids"]).flatten().nonzero()[:, 0]
+    end = starts.new_tensor([keywords["position_ids"].numel()])
+    return {**keywords, name: torch.cat([starts, end]).to(torch.int32)}
+
+
+def ways_of(model: nn.Module, is_compiled: bool) -> Iterator[Way]:
+    """Yields the ways that a model may take, the fastest first.
+
+    Args:
+        model: of transformers, or any other.
+        is_compiled: passes are compiled, for which rows of other documents must not be other code.
+    """
+    inner = innermost(model)
+    config, names = getattr(inner, "config", None), read_signature(model)
+    if any(each.is_meta for each in model.parameters()):
+        raise not_isolated(model, ["its weights are not here to try it with: leave cpu_ram_efficient_loading out"])
+    if not hasattr(inner, "set_attn_implementation"):
+        yield from plain_ways(names)
+        return
+    attention = getattr(config, "_attn_implementation", None)
+    if attention == "sdpa" and not is_compiled and not has_windows(config):
+        yield Way("attention by document", with_layout, register())
+    yield Way(f"the model's own masks for {attention}", positions_alone)
+    # these models make a mask over pairs of tokens from what they are given, and leave one that is made as it is
+    for is_causal in (True, False) if attention in ("sdpa", "eager") else ():
+        mask = partial(with_mask, name=MASKS[0], is_causal=is_causal, is_additive=attention == "eager")
+        yield Way(f"a mask over pairs of tokens for {attention}", mask)
+
+
+def plain_ways(signature: ForwardSignature) -> Iterator[Way]:
+    """Yields the ways of a module by the parameters of its forward."""
+    for name in BOUNDS:
+        if name in signature.names:
+            yield Way(name, partial(with_bounds, name=name))
+    for name, is_causal in itertools.product(MASKS, (False, True)):
+        if name in signature.names:
+            yield Way(f"a mask over pairs of tokens as {name}", partial(with_mask, name=name, is_causal=is_causal,
+                                                                        is_additive=False))  # fmt: skip
+    if "position_ids" in signature.names:
+        yield Way("position_ids", positions_alone)
+
+
+def has_windows(config: Any) -> bool:
+    """True if some layers see a part of the text alone, which only the model's own masks know."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    return bool(kinds or getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None))
+
+
+@contextmanager
+def isolated(model: nn.Module, way: Way) -> Iterator[None]:
+    """While entered, the model keeps the documents of packed rows apart.
+
+    Packed rows are those that come with `position_ids` and without an attention mask.
+    """
+    undo = install(model, way)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def install(model: nn.Module, way: Way) -> Callable[[], None]:
+    """Makes a model keep documents apart; returns what undoes it."""
+    inner: Any = innermost(model)
+    accepted = read_signature(model)
+    before = getattr(getattr(inner, "config", None), "_attn_implementation", None)
+    if way.attention is not None:
+        inner.set_attn_implementation(way.attention)
+
+    def undo_attention() -> None:
+        if way.attention is not None:
+            inner.set_attn_implementation(before)
+
+    if way.change is positions_alone:
+        return undo_attention
+
+    def change(module: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if keywords.get("position_ids") is None or keywords.get(MASKS[0]) is not None:
+            return args, keywords
+        changed = way.change(keywords)
+        if "position_ids" not in accepted.names and not accepted.takes_keywords:
+            changed = {name: value for name, value in changed.items() if name != "position_ids"}
+        return args, changed
+
+    handle = inner.register_forward_pre_hook(change, with_kwargs=True)
+
+    def undo() -> None:
+        handle.remove()
+        undo_attention()
+
+    return undo
+
+
+# ---- the probe
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """While entered, a model of transformers keeps no keys and values, as in training."""
+    config = getattr(innermost(model), "config", None)
+    both: list[Any] = [config, getattr(config, "text_config", None)]
+    configs = [each for each in both if getattr(each, "use_cache", False)]
+    for each in configs:
+        each.use_cache = False
+    try:
+        yield
+    finally:
+        for each in configs:
+            each.use_cache = True
+
+
+class Refused(Exception):
+    """A way that does not keep the documents apart; the message says why."""
+
+
+def find_isolation(
+    model: nn.Module,
+    loss_of: LossOf,
+    *,
+    is_compiled: bool,
+    is_half: bool = False,
+    surroundings: Callable[[], Any] = nullcontext,
+) -> Isolation:
+    """Returns what keeps the documents of a model apart, seen in a few forward passes over 21 tokens.
+
+    Args:
+        model: on its device, with all its weights.
+        loss_of: `(model, batch) -> loss`, a mean over targets.
+        is_compiled: training passes are compiled.
+        is_half: passes are made in a 16-bit type.
+        surroundings: undoes what passes leave behind in modules and random generators.
+
+    Raises:
+        UnsupportedOption: nothing does; the message says what was tried, and the remedy.
+    """
+    config = getattr(innermost(model), "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise not_isolated(model, ["it has an encoder and a decoder, whose rows would have to match"])
+    pad = getattr(config, "pad_token_id", None)
+    firsts = [0, *([pad + 1] if isinstance(pad, int) and pad >= 0 else [])]
+    told = []
+    with surroundings(), without_cache(model), torch.no_grad():
+        model.eval()
+        probe = Probe(model, loss_of, is_half)
+        for way in ways_of(model, is_compiled):
+            for first in firsts:
+                try:
+                    with isolated(model, way):
+                        shifts = probe.check(first)
+                except Refused as reason:
+                    told.append(f"{way.name}: {reason}")
+                    continue
+                except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+                    told.append(f"{way.name}: {type(error).__name__}: {str(error)[:200]}")
+                    continue
+                return Isolation(way, first, shifts)
+    raise not_isolated(model, told or ["its forward takes none of position_ids, cu_seqlens and attention_mask"])
+
+
+def not_isolated(model: nn.Module, reasons: list[str]) -> UnsupportedOption:
+    """Returns the error for a model whose documents cannot be kept apart."""
+    return UnsupportedOption(
+        f"packing: {type(innermost(model)).__name__} cannot keep the documents of a row apart "
+        f"({'; '.join(dict.fromkeys(reasons))}). Use packing='group', which keeps one row for each sample, or a "
+        "forward that takes position_ids and cu_seqlens or an attention_mask of shape (rows, 1, tokens, tokens)."
+    )
+
+
+class Probe:
+    """Forward passes over three documents in a row, and over each alone.
+
+    Args:
+        model: in evaluation mode.
+        loss_of, is_half: as in `find_isolation`.
+    """
+
+    def __init__(self, model: nn.Module, loss_of: LossOf, is_half: bool) -> None:
+        self.model = model
+        self.loss_of = loss_of
+        parameter = next(model.parameters())
+        self.device = parameter.device
+        self.tolerance = 0.05 if is_half else MAX_DIFFERENCE.get(parameter.dtype, 0.05)
+        generator = torch.Generator().manual_seed(0)
+        low, high = token_range(model)
+        self.documents = [torch.randint(low, high, (1, each), generator=generator) for each in LENGTHS]
+        self.others = [low + (each - low + (high - low) // 2) % (high - low) for each in self.documents]
+        self._alone: list[Tensor] | None = None
+
+    def check(self, first: int) -> bool:
+        """Returns whether the loss shifts its labels; `first` is the position of a document's first token.
+
+        Raises:
+            Refused: documents are not kept apart.
+        """
+        packed = outputs_of(self._call(self.documents, first), sum(LENGTHS))
+        if self._alone is None:
+            self._alone = [self._alone_outputs(each) for each in self.documents]
+        starts = itertools.accumulate(LENGTHS, initial=0)
+        for own, start, length in zip(self._alone, starts, LENGTHS, strict=False):
+            if not self._is_close(packed[:, start : start + length], own):
+                raise Refused("outputs are not those of each document alone")
+        for is_training in (False, True):
+            self.model.train(is_training)
+            try:
+                self._check_changes(first)
+            finally:
+                self.model.eval()
+        return self._find_shift(first)
+
+    def _check_changes(self, first: int) -> None:
+        """Changes each document in turn: the outputs of the others stay bit for bit what they were, up to rounding."""
+        before = self._outputs(self.documents, first)
+        start = 0
+        for place, length in enumerate(LENGTHS):
+            changed = [*self.documents[:place], self.others[place], *self.documents[place + 1 :]]
+            after = self._outputs(changed, first)
+            kept = torch.ones(sum(LENGTHS), dtype=torch.bool, device=after.device)
+            kept[start : start + length] = False
+            start += length
+            if not torch.allclose(before[:, kept], after[:, kept], rtol=1e-6, atol=1e-6):
+                raise Refused("a change of one document changed the outputs of another")
+
+    def _outputs(self, documents: list[Tensor], first: int) -> Tensor:
+        """Outputs under the same random numbers each time."""
+        torch.manual_seed(0)
+        return outputs_of(self._call(documents, first), sum(LENGTHS))
+
+    def _alone_outputs(self, document: Tensor) -> Tensor:
+        return outputs_of(self.model(input_ids=document.to(self.device)), document.shape[1])
+
+    def _call(self, documents: list[Tensor], first: int, **labels: Tensor) -> Any:
+        return self.model(**self._packed(documents, first, **labels))
+
+    def _packed(self, documents: list[Tensor], first: int, **labels: Tensor) -> dict[str, Tensor]:
+        positions = torch.cat([torch.arange(each.shape[1]) + first for each in documents])[None]
+        batch = {"input_ids": torch.cat(documents, 1), "position_ids": positions, **labels}
+        return {name: value.to(self.device) for name, value in batch.items()}
+
+    def _is_close(self, one: Tensor, other: Tensor) -> bool:
+        scale = float(other.abs().max())
+        return bool(((one - other).abs().max() <= self.tolerance * max(scale, 1e-6)).item())
+
+    def _find_shift(self, first: int) -> bool:
+        """Returns whether the loss shifts labels, by the losses of the documents and of the row."""
+        labels = [each.clone() for each in self.others]  # other ones than the inputs
+        alone = [
+            self._loss({"input_ids": ids.to(self.device), "labels": own.to(self.device)})
+            for ids, own in zip(self.documents, labels, strict=True)
+        ]
+        for shifts in (True, False):
+            own = [each.clone() for each in labels]
+            for each in own if shifts else ():
+                each[:, 0] = IGNORED
+            weights = [length - shifts for length in LENGTHS]
+            expected = sum(w * loss for w, loss in zip(weights, alone, strict=True)) / sum(weights)
+            loss = self._loss(self._packed(self.documents, first, labels=torch.cat(own, 1)))
+            # models of transformers compute their losses in float32
+            if abs(loss - expected) <= max(self.tolerance, 1e-5) * max(abs(expected), 1e-6):
+                return shifts
+        raise Refused("the loss of a row is not the mean over the targets of its documents")
+
+    def _loss(self, batch: dict[str, Tensor]) -> float:
+        result = self.loss_of(self.model, batch)
+        loss = result if isinstance(result, Tensor) else find_loss(result)
+        if loss is None:
+            raise Refused("it returns no loss")
+        return float(loss.detach().float().mean())
+
+
+def token_range(model: nn.Module) -> tuple[int, int]:
+    """Returns the first and the end of a range of token ids without special meaning, as far as can be known."""
+    ask = getattr(innermost(model), "get_input_embeddings", None)
+    embedding = ask() if callable(ask) else None
+    sizes = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
+    size = getattr(embedding, "num_embeddings", None) or max(sizes, default=4)
+    config = getattr(innermost(model), "config", None)
+    size = int(getattr(config, "vocab_size", None) or size)
+    found = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
+    special = [each for each in found if isinstance(each, int) and 0 <= each < size]
+    low = max([each + 1 for each in special if each < size // 2], default=0)
+    high = min([each for each in special if each >= size // 2], default=size)
+    return (low, high) if high - low > 1 else (0, size)
+
+
+def outputs_of(outputs: Any, num_tokens: int) -> Tensor:
+    """Returns the first floating-point output with one value or vector for each token.
+
+    Raises:
+        Refused: there is none.
+    """
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    values = [values] if isinstance(values, Tensor) else values if isinstance(values, list | tuple) else list(values)
+    for value in values:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == (1, num_tokens):
+            return value.float() if value.dtype != torch.float64 else value
+    raise Refused("its outputs have not one row for each token")

@@ -1,0 +1,200 @@
+"""Documents of packed rows are kept apart, by every way that there is; a model that cannot is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from ragged import TakesBounds, TakesMask, TakesTokensAlone, llama, tiny
+from torch import Tensor, nn
+
+from paceline.args.errors import UnsupportedOption
+from paceline.pytorch.model.checkpointing import enable_checkpointing
+from paceline.pytorch.model.isolation import Isolation, find_isolation, isolated
+
+CAUSAL = ["GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM", "MistralForCausalLM"]
+MASKED = ["BertForMaskedLM", "RobertaForMaskedLM"]
+OWN_MASKS = {"GPT2LMHeadModel", "GPTNeoXForCausalLM", "MistralForCausalLM"}
+
+
+def loss_of(model: nn.Module, batch: dict[str, Any]) -> Any:
+    return model(**batch)["loss"]
+
+
+def find(model: nn.Module, **options: Any) -> Isolation:
+    return find_isolation(model, loss_of, is_compiled=options.pop("is_compiled", False), **options)
+
+
+def check(model: nn.Module, found: Isolation) -> None:
+    """A change of the first document changes no output of the others, and gives them no gradient."""
+    lengths, first = (4, 12, 3, 7, 6), found.first_position
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, 30, (1, sum(lengths)), generator=generator)
+    positions = torch.cat([torch.arange(length) + first for length in lengths])[None]
+    rows = torch.cat([ids, ids.flip(1)])  # documents of other lengths in the second row
+    both = torch.cat([positions, torch.cat([torch.arange(n) + first for n in reversed(lengths)])[None]])
+    changed = rows.clone()
+    changed[0, : lengths[0]] += 1
+    model.eval()
+    config = getattr(model, "config", None)
+    if config is not None:
+        config.use_cache = False
+    seen: list[Tensor] = []
+    with isolated(model, found.way):
+        handle = next(each for each in model.modules() if isinstance(each, nn.Embedding)).register_forward_hook(
+            lambda module, inputs, output: seen.append(output.requires_grad_()) or output
+        )
+        before = model(input_ids=rows, position_ids=both)["logits"]
+        (gradient,) = torch.autograd.grad(before[0, lengths[0] :].square().sum(), seen[0])
+        handle.remove()
+        after = model(input_ids=changed, position_ids=both)["logits"]
+    assert gradient[0, : lengths[0]].abs().max() == 0
+    assert gradient[1].abs().max() == 0
+    assert gradient[0, lengths[0] :].abs().max() > 0
+    torch.testing.assert_close(after[0, lengths[0] :], before[0, lengths[0] :], rtol=0, atol=1e-6)
+    torch.testing.assert_close(after[1], before[1], rtol=0, atol=1e-6)
+    assert (after[0, : lengths[0]] - before[0, : lengths[0]]).abs().max() > 1e-4
+    alone = model(input_ids=rows[:1, 4:16])["logits"]
+    torch.testing.assert_close(before[:1, 4:16], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", [*CAUSAL, *MASKED])
+def test_models_of_transformers(kind: str, attention: str) -> None:
+    pytest.importorskip("transformers")
+    model = tiny(kind, attention)
+    found = find(model)
+    assert found.shifts is (kind in CAUSAL)
+    assert found.first_position == (2 if kind == "RobertaForMaskedLM" else 0)
+    if attention == "sdpa" and kind != "MistralForCausalLM":  # whose window only its own masks know
+        assert found.way.name == "attention by document"
+    elif kind in OWN_MASKS:
+        assert found.way.name == f"the model's own masks for {attention}"
+    else:
+        assert found.way.name == f"a mask over pairs of tokens for {attention}"
+    check(model, found)
+    assert model.config._attn_implementation == attention
+
+
+def test_grouped_heads_by_document_give_the_gradient_of_the_models_own_masks() -> None:
+    pytest.importorskip("transformers")
+    model = llama().double()
+    by_document = find(model).way
+    own = find(model, is_compiled=True).way
+    assert (by_document.name, own.name) == ("attention by document", "the model's own masks for sdpa")
+    model.config.use_cache = False
+    lengths = (9, 2, 8, 1, 13, 3)
+    ids = torch.randint(3, 60, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    gradients = []
+    for way in (by_document, own):
+        twin = copy.deepcopy(model)
+        with isolated(twin, way):
+            twin(input_ids=ids, position_ids=positions, labels=ids).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in twin.parameters()]))
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-7)
+
+
+def test_checkpointed_activations_are_computed_again_by_document() -> None:
+    pytest.importorskip("transformers")
+    model = llama()
+    way = find(model).way
+    ids = torch.randint(3, 60, (1, 14), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(9), torch.arange(5)])[None]
+    gradients = []
+    for checkpoints in (False, True):
+        twin = copy.deepcopy(model).train()
+        twin.config.use_cache = False
+        if checkpoints:
+            enable_checkpointing(twin, None)
+        with isolated(twin, way):
+            twin(input_ids=ids, position_ids=positions, labels=ids).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in twin.parameters()]))
+    torch.testing.assert_close(*gradients)
+
+
+def test_batches_that_are_not_packed_are_computed_as_before() -> None:
+    pytest.importorskip("transformers")
+    model = tiny("BertForMaskedLM", "sdpa").eval()
+    way = find(model).way
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5])
+    with torch.no_grad():
+        before = model(input_ids=ids, attention_mask=mask).logits
+        with isolated(model, way):
+            within = model(input_ids=ids, attention_mask=mask).logits
+            one = model(input_ids=ids[:1, :1]).logits
+        assert torch.equal(within, before)
+        assert torch.equal(one, model(input_ids=ids[:1, :1]).logits)
+
+
+@pytest.mark.slow
+def test_flex_attention() -> None:
+    pytest.importorskip("transformers")
+    model = llama("flex_attention", hidden_size=64)
+    found = find(model)
+    assert found.way.name == "the model's own masks for flex_attention"
+
+
+@pytest.mark.parametrize("cls", [TakesMask, TakesBounds])
+@pytest.mark.parametrize("shifted", [True, False])
+def test_plain_modules(cls: Any, shifted: bool) -> None:
+    model = cls(shifted)
+    found = find(model)
+    assert found.shifts is shifted
+    check(model, found)
+
+
+class LeaksInTraining(TakesMask):
+    """Its outputs depend on all tokens of a batch while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(61)
+
+    def with_loss(self, logits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+        return super().with_loss(self.norm(logits.transpose(1, 2)).transpose(1, 2), labels)
+
+
+class MeanOverSamples(TakesMask):
+    """Its loss is a mean over rows."""
+
+    def with_loss(self, logits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+        found = super().with_loss(logits, labels)
+        return {**found, "loss": found["loss"] * logits.shape[1]} if labels is not None else found
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (TakesTokensAlone, "takes none of position_ids, cu_seqlens and attention_mask"),
+        (LeaksInTraining, "a change of one document changed the outputs of another"),
+        (MeanOverSamples, "the loss of a row is not the mean over the targets of its documents"),
+    ],
+)
+def test_plain_modules_that_cannot_are_refused(make: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedOption, match=f"{reason}.*Use packing='group'"):
+        find(make())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("BertForSequenceClassification", "its outputs have not one row for each token"),
+        ("MambaForCausalLM", "outputs are not those of each document alone"),
+    ],
+)
+def test_models_of_transformers_that_cannot_are_refused(kind: str, reason: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    if kind.startswith("Mamba"):
+        model = transformers.MambaForCausalLM(
+            transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=61, state_size=4)
+        )
+    else:
+        model = tiny(kind, "eager")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsupportedOption, match=f"{reason}.*Use packing='group'"):
+        find(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

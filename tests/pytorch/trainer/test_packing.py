@@ -1,0 +1,145 @@
+"""Training on packed batches: the numbers of padded ones, exact resume, and nothing packed in part."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ragged import TakesBounds, TakesMask, TakesTokensAlone, llama, pad, texts
+from small_models import losses, make_trainer, weights
+from torch import nn
+
+from paceline import Trainer, TrainerCallback
+from paceline.args.errors import UnsupportedOption
+
+PACKINGS = ("pack", "flatten", "group")
+
+
+def run(model: nn.Module, folder: Path, packing: str | None, data: Any, **options: Any) -> Trainer:
+    """One epoch of a copy of the model; the collator pads, and what it made is packed."""
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "data_collator": pad, **options}
+    trainer = make_trainer(
+        folder, copy.deepcopy(model), data, packing=packing, eval_dataset=data[:9], num_train_epochs=1, **settings
+    )
+    trainer.train()
+    return trainer
+
+
+def norms(trainer: Trainer) -> list[float]:
+    return [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+
+
+@pytest.mark.parametrize("make", [llama, TakesMask, TakesBounds, lambda: TakesMask(shifted=False)])
+def test_losses_gradients_and_weights_are_those_of_padded_batches(make: Any, tmp_path: Path) -> None:
+    if make is llama:
+        pytest.importorskip("transformers")
+    model, data = make(), texts()
+    options: dict[str, Any] = {"loss_weight": None if make is llama else "tokens"}
+    if make in (TakesMask, TakesBounds):
+        options["loss_weight"] = "shifted_tokens"
+    padded = run(model, tmp_path / "padded", None, data, **options)
+    for packing in ("pack", "flatten"):
+        options.pop("loss_weight", None)  # it is seen
+        packed = run(model, tmp_path / packing, packing, data, **options)
+        assert losses(packed) == pytest.approx(losses(padded), rel=1e-5)
+        assert norms(packed) == pytest.approx(norms(padded), rel=1e-4)
+        assert packed.evaluate()["eval_loss"] == pytest.approx(padded.evaluate()["eval_loss"], rel=1e-5)
+        torch.testing.assert_close(weights(packed.model), weights(padded.model), rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 99), st.integers(1, 6), st.integers(1, 3), st.sampled_from(["pack", "flatten"]))
+def test_any_texts_in_any_batches(seed: int, batch_size: int, accumulation: int, packing: str) -> None:
+    pytest.importorskip("transformers")
+    data = texts(11, seed=seed)
+    options = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    with tempfile.TemporaryDirectory() as folder:
+        model = llama(num_hidden_layers=1)
+        padded = run(model, Path(folder, "padded"), None, data, **options)
+        packed = run(model, Path(folder, "packed"), packing, data, **options)
+    assert losses(packed) == pytest.approx(losses(padded), rel=1e-5)
+    assert norms(packed) == pytest.approx(norms(padded), rel=1e-4)
+
+
+class StopAt(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 3
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_run_is_resumed_bit_for_bit_in_the_middle_of_an_epoch(packing: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "packing": packing, "num_train_epochs": 2}
+    options |= {"data_collator": pad, "per_device_train_batch_size": 4}
+    whole = make_trainer(tmp_path / "whole", llama(dropout=0.1), texts(), **options)
+    whole.train()
+    cut = make_trainer(tmp_path / "cut", llama(dropout=0.1), texts(), callbacks=[StopAt()], **options)
+    cut.train()
+    resumed = make_trainer(tmp_path / "cut", llama(dropout=0.1), texts(), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+
+
+def test_the_models_configuration_is_saved_as_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = llama()
+    before = model.config.to_dict()
+    trainer = make_trainer(
+        tmp_path, model, texts(8), packing="flatten", max_steps=2, save_strategy="steps", save_steps=1
+    )
+    trainer.train()
+    saved = json.loads((tmp_path / "checkpoint-1" / "config.json").read_text("utf-8"))
+    assert "paceline" not in json.dumps(saved)
+    assert model.config._attn_implementation == "sdpa"
+    assert {**model.config.to_dict(), "use_cache": None} == {**before, "use_cache": None}
+    assert not model._forward_pre_hooks
+
+
+def test_samples_are_packed_without_a_collator_and_by_workers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    padded = run(llama(), tmp_path / "padded", None, texts())
+    model = llama()
+    for number, options in enumerate(({}, {"dataloader_num_workers": 1})):
+        trainer = make_trainer(
+            tmp_path / str(number), copy.deepcopy(model), texts(), packing="pack", packing_length=24,
+            num_train_epochs=1, per_device_train_batch_size=4, gradient_accumulation_steps=2, **options,
+        )  # fmt: skip
+        trainer.train()
+        assert losses(trainer) == pytest.approx(losses(padded), rel=1e-5)
+
+
+def test_a_model_that_cannot_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, TakesTokensAlone(), texts(8), packing="pack", data_collator=pad)
+    with pytest.raises(UnsupportedOption, match="TakesTokensAlone cannot keep the documents of a row apart"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return [pad(texts(4))]
+
+
+def test_a_loader_that_does_not_pack_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, TakesMask(), texts(8), cls=OwnLoader, packing="flatten")
+    with pytest.raises(ValueError, match="packing='flatten': the training loader is OwnLoader's own"):
+        trainer.train()
+
+
+def test_an_own_loss_that_looks_across_documents_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+
+    def next_token(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        logits = outputs["logits"]
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), logits[:, 1:].argmax(-1).flatten())
+
+    trainer = make_trainer(tmp_path, llama(), texts(8), packing="pack", compute_loss_func=next_token)
+    with pytest.raises(UnsupportedOption, match="the loss of a row is not the mean over the targets"):
+        trainer.train()
