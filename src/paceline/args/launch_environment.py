@@ -250,7 +250,7 @@ def check_ways(options: Any, config: LauncherConfig) -> None:
         for other in others:
             if way in config.values and getattr(options, other):
                 raise contradiction(f"{other}={getattr(options, other)!r}", *config.values[way])
-    if "fsdp" in config.values and options.parallel not in (None, "fsdp"):
+    if "fsdp" in config.values and isinstance(options.parallel, str) and options.parallel != "fsdp":
         raise contradiction(f"parallel={options.parallel!r}", True, "ACCELERATE_USE_FSDP")
     if "parallelism_config" in config.values and options.parallel:
         raise contradiction(f"parallel={options.parallel!r}", *config.values["parallelism_config"])

@@ -295,7 +295,7 @@ def check_parallel(options: Options) -> None:
         pass
     elif is_asked(options.fsdp):
         read_sharding(options.fsdp, options.fsdp_config)
-        if options.parallel not in (None, "fsdp", "xla"):
+        if isinstance(options.parallel, str) and options.parallel not in ("fsdp", "xla"):
             raise ValueError(
                 f"parallel={options.parallel!r} and fsdp={options.fsdp!r} are two ways to parallelise: keep one."
             )
