@@ -1,4 +1,4 @@
-"""What the time ledger costs: CPU time per step with it and without it, on a model so small that little else is left.
+"""The cost of the time ledger: CPU time per step with it and without it, on a model so small that little else is left.
 
 The model and the settings are those of `step_overhead.py`. Without the ledger its notes go to a C function that does
 nothing. Each contender trains 1,500 and then 4,500 steps in one fresh process on one thread; what the longer run takes

@@ -1,4 +1,4 @@
-"""What a long run adds to: memory and saves with every row that is logged, samples grouped by length, many tensors.
+"""The growth of a long run: memory and saves with every row that is logged, samples grouped by length, many tensors.
 
 Each part runs in a process of its own, paceline and transformers in turns, on one thread. Bytes are those that Python
 allocates (tracemalloc), or of the file; times are CPU times. Packages that transformers imports when it finds them, and

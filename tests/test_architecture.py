@@ -90,6 +90,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("one owner", "args/secrets.py:*"): "a log record, which is masked for those who read it next",
     ("one owner", "cli/*"): "records and tokenizers that the command made",
     ("one owner", "callbacks/progress.py:*"): "a bar that the callback made",
+    ("one owner", "core/session.py:Session.running"): "the run, which the session made",
     ("one owner", "core/events.py:*"): "the handler clears the flag whose event it fires; a decorator marks a function",
     ("one owner", "pytorch/parts.py:*"): "a second file of the facade",
     ("one owner", "pytorch/replay.py:StopAfter.*"): "a callback answers through the control",
@@ -428,7 +429,7 @@ def find_foreign_stores() -> Findings:
     """
     for path in PATHS:
         for name, node in functions_of(path):
-            given = {parameter.arg for parameter in parameters_of(node)}
+            given = {parameter.arg for parameter in parameters_of(node)} - {"ctx"}  # of an autograd function
             if layer_of(module_of(path)) == "callbacks":
                 given -= {"control"}
             for child in ast.walk(node):

@@ -423,7 +423,7 @@ def put(tree: Path, changed: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """Where and how mutants are run.
+    """The options of a run of mutants.
 
     Attributes:
         tree: a copy of the working tree.
@@ -543,7 +543,7 @@ def functions_of(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def outline(code: types.CodeType) -> tuple[Any, ...]:
-    """What runs when a module is imported: its code without that of its functions."""
+    """Returns the code that runs when a module is imported: that outside of its functions."""
     within = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     classes = [outline(each) for each in within if not each.co_flags & inspect.CO_OPTIMIZED]
     values = [repr(each) for each in code.co_consts if not isinstance(each, types.CodeType)]

@@ -1,4 +1,4 @@
-"""What packing is refused together with."""
+"""Options that are refused beside packing."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Isolation:
-    """What keeps the documents of a model apart.
+    """The way in which the documents of a row are kept apart.
 
     Attributes:
         way: that was seen to.
