@@ -29,6 +29,7 @@ TO_RUN = {
     "export": "python benchmarks/export.py",
     "resume_time": "python benchmarks/resume_time.py",
     "collation": "python benchmarks/collation.py",
+    "ragged_text": "python benchmarks/ragged_text.py",
     "shared_overhead": "python benchmarks/shared_overhead.py",
     "tf_step": "python benchmarks/tf_step.py",
     "tf_step_small": "python benchmarks/tf_step.py --model small",
@@ -255,6 +256,21 @@ def collation(result: Result) -> str:
     return about + table(["collator", *[f"{name}, ms" for name in contenders], "of transformers'"], rows)
 
 
+def ragged_text(result: Result) -> str:
+    settings = result["settings"]
+    rows = [
+        [name, spread(row["tokens_per_second"], "{:,.0f}"), spread(row["over_limit"])]
+        for name, row in result["rows"].items()
+    ]
+    about = (
+        f"A causal model of {settings['parameters'] / 1e6:.1f} M parameters on texts of {settings['mean']} tokens in "
+        f"the mean and {settings['longest']} at most, {settings['batch_size']} a step, over {settings['steps']} steps "
+        "on one thread. Useful tokens are those that are no padding; seconds are of CPU time. `limit`: as many tokens "
+        "in rows of one length.\n\n"
+    )
+    return about + table(["batches", "useful tokens/s", "time of a token, of the limit's"], rows)
+
+
 def shared_overhead(result: Result) -> str:
     settings = result["settings"]
     rows = [
@@ -345,6 +361,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "eval_memory": ("What evaluating a language model takes in memory", eval_memory),
     "resume_time": ("What a resume takes until its first update", resume_time),
     "collation": ("What a batch costs until it is a tensor", collation),
+    "ragged_text": ("What padding costs", ragged_text),
     "shared_overhead": ("What a step costs where several processes train", shared_overhead),
     "tf_step": ("What a step costs with TensorFlow", tf_step),
     "tf_step_small": ("What a step of a small model costs with TensorFlow", tf_step),

@@ -1,4 +1,4 @@
-"""Options that are refused beside packing."""
+"""Options that packing is refused together with."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def test_refused(options: dict[str, Any], message: str) -> None:
         TrainingArguments("x", **options)
 
 
-@pytest.mark.parametrize("axis", ["cp", "sp", "tp", "pp"])
+@pytest.mark.parametrize("axis", ["cp", "sp", "tp", "pp", "dp_shard"])
 @pytest.mark.parametrize("packing", ["pack", "flatten"])
-def test_meshes_that_divide_rows_or_layers_are_refused(axis: str, packing: str) -> None:
+def test_meshes_that_divide_rows_or_the_model_are_refused(axis: str, packing: str) -> None:
     args = TrainingArguments("x", packing=packing, parallel={axis: 2}, use_cpu=True)
     with pytest.raises(UnsupportedOption, match=f"packing='{packing}' with parallel={{'{axis}': 2}} is not supported"):
         resolve(args, world_size=2, micro_batches_per_epoch=8)

@@ -242,6 +242,18 @@ def test_peers_train(tmp_path: Path, peer: str) -> None:
     assert result["rows"][peer]["calls_per_step"] > 10
 
 
+@pytest.mark.slow
+def test_ragged_text(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    result = run_for_result(tmp_path, "ragged_text", "--quick")
+    assert len(result["rows"]) == 8
+    assert result["rows"]["limit"]["over_limit"]["median"] == 1
+    assert len(result["targets"]) == 4
+    page = tmp_path / "page.md"
+    run("report.py", "--results", str(tmp_path), "--page", str(page))
+    assert "| paceline flattened |" in page.read_text("utf-8")
+
+
 def test_collation(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     result = run_for_result(tmp_path, "collation", "--quick")

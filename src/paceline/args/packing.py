@@ -52,7 +52,7 @@ def check_packing(options: Options) -> None:
     if options.deepspeed:
         raise UnsupportedOption(
             f"packing={packing!r} with deepspeed is not supported: its engine takes the model before it can be tried. "
-            "Use packing='group', or parallel='ddp' or 'fsdp'."
+            "Use packing='group', or parallel='ddp'."
         )
 
 
@@ -60,12 +60,11 @@ def check_packing_on(options: Options, mesh: Mesh) -> None:
     """Checks packing with the processes of a run.
 
     Raises:
-        UnsupportedOption: the mesh divides the rows or the layers.
+        UnsupportedOption: the mesh divides the rows or the model.
     """
-    axes = [axis for axis in ("pp", "cp", "sp", "tp") if getattr(mesh, axis) > 1]
+    axes = [axis for axis in ("pp", "cp", "sp", "tp", "dp_shard") if getattr(mesh, axis) > 1]
     if options.packing in JOINING and axes:
         raise UnsupportedOption(
             f"packing={options.packing!r} with parallel={{{axes[0]!r}: {getattr(mesh, axes[0])}}} is not supported: "
-            "documents are kept apart in whole rows, on one process. Use packing='group', or processes of dp_replicate "
-            "and dp_shard alone."
+            "documents are kept apart in whole rows, by a whole model. Use packing='group', or parallel='ddp'."
         )

@@ -41,7 +41,7 @@ class Packing:
 
     @property
     def asked(self) -> tuple[str, int | None]:
-        """The requested packing."""
+        """The options that asked for it."""
         return self.kind, self.length
 
     def collator(self, collate: Callable[[list[Any]], Any], length: int | None = None) -> PackingCollator:

@@ -229,7 +229,7 @@ def packing_of(trainer: Trainer) -> packing.Packing | None:
         return None
     if known is not None and known.model is trainer.model and known.asked == (args.packing, args.packing_length):
         return known
-    found = packing.find_packing(
+    trainer._packing = found = packing.find_packing(
         trainer.model,
         trainer.compute_loss,
         kind=args.packing,
@@ -242,7 +242,6 @@ def packing_of(trainer: Trainer) -> packing.Packing | None:
     rule = trainer.loss_normalizer
     if rule.known is None:  # of any other reduction, a row's loss would not have been that of its documents
         rule.know_of(LossReduction("tokens", shifted=found.form.shifts))
-    trainer._packing = found
     return found
 
 

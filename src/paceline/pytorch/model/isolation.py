@@ -49,7 +49,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Isolation:
-    """The way in which the documents of a row are kept apart.
+    """The way that keeps the documents of a model apart.
 
     Attributes:
         way: that was seen to.
@@ -234,18 +234,14 @@ def find_isolation(
     with surroundings(), without_cache(model), torch.no_grad():
         model.eval()
         probe = Probe(model, loss_of, is_half)
-        for way in ways_of(model, is_compiled):
-            for first in firsts:
-                try:
-                    with isolated(model, way):
-                        shifts = probe.check(first)
-                except Refused as reason:
-                    told.append(f"{way.name}: {reason}")
-                    continue
-                except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
-                    told.append(f"{way.name}: {type(error).__name__}: {str(error)[:200]}")
-                    continue
-                return Isolation(way, first, shifts)
+        for way, first in itertools.product(ways_of(model, is_compiled), firsts):
+            try:
+                with isolated(model, way):
+                    return Isolation(way, first, probe.check(first))
+            except Refused as reason:
+                told.append(f"{way.name}: {reason}")
+            except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+                told.append(f"{way.name}: {type(error).__name__}: {str(error)[:200]}")
     raise not_isolated(model, told or ["its forward takes none of position_ids, cu_seqlens and attention_mask"])
 
 
@@ -381,8 +377,7 @@ def outputs_of(outputs: Any, num_tokens: int) -> Tensor:
         Refused: there is none.
     """
     values = outputs.values() if isinstance(outputs, Mapping) else outputs
-    values = [values] if isinstance(values, Tensor) else values if isinstance(values, list | tuple) else list(values)
-    for value in values:
+    for value in [values] if isinstance(values, Tensor) else values:
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == (1, num_tokens):
             return value.float() if value.dtype != torch.float64 else value
     raise Refused("its outputs have not one row for each token")
