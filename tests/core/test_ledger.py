@@ -21,6 +21,7 @@ from paceline.core.ledger import (
     Ledger,
     describe,
     remedies,
+    slow_processes,
 )
 
 
@@ -120,3 +121,16 @@ def test_what_takes_too_much_is_told_with_its_remedy(seconds: dict[str, float], 
     found: list[Any] = remedies(seconds, "raise it")
     assert len(found) == len(told)
     assert all(text.startswith(start) for text, start in zip(found, told, strict=True))
+
+
+def test_a_process_that_the_others_wait_for_is_named() -> None:
+    quick = {"data": 1.0, "forward": 3.0, "backward": 4.0, "communication": 2.0}
+    slow = {"data": 3.0, "forward": 3.0, "backward": 4.0, "communication": 0.0}
+    assert slow_processes([quick, slow]) == [
+        "Process 1 is slow (data 3.0 s, transfer 0.0 s, forward 3.0 s): 6.0 s of work of its own, where the median "
+        "process has 4.0 s; the others wait for it."
+    ]
+    assert slow_processes([quick, quick]) == []
+    assert slow_processes([slow]) == [], "one process waits for nobody"
+    little = {"data": 0.1, "forward": 0.1, "backward": 90.0}
+    assert slow_processes([little, {**little, "data": 0.5}]) == [], "nobody loses much"

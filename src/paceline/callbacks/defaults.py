@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.args.profiling import read_profiling
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.notebook import NotebookProgressCallback
 from paceline.callbacks.printer import PrinterCallback
-from paceline.callbacks.profile import ProfileCallback
 from paceline.callbacks.progress import ProgressCallback, is_notebook
 from paceline.callbacks.report import ReportCallback
 from paceline.callbacks.reporters import find_reporters
 from paceline.callbacks.xla_metrics import XlaMetricsCallback
 from paceline.core.events import EVENTS
+from paceline.core.optional import LateModule
+
+if TYPE_CHECKING:
+    from paceline.callbacks import profile
+else:
+    profile = LateModule("paceline.callbacks.profile")
 
 DISPLAYS = (ProgressCallback, PrinterCallback, NotebookProgressCallback)
 
@@ -46,5 +51,5 @@ def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any
     if "tpu_metrics_debug" in args.debug:
         everyone.append(XlaMetricsCallback)
     if isinstance(args.profile, dict):
-        everyone.append(ProfileCallback(read_profiling(args.profile)))
+        everyone.append(profile.ProfileCallback(read_profiling(args.profile)))
     return everyone

@@ -9,7 +9,7 @@ from paceline.args.secrets import masked
 from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
 from paceline.core.ledger import PREFIX as TIME_PREFIX
-from paceline.core.resources import PREFIX as RESOURCE_PREFIX
+from paceline.core.ledger import RESOURCE_PREFIX
 from paceline.core.state import TrainerControl, TrainerState
 
 FOR_TRACKERS = (TIME_PREFIX, RESOURCE_PREFIX)  # entries of a row that nobody reads in a terminal

@@ -10,6 +10,7 @@ so the activities add up to the wall time. A note is two calls of C functions, a
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ ACTIVITIES = (
     "other",  # callbacks, the loop itself
 )
 PREFIX = "time/"  # of the keys in a row of logs
+RESOURCE_PREFIX = "resource/"  # of those of `paceline.core.resources`, which few runs load
 
 # (activities, wording) in a summary
 GROUPS = (
@@ -61,6 +63,10 @@ REMEDIES = (
     (LOG, 0.1, "log less often (logging_steps)"),
 )
 DATA_SHARE = 0.15
+
+OWN_WORK = (DATA, TRANSFER, FORWARD)  # in which a process waits for no other, unless its parameters are sharded
+SLOW_FACTOR = 1.2  # over the median process
+SLOW_SHARE = 0.05  # of the time without setup, that the others lose
 
 
 class Clock(Protocol):
@@ -189,3 +195,23 @@ def remedies(seconds: Mapping[str, float], data_remedy: str) -> list[str]:
             words = next(words for members, words in GROUPS if members == (activity,))
             advice.append(f"{share * 100:.0f} % of the time is {words}: {remedy}.")
     return advice
+
+
+def slow_processes(times: Sequence[Mapping[str, float]]) -> list[str]:
+    """Returns a sentence for each process that the others wait for: its own work takes longer than the median.
+
+    Args:
+        times: seconds by activity of each process, by rank.
+    """
+    work = [sum(seconds.get(ACTIVITIES[index], 0.0) for index in OWN_WORK) for seconds in times]
+    typical = statistics.median_low(work)
+    told = []
+    for rank, (own, seconds) in enumerate(zip(work, times, strict=True)):
+        wall = sum(value for name, value in seconds.items() if name != ACTIVITIES[SETUP])
+        if own >= SLOW_FACTOR * typical and own - typical >= SLOW_SHARE * wall:
+            parts = ", ".join(f"{ACTIVITIES[index]} {seconds.get(ACTIVITIES[index], 0.0):.1f} s" for index in OWN_WORK)
+            told.append(
+                f"Process {rank} is slow ({parts}): {own:.1f} s of work of its own, where the median process has "
+                f"{typical:.1f} s; the others wait for it."
+            )
+    return told

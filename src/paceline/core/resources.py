@@ -7,11 +7,11 @@ import threading
 import time
 from typing import Any
 
+from paceline.core.ledger import RESOURCE_PREFIX
 from paceline.core.optional import is_installed, require
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "resource/"
 SECONDS = 1.0  # between two samples; one takes about a millisecond
 MB, GB = 2**20, 2**30
 
@@ -84,7 +84,7 @@ class Resources:
         for name, value in counters.items():
             row[name] = max(value - self._counters.get(name, value), 0.0) / MB / passed
         self._counters, self._since = counters, now
-        return {PREFIX + name: round(value, 3) for name, value in row.items()}
+        return {RESOURCE_PREFIX + name: round(value, 3) for name, value in row.items()}
 
     def _count(self) -> dict[str, float]:
         """Returns bytes since the start of the machine; those of disks only where the system counts them."""

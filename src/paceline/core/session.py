@@ -15,25 +15,30 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
 
 from paceline.args.plan import Plan
 from paceline.core.contracts import Hooks, Pending
 from paceline.core.events import CallbackHandler
-from paceline.core.goodput import goodput
 from paceline.core.headlines import headlines
-from paceline.core.ledger import LOG, OTHER, SAVE, Ledger, describe, remedies
+from paceline.core.ledger import LOG, OTHER, SAVE, Ledger, describe, remedies, slow_processes
 from paceline.core.lineage import RECORD_NAME, RunMark, at, claimed
 from paceline.core.log_text import LogText
 from paceline.core.loop import Loop
 from paceline.core.metrics import speed_metrics
+from paceline.core.optional import LateModule
 from paceline.core.outputs import TrainOutput
 from paceline.core.record import write_run_record
-from paceline.core.resources import Resources
 from paceline.core.retry_writer import RetryWriter
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerControl, TrainerState
 from paceline.core.worker_watch import WorkerWatch
+
+if TYPE_CHECKING:
+    from paceline.core import goodput, resources
+else:
+    goodput = LateModule("paceline.core.goodput")
+    resources = LateModule("paceline.core.resources")
 
 logger = logging.getLogger(__name__)
 
@@ -167,8 +172,12 @@ class Run:
     log_text: LogText = field(default_factory=LogText)
     begun: float = field(default_factory=time.monotonic)
     ledger: Ledger = field(default_factory=Ledger)
-    resources: Resources | None = None
+    resources: resources.Resources | None = None
     flops: FlopMeter | None = None
+
+    def sample_resources(self) -> None:
+        """Starts to sample the machine."""
+        self.resources = resources.Resources()
 
     def row_entries(self) -> dict[str, float]:
         """Returns what callbacks get in a training row beside its metrics; empty for any other row."""
@@ -351,7 +360,8 @@ class Session(ABC, Generic[RunType, FacadeType]):
     @contextmanager
     def running(self, run: RunType) -> Iterator[None]:
         """Marks the session as training; the parts of the run are closed at the end, even after an error."""
-        run.resources = Resources() if self.args.log_resources else None
+        if self.args.log_resources:
+            run.sample_resources()
         self.is_in_train, self.run = True, run
         try:
             with self.open(run):
@@ -382,6 +392,8 @@ class Session(ABC, Generic[RunType, FacadeType]):
         note((LOG, now()))
         self.complete_saves(run)
         note((SAVE, now()))
+        run.ledger.settle()
+        slow = slow_processes(self.gather_times(run.ledger.seconds))  # here, since a callback may raise on one of them
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None and is_complete and not self.is_best(Path(best)):
             self.load_best(Path(best))
@@ -390,20 +402,32 @@ class Session(ABC, Generic[RunType, FacadeType]):
             logger.info("Training completed: step %d, mean loss %.4g.", self.state.global_step, train_loss)
         note((OTHER, now()))
         run.ledger.settle()
-        self.summarise_time(run, num_updates)
+        self.summarise_time(run, num_updates, slow)
         return TrainOutput(self.state.global_step, train_loss, metrics)
 
-    def summarise_time(self, run: RunType, num_steps: int) -> None:
-        """Keeps the times of a run, and logs them in words; a long run is told what would make it shorter."""
+    def gather_times(self, seconds: Mapping[str, float]) -> list[Mapping[str, float]]:
+        """Returns the seconds by activity of each process, by rank."""
+        return [seconds]
+
+    def summarise_time(self, run: RunType, num_steps: int, slow: list[str]) -> None:
+        """Keeps the times of a run, and logs them in words; a long run is told what would make it shorter.
+
+        Args:
+            run: the run.
+            num_steps: its optimizer steps.
+            slow: sentences about processes that the others wait for.
+        """
         seconds = self.time_spent = run.ledger.seconds
         logger.info("Time %s.", describe(seconds, num_steps))
         if run.flops is not None and run.flops.describe():
             logger.info("Model %s.", run.flops.describe())
-        used = goodput(run.folder, run.mark_now()) if self.args.should_save and len(run.mark.starts) > 1 else None
+        used = (
+            goodput.goodput(run.folder, run.mark_now()) if self.args.should_save and len(run.mark.starts) > 1 else None
+        )
         if used is not None:
             logger.info("%s", used.describe())
         level = logging.WARNING if sum(seconds.values()) >= REMARK_SECONDS else logging.INFO
-        for advice in remedies(seconds, self.data_remedy):
+        for advice in [*remedies(seconds, self.data_remedy), *(slow if self.state.is_world_process_zero else ())]:
             logger.log(level, "%s", advice)
 
     def claim(self, run: RunType) -> None:

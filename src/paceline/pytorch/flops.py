@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline.args.errors import UnsupportedOption
+from paceline.args.plan import Plan
+from paceline.core.contracts import Strategy
 from paceline.core.ledger import PREFIX
+from paceline.core.optional import LateModule
+from paceline.pytorch.model.objective import adapted
 
 if TYPE_CHECKING:
     from torch.utils import flop_counter
 else:
-    from paceline.core.optional import LateModule
-
     flop_counter = LateModule("torch.utils.flop_counter")
 
 logger = logging.getLogger(__name__)
@@ -183,7 +185,9 @@ class FlopMeter:
         if not rates:
             return ""
         share = f", {100 * rates['mfu']:.1f} % of the peak of the device (MFU)" if "mfu" in rates else ""
-        return f"{rates['model_flops_per_second'] / 1e12:.3g} TFLOP/s{share}"
+        per_second = rates["model_flops_per_second"]
+        rate = f"{per_second / 1e12:.3g} TFLOP/s" if per_second >= 1e12 else f"{per_second / 1e9:.3g} GFLOP/s"
+        return rate + share
 
 
 def shapes_of(batch: object) -> Any:
@@ -206,3 +210,30 @@ def check_countable(runs_windows: bool, is_lazy: bool) -> None:
     if runs_windows or is_lazy:
         kind = "a pipeline, whose processes hold a part of the model each" if runs_windows else "an XLA device"
         raise UnsupportedOption(f"log_flops=True is not supported with {kind}: leave it out.")
+
+
+def meter_of(facade: Any, strategy: Strategy, plan: Plan, model: nn.Module) -> FlopMeter:
+    """Returns the meter of a run.
+
+    Args:
+        facade: its `training_step` and `floating_point_ops` are called.
+        strategy: that the model was handed to.
+        plan: of the run.
+        model: as the user gave it; a compiled part is seen.
+
+    Raises:
+        UnsupportedOption: as `check_countable`.
+    """
+    check_countable(strategy.runs_windows, strategy.is_lazy)
+    precision = precision_of(plan.precision, plan.shard_precision, model)
+    return FlopMeter(
+        adapted(facade.training_step, 3),
+        facade.floating_point_ops,
+        device_peak(strategy.device, precision),
+        is_compiled=any(is_compiled(module) for module in model.modules()),
+    )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True if a module was compiled, in place or as another module around it."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

@@ -45,7 +45,6 @@ from paceline.pytorch.data.loading import (
     loader_length,
     sample_count,
 )
-from paceline.pytorch.device_clock import make_ledger
 from paceline.pytorch.distributed.collectives import gather_objects
 from paceline.pytorch.distributed.memory import count_memory
 from paceline.pytorch.distributed.precision import make_precision
@@ -54,7 +53,6 @@ from paceline.pytorch.distributed.strategy import SingleDevice, choose_strategy
 from paceline.pytorch.distributed.watchdog import Watchdog, watching
 from paceline.pytorch.distributed.world import World
 from paceline.pytorch.engine import Engine
-from paceline.pytorch.flops import FlopMeter, check_countable, device_peak, precision_of
 from paceline.pytorch.members import TrainerMembers
 from paceline.pytorch.model.factory import check_trainable
 from paceline.pytorch.model.loss import LossNormalizer
@@ -68,9 +66,11 @@ from paceline.pytorch.sync import LocalSync, ProcessSync, Sync, synchronized_con
 from paceline.pytorch.validation import check_evaluation, check_optimizer, declare_loss
 
 if TYPE_CHECKING:
-    from paceline.pytorch import rollback
+    from paceline.pytorch import device_clock, flops, rollback
     from paceline.pytorch.checkpoint import sharded_format
 else:
+    device_clock = LateModule("paceline.pytorch.device_clock")
+    flops = LateModule("paceline.pytorch.flops")
     rollback = LateModule("paceline.pytorch.rollback")
     sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
 
@@ -261,14 +261,14 @@ class Session(core.Session[Run, TrainerMembers]):
         folder: Path,
     ) -> Run:
         self.prepare_model(plan)
-        ledger = make_ledger(self.world.device)
+        ledger = device_clock.make_ledger(self.world.device)
         sync = self.make_sync(plan, feed, signals, watchdog, ledger)
         self.strategy.check_training_step(self.facade.training_step)
-        flops = self.make_flop_meter(plan) if self.args.log_flops else None
-        engine = self.make_engine(plan, sync, ledger, flops)
+        meter = flops.meter_of(self.facade, self.strategy, plan, self.model) if self.args.log_flops else None
+        engine = self.make_engine(plan, sync, ledger, meter)
         self.callback_handler.train_dataloader = feed.loader
         assert self.run_mark is not None
-        return Run(plan, feed, engine, signals, self.run_mark, folder, sync=sync, ledger=ledger, flops=flops)
+        return Run(plan, feed, engine, signals, self.run_mark, folder, sync=sync, ledger=ledger, flops=meter)
 
     def restore(self, run: Run, checkpoint: Path | None) -> Loop:
         progress = self.facade._make_checkpointer().restore(checkpoint) if checkpoint is not None else None
@@ -314,6 +314,9 @@ class Session(core.Session[Run, TrainerMembers]):
     def complete_saves(self, run: Run) -> None:
         self.facade._make_checkpointer().finish(run.folder)
         switch_optimizer(self.optimizer, "eval")
+
+    def gather_times(self, seconds: Mapping[str, float]) -> list[Mapping[str, float]]:
+        return gather_objects(self.world, seconds)
 
     def load_best(self, checkpoint: Path) -> None:
         self.facade._make_checkpointer().load_best(checkpoint)
@@ -383,18 +386,8 @@ class Session(core.Session[Run, TrainerMembers]):
             set_seed(plan.seed + rng_rank)
         return sync
 
-    def make_flop_meter(self, plan: Plan) -> FlopMeter:
-        """Returns what counts the operations of a run's passes."""
-        check_countable(self.strategy.runs_windows, self.strategy.is_lazy)
-        return FlopMeter(
-            adapted(self.facade.training_step, 3),
-            self.facade.floating_point_ops,
-            device_peak(self.world.device, precision_of(plan.precision, plan.shard_precision, self.model)),
-            is_compiled=bool(derived_values(self.args).get("torch_compile")),
-        )
-
     def make_engine(
-        self, plan: Plan, sync: Sync, ledger: Ledger | None = None, flops: FlopMeter | None = None
+        self, plan: Plan, sync: Sync, ledger: Ledger | None = None, meter: flops.FlopMeter | None = None
     ) -> Engine:
         """Returns the engine of a run, or of a `training_step` outside of one."""
         max_norm = plan.max_grad_norm or math.inf  # without clipping the norm is logged all the same
@@ -406,7 +399,7 @@ class Session(core.Session[Run, TrainerMembers]):
             optimizer=self.optimizer,
             scheduler=self.lr_scheduler,
             scheduler_follows_metrics=follows_metrics(self.lr_scheduler),
-            training_step=self.facade.training_step if flops is None else flops.training_step,
+            training_step=self.facade.training_step if meter is None else meter.training_step,
             compute_loss=self.facade.compute_loss,
             prepare_inputs=self.facade._prepare_inputs,
             max_grad_norm=0.0 if steps_in_backward(self.optimizer) else max_norm,

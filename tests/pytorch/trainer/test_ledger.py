@@ -11,6 +11,7 @@ import torch
 from small_models import Classifier, classification, make_trainer
 
 from paceline import TrainerCallback
+from paceline.core.ledger import DEVICE, LOG, Ledger
 from paceline.pytorch.device_clock import DeviceClock, make_ledger
 
 STEP_PARTS = {"data", "transfer", "forward", "backward", "optimizer"}
@@ -127,7 +128,7 @@ def test_a_device_is_timed_by_its_events_which_only_a_log_waits_for(
 ) -> None:
     Event.waits = 0
     clock = DeviceClock(Event)
-    monkeypatch.setattr("paceline.pytorch.session.make_ledger", lambda device: type(make_ledger(device))(clock))
+    monkeypatch.setattr("paceline.pytorch.device_clock.make_ledger", lambda device: Ledger(clock))
 
     class Ticks(Classifier):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +147,5 @@ def test_a_device_is_timed_by_its_events_which_only_a_log_waits_for(
 
 
 def test_devices_without_events_are_timed_by_the_host() -> None:
-    from paceline.core.ledger import DEVICE, LOG
-
     assert make_ledger(torch.device("cpu")).reading == LOG
     assert make_ledger(torch.device("mps")).reading == DEVICE
