@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from paceline.checkpoint.pickles import Refused, check_keys, check_nest
+from paceline.pytorch.checkpoint import tensor_pickle
 from paceline.pytorch.checkpoint.torch_files import read_torch_file
 
 _LEAVES = (bool, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size)
@@ -84,7 +85,7 @@ def save_plain(plain: object, path: str | os.PathLike[str]) -> None:
     # Through a Python file: torch's own writer reports a full disk as a RuntimeError that does not say so.
     with replacing(path) as temporary, open(temporary, "wb") as file:
         try:
-            torch.save(plain, file)
+            torch.save(plain, file, pickle_module=tensor_pickle)
         except RuntimeError as error:
             refused = error.__context__  # the file's error, hidden by torch's failing to end its archive
             if isinstance(refused, OSError):
