@@ -91,6 +91,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("one owner", "pytorch/data/indexed.py:*"): "torch's sampler, which draws from the loader's generator",
     ("one owner", "pytorch/distributed/*"): "attributes of torch: parameters, modules, contexts of autograd functions",
     ("one owner", "pytorch/loss_probe.py:*"): "a flag of DDP, put back after the probe",
+    ("one owner", "pytorch/model/lazy_logits.py:_Attach.*"): "the context of an autograd function",
+    ("one owner", "pytorch/model/linear_cross_entropy.py:_Chunked.*"): "the context of an autograd function",
     ("one owner", "pytorch/model/checkpointing.py:*"): "the momentum of batch norm, put back after recomputing",
     ("one owner", "pytorch/optim/layerwise.py:*"): "gradients, freed once they are applied",
     ("one owner", "pytorch/sync.py:ProcessSync.__init__"): "the number of ranks, which the normalizer scales by",
