@@ -100,7 +100,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("one owner", "pytorch/data/indexed.py:*"): "torch's sampler, which draws from the loader's generator",
     ("one owner", "pytorch/distributed/*"): "attributes of torch: parameters, modules, contexts of autograd functions",
     ("one owner", "pytorch/loss_probe.py:*"): "a flag of DDP, put back after the probe",
-    ("one owner", "pytorch/model/document_attention.py:*"): "contexts of autograd functions",
     ("one owner", "pytorch/model/checkpointing.py:*"): "the momentum of batch norm, put back after recomputing",
     ("one owner", "pytorch/optim/layerwise.py:*"): "gradients, freed once they are applied",
     ("one owner", "pytorch/sync.py:ProcessSync.__init__"): "the number of ranks, which the normalizer scales by",

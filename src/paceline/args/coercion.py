@@ -295,6 +295,16 @@ def to_loss_weight(name: str, value: object) -> Any:
     return to_choice(name, value, CHOICES[name])
 
 
+def to_head(name: str, value: object) -> str | bool:
+    """Converts to True, False, "auto", or the name of a module."""
+    kept = keep_bool(name, value)
+    if isinstance(kept, bool):
+        return kept
+    if not isinstance(kept, str) or not all(part.isidentifier() or part.isdecimal() for part in kept.split(".")):
+        raise wrong_value(name, value, "expected 'auto', True, False, or the name of a module such as 'lm_head'")
+    return kept
+
+
 SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "accelerator_config": to_accelerator_config,
     "debug": to_debug_list,
@@ -307,6 +317,7 @@ SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "hub_token": to_token,
     "include_for_metrics": list_or_empty,
     "include_num_input_tokens_seen": to_token_count,
+    "linear_cross_entropy": to_head,
     "loss_weight": to_loss_weight,
     "max_grad_norm": number_or_zero,
     "optim": to_optimizer,

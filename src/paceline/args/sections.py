@@ -467,6 +467,13 @@ class PacelineSection:
         "micro-batch. Unset: inferred from the model's class and from additional forward passes.",
         LOSS_WEIGHTS,
     )
+    linear_cross_entropy: str | bool = option(
+        False,
+        "Compute the cross-entropy of a linear head by chunks of tokens, without the logits of a whole batch: 'auto' "
+        "where that was seen to be the model's own loss and the logits are large; True or the name of the head among "
+        "the model's modules, for any size, and an error where it is not possible; False: never.",
+        is_switch=True,
+    )
     nonfinite_policy: str = option(
         "warn",
         "On a loss or gradient that is not finite: 'warn'; 'skip' the optimizer step, while the learning-rate schedule "

@@ -66,6 +66,7 @@ def model_facts_of(trainer: Trainer) -> ModelFacts:
         loss_weight=trainer.args.loss_weight,
         smoothing=trainer.args.label_smoothing_factor,
         loss_is_scaled=trainer.loss_is_scaled_for_ga,
+        linear_cross_entropy=trainer.args.linear_cross_entropy,
     )
 
 

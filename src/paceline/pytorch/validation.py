@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from paceline.core.methods import is_ours
+from paceline.core.optional import LateModule
 from paceline.pytorch.data.columns import find_labels
 from paceline.pytorch.model.factory import check_trainable
 from paceline.pytorch.model.loss import LabelSmoother, LossNormalizer, LossReduction
@@ -22,6 +23,11 @@ from paceline.pytorch.model.signature import (
     read_signature,
     shifts_labels,
 )
+
+if TYPE_CHECKING:
+    from paceline.pytorch.model import linear_loss
+else:
+    linear_loss = LateModule("paceline.pytorch.model.linear_loss")
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +133,7 @@ def read_model(
     loss_weight: Any,
     smoothing: float,
     loss_is_scaled: bool | None,
+    linear_cross_entropy: str | bool,
 ) -> ModelFacts:
     """Reads the model's forward and config once, and makes the parts that depend on them.
 
@@ -137,6 +144,7 @@ def read_model(
         label_names, loss_weight: the options of these names.
         smoothing: `label_smoothing_factor`.
         loss_is_scaled: `loss_is_scaled_for_ga` of the Trainer.
+        linear_cross_entropy: the option of this name.
 
     Raises:
         ValueError: label smoothing is not defined for this loss.
@@ -159,8 +167,22 @@ def read_model(
     smoother = LabelSmoother(smoothing) if smoothing > 0 else None
     if smoothing and is_ours(compute_loss):
         normalizer.know(LossReduction("tokens", shifted=normalizer.shifts))
-    objective = Objective(signature, names or ["labels"], normalizer, compute_loss_func, smoother)
+    by_chunks = linear_loss_of(model, linear_cross_entropy)
+    if by_chunks is not None and by_chunks.is_required and not is_ours(compute_loss):
+        logger.warning(
+            "linear_cross_entropy=%r: compute_loss is overridden, and its loss is computed by chunks only if it calls "
+            "super().compute_loss().",
+            linear_cross_entropy,
+        )
+    objective = Objective(signature, names or ["labels"], normalizer, compute_loss_func, smoother, by_chunks)
     return ModelFacts(signature, names, normalizer, smoother, objective)
+
+
+def linear_loss_of(model: nn.Module, option: str | bool) -> linear_loss.LinearLoss | None:
+    """Returns what computes a model's loss by chunks; None if the option is off, or the model names no head."""
+    if option is False or (option == "auto" and not hasattr(innermost(model), "get_output_embeddings")):
+        return None
+    return linear_loss.LinearLoss(option)
 
 
 def check_smoothing(smoothing: float, compute_loss_func: object, problem_type: str | None) -> None:

@@ -46,6 +46,10 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "half_precision_backend": (lambda value: value != "apex", "Apex is of torch; leave it out"),
     "liger_kernel_config": (is_off, NO_COMPILE),
     "log_flops": (is_off, "torch counts them; leave it out"),
+    "linear_cross_entropy": (
+        is_default("auto", False),
+        "TensorFlow's loss is that of the compiled model; leave it out",
+    ),
     "neftune_noise_alpha": (is_off, "add the noise in the model; leave it out"),
     "optim_target_modules": (is_off, "low-rank optimizers are of the torch side; leave it out"),
     "output_store": (is_off, "upload the output folder when the run has ended; leave it out"),

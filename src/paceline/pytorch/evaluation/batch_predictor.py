@@ -69,7 +69,8 @@ class BatchPredictor:
             num_items = self.count_items([inputs]) if has_labels else None
             inputs = self.prepare_inputs(inputs)
             labels = tuple(inputs[name] for name in names) if has_labels else None
-            loss, outputs = self._run(model, inputs, num_items, has_labels)
+            with nullcontext() if loss_only else self.objective.with_logits():
+                loss, outputs = self._run(model, inputs, num_items, has_labels)
         place = self.objective.loss_place
         holds_loss = is_named(outputs) or place.holds(outputs, loss, batch_size_of(inputs), has_labels)
         if loss is not None:

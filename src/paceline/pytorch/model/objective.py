@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from paceline.pytorch.model.loss import LabelSmoother, LossNormalizer, LossReduction
 from paceline.pytorch.model.outputs import LossPlace, check_loss, find_loss, read_loss
 from paceline.pytorch.model.signature import ForwardSignature
+
+if TYPE_CHECKING:
+    from paceline.pytorch.model.linear_loss import LinearLoss
 
 
 class Objective:
@@ -23,6 +27,7 @@ class Objective:
         rule: records if `num_items_in_batch` reached the code that computed the loss.
         compute_loss_func: `(outputs, labels, num_items_in_batch=None) -> loss`, instead of the model's own loss.
         smoother: smooths the cross-entropy, instead of the model's own loss.
+        linear_loss: computes cross-entropies over the model's head by chunks; None: nothing does.
 
     Attributes:
         loss_place: distinguishes a loss without a name from a prediction, over all evaluated batches.
@@ -35,11 +40,13 @@ class Objective:
         rule: LossNormalizer,
         compute_loss_func: Callable[..., Tensor] | None = None,
         smoother: LabelSmoother | None = None,
+        linear_loss: LinearLoss | None = None,
     ) -> None:
         self.label_names = tuple(label_names)
         self.rule = rule
         self.compute_loss_func = compute_loss_func
         self.smoother = smoother
+        self.linear_loss = linear_loss
         self.loss_place = LossPlace()
         self._shifts: bool | None = None  # True if the smoothed loss shifts its targets, once known
         self._func_takes_num_items = compute_loss_func is not None and accepts(compute_loss_func, "num_items_in_batch")
@@ -55,6 +62,16 @@ class Objective:
 
     def __call__(self, model: nn.Module, inputs: Any, num_items: Any = None) -> tuple[Tensor | None, Any]:
         """Returns the loss and the model's outputs; the loss is None only if no gradient is needed."""
+        if self.linear_loss is None:
+            return self._compute(model, inputs, num_items)
+        with self.linear_loss.applied(model):
+            return self._compute(model, inputs, num_items)
+
+    def with_logits(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model's logits will be read, and are computed once."""
+        return nullcontext() if self.linear_loss is None else self.linear_loss.suspended()
+
+    def _compute(self, model: nn.Module, inputs: Any, num_items: Any) -> tuple[Tensor | None, Any]:
         if self.compute_loss_func is not None:
             return self._by_function(model, inputs, num_items)
         if self.smoother is not None and isinstance(inputs, Mapping):

@@ -1,0 +1,427 @@
+"""Logits that are not computed until someone reads them.
+
+A `LazyLogits` stands for the output of a linear layer. It knows its shape and dtype; views by rows, casts and a few
+elementwise operations give another one. `cross_entropy` computes the loss by chunks from the layer's inputs. Every
+other operation is done on the logits themselves, which are then computed as the layer would have: from then on all that
+was derived from the same output is taken from them, so that views alias and writes in place are seen as ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from paceline.pytorch.model.linear_cross_entropy import (
+    Cast,
+    CrossEntropy,
+    Head,
+    Scale,
+    Shift,
+    Squash,
+    Step,
+    linear_cross_entropy,
+)
+
+
+class Family:
+    """All that is derived from one output of a linear layer.
+
+    Args:
+        permits: called with each loss that could be computed by chunks: `(rows, targets, head, loss) -> bool`.
+
+    Attributes:
+        chunked: a loss of it was computed by chunks.
+        read_by: the operation that first needed the logits themselves; None: none has.
+    """
+
+    def __init__(self, permits: Callable[[Tensor, Tensor, Head, CrossEntropy], bool]) -> None:
+        self.permits = permits
+        self.chunked = False
+        self.read_by: str | None = None
+
+
+@dataclass(eq=False)
+class Recipe:
+    """The computation of a tensor of logits.
+
+    Attributes:
+        rows: the inputs of the linear layer, `(..., num_features)`.
+        head: the linear layer, and the elementwise operations so far.
+        family: of the output.
+        parent: that it was derived from; None: it is the output itself.
+        derive: makes it from the parent's logits.
+        versions: of the weights and the rows when the layer was called.
+        with_gradients: the operation was made with gradients enabled.
+        logits: the result, once it is computed.
+        node: of the graph; None: it has no gradient.
+    """
+
+    rows: Tensor
+    head: Head
+    family: Family
+    parent: LazyLogits | None
+    derive: Callable[[Tensor], Tensor] | None
+    versions: tuple[int, ...]
+    with_gradients: bool
+    logits: Tensor | None = None
+    node: Any = None
+
+    def compute(self) -> Tensor:
+        """Returns the logits as a node of the graph, computed once.
+
+        Raises:
+            RuntimeError: the weights have changed since the layer was called.
+        """
+        if self.logits is None:
+            with torch.set_grad_enabled(self.with_gradients):
+                if self.parent is not None and self.derive is not None:
+                    self.logits = self.derive(self.parent.recipe.compute())
+                else:
+                    self.logits = self.fresh()
+        return self.logits
+
+    def fresh(self) -> Tensor:
+        """Returns the logits, computed anew from the inputs of the linear layer."""
+        if versions_of(self.rows, self.head) != self.versions:
+            raise RuntimeError(
+                "The logits of an earlier forward pass are read after the weights have changed, and were not computed "
+                "before, since the loss did without them. Read them before the optimizer step, or set "
+                "linear_cross_entropy=False."
+            )
+        return self.head.logits(self.rows)
+
+
+def versions_of(rows: Tensor, head: Head) -> tuple[int, ...]:
+    """Returns how often the inputs and the parameters of a linear layer were written to."""
+    tensors = [each for each in (rows, head.weight, head.bias) if each is not None]
+    return tuple(0 if each.is_inference() else each._version for each in tensors)
+
+
+class LazyLogits(Tensor):
+    """A tensor of logits without storage.
+
+    Attributes:
+        recipe: how they are computed.
+    """
+
+    recipe: Recipe
+
+    @staticmethod
+    def of(rows: Tensor, head: Head, family: Family) -> Tensor:
+        """Returns the output of a linear layer for `rows`, `(..., num_features)`."""
+        return attach(rows, head, family, head.autocast or head.weight.dtype, None, None)
+
+    def derived(
+        self,
+        rows: Tensor,
+        derive: Callable[[Tensor], Tensor],
+        step: Step | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Returns what an operation makes of these logits."""
+        head = self.recipe.head
+        if step is not None:
+            head = replace(head, steps=(*head.steps, step))
+        return attach(rows, head, self.recipe.family, dtype or self.dtype, self, derive)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if a function of autograd, which torch does not show to Python, made another node of these logits."""
+        return self.grad_fn is not self.recipe.node
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in METADATA or any(isinstance(each, LazyLogits) and each.is_elsewhere for each in args):
+                return func(*args, **kwargs)
+            first = args[0] if args else kwargs.get("input")
+            handler = HANDLERS.get(func)
+            if handler is not None and isinstance(first, LazyLogits) and first.recipe.family.read_by is None:
+                found = handler(first, func, args, kwargs)
+                if found is not NotImplemented:
+                    return found
+            return func(
+                *[read(each, func) for each in args], **{name: read(each, func) for name, each in kwargs.items()}
+            )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """An operation that came without Python's dispatch, as from a hook of autograd: its gradient is that of the
+        layer's output, which passes it on.
+        """
+        values = tree_map(lambda each: read(each, func).detach() if isinstance(each, LazyLogits) else each, args)
+        return func(*values, **tree_map(lambda each: read(each, func), dict(kwargs or {})))
+
+
+def read(value: Any, func: object) -> Any:
+    """Returns a value with the logits themselves in the place of lazy ones."""
+    if isinstance(value, LazyLogits):
+        family = value.recipe.family
+        family.read_by = family.read_by or getattr(func, "__name__", str(func))
+        return value.recipe.compute()
+    if isinstance(value, list | tuple) and any(isinstance(each, LazyLogits) for each in value):
+        return type(value)([read(each, func) for each in value])
+    return value
+
+
+def attach(
+    rows: Tensor,
+    head: Head,
+    family: Family,
+    dtype: torch.dtype,
+    parent: LazyLogits | None,
+    derive: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Returns lazy logits as a node of the graph; without gradients they have no part in it."""
+    if not torch.is_grad_enabled():
+        bias = None if head.bias is None else head.bias.detach()
+        rows, head = rows.detach(), replace(head, weight=head.weight.detach(), bias=bias)
+    recipe = Recipe(rows, head, family, parent, derive, versions_of(rows, head), torch.is_grad_enabled())
+    shape = (*rows.shape[:-1], head.weight.shape[0])
+    made: Any = _Attach.apply(rows, head.weight, head.bias, shape, dtype, recipe)  # type: ignore[no-untyped-call]
+    recipe.node = made.grad_fn
+    found: Tensor = made
+    return found
+
+
+class _Attach(torch.autograd.Function):
+    """The node of lazy logits in the graph: for gradients by the logits, where something computed them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        recipe: Recipe,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(rows, weight, *(() if bias is None else (bias,)))
+        ctx.head = Head(torch.empty(0), None, recipe.head.autocast, recipe.head.steps)
+        made: Any = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=weight.device)  # type: ignore[attr-defined]
+        made.recipe = recipe
+        return made  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, slope: Tensor | None) -> Any:
+        if slope is None:
+            return None, None, None, None, None, None
+        with torch.enable_grad():
+            leaves = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+            head = replace(ctx.head, weight=leaves[1], bias=leaves[2] if len(leaves) == 3 else None)
+            logits = head.logits(leaves[0])
+        found = torch.autograd.grad(logits, leaves, slope.to(logits.dtype))
+        return (*found, *([None] * (6 - len(found))))
+
+
+# ---- operations that do without the logits
+
+Handler = Callable[[LazyLogits, Any, Sequence[Any], Mapping[str, Any]], Any]
+
+
+def reshape(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A view that keeps the classes last."""
+    like = torch.empty(logits.shape, dtype=logits.dtype, device="meta")
+    shape = func(like, *args[1:], **kwargs)
+    if shape.dtype != logits.dtype or not shape.dim() or shape.shape[-1] != logits.shape[-1]:
+        return NotImplemented
+    rows = logits.recipe.rows.reshape(*shape.shape[:-1], logits.recipe.rows.shape[-1])
+    return logits.derived(rows, lambda parent: func(parent, *args[1:], **kwargs))
+
+
+def select(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An index of rows that takes all classes."""
+    index = args[1]
+    entries = index if isinstance(index, tuple) else (index,)
+    used = sum(dimensions_of(each) for each in entries)
+    if any(isinstance(each, list) for each in entries) or any(isinstance(each, LazyLogits) for each in entries):
+        return NotImplemented
+    if any(each is Ellipsis for each in entries) or used == logits.dim():
+        *_, last = entries
+        is_full = isinstance(last, slice) and last == slice(None)
+        if last is not Ellipsis and not is_full:
+            return NotImplemented
+        if last is Ellipsis and used >= logits.dim():
+            return NotImplemented
+    elif used > logits.dim():
+        return NotImplemented
+    rows = logits.recipe.rows[index]
+    return logits.derived(rows, lambda parent: parent[index])
+
+
+def dimensions_of(entry: object) -> int:
+    """Returns how many dimensions an entry of an index takes."""
+    if entry is None or entry is Ellipsis:
+        return 0
+    if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8):
+        return entry.dim()
+    return 1
+
+
+def keep(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The same values."""
+    if func is Tensor.contiguous and logits.requires_grad and not torch.is_grad_enabled():
+        return NotImplemented  # a copy without gradients, or the same tensor: that depends on its strides
+    return logits.derived(logits.recipe.rows, lambda parent: func(parent, *args[1:], **kwargs))
+
+
+CASTS = {
+    Tensor.float: torch.float32,
+    Tensor.double: torch.float64,
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+}
+
+
+def cast(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Another dtype."""
+    dtype = CASTS.get(func)
+    if dtype is None:
+        values = [*args[1:], *kwargs.values()]
+        others = [each for each in values if isinstance(each, Tensor)]
+        dtypes = [each for each in values if isinstance(each, torch.dtype)] + [each.dtype for each in others]
+        devices = [torch.device(each) for each in values if isinstance(each, str | torch.device)]
+        devices += [each.device for each in others]
+        if any(each != logits.device and each.index is not None for each in devices):
+            return NotImplemented
+        if any(each.type != logits.device.type for each in devices):
+            return NotImplemented
+        dtype = dtypes[0] if dtypes else logits.dtype
+    if not dtype.is_floating_point:
+        return NotImplemented
+    if dtype == logits.dtype:
+        return NotImplemented if True in args[1:] or kwargs.get("copy") else logits  # the same tensor, as in torch
+    step = Cast(dtype)
+    return logits.derived(logits.recipe.rows, lambda parent: func(parent, *args[1:], **kwargs), step, dtype)
+
+
+def scale(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A product with a number, or a quotient by one."""
+    factor = number_of(args[1]) if len(args) == 2 and not kwargs else None
+    if factor is None:
+        return NotImplemented
+    is_quotient = func in QUOTIENTS
+    if is_quotient and factor == 0:
+        return NotImplemented
+    step = Scale(1 / factor if is_quotient else factor)
+    return logits.derived(logits.recipe.rows, lambda parent: func(parent, *args[1:]), step, logits.dtype)
+
+
+def number_of(value: object) -> float | None:
+    """Returns a Python number that is finite, as a float; None for all else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def shift(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A sum with a constant of one number for each class."""
+    offset = args[1] if len(args) == 2 and not kwargs else None
+    if not isinstance(offset, Tensor) or isinstance(offset, LazyLogits) or offset.requires_grad:
+        return NotImplemented
+    if offset.numel() != logits.shape[-1] or offset.shape[-1:] != logits.shape[-1:] or offset.dim() > logits.dim():
+        return NotImplemented
+    if not offset.is_floating_point() or offset.device != logits.device:
+        return NotImplemented
+    step = Shift(offset.detach().reshape(-1).clone())
+    dtype = torch.promote_types(logits.dtype, offset.dtype)
+    return logits.derived(logits.recipe.rows, lambda parent: func(parent, offset), step, dtype)
+
+
+def squash(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The hyperbolic tangent."""
+    if len(args) != 1 or kwargs:
+        return NotImplemented
+    return logits.derived(logits.recipe.rows, lambda parent: func(parent), Squash(), logits.dtype)
+
+
+def detach(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The values, for one who keeps them: the loss goes on without."""
+    with torch.no_grad():
+        return logits.recipe.fresh()
+
+
+def find_best(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The class of the largest logit of each row, by chunks."""
+    named = dict(kwargs)
+    dim = args[1] if len(args) > 1 else named.pop("dim", None)
+    if dim not in (-1, logits.dim() - 1) or len(args) > 2 or named:
+        return NotImplemented
+    recipe = logits.recipe
+    with torch.no_grad():
+        flat = recipe.rows.reshape(-1, recipe.rows.shape[-1])
+        size = max(1, 2**23 // logits.shape[-1])
+        starts = range(0, len(flat), size)
+        found = [recipe.head.logits(flat[start : start + size]).argmax(-1) for start in starts]
+    return torch.cat(found).reshape(logits.shape[:-1]) if found else NotImplemented
+
+
+def cross_entropy(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The loss by chunks, where it is one over classes, and permitted."""
+    return _cross_entropy(logits, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
+
+
+def _cross_entropy(
+    logits: LazyLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    recipe = logits.recipe
+    is_plain = logits.dim() == 2 and target.shape == logits.shape[:1] and target.dtype == torch.int64
+    is_own_device = target.device == logits.device and type(target) is Tensor
+    if not is_plain or not is_own_device or size_average is not None or reduce is not None or not len(target):
+        return NotImplemented
+    if weight is not None and weight.requires_grad:
+        return NotImplemented
+    loss = CrossEntropy(ignore_index, reduction, label_smoothing, weight)
+    if not recipe.family.permits(recipe.rows, target, recipe.head, loss):
+        return NotImplemented
+    recipe.family.chunked = True
+    found = linear_cross_entropy(recipe.rows, target, recipe.head, loss)
+    autocasts = torch.is_autocast_enabled(logits.device.type)  # to single precision, by torch's rule for this loss
+    return found if autocasts or found.dtype == logits.dtype else found.to(logits.dtype)
+
+
+QUOTIENTS = {torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__}
+HANDLERS: dict[Any, Handler] = {
+    **dict.fromkeys([Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten], reshape),
+    Tensor.__getitem__: select,
+    **dict.fromkeys([Tensor.contiguous, Tensor.clone, torch.clone], keep),
+    **dict.fromkeys([*CASTS, Tensor.to, Tensor.type_as], cast),
+    **dict.fromkeys([torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, *QUOTIENTS], scale),
+    **dict.fromkeys([torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__], shift),
+    **dict.fromkeys([torch.tanh, Tensor.tanh], squash),
+    **dict.fromkeys([torch.argmax, Tensor.argmax], find_best),
+    Tensor.detach: detach,
+    functional.cross_entropy: cross_entropy,
+}
+# facts that need no logits
+METADATA = {
+    getattr(getattr(Tensor, name, None), "__get__", None)
+    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_leaf", "is_sparse",
+                 "is_quantized", "is_meta", "is_mps", "is_xpu", "is_nested", "grad_fn", "itemsize")
+} | {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_floating_point,
+    Tensor.is_complex, Tensor.ndimension, Tensor.__len__, Tensor.is_contiguous, Tensor.get_device, torch.numel,
+    torch.is_floating_point, torch.is_complex, Tensor.is_inference, Tensor.is_signed,
+}  # fmt: skip

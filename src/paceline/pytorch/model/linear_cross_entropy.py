@@ -1,0 +1,342 @@
+"""Cross-entropy of a linear layer's outputs, by chunks of rows, without ever holding the logits of all rows.
+
+The gradients are computed in the forward pass, chunk by chunk while its logits are there: as many matrix products as
+without chunks, and one gradient of the shape of the weights in memory between the passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# of a chunk's logits in single precision: a few chunks exist at a time
+CHUNK_BYTES = 2**25
+CHUNK_BYTES_ON_DEVICE = 2**28
+MIN_CHUNK_ROWS = 16  # the gradient of the weights is read and written once for each chunk
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Multiplies the logits."""
+
+    factor: float
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits * self.factor
+
+
+@dataclass(frozen=True, eq=False)
+class Shift:
+    """Adds to the logits: a number, or one number for each class, `(num_classes,)`."""
+
+    offset: Tensor
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits + self.offset
+
+
+@dataclass(frozen=True)
+class Squash:
+    """The hyperbolic tangent, as in soft-capped logits."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return torch.tanh(logits)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Converts to a dtype. Chunks are computed in single precision at least, so this has no effect on them."""
+
+    dtype: torch.dtype
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits.to(self.dtype)
+
+
+Step = Scale | Shift | Squash | Cast
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """The linear layer, and what follows it up to the loss.
+
+    Attributes:
+        weight: `(num_classes, num_features)`.
+        bias: `(num_classes,)`, or None.
+        autocast: the dtype of the matrix product under autocast; None: that of the tensors.
+        steps: elementwise operations on the logits, in order.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    autocast: torch.dtype | None = None
+    steps: tuple[Step, ...] = ()
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Returns the logits of `rows`, `(..., num_classes)`, by the operations of torch."""
+        with torch.autocast(rows.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            found = functional.linear(rows, self.weight, self.bias)
+        for step in self.steps:
+            found = step(found)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class CrossEntropy:
+    """The arguments of `torch.nn.functional.cross_entropy` beside its input and target."""
+
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    weight: Tensor | None = None
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Returns the loss by torch's own function."""
+        return functional.cross_entropy(
+            logits,
+            targets,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+    def divisor(self, targets: Tensor) -> Tensor:
+        """Returns the divisor of a mean, 0-dim: the number of targets that count, or the sum of their weights."""
+        kept = targets != self.ignore_index
+        if self.weight is None:
+            return kept.sum()
+        return self.weight[torch.where(kept, targets, 0)].mul(kept).sum()
+
+
+def linear_cross_entropy(
+    rows: Tensor, targets: Tensor, head: Head, loss: CrossEntropy, chunk_rows: int | None = None
+) -> Tensor:
+    """Returns `loss(head.logits(rows), targets)`, computed by chunks.
+
+    Args:
+        rows: `(N, num_features)`, the inputs of the linear layer.
+        targets: `(N,)`, class indices.
+        head: the linear layer, and what follows it.
+        loss: its reduction may be `mean`, `sum` or `none`.
+        chunk_rows: rows of a chunk; None: by the number of classes.
+
+    Returns:
+        0-dim, or `(N,)` without a reduction; in single precision for logits of 16 bits.
+    """
+    size = chunk_rows or default_chunk_rows(head.weight.shape[0], rows.device)
+    job = _Job(head.autocast, head.steps, loss, size)
+    found: Tensor = _Chunked.apply(rows, head.weight, head.bias, targets, job)  # type: ignore[no-untyped-call]
+    return found
+
+
+def default_chunk_rows(num_classes: int, device: torch.device) -> int:
+    """Returns the rows of a chunk."""
+    limit = CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES_ON_DEVICE
+    return max(MIN_CHUNK_ROWS, limit // (4 * num_classes))
+
+
+@dataclass
+class _Gradients:
+    """Sums over chunks; each is None if it is not needed."""
+
+    rows: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def scaled(self, factor: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Multiplies all of them in place."""
+        needs_product = factor.device.type != "cpu" or float(factor) != 1  # of a device nothing is read
+        if needs_product:
+            for each in (self.rows, self.weight, self.bias):
+                if each is not None:
+                    each.mul_(factor.to(each.dtype) if factor.device.type != "cpu" else float(factor))
+        return self.rows, self.weight, self.bias
+
+
+@dataclass(eq=False)
+class _Job:
+    """One loss: its arguments, without the parameters of the head, which autograd keeps."""
+
+    autocast: torch.dtype | None
+    steps: tuple[Step, ...]
+    loss: CrossEntropy
+    chunk_rows: int
+
+    def run(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor | None, Tensor],
+        factors: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor, _Gradients]:
+        """Returns the loss of each row, `(N,)`, and the gradients of the sum of `factors * losses`.
+
+        Args:
+            tensors: rows, weight, bias and targets.
+            factors: `(N,)`; None: no gradients.
+            needs: for which of rows, weight and bias a gradient is needed.
+        """
+        rows, weight, bias, targets = tensors
+        dtype = self.autocast or weight.dtype
+        work = torch.float64 if dtype == torch.float64 else torch.float32
+        weight_t = weight.to(dtype).t()
+        bias = None if bias is None else bias.to(dtype)
+        gradients = self._empty(rows, weight, bias, work, needs if factors is not None else (False,) * 3)
+        losses = torch.zeros(len(targets), dtype=work, device=rows.device)
+        for places in self._chunks(targets):
+            part = rows[places].to(dtype)
+            target, factor = targets[places], None if factors is None else factors[places]
+            logits = torch.mm(part, weight_t) if bias is None else torch.addmm(bias, part, weight_t)
+            losses[places], slopes = self._row_losses(logits.to(work), target, factor)
+            if slopes is None:
+                continue
+            slopes = slopes.to(dtype)
+            if gradients.rows is not None:
+                gradients.rows[places] = torch.mm(slopes, weight_t.t()).to(rows.dtype)
+            if gradients.weight is not None:
+                add_product(gradients.weight, slopes.t(), part)
+            if gradients.bias is not None:
+                gradients.bias += slopes.sum(0, dtype=work)
+        if gradients.weight is not None:
+            gradients.weight = gradients.weight.to(weight.dtype)
+        return losses, gradients
+
+    def _empty(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, work: torch.dtype, needs: Sequence[bool]
+    ) -> _Gradients:
+        zeros = torch.zeros
+        return _Gradients(
+            zeros(rows.shape, dtype=rows.dtype, device=rows.device) if needs[0] else None,
+            zeros(weight.shape, dtype=work, device=rows.device) if needs[1] else None,
+            zeros(weight.shape[:1], dtype=work, device=rows.device) if needs[2] and bias is not None else None,
+        )
+
+    def _chunks(self, targets: Tensor) -> Iterator[Any]:
+        """Yields the indices of the rows of each chunk. On the CPU, rows whose target is ignored are left out."""
+        if targets.device.type == "cpu":
+            kept = targets != self.loss.ignore_index
+            if not bool(kept.all()):
+                places = kept.nonzero().squeeze(1)
+                for start in range(0, len(places), self.chunk_rows):
+                    yield places[start : start + self.chunk_rows]
+                return
+        for start in range(0, len(targets), self.chunk_rows):
+            yield slice(start, start + self.chunk_rows)
+
+    def _row_losses(self, logits: Tensor, targets: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Returns the losses of a chunk, and the gradient of the sum of `factors * losses` by the linear layer's
+        outputs. Overwrites the logits.
+        """
+        if self.loss.weight is not None or any(isinstance(step, Squash) for step in self.steps):
+            return self._row_losses_by_autograd(logits, targets, factors)
+        scale = 1.0
+        for step in self.steps:
+            if isinstance(step, Scale):
+                scale *= step.factor
+                logits.mul_(step.factor)
+            elif isinstance(step, Shift):
+                logits.add_(step.offset)
+        return self._row_losses_in_place(logits, targets, factors, scale)
+
+    def _row_losses_in_place(
+        self, logits: Tensor, targets: Tensor, factors: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        kept = targets != self.loss.ignore_index
+        index = torch.where(kept, targets, 0).unsqueeze(1)
+        smoothing = self.loss.label_smoothing
+        maximum = logits.amax(1, keepdim=True)
+        picked = logits.gather(1, index) - maximum
+        mean = logits.mean(1, keepdim=True) - maximum if smoothing else picked
+        sums = logits.sub_(maximum).exp_().sum(1, keepdim=True)
+        losses = sums.log() - torch.lerp(picked, mean, smoothing) if smoothing else sums.log() - picked
+        losses = losses.squeeze(1).masked_fill_(~kept, 0)
+        if factors is None:
+            return losses, None
+        factor = (factors.to(logits.dtype) * scale).masked_fill(~kept, 0).unsqueeze(1)
+        slopes = logits.mul_(factor / sums)
+        if smoothing:
+            slopes.sub_(factor * (smoothing / logits.shape[1]))
+        return losses, slopes.scatter_add_(1, index, factor * (smoothing - 1))
+
+    def _row_losses_by_autograd(
+        self, logits: Tensor, targets: Tensor, factors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        dtype = logits.dtype
+        weight = self.loss.weight
+        with torch.autocast(logits.device.type, enabled=False), torch.set_grad_enabled(factors is not None):
+            found = logits.requires_grad_(factors is not None)
+            for step in self.steps:
+                if not isinstance(step, Cast):
+                    found = step(found)
+            losses = functional.cross_entropy(
+                found,
+                targets,
+                weight=None if weight is None else weight.to(dtype),
+                ignore_index=self.loss.ignore_index,
+                reduction="none",
+                label_smoothing=self.loss.label_smoothing,
+            )
+            if factors is None:
+                return losses, None
+            (slopes,) = torch.autograd.grad(losses, logits, factors.to(dtype))
+        return losses.detach(), slopes
+
+
+def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """Adds a matrix product to a sum, whose precision may be higher."""
+    if total.dtype == one.dtype:
+        total.addmm_(one, other)
+    else:
+        total.add_(torch.mm(one, other))
+
+
+class _Chunked(torch.autograd.Function):
+    """The loss as a node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, job: _Job) -> Tensor:
+        ctx.job, ctx.has_bias, ctx.gradients = job, bias is not None, None
+        ctx.save_for_backward(rows, weight, targets, *(() if bias is None else (bias,)))
+        needs = ctx.needs_input_grad[:3]
+        reduction = job.loss.reduction
+        factors = None
+        divisor = job.loss.divisor(targets) if reduction == "mean" else None
+        with torch.autocast(rows.device.type, enabled=False):
+            if reduction != "none" and any(needs):
+                factors = _factors(targets, divisor, weight.dtype)
+            losses, gradients = job.run((rows, weight, bias, targets), factors, needs)
+        if reduction == "none":
+            return losses
+        ctx.gradients = gradients if factors is not None else None
+        total = losses.sum()
+        return total if divisor is None else total / divisor
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:  # without a reduction, or a second backward pass through a retained graph
+            rows, weight, targets, *rest = ctx.saved_tensors
+            job = ctx.job
+            factors = slope
+            if job.loss.reduction != "none":
+                divisor = job.loss.divisor(targets) if job.loss.reduction == "mean" else None
+                factors = slope * _factors(targets, divisor, weight.dtype)
+            tensors = (rows, weight, rest[0] if ctx.has_bias else None, targets)
+            with torch.autocast(rows.device.type, enabled=False):
+                _, gradients = job.run(tensors, factors, ctx.needs_input_grad[:3])
+            return gradients.rows, gradients.weight, gradients.bias, None, None
+        return *gradients.scaled(slope), None, None
+
+
+def _factors(targets: Tensor, divisor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Returns what the loss of each row is multiplied by: 1, or 1 / `divisor`."""
+    ones = torch.ones(targets.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    ones = ones.to(targets.device)
+    return ones if divisor is None else ones / divisor

@@ -1,0 +1,301 @@
+"""Training without logits: the loss of a language model's head by chunks, where that gives the model's own loss.
+
+While a loss is computed, the head returns `LazyLogits`. The model's own code runs on them, shifts, scales and divides;
+only its call of `cross_entropy` is done by chunks. No class of models is known by name: the first loss is computed both
+ways for a few rows, value and gradient, and a model whose code reads its logits otherwise is left as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.args.errors import UnsupportedOption
+from paceline.pytorch.model.lazy_logits import Family, LazyLogits
+from paceline.pytorch.model.linear_cross_entropy import (
+    CHUNK_BYTES,
+    CHUNK_BYTES_ON_DEVICE,
+    CrossEntropy,
+    Head,
+    linear_cross_entropy,
+)
+from paceline.pytorch.model.reductions import tolerance_of
+from paceline.pytorch.model.signature import innermost
+
+logger = logging.getLogger(__name__)
+
+OPTION = "linear_cross_entropy"
+DEVICES = ("cpu", "cuda", "xpu", "mps")
+CHECKED_ROWS = 16
+MIN_CHUNKS = 2  # "auto": fewer than so many chunks would be no less memory
+
+
+class LinearLoss:
+    """Computes cross-entropies over a linear head by chunks, for as long as that was seen to be right.
+
+    Args:
+        option: `auto`, True, or the name of the head among the model's modules.
+
+    Attributes:
+        is_right: the chunked loss was seen to be the model's own; None: nothing was seen yet; False: it is not used.
+    """
+
+    def __init__(self, option: str | bool) -> None:
+        self.option = option
+        self.is_right: bool | None = None
+        self._is_suspended = False
+        self._model: weakref.ref[nn.Module] | None = None
+        self._name: str | None = None  # of the head; None: the model has none
+        self._families: list[Family] = []
+        self._said: set[str] = set()
+
+    def __reduce__(self) -> Any:
+        """A copy has seen nothing yet."""
+        return LinearLoss, (self.option,)
+
+    @property
+    def is_required(self) -> bool:
+        """True if the option asks for chunks, and is an error where they cannot be."""
+        return self.option != "auto"
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """While entered, the head's logits are lazy.
+
+        Raises:
+            UnsupportedOption: the option asks for that, and it is not possible here.
+        """
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        if self._model is None or self._model() is not inner:
+            self._begin(inner)
+        if self._name is None or self._is_suspended or self.is_right is False:
+            yield
+            return
+        path = modules_to(inner, self._name)
+        obstacle = find_obstacle(model, path, self._name)
+        if obstacle is not None:
+            self._refuse(obstacle)
+            yield
+            return
+        head: Any = path[-1]
+        with replaced_forward(head, functools.partial(self._forward, head)):
+            yield
+        families, self._families = self._families, []
+        self._judge(families)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """While entered, logits are computed by the head, for someone who reads them all."""
+        self._is_suspended = True
+        try:
+            yield
+        finally:
+            self._is_suspended = False
+
+    def _begin(self, model: nn.Module) -> None:
+        """Looks for the head of a model that was not called before."""
+        self._model = weakref.ref(model)
+        self._name = self.is_right = None
+        self._families = []
+        try:
+            self._name = find_head(model, self.option)
+        except LookupError as error:
+            self._refuse(str(error))
+
+    def _forward(self, head: nn.Linear, rows: Tensor) -> Tensor:
+        """The forward of the head."""
+        if not is_lazy(head, rows) or (self.option == "auto" and is_small(head, rows)):
+            return nn.Linear.forward(head, rows)
+        device = rows.device.type
+        casts = torch.is_autocast_enabled(device) and head.weight.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(device) if casts else None
+        if dtype is None and rows.dtype != head.weight.dtype:
+            return nn.Linear.forward(head, rows)
+        family = Family(self._permits)
+        self._families.append(family)
+        return LazyLogits.of(rows, Head(head.weight, head.bias, dtype), family)
+
+    def _permits(self, rows: Tensor, targets: Tensor, head: Head, loss: CrossEntropy) -> bool:
+        """True if a loss may be computed by chunks: seen for some rows of the first."""
+        if self.is_right is None:
+            difference = compare(rows, targets, head, loss)
+            if difference is None:
+                return True  # nothing to compare: every target is ignored
+            self.is_right = difference <= 1
+            if not self.is_right:
+                self._refuse(
+                    f"computed by chunks the loss of {CHECKED_ROWS} rows differs from the model's own by "
+                    f"{difference:.3g} times what rounding explains",
+                    logging.WARNING,
+                )
+            else:
+                self._say(
+                    f"The loss is computed from the inputs of {self._name} by chunks; its logits only where read."
+                )
+        return self.is_right
+
+    def _judge(self, families: list[Family]) -> None:
+        """Decides by what the model's code did with its logits."""
+        readers = [family.read_by for family in families if family.read_by is not None]
+        if readers and self.is_right is not False:
+            self.is_right = False
+            self._refuse(f"the loss is not only a cross-entropy of the head's outputs: {readers[0]} reads them")
+        elif self.is_required and not families and self.is_right is None and torch.is_grad_enabled():
+            self._refuse("the model's loss does not call its head on inputs that chunks can be made of")
+
+    def _refuse(self, reason: str, level: int = logging.INFO) -> None:
+        if self.is_required:
+            raise UnsupportedOption(
+                f"{OPTION}={self.option!r} is not possible: {reason}. Set {OPTION}='auto', which then takes the "
+                "model's own loss, or False."
+            )
+        self._say(f"{OPTION}='auto': the model's own loss is used, since {reason}.", level)
+
+    def _say(self, sentence: str, level: int = logging.INFO) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.log(level, sentence)
+
+
+def modules_to(model: nn.Module, name: str) -> list[nn.Module]:
+    """Returns the modules from the model down to one of this name."""
+    path = [model]
+    for part in name.split("."):
+        path.append(getattr(path[-1], part))
+    return path
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
+    """Replaces a module's forward while entered, so that a copy made outside has its own."""
+    attributes = vars(module)
+    attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        attributes.pop("forward", None)
+
+
+def find_obstacle(model: nn.Module, path: list[nn.Module], name: str) -> str | None:
+    """Returns why a model, as it is wrapped now, cannot do without logits; None: it can.
+
+    Args:
+        model: as it is called.
+        path: the modules from the innermost model down to the head.
+        name: of the head.
+    """
+    head = path[-1]
+    if isinstance(model, DistributedDataParallel) and model.static_graph:
+        return "ddp_static_graph counts on gradients through every output"
+    if is_wrapper(model) or (model is not path[0] and type(model) is not DistributedDataParallel):
+        return f"the model is wrapped in {type(model).__name__}"
+    if type(head) is not nn.Linear or "forward" in vars(head):
+        return f"the head {name} is no plain nn.Linear ({type(head).__name__})"
+    if type(head.weight) is not nn.Parameter or type(head.weight.data) is not Tensor:
+        return f"the weight of {name} is sharded or quantized ({type(head.weight.data).__name__})"
+    if head.weight.shape != (head.out_features, head.in_features) or head.weight.device.type not in DEVICES:
+        return f"the weight of {name} is not whole on one device"
+    if any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)):
+        return f"a hook on {name} is given its outputs"
+    if any(module._compiled_call_impl is not None for module in path):
+        return "the whole model is compiled"
+    return None
+
+
+def is_wrapper(model: nn.Module) -> bool:
+    """True for the classes that hold or are another module's parts on several processes."""
+    return type(model).__module__.split(".")[0] == "deepspeed" or any(
+        kind.__name__ in ("FSDPModule", "FullyShardedDataParallel", "OptimizedModule", "DataParallel")
+        for kind in type(model).__mro__
+    )
+
+
+def find_head(model: nn.Module, option: str | bool) -> str | None:
+    """Returns the name of the linear layer that makes the logits; None if the model has none.
+
+    Raises:
+        LookupError: there is none of that name, or it is no plain linear layer; the message says so.
+    """
+    named = dict(model.named_modules())
+    if isinstance(option, str) and option != "auto":
+        head: Any = named.get(option)
+        if head is None:
+            linear = [name for name, module in named.items() if type(module) is nn.Linear]
+            raise LookupError(f"{type(model).__name__} has no module of this name; its linear layers are {linear[-5:]}")
+    else:
+        ask = getattr(innermost(model), "get_output_embeddings", None)
+        try:
+            head = ask() if callable(ask) else None
+        except (NotImplementedError, AttributeError):
+            head = None
+    if head is None:
+        if option == "auto":
+            return None
+        raise LookupError(
+            f"{type(model).__name__} names no head: give it a method get_output_embeddings, or the option the name of "
+            "the head among its modules"
+        )
+    name = next((name for name, module in named.items() if module is head), "")
+    if type(head) is not nn.Linear or not name:
+        raise LookupError(f"the head {name or '(of no name)'} is a {type(head).__name__}, and no plain nn.Linear")
+    return name
+
+
+def is_lazy(head: nn.Linear, rows: object) -> bool:
+    """True if the inputs of the head are plain tensors, outside of tracing and compiling."""
+    return (
+        type(rows) is Tensor
+        and rows.is_floating_point()
+        and rows.dim() >= 2
+        and rows.numel() > 0
+        and head.out_features > 1
+        and not torch.compiler.is_compiling()
+        and not torch._C._get_tracing_state()
+    )
+
+
+def is_small(head: nn.Linear, rows: Tensor) -> bool:
+    """True if all logits take no more memory than a few chunks of them."""
+    limit = CHUNK_BYTES if rows.device.type == "cpu" else CHUNK_BYTES_ON_DEVICE
+    return 4 * rows.numel() // rows.shape[-1] * head.out_features <= MIN_CHUNKS * limit
+
+
+def compare(rows: Tensor, targets: Tensor, head: Head, loss: CrossEntropy) -> float | None:
+    """Returns how far the chunked loss is from torch's for a few rows, value and gradient, in tolerances; None if no
+    target counts.
+    """
+    places = (targets != loss.ignore_index).nonzero().squeeze(1)
+    places = places[:: max(1, len(places) // CHECKED_ROWS)][:CHECKED_ROWS]
+    if not len(places):
+        return None
+    part, target = rows.detach()[places], targets[places]
+    plain_head = Head(
+        head.weight.detach(), None if head.bias is None else head.bias.detach(), head.autocast, head.steps
+    )
+    found = []
+    for chunked in (False, True):
+        leaf = part.clone().requires_grad_()
+        with torch.enable_grad():
+            if chunked:
+                value = linear_cross_entropy(leaf, target, plain_head, loss, chunk_rows=max(1, len(places) // 2))
+            else:
+                value = loss(plain_head.logits(leaf), target)
+            (slope,) = torch.autograd.grad(value.sum(), leaf)
+        found.append((value.detach().double().sum(), slope.double()))
+    (value, slope), (chunked_value, chunked_slope) = found
+    parameters = head.autocast or head.weight.dtype
+    tolerance = tolerance_of(torch.float32 if value.dtype != parameters else parameters, parameters)
+    if parameters == torch.float64:
+        tolerance = tolerance_of(parameters, parameters)
+    by_value = (value - chunked_value).abs() / value.abs().clamp(min=1e-6)
+    by_slope = (slope - chunked_slope).norm() / slope.norm().clamp(min=1e-12)
+    worst = float(torch.stack([by_value, by_slope]).max()) / tolerance
+    return worst if worst == worst else float("inf")
