@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.args.errors import UnsupportedOption, did_you_mean, wrong_value
+from paceline.args.option_files import parse_json
 from paceline.args.sharding import is_asked, read_sharding
 
 # outermost first: ranks that differ in the last axis only are neighbours, on one machine where possible
@@ -107,8 +107,8 @@ def read_parallel(name: str, value: object) -> str | dict[str, int] | None:
         return None
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
+            value = parse_json(value)
+        except ValueError as error:
             raise wrong_value(name, value, f"it is not valid JSON ({error})") from None
     if isinstance(value, str) and "=" in value:
         pairs = [pair.partition("=") for pair in value.replace(" ", ",").split(",") if pair]
@@ -151,8 +151,8 @@ def read_parallelism(name: str, config: object) -> dict[str, Any] | None:
     """
     if isinstance(config, str) and config.lstrip().startswith("{"):
         try:
-            config = json.loads(config)
-        except json.JSONDecodeError as error:
+            config = parse_json(config)
+        except ValueError as error:
             raise wrong_value(name, config, f"it is not valid JSON ({error})") from None
     if config is None or isinstance(config, Mapping):
         return None if config is None else {str(key): plain_setting(value) for key, value in config.items()}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.args.errors import UnsupportedOption, did_you_mean, wrong_value
+from paceline.args.option_files import parse_json
 
 # supported schedules of torch.distributed.pipelining -> default number of stages per process
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}
@@ -41,8 +41,8 @@ def keep_pipelining(name: str, value: object) -> dict[str, Any] | None:
     """
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
+            value = parse_json(value)
+        except ValueError as error:
             raise wrong_value(name, value, f"it is not valid JSON ({error})") from None
     if value is None:
         return None

@@ -88,7 +88,7 @@ def run_demo(words: list[str]) -> int:
 
 def run_launch(words: list[str]) -> int:
     """Runs `paceline launch SCRIPT`."""
-    return int(importlib.import_module("paceline.cli.launch").run(words))
+    return int(load_part("paceline.cli.launch").run(words))
 
 
 def run_verify(words: list[str]) -> int:
