@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import warnings
 from dataclasses import dataclass, fields
@@ -245,6 +246,23 @@ def test_what_was_given_wins_over_the_default_of_an_own_field(tmp_path: Path) ->
     config = AcceleratorConfig(split_batches=True)
     both = OlderFields(str(tmp_path), accelerator_config=config, dispatch_batches=False)
     assert (both.accelerator_config.split_batches, both.accelerator_config.dispatch_batches) == (True, False)
+
+
+def test_replace_keeps_what_is_not_replaced_and_acts_on_what_is(tmp_path: Path) -> None:
+    args = OlderFields(output_dir=str(tmp_path), warmup_ratio=0.2, evaluation_strategy="epoch")
+    assert (args.warmup_steps, str(args.eval_strategy)) == (0.2, "epoch")
+    same = dataclasses.replace(args, learning_rate=0.5)
+    assert (same.learning_rate, same.warmup_ratio, same.warmup_steps) == (0.5, 0.2, 0.2)
+    older = dataclasses.replace(args, warmup_ratio=0.3)
+    assert (older.warmup_ratio, older.warmup_steps, str(older.eval_strategy)) == (0.3, 0.3, "epoch")
+    newer = dataclasses.replace(args, warmup_steps=7, eval_strategy="no")
+    assert (newer.warmup_steps, str(newer.eval_strategy)) == (7, "no")
+    again = dataclasses.replace(newer, seed=3)
+    assert (again.warmup_steps, str(again.eval_strategy), again.seed) == (7, "no", 3)
+    with pytest.raises(ValueError, match="are the same option: give eval_strategy only"):
+        dataclasses.replace(args, evaluation_strategy="no", eval_strategy="steps")
+    plain = TrainingArguments(output_dir=str(tmp_path), warmup_steps=5)
+    assert dataclasses.replace(plain, warmup_ratio=0.25).warmup_steps == 0.25
 
 
 def test_own_fields_survive_a_file(tmp_path: Path) -> None:

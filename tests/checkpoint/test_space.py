@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.checkpoint.space import SLACK_BYTES, Place, in_words
+from paceline.checkpoint.space import SMALL_FILES_BYTES, Place, in_words
 
 
 def test_room_is_checked_with_some_slack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(tmp_path / "not" / "yet")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=SLACK_BYTES + 100))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=SMALL_FILES_BYTES + 100))
     place.check(100)
-    with pytest.raises(OSError, match=r"are needed and 1\.05 MB are free") as caught:
+    with pytest.raises(OSError, match=r"65\.6 kB are needed \(101 bytes of tensors, .*65\.6 kB are free") as caught:
         place.check(101)
     assert caught.value.errno == errno.ENOSPC
 

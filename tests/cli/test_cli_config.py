@@ -113,7 +113,7 @@ def test_a_wrong_file_is_said_with_its_name(tmp_path: Path, text: str, message: 
     ("words", "message"),
     [
         (["--callbacks.x", "1"], "no option --callbacks.x"),
-        (["--model.factory.x", "1"], "'factory' holds a str and has no keys"),
+        (["--model.factory.x", "1"], "'factory' holds text and has no keys"),
         (["--model.", "1"], "a name is missing"),
         (["--data.trian", "x"], "did you mean 'train'"),
         (["--model", "[1"], "is not valid YAML"),
@@ -129,6 +129,28 @@ def test_a_missing_file_is_said(tmp_path: Path):
         read_job([str(tmp_path / "nothing.yaml")])
     with pytest.raises(UsageError, match="train needs a file"):
         read_job(["--max_steps", "3"])
+
+
+def test_what_is_no_file_or_empty_is_said_with_the_nearest_name(tmp_path: Path):
+    (tmp_path / "job.yaml").write_text("model: a")
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    with pytest.raises(UsageError, match=r"jbo\.yaml cannot be read: .*did you mean 'job\.yaml'"):
+        read_job([str(tmp_path / "jbo.yaml")])
+    with pytest.raises(UsageError, match=r"is a folder; expected a file, YAML or JSON \(empty\.yaml, job\.yaml\)"):
+        read_job([str(tmp_path)])
+    with pytest.raises(UsageError, match=r"empty\.yaml is empty; expected 'name: value' lines"):
+        read_job([str(tmp_path / "empty.yaml")])
+    with pytest.raises(UsageError, match="null byte"):
+        read_job(["a\0.yaml"])
+
+
+def test_a_file_that_may_not_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*values: Any, **options: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)  # the superuser may read every file
+    with pytest.raises(UsageError, match=r"job\.yaml cannot be read: Permission denied"):
+        read_job([str(tmp_path / "job.yaml")])
 
 
 def test_a_file_that_is_no_text_is_said(tmp_path: Path):

@@ -52,6 +52,42 @@ def test_without_accelerator_the_number_is_asked_for(
     assert default_options(["job.py"]) == ["--standalone", "--nproc-per-node=4"]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nproc-per-nodes=2", "job.py"], "there is no option --nproc-per-nodes; did you mean '--nproc-per-node'?"),
+        (["--max-restart-s", "2", "job.py"], "did you mean '--max-restarts'?"),
+        (["--nproc-per-node", "x", "job.py"], "--nproc-per-node=x is invalid: expected a number of processes"),
+        (["--nproc-per-node=0", "job.py"], "expected a number of processes from 1 on"),
+        (["--nproc-per-node=1", "--nnodes=2:1", "job.py"], "--nnodes=2:1 is invalid"),
+        (["--nproc-per-node=1", "--max-restarts", "x", "job.py"], "invalid int value: 'x'"),
+        (["--nproc-per-node=1", "--rdzv-backend=foo", "job.py"], "torchrun refuses its options"),
+        (["--nproc-per-node=1"], "launch needs a script"),
+        (["--nproc-per-node=1", "jbo.py"], "jbo.py cannot be read: there is no such script; did you mean 'job.py'?"),
+        (["--nproc-per-node=1", "folder"], "folder is a folder; expected a script"),
+        (["--nproc-per-node=1", "job.yaml"], "-m paceline train job.yaml"),
+    ],
+)
+def test_what_is_typed_wrong_is_said_in_one_line(
+    tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.py").write_text("raise SystemExit(3)")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", *words]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_torch_that_is_missing_is_said_in_one_line() -> None:
+    code = "import sys; sys.modules['torch'] = None; from paceline.cli.main import main; "
+    code += "sys.exit(main(['launch', 'job.py']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert 'pip install "paceline[torch]"' in done.stderr
+
+
 def test_without_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch"]) == 2
     assert "needs a script" in capsys.readouterr().err

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from paceline.args.errors import UnsupportedOption
+from paceline.args.option_files import read_mapping
 from paceline.args.registry import SAMPLERS
 
 
@@ -45,8 +45,7 @@ class AcceleratorConfig:
         Raises:
             ValueError: the file names a setting that does not exist.
         """
-        with open(json_file, encoding="utf-8") as file:
-            return cls.from_dict(json.load(file))
+        return cls.from_dict(read_mapping(json_file, is_json=True))
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> AcceleratorConfig:
@@ -81,7 +80,8 @@ ACCUMULATION = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_e
 # (setting, value) -> the reason why it has no effect on any number of processes
 IDLE: dict[tuple[str, Any], str] = {
     ("even_batches", False): "no sample ever comes twice",
-    ("use_seedable_sampler", False): "the order of the samples is a function of the seed, so that a run can be resumed",
+    ("use_seedable_sampler", False): "the order of the samples stays a function of the seed, so that a run can be "
+    "resumed; only loaders that user code gives to `accelerator.prepare` then keep their own sampler",
     ("non_blocking", True): "copies to the device never wait",
 }
 FOR_SEVERAL = ("split_batches", "dispatch_batches")

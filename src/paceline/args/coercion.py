@@ -18,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from paceline.args import option_files
 from paceline.args.accelerator_config import AcceleratorConfig
 from paceline.args.choices import TOKEN_COUNTS, DebugOption, OptimizerNames
 from paceline.args.errors import did_you_mean, parse_json, wrong_value
@@ -126,10 +127,10 @@ def to_mapping(name: str, value: object) -> Any:
         return revive_scalars(parse_json(name, text))
     if not Path(text).expanduser().is_file():
         raise wrong_value(name, value, "expected a dict, a JSON object, or the path of a JSON file")
-    content = parse_json(name, Path(text).expanduser().read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise wrong_value(name, value, "the file does not contain a JSON object")
-    return content
+    try:
+        return option_files.read_mapping(Path(text).expanduser(), is_json=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def revive_scalars(value: object) -> Any:

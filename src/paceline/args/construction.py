@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from dataclasses import MISSING, fields, is_dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from paceline.args.errors import did_you_mean
-from paceline.args.older_names import OLDER_NAMES, retired_values, translate
+from paceline.args.older_names import OLDER_NAMES, Retired, retired_values, translate
 
 GIVEN = "_given_by_name"  # attribute of an object that is being made: the keywords that it is made with
 
@@ -53,15 +55,47 @@ def checked_keywords(cls: Any, given: dict[str, Any]) -> tuple[dict[str, Any], d
     return result, retired
 
 
+def replaced_object(cls: type, caller: FrameType) -> Any:
+    """Returns the object that `dataclasses.replace` copies if it is the caller; None for any other call.
+
+    `replace` passes every field; the object tells which of them were changed. Python calls no method of the class
+    before 3.13 that would say so.
+    """
+    if caller.f_globals.get("__name__") != "dataclasses":
+        return None
+    source = caller.f_locals.get("obj", caller.f_locals.get("self"))
+    return source if type(source) is cls else None
+
+
+def names_written(source: Any, given: dict[str, Any]) -> set[str]:
+    """Returns the options that a `dataclasses.replace` of `source` changes, and those that stand as they are.
+
+    An option that was derived from an older name is left out of `given` if that name is changed.
+    """
+    held = vars(source)
+    changed = {name for name, value in given.items() if name not in held or held[name] is not value}
+    written = set(changed)
+    for name, entry in OLDER_NAMES.items():
+        if isinstance(entry, Retired) or entry.new in changed:
+            continue
+        if name in changed:
+            given.pop(entry.new, None)
+        elif name in given:
+            written.add(entry.new)
+    return written
+
+
 class ArgumentsMeta(type):
     """Checks the keywords of a call before any `__init__`, including a subclass's."""
 
     if not TYPE_CHECKING:  # Type checkers read the signature of __init__.
 
         def __call__(cls, *values: Any, **given: Any) -> Any:
+            source = replaced_object(cls, sys._getframe(1))
+            written = given.keys() if source is None else names_written(source, given)
             keywords, retired = checked_keywords(cls, given)
             made = cls.__new__(cls, *values, **keywords)
-            vars(made)[GIVEN] = frozenset(keywords)
+            vars(made)[GIVEN] = frozenset(keywords if source is None else written)
             made.__init__(*values, **keywords)
             vars(made).pop(GIVEN, None)
             vars(made).update(retired)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from paceline.args.accelerator_config import is_on
 from paceline.args.errors import UnsupportedOption, did_you_mean
+from paceline.args.option_files import parse_json, read_mapping
 
 # the engine's own settings, passed on unchanged
 HANDED_ON = frozenset({
@@ -128,15 +128,17 @@ def read_config(value: object) -> dict[str, Any]:
     text = str(value)
     if not text.lstrip().startswith("{"):
         if Path(text).expanduser().is_file():
-            text = Path(text).expanduser().read_text(encoding="utf-8")
-        else:
             try:
-                text = base64.urlsafe_b64decode(text).decode("utf-8")
-            except (binascii.Error, ValueError):
-                raise ValueError(f"deepspeed={value!r} is invalid: there is no such file; {expected}.") from None
+                return read_mapping(Path(text).expanduser(), is_json=True)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"deepspeed: {error}") from None
+        try:
+            text = base64.urlsafe_b64decode(text).decode("utf-8")
+        except (binascii.Error, ValueError):
+            raise ValueError(f"deepspeed={value!r} is invalid: there is no such file; {expected}.") from None
     try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
+        config = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"deepspeed={value!r} is invalid: it is not valid JSON ({error}); {expected}.") from None
     if not isinstance(config, dict):
         raise ValueError(f"deepspeed={value!r} is invalid: {expected}.")

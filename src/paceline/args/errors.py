@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable
 from typing import Any
 
+from paceline.args import option_files
 from paceline.args.secrets import MASK, is_secret, mask_text
 
 
@@ -29,8 +29,8 @@ def wrong_value(name: str, value: object, expected: str, hint: str = "") -> Valu
 def parse_json(name: str, text: str) -> Any:
     """Parses the JSON of an option. Raises: ValueError, which names the option."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return option_files.parse_json(text)
+    except ValueError as error:
         raise wrong_value(name, text, f"it is not valid JSON ({error})") from None
 
 

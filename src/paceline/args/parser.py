@@ -6,7 +6,6 @@ It implements the interface of transformers' HfArgumentParser, for any dataclass
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import types
@@ -20,8 +19,8 @@ from typing import Any, Literal
 from paceline.args.coercion import to_bool, union_members
 from paceline.args.errors import did_you_mean
 from paceline.args.older_names import OLDER_NAMES
+from paceline.args.option_files import parse_json, read_mapping
 from paceline.args.sections import Options
-from paceline.args.serialize import read_mapping
 
 
 def HfArg(
@@ -62,8 +61,8 @@ def read_json_object(text: str) -> Any:
     if not text.strip().startswith("{"):
         return text
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return parse_json(text)
+    except ValueError as error:
         raise ArgumentTypeError(f"{text!r} is not valid JSON ({error})") from None
 
 
@@ -240,8 +239,7 @@ class ArgumentsParser(ArgumentParser):
 
     def parse_json_file(self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
         """Builds instances from a JSON file; see `parse_dict`."""
-        with open(json_file, encoding="utf-8") as file:
-            return self.parse_dict(json.load(file), allow_extra_keys=allow_extra_keys)
+        return self.parse_dict(read_mapping(json_file, is_json=True), allow_extra_keys=allow_extra_keys)
 
     def parse_yaml_file(self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
         """Builds instances from a YAML file; see `parse_dict`."""

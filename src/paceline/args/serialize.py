@@ -54,24 +54,6 @@ def _yaml() -> Any:
     return importlib.import_module("paceline.args.yaml_text")
 
 
-def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the dict in a JSON (by the suffix .json) or YAML file.
-
-    Raises:
-        ValueError: the file is invalid, repeats a key (YAML), or does not hold a dict.
-    """
-    text = Path(path).read_text(encoding="utf-8")
-    try:
-        content = json.loads(text) if Path(path).suffix == ".json" else _yaml().read(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}; expected names and values of options.")
-    return content
-
-
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes a file and creates its folder if missing."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from paceline.args.errors import UnsupportedOption
+from paceline.args.option_files import parse_json, read_mapping
 from paceline.args.shard_precision import NAME as PRECISION
 from paceline.args.shard_precision import ShardPrecision, check_policy_fits, read_policy
 
@@ -310,8 +309,7 @@ def split_words(fsdp: object) -> list[Any]:
 def read_config(config: object) -> Mapping[str, Any]:
     """Returns `fsdp_config` as a mapping."""
     if isinstance(config, str):
-        text = config if config.lstrip().startswith("{") else Path(config).read_text(encoding="utf-8")
-        config = json.loads(text)
+        config = parse_json(config) if config.lstrip().startswith("{") else read_mapping(config, is_json=True)
     if not isinstance(config, Mapping | None):
         raise ValueError(f"fsdp_config={config!r} is invalid: expected a dict, JSON, or the path of a JSON file.")
     return config or {}

@@ -23,6 +23,7 @@ from paceline.args.choices import (
 from paceline.args.coercion import coerce_option, to_mapping
 from paceline.args.construction import GIVEN, ArgumentsMeta, defaults_of
 from paceline.args.older_names import OLDER_NAMES, Renamed, Retired, act_on_fields, check_retired
+from paceline.args.option_files import read_mapping
 from paceline.args.plan import check, half_format, resolve_warmup
 from paceline.args.rules import derived_values
 from paceline.args.secrets import masked
@@ -330,12 +331,12 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Self:
         """Builds arguments from a JSON file."""
-        return cls.from_dict(serialize.read_mapping(path))
+        return cls.from_dict(read_mapping(path))
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
         """Builds arguments from a YAML file."""
-        return cls.from_dict(serialize.read_mapping(path))
+        return cls.from_dict(read_mapping(path))
 
     # Setters: a group of options in one call, which returns the arguments. Options that are not given are set to the
     # default shown, as in transformers.

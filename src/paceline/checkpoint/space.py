@@ -7,7 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
-SLACK_BYTES = 1 << 20  # headers, small files, rounding by the file system
+# configuration, state, random numbers, manifest: about ten files of some kB each, rounded up to blocks of 4 kB
+SMALL_FILES_BYTES = 64 << 10
+HEADER_BYTES = 256  # of a tensor in a file: its name, type, shape and alignment
 
 
 class Place:
@@ -18,7 +20,10 @@ class Place:
         self.device = _nearest(self.folder).stat().st_dev
 
     def check(self, num_bytes: int) -> None:
-        """Raises OSError if there is no space for `num_bytes`, or if the file system has changed.
+        """Raises OSError if there is no space for a checkpoint, or if the file system has changed.
+
+        Args:
+            num_bytes: of its tensors with their headers; small files are added here.
 
         An unmounted disk leaves its empty mount point: writing there would fill another disk.
         """
@@ -27,9 +32,11 @@ class Place:
                 errno.ENODEV, "it is on another file system than at the start of the run: is its disk mounted?"
             )
         free = shutil.disk_usage(_nearest(self.folder)).free
-        needed = num_bytes + SLACK_BYTES
+        needed = num_bytes + SMALL_FILES_BYTES
         if free < needed:
-            raise OSError(errno.ENOSPC, f"about {in_words(needed)} are needed and {in_words(free)} are free")
+            parts = f"{in_words(num_bytes)} of tensors, {in_words(SMALL_FILES_BYTES)} for small files"
+            text = f"about {in_words(needed)} are needed ({parts}) and {in_words(free)} are free"
+            raise OSError(errno.ENOSPC, text)
 
 
 def in_words(num_bytes: float) -> str:

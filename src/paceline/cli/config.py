@@ -13,6 +13,7 @@ arguments: {learning_rate: 3e-4, ...}        # or the same names at the top leve
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.args import yaml_text
-from paceline.args.serialize import read_mapping
+from paceline.args.errors import did_you_mean
+from paceline.args.option_files import read_mapping
 from paceline.cli.errors import UsageError, suggest
 from paceline.cli.options import Given, Known, argument_names, check_framework, parse_options, read_framework
 from paceline.cli.references import REFERENCE
@@ -99,15 +101,32 @@ def read_config(path: Path) -> JobConfig:
     """
     try:
         content = plain_numbers(read_mapping(path))
+    except IsADirectoryError:
+        raise UsageError(f"{path} is a folder; expected a file, YAML or JSON{_files_in(path)}") from None
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+        hint = did_you_mean(path.name, _configurations(path.parent)) if isinstance(error, FileNotFoundError) else ""
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}{hint}") from error
     except ValueError as error:
-        text = str(error)
-        raise UsageError(text if str(path) in text else f"{path}: {text}") from error
+        text = str(error).removesuffix(".")
+        raise UsageError(text if str(path) in text else f"{str(path)!r}: {text}") from error
+    if not content:
+        raise UsageError(f"{path} is empty; expected 'name: value' lines (`paceline train --help` shows a file)")
     try:
         return make_config(content, path.resolve())
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
+
+
+def _configurations(folder: Path) -> list[str]:
+    """Returns the names of the files in a folder that may be configurations."""
+    if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
+        return []
+    return sorted(path.name for path in folder.iterdir() if path.suffix.lower() in (".yaml", ".yml", ".json"))
+
+
+def _files_in(folder: Path) -> str:
+    names = _configurations(folder)[:4]
+    return f" ({', '.join(names)})" if names else ""
 
 
 def parse_value(where: str, text: str) -> Any:
@@ -115,7 +134,7 @@ def parse_value(where: str, text: str) -> Any:
     try:
         return plain_numbers(yaml_text.read(text))
     except ValueError as error:
-        raise UsageError(f"{where}: {text!r} is not valid YAML; put it in quotes") from error
+        raise UsageError(f"{where}: {text!r} is not valid YAML ({error}); put it in quotes") from error
 
 
 def plain_numbers(value: object) -> Any:
@@ -240,4 +259,6 @@ def _put(target: dict[str, Any], path: list[str], value: object, where: str) -> 
 
 
 def _kind(value: object) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
+    if value is None:
+        return "nothing"
+    return "text" if isinstance(value, str) else f"a {type(value).__name__}"

@@ -90,7 +90,7 @@ def run_demo(words: list[str]) -> int:
 
 def run_part(command: str, words: list[str]) -> int:
     """Runs `paceline launch`, `report`, `verify` or `export`."""
-    return int(importlib.import_module(f"paceline.cli.{command}").run(words))
+    return int(load_part(f"paceline.cli.{command}").run(words))
 
 
 def run_replay(words: list[str]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.checkpoint import folders
+from paceline.checkpoint.space import HEADER_BYTES
 from paceline.pytorch.checkpoint.adapters import has_adapters
 from paceline.pytorch.checkpoint.background import HostCopy, NotCopyable, size_of
 from paceline.pytorch.checkpoint.items import Contents, Fill, WhyAtOnce, further, tensors_in
@@ -47,11 +48,12 @@ class FullFormat:
         """
         saves, sizes = self.saves, self.sizes()
         place = saves.place_of(folder.parent)
+        num_bytes = sizes[0] if saves.frozen.stored is not None else sum(sizes)  # what is stored is linked
         reason = why_at_once(sum(sizes))
         # a best model is copied even if there is no room: there may be space for it later
         can_wait = reason is None and is_best
         try:
-            place.check(sum(sizes) - (sizes[1] if saves.frozen.stored is not None else 0))
+            place.check(num_bytes)
         except OSError:
             if not can_wait:
                 raise
@@ -65,7 +67,7 @@ class FullFormat:
                 raise
             temporary, is_in_memory = folders.staging_place(folder), True
         copy = HostCopy(saves.buffers) if reason is None else None
-        job = Job(folder, temporary, place, sum(sizes), copy, is_best=is_best, is_in_memory=is_in_memory)
+        job = Job(folder, temporary, place, num_bytes, copy, is_best=is_best, is_in_memory=is_in_memory)
         try:
             with saves.taking(job), self.contents.evaluation_weights():
                 fill(job)
@@ -81,7 +83,7 @@ class FullFormat:
         return job
 
     def sizes(self) -> tuple[int, int]:
-        """Returns the bytes of the trained weights and of the optimizer's state; and of the frozen weights."""
+        """Returns the bytes in files of the trained weights and the optimizer's state; and of the frozen weights."""
         contents, model = self.contents, self.contents.model
         trained: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         frozen: list[Tensor] = []
@@ -93,4 +95,4 @@ class FullFormat:
             entries = (entry for entry in states.values() if isinstance(entry, Mapping))
             trained += [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
             trained += tensors_in([item.state_dict() for item in further(contents.items).values()])
-        return size_of(trained), size_of(frozen)
+        return (size_of(trained) + HEADER_BYTES * len(trained), size_of(frozen) + HEADER_BYTES * len(frozen))

@@ -30,7 +30,7 @@ class Job:
         folder: its final path.
         temporary: the hidden folder for writing.
         place: checked for free space first.
-        num_bytes: its size.
+        num_bytes: its size, less the small files that every checkpoint has.
         copy: the data still to write; None: everything has been written.
         known: files whose hash is known.
         is_best: True if it holds the best model so far.
@@ -84,7 +84,9 @@ class Job:
                 )
             for path in sorted(Path(aside).rglob("*")):
                 if path.is_file():
-                    self.later(partial(write_file, self.temporary / path.relative_to(aside), path.read_bytes()))
+                    content = path.read_bytes()
+                    self.num_bytes += len(content)
+                    self.later(partial(write_file, self.temporary / path.relative_to(aside), content))
 
 
 @dataclass
