@@ -51,6 +51,7 @@ class LinearLoss:
     def __init__(self, option: str | bool) -> None:
         self.option = option
         self.is_right: bool | None = None
+        self.is_entered = False
         self._is_suspended = False
         self._model: weakref.ref[nn.Module] | None = None
         self._name: str | None = None  # of the head; None: the model has none
@@ -65,6 +66,16 @@ class LinearLoss:
     def is_required(self) -> bool:
         """True if the option asks for chunks, and is an error where they cannot be."""
         return self.option != "auto"
+
+    @contextmanager
+    def entered(self, model: nn.Module) -> Iterator[None]:
+        """`applied`, and `is_entered` is set."""
+        self.is_entered = True
+        try:
+            with self.applied(model):
+                yield
+        finally:
+            self.is_entered = False
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:

@@ -62,16 +62,9 @@ class Objective:
 
     def __call__(self, model: nn.Module, inputs: Any, num_items: Any = None) -> tuple[Tensor | None, Any]:
         """Returns the loss and the model's outputs; the loss is None only if no gradient is needed."""
-        if self.linear_loss is None:
-            return self._compute(model, inputs, num_items)
-        with self.linear_loss.applied(model):
-            return self._compute(model, inputs, num_items)
-
-    def with_logits(self) -> AbstractContextManager[None]:
-        """Returns a context in which the model's logits will be read, and are computed once."""
-        return nullcontext() if self.linear_loss is None else self.linear_loss.suspended()
-
-    def _compute(self, model: nn.Module, inputs: Any, num_items: Any) -> tuple[Tensor | None, Any]:
+        if self.linear_loss is not None and not self.linear_loss.is_entered:
+            with self.linear_loss.entered(model):
+                return self(model, inputs, num_items)
         if self.compute_loss_func is not None:
             return self._by_function(model, inputs, num_items)
         if self.smoother is not None and isinstance(inputs, Mapping):
@@ -98,6 +91,10 @@ class Objective:
         if torch.is_grad_enabled():
             return read_loss(outputs, inputs), outputs
         return find_loss(outputs), outputs
+
+    def with_logits(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model's logits will be read, and are computed once."""
+        return nullcontext() if self.linear_loss is None else self.linear_loss.suspended()
 
     def call(self, model: nn.Module, inputs: object) -> Any:
         """Calls the model on a batch: by name, dropping names that `forward` does not know."""
