@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline.checkpoint.folders import newest_valid, staged, verify
-from paceline.pytorch.checkpoint import files
 from paceline.pytorch.checkpoint.files import load_model, load_rng, load_state, save_model, showable_arguments
 from paceline.pytorch.checkpoint.tensors import CheckpointError, load_tensors, save_tensors
 
@@ -410,7 +409,7 @@ def test_a_failed_save_publishes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     def refuse(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "save_tensors", refuse)
+    monkeypatch.setattr(torch, "save", refuse)
     nn.init.zeros_(model[0].weight)
     with pytest.raises(OSError, match="No space"):
         save()

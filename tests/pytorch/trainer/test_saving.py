@@ -23,7 +23,7 @@ from small_models import Classifier, classification, make_trainer, scored, weigh
 from paceline import Trainer, TrainerCallback
 from paceline.checkpoint import folders
 from paceline.core.journal import read_rows
-from paceline.pytorch.checkpoint import background, checkpointer, files
+from paceline.pytorch.checkpoint import background, checkpointer, saves
 from paceline.pytorch.checkpoint.checkpointer import Checkpointer
 from paceline.pytorch.checkpoint.saves import Job
 
@@ -422,7 +422,7 @@ class Disk:
             save_file(state, path)
 
         monkeypatch.setattr(background, "save_tensors", refuse)
-        monkeypatch.setattr(files, "save_tensors", refuse)
+        monkeypatch.setattr(saves, "save_tensors", refuse)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
