@@ -29,7 +29,7 @@ from paceline.pytorch.distributed.strategy import put_on_device
 
 if TYPE_CHECKING:
     from paceline.args.training import TrainingArguments
-    from paceline.core.outputs import EvalLoopOutput
+    from paceline.core.outputs import EvalLoopOutput, TrainOutput
     from paceline.core.state import TrainerState
     from paceline.pytorch.trainer import Trainer
 
@@ -83,13 +83,9 @@ UNCALLED: dict[str, str] = {
 }
 
 
-def _refused(name: str) -> Callable[..., Any]:
-    """Returns a method that raises NotImplementedError: it is a part of another loop."""
-
-    def refuse(self: PrivateNames, *values: Any, **options: Any) -> Any:
-        raise NotImplementedError(f"Trainer.{name} is a part of the Hugging Face Trainer's loop: {UNCALLED[name]}.")
-
-    return refuse
+def not_callable(name: str) -> NotImplementedError:
+    """Returns the error for a method that is a part of another loop."""
+    return NotImplementedError(f"Trainer.{name} is a part of the Hugging Face Trainer's loop: {UNCALLED[name]}.")
 
 
 class PrivateNames:
@@ -133,11 +129,40 @@ class PrivateNames:
             trainer._train_batch_size = batch_size
         return trainer._run_training(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
-    _init_training_state = _refused("_init_training_state")
-    _prepare_for_training = _refused("_prepare_for_training")
-    _run_epoch = _refused("_run_epoch")
-    _finalize_training = _refused("_finalize_training")
-    _build_accelerator_args = _refused("_build_accelerator_args")
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
+    ) -> tuple[int, int]:
+        raise not_callable("_init_training_state")
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        raise not_callable("_prepare_for_training")
+
+    def _run_epoch(
+        self,
+        model: nn.Module,
+        epoch: int,
+        train_dataloader: Any,
+        steps_in_epoch: int,
+        num_update_steps_per_epoch: int,
+        trial: Any,
+        ignore_keys_for_eval: Any,
+        start_time: float,
+        resume_from_checkpoint: Any,
+        epochs_trained: int,
+        steps_trained_in_current_epoch: int,
+    ) -> None:
+        raise not_callable("_run_epoch")
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
+        raise not_callable("_finalize_training")
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        raise not_callable("_build_accelerator_args")
 
     def create_accelerator_and_postprocess(self) -> None:
         """Recreates the view `trainer.accelerator` when it is read next."""
