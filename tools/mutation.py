@@ -566,11 +566,12 @@ def run_mutant(bench: Bench, mutant: Mutant, tests: Sequence[str], seconds: floa
     status, reports = bench.run(items, changed, 20 + 5 * seconds, stops=True) if items else (0, {})
     by = killed_by(status, reports)
     keep(bench.store, mutant, by, time.monotonic() - started, tests=len(items), ran=len(reports), status=status)
-    bench.say(f"{mutant.name}: {f'killed by {by}' if by else 'survived'}, {len(reports)} tests")
+    bench.say(f"{mutant.name}: {f'killed by {by}' if by else 'not killed'}, {len(reports)} tests")
 
 
 def keep(store: Path, mutant: Mutant, by: str, seconds: float, **more: int) -> None:
-    verdict = "killed" if by else "survived"
+    """Keep a verdict. A mutant is cut off if its process was killed before its tests were through."""
+    verdict = "killed" if by else "cut off" if more.get("status") == -signal.SIGKILL else "survived"
     row = {**asdict(mutant), "name": mutant.name, "verdict": verdict, "by": by, "seconds": round(seconds, 1), **more}
     append(store / "results.jsonl", row)
 
@@ -625,13 +626,13 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
 def table(mutants: Sequence[Mutant], store: Path) -> str:
     """Verdicts by group, and the survivors."""
     results = {row["name"]: row for row in read(store / "results.jsonl")}
-    lines = ["| group | mutants | killed | survived |", "|---|---|---|---|"]
+    lines = ["| group | mutants | killed | survived | cut off |", "|---|---|---|---|---|"]
     for group in [*GROUPS, "all"]:
         names = [each.name for each in mutants if group in (each.group, "all")]
-        verdicts = [results[name]["verdict"] for name in names if name in results]
-        killed = verdicts.count("killed")
-        share = f" ({killed / len(verdicts):.0%})" if verdicts else ""
-        lines.append(f"| {group} | {len(verdicts)} | {killed}{share} | {len(verdicts) - killed} |")
+        counts = Counter(results[name]["verdict"] for name in names if name in results)
+        share = f" ({counts['killed'] / counts.total():.0%})" if counts else ""
+        numbers = f"{counts['killed']}{share} | {counts['survived']} | {counts['cut off']}"
+        lines.append(f"| {group} | {counts.total()} | {numbers} |")
     lines.append("")
     for each in mutants:
         if results.get(each.name, {}).get("verdict") == "survived":
@@ -647,7 +648,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tests", nargs="*", help="files and folders to take tests from, if not all")
     parser.add_argument("--seconds", type=float, default=90, help="of a mutant's tests (default: %(default)s)")
-    parser.add_argument("--again", action="store_true", help="run those that survived")
+    parser.add_argument("--again", action="store_true", help="run those that were not killed")
     parser.add_argument("--whole", action="store_true", help="run whole files, not only the tests that reach a mutant")
     parser.add_argument("--check", action="store_true", help="run the tests that killed on the tree as it is")
     parser.add_argument("--list", action="store_true", help="print the sample and run nothing")
@@ -663,8 +664,8 @@ def main() -> int:
         print(table(mutants, store) if options.table else listed)
         return 0
     verdicts = {row["name"]: row["verdict"] for row in read(store / "results.jsonl")}
-    wanted = "survived" if options.again else None
-    mutants = in_turn([each for each in mutants if verdicts.get(each.name) == wanted])
+    wanted = ("survived", "cut off") if options.again else (None,)
+    mutants = in_turn([each for each in mutants if verdicts.get(each.name) in wanted])
     files = test_files(options.tests or ["tests"])
     preload(store, files)
     with tempfile.TemporaryDirectory(prefix="paceline-mutants-") as folder:
