@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ragged import llama, pad, texts
 from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging, weights
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -194,6 +195,27 @@ def told_apart(per_sample: bool, name: str) -> None:
 
 told_apart(False, "targets_seen_by_one")
 told_apart(True, "samples_seen_by_one")
+
+
+# ---- batches without padding
+
+
+@scenario
+def packed(folder: Path, size: int) -> dict[str, Any]:
+    """Texts of several lengths, of which each process packs its own."""
+    options: dict[str, Any] = {"data_collator": pad, "packing": "pack"}
+    trainer = trainer_in(folder, size, llama(), texts(), **options)
+    trainer.train()
+    return found(trainer)
+
+
+@scenario
+def flattened(folder: Path, size: int) -> dict[str, Any]:
+    """Two processes train on rows without padding, one on padded batches: the numbers are the same."""
+    options: dict[str, Any] = {"data_collator": pad, "packing": "flatten" if size > 1 else None}
+    trainer = trainer_in(folder, size, llama(), texts(), **options)
+    trainer.train()
+    return found(trainer)
 
 
 # ---- going on
