@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 TO_RUN = {
     "step_overhead": "python benchmarks/step_overhead.py",
     "ledger": "python benchmarks/ledger.py",
+    "large_vocabulary": "python benchmarks/large_vocabulary.py",
     "import_time": "python benchmarks/import_time.py",
     "run_growth": "python benchmarks/run_growth.py",
     "gpt2_124m": "python benchmarks/gpt2_124m.py",
@@ -95,6 +96,27 @@ def ledger(result: Result) -> str:
         f"slope between {first:,} and {last:,} steps.\n\n"
     )
     return about + table(["ledger", "us a step", "over without"], rows)
+
+
+def large_vocabulary(result: Result) -> str:
+    settings = result["settings"]
+    rows = [
+        [
+            name,
+            spread(row["added_gb"]),
+            spread(row["added_gb_over_logits"]),
+            spread(row["cpu_seconds"]),
+            spread(row["cpu_seconds_over_logits"]),
+        ]
+        for name, row in result["rows"].items()
+    ]
+    about = (
+        f"A causal model of one block of width {settings['hidden']} with an untied head of "
+        f"{settings['vocabulary']:,} classes, {settings['tokens']:,} tokens a step, plain SGD, one thread. The logits "
+        f"take {settings['logits_gb']:.2f} GB in single precision. Memory is what the steps add to that before the "
+        "first, less the gradients; CPU time that of a step after the first.\n\n"
+    )
+    return about + table(["contender", "GB added", "over logits", "CPU s a step", "over logits"], rows)
 
 
 def import_time(result: Result) -> str:
@@ -352,6 +374,7 @@ def run_growth(result: Result) -> str:
 SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "step_overhead": ("What a step costs beside the model", step_overhead),
     "ledger": ("What the time ledger costs", ledger),
+    "large_vocabulary": ("What the loss of a large vocabulary costs", large_vocabulary),
     "import_time": ("What importing costs", import_time),
     "run_growth": ("What a long run adds to", run_growth),
     "gpt2_124m": ("GPT-2, 124 M parameters, one GPU", gpt2_124m),

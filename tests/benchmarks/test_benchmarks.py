@@ -19,6 +19,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 FRESH = (
     "import_time.py",
     "ledger.py",
+    "large_vocabulary.py",
     "run_growth.py",
     "eval_memory.py",
     "export.py",
@@ -81,6 +82,15 @@ def test_ledger(tmp_path: Path) -> None:
     assert list(result["rows"]) == ["without", "with"]
     assert result["rows"]["without"]["over_without"]["median"] == 1
     assert result["targets"][0]["value"] == result["rows"]["with"]["over_without"]["median"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_large_vocabulary(tmp_path: Path) -> None:
+    contenders = ["paceline, by chunks", "paceline, logits"]
+    result = run_for_result(tmp_path, "large_vocabulary", "--quick", "--contenders", *contenders)
+    chunks, logits = (result["rows"][name]["added_gb"]["median"] for name in contenders)
+    assert chunks < logits / 2
 
 
 def test_import_time(tmp_path: Path) -> None:
