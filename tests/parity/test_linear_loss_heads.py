@@ -18,12 +18,15 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 ENCODER = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 40}
 DECODER = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 40, "pad_token_id": 0}
 BOTH = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "d_model": 16}
+BOTH |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
 HEADS: dict[str, dict[str, Any]] = {
-    "BartForConditionalGeneration": {**BOTH, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "dropout": 0.0},
+    "BartForConditionalGeneration": {**BOTH, "dropout": 0.0},
     "BertForMaskedLM": ENCODER,
     "CohereForCausalLM": DECODER,  # scales its logits
     "Gemma2ForCausalLM": {**DECODER, "head_dim": 8, "final_logit_softcapping": 5.0},
-    "GPT2LMHeadModel": {"n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "GPT2LMHeadModel": {
+        "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
     "GraniteForCausalLM": {**DECODER, "logits_scaling": 3.0},
     "LlamaForCausalLM": {**DECODER, "tie_word_embeddings": True},
     "Qwen2ForCausalLM": DECODER,
