@@ -1,4 +1,4 @@
-"""What padding costs: training a small causal model on texts of ragged lengths, packed, grouped and padded.
+"""The cost of padding: training a small causal model on texts of ragged lengths, packed, grouped and padded.
 
 Lengths are drawn once, with a mean of 90 tokens and a longest of 476. The number is the CPU time for each useful token,
 one that is no padding, after the first steps, on one thread; its inverse is the useful tokens of a second of one core.

@@ -68,7 +68,7 @@ FILE_LINES, FUNCTION_LINES, NESTING, COMPLEXITY = 400, 50, 4, 16
 FILE_LINES_OF = {"pytorch/trainer.py": 500}
 MOST_ASSIGNED = 3
 MOST_ANY = 0.10
-MOST_MODULES = 200  # of the package, which the import of the Trainer loads
+MOST_MODULES = 210  # of the package, which the import of the Trainer loads
 
 # Every exception to a rule, with its reason; * stands for any text. One that is no longer needed fails.
 EXCEPTIONS: dict[tuple[str, str], str] = {
@@ -87,10 +87,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("parts never see the Trainer", "callbacks/jit_checkpoint.py:*.set_trainer"): "a name of the Hugging Face library",
     ("parts never see the Trainer", "core/state.py:TrainerState.init_training_references"): "a public name, as there",
     ("parts never see the Trainer", "pytorch/replay.py:replay"): "a public function that is given a Trainer",
+    ("file lines", "pytorch/session.py"): "makes every part for torch, one function each",
     ("one owner", "args/secrets.py:*"): "a log record, which is masked for those who read it next",
     ("one owner", "cli/*"): "records and tokenizers that the command made",
     ("one owner", "callbacks/progress.py:*"): "a bar that the callback made",
-    ("one owner", "core/session.py:Session.running"): "the run, which the session made",
     ("one owner", "core/events.py:*"): "the handler clears the flag whose event it fires; a decorator marks a function",
     ("one owner", "pytorch/parts.py:*"): "a second file of the facade",
     ("one owner", "pytorch/replay.py:StopAfter.*"): "a callback answers through the control",

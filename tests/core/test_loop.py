@@ -19,6 +19,7 @@ from paceline.core import loop as loops
 from paceline.core.contracts import Hooks, StepOutput
 from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.core.journal import NOT_COMPUTED
+from paceline.core.ledger import Ledger
 from paceline.core.loop import Loop
 from paceline.core.nonfinite import MAX_REWINDS, MAX_REWINDS_IN_A_ROW, NonFiniteError
 from paceline.core.signals import Interrupted, StopSignals
@@ -32,7 +33,7 @@ class Feed:
     """Epochs of `length` micro-batches of four samples; a micro-batch is the list of its samples' numbers."""
 
     def __init__(self, length: int, accumulation: int) -> None:
-        self.length, self.accumulation = length, accumulation
+        self.length, self.accumulation_steps = length, accumulation
         self.epoch = self.consumed = self.batches = 0
         self.is_restored = False
 
@@ -42,7 +43,7 @@ class Feed:
         self.is_restored = False
 
     def draw(self) -> tuple[list[Any], Any]:
-        drawn = [list(range(4 * n, 4 * n + 4)) for n in range(self.batches, self.length)][: self.accumulation]
+        drawn = [list(range(4 * n, 4 * n + 4)) for n in range(self.batches, self.length)][: self.accumulation_steps]
         self.batches += len(drawn)
         self.consumed += 4 * len(drawn)
         return drawn, None
@@ -118,7 +119,7 @@ class Run:
         self.plan = resolve(self.args, world_size=1, micro_batches_per_epoch=length)
         self.state, self.control = TrainerState(max_steps=self.plan.max_steps), TrainerControl()
         self.state.compute_steps(self.args, self.plan.max_steps)
-        self.engine, self.feed = Engine(), Feed(length, self.plan.accumulation)
+        self.engine, self.feed = Engine(), Feed(length, self.plan.accumulation_steps)
         self.saves, self.signals = Saves(), StopSignals()
         self.done: list[tuple[str, int]] = []
         self.logs: list[dict[str, float]] = []
@@ -141,6 +142,7 @@ class Run:
             ),
             signals=self.signals,
             saves=self.saves,
+            ledger=Ledger(),
         )
 
     def log(self, logs: dict[str, float], start: float | None) -> None:
@@ -536,7 +538,7 @@ def test_smaller_micro_batches_from_then_on(tmp_path: Path) -> None:
     run.loop.run()
     assert run.engine.sizes == [[4, 4], [1] * 8, [1] * 8]
     assert run.engine.num_discarded == 2
-    assert (run.state.train_batch_size, run.loop.plan.micro_batch_size, run.loop.plan.accumulation) == (1, 1, 8)
+    assert (run.state.train_batch_size, run.loop.plan.micro_batch_size, run.loop.plan.accumulation_steps) == (1, 1, 8)
     assert run.loop.plan.global_batch_size == run.plan.global_batch_size
 
 

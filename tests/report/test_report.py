@@ -17,7 +17,7 @@ from paceline import Trainer, TrainingArguments
 from paceline.callbacks.report import ReportCallback
 from paceline.cli.main import main
 from paceline.core.journal import FORMAT, JOURNAL_FILE
-from paceline.report import REPORT_FILE
+from paceline.core.lineage import REPORT_FILE
 from paceline.report.curves import make_charts, smoothed, thin
 from paceline.report.run_data import read_run
 from paceline.report.svg import limits, number, ticks

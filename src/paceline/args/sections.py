@@ -394,15 +394,6 @@ class DataSection:
         "balanced over the micro-batches of an optimizer step.",
         tuple(SAMPLERS),
     )
-    packing: str | None = option(
-        None,
-        "Train without padding: 'pack' puts whole samples into rows of packing_length tokens, 'flatten' into one row, "
-        "'group' makes batches of similar length. Samples in a row do not see each other. Unset: padded batches.",
-        PACKINGS,
-    )
-    packing_length: int | None = option(
-        None, "Tokens of a row for packing='pack'. Unset: the longest sample of each micro-batch."
-    )
     length_column_name: str = option("length", "Column with the length of each sample, for sampling by length.")
 
 
@@ -573,6 +564,15 @@ class PacelineSection:
     )
     logging_dir: str | None = option(
         None, "Folder of the TensorBoard files. Unset: TENSORBOARD_LOGGING_DIR, else output_dir/runs/<date>_<host>."
+    )
+    packing: str | None = option(
+        None,
+        "Train without padding: 'pack' puts whole samples into rows of packing_length tokens, 'flatten' into one row, "
+        "'group' makes batches of similar length. Samples in a row do not see each other. Unset: padded batches.",
+        PACKINGS,
+    )
+    packing_length: int | None = option(
+        None, "Tokens of a row for packing='pack'. Unset: the longest sample of each micro-batch."
     )
 
 

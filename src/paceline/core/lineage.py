@@ -23,6 +23,7 @@ from paceline.core.retry_writer import replace_whole
 logger = logging.getLogger(__name__)
 
 RECORD_NAME = "run.json"  # of the output folder
+REPORT_FILE = "report.html"  # of the output folder
 PROGRESS_FILE = "progress.json"  # of a checkpoint
 KEY = "run"  # the key of the mark in both files
 

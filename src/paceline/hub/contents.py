@@ -15,8 +15,8 @@ from pathlib import Path
 
 from paceline.checkpoint.folders import PREFIX_CHECKPOINT_DIR, is_other_process
 from paceline.checkpoint.inside import leads_outside, without_links_outside
+from paceline.core.lineage import REPORT_FILE
 from paceline.hub.described import CheckpointForm
-from paceline.report import REPORT_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -112,7 +112,7 @@ def _series_of(run: RunData, index: int, suffix: str) -> list[tuple[str, Series]
         if len(steps) > 1 or title == "Loss":
             found.append((title, Series(f"{key}{suffix}", steps, values, index, is_dashed=key.startswith("eval_"))))
     order = {"Loss": 0, "Learning rate": 2, "Gradient norm": 3}
-    return sorted(found, key=lambda pair: order.get(pair[0], 1))
+    return sorted(found, key=lambda pair: order.get(pair[0], 1 if pair[0].startswith("eval_") else 4))
 
 
 def _loss_series(steps: np.ndarray, losses: np.ndarray, index: int, suffix: str) -> list[tuple[str, Series]]:

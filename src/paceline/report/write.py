@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.core.lineage import REPORT_FILE
 from paceline.core.retry_writer import replace_whole
-from paceline.report import REPORT_FILE
 from paceline.report.page import make_page
 from paceline.report.run_data import read_run
 

@@ -54,6 +54,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optim_target_modules": (is_off, "low-rank optimizers are of the torch side; leave it out"),
     "output_store": (is_off, "upload the output folder when the run has ended; leave it out"),
     "packing": (is_off, "use train_sampling_strategy='group_by_length'"),
+    "packing_length": (is_off, "leave it out, as packing is of the torch side"),
     "parallel": (is_off, ONE_PROGRAM),
     "parallelism_config": (is_off, ONE_PROGRAM),
     "pipeline_config": (is_off, ONE_PROGRAM),

@@ -406,7 +406,7 @@ def test_a_failed_save_publishes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     save()
     before = weights_of(model)
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", refuse)

@@ -128,7 +128,7 @@ def test_theirs_loads_here(tmp_path: Path) -> None:
     assert load_model(other, checkpoint) == []
     assert_equal(model, other)
     optimizer = torch.optim.AdamW(_groups_like(trainer, other))
-    load_state(optimizer, checkpoint / "optimizer.pt")
+    load_state(optimizer, Path(checkpoint, "optimizer.pt"))
     theirs = trainer.optimizer.state_dict()["state"]
     assert theirs.keys() == optimizer.state_dict()["state"].keys()
     for key, state in optimizer.state_dict()["state"].items():

@@ -34,6 +34,7 @@ def facts_of(model: nn.Module, label_names: Sequence[str] | None = None) -> Mode
         loss_weight=None,
         smoothing=0.0,
         loss_is_scaled=None,
+        linear_cross_entropy=False,
     )
 
 

@@ -376,7 +376,7 @@ class Peak(TrainerCallback):
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps += 1
         if self.steps % 8 == 0:
-            held = sum(item.nbytes for item in gc.get_objects() if type(item) is Tensor)
+            held = sum(item.nbytes for item in gc.get_objects() if type(item) is Tensor and not item.is_sparse)
             self.tensors = max(self.tensors, held)
 
 

@@ -23,7 +23,7 @@ from small_models import Classifier, classification, make_trainer, scored, weigh
 from paceline import Trainer, TrainerCallback
 from paceline.checkpoint import folders
 from paceline.core.journal import read_rows
-from paceline.pytorch.checkpoint import background, checkpointer, saves
+from paceline.pytorch.checkpoint import background, checkpointer, tensors
 from paceline.pytorch.checkpoint.checkpointer import Checkpointer
 from paceline.pytorch.checkpoint.saves import Job
 
@@ -413,7 +413,7 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOSPC) -> None:
         self.is_full = False
         self.number = number
-        save_file = background.save_tensors
+        save_file = tensors.save_plain
 
         def refuse(state: Any, path: Any) -> None:
             if self.is_full:
@@ -421,8 +421,8 @@ class Disk:
                 raise OSError(self.number, os.strerror(self.number), str(path))
             save_file(state, path)
 
-        monkeypatch.setattr(background, "save_tensors", refuse)
-        monkeypatch.setattr(saves, "save_tensors", refuse)
+        monkeypatch.setattr(background, "save_plain", refuse)
+        monkeypatch.setattr(tensors, "save_plain", refuse)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])

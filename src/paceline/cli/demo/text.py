@@ -282,6 +282,7 @@ def show_results(trainer: Trainer, task: TextTask, options: DemoOptions, say: Sa
         f"  {folder}/model.safetensors      the weights (with tokenizer.json)\n"
         f"  {folder}/checkpoint-*           to resume from\n"
         f"  {folder}/log.jsonl              every row of metrics\n"
+        f"  {folder}/report.html            the page of the run: curves, evaluations, settings\n"
         f"  {folder}/run.json               arguments, plan, seeds, versions, git commit\n"
         f"  {folder}/eval_results.json      the numbers above"
     )
