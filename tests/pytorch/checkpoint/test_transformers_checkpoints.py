@@ -118,17 +118,18 @@ def test_theirs_loads_here(tmp_path: Path) -> None:
     )  # fmt: skip
     trainer = transformers.Trainer(model, arguments, train_dataset=Rows())
     trainer.train()
-    checkpoint = get_last_checkpoint(tmp_path)
-    assert checkpoint is not None
+    newest = get_last_checkpoint(tmp_path)
+    assert newest is not None
+    checkpoint = Path(newest)
     reports: list[str] = []
-    assert newest_valid(tmp_path, reports.append) == Path(checkpoint)
+    assert newest_valid(tmp_path, reports.append) == checkpoint
     assert reports == []
 
     other = build("tied", 1)
     assert load_model(other, checkpoint) == []
     assert_equal(model, other)
     optimizer = torch.optim.AdamW(_groups_like(trainer, other))
-    load_state(optimizer, Path(checkpoint, "optimizer.pt"))
+    load_state(optimizer, checkpoint / "optimizer.pt")
     theirs = trainer.optimizer.state_dict()["state"]
     assert theirs.keys() == optimizer.state_dict()["state"].keys()
     for key, state in optimizer.state_dict()["state"].items():
