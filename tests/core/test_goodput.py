@@ -44,6 +44,11 @@ def test_nothing_is_made_up(tmp_path: Path) -> None:
     (tmp_path / RECORD_NAME).write_text(json.dumps(entry(mark, 0)))
     assert goodput(tmp_path, RunMark(mark.starts, seconds=None)) is None, "another trainer has continued it in between"
     assert goodput(tmp_path, mark, now=START + 10) == Goodput(0.0, 10.0, 1)
+    later = RunMark((*mark.starts, ("b", 40)), seconds=3600.0)
+    (tmp_path / RECORD_NAME).write_text(json.dumps(entry(later, 0)))
+    assert goodput(tmp_path, later) is None, "resumed from another folder, which has the first start"
+    (tmp_path / RECORD_NAME).write_text(json.dumps({KEY: mark.to_json()}))
+    assert goodput(tmp_path, mark) is None, "without a time"
 
 
 class Stop(TrainerCallback):

@@ -42,7 +42,7 @@ def goodput(folder: Path, mark: RunMark, now: float | None = None) -> Goodput | 
     """Returns the goodput of a run.
 
     The useful time is that of the checkpoint the run was resumed from, and of the present start. The first start is
-    that of the earliest entry of the run in `run.json`.
+    that of the run's first entry in `run.json`.
 
     Args:
         folder: output folder of the run.
@@ -50,24 +50,27 @@ def goodput(folder: Path, mark: RunMark, now: float | None = None) -> Goodput | 
         now: `time.time()`; None: the present.
 
     Returns:
-        None if the folder has no record of the run, or the time before a resume is unknown.
+        None if the folder has no record of the run's first start, or the time before a resume is unknown.
     """
     if mark.seconds is None:
         return None
     try:
         record = json.loads((folder / RECORD_NAME).read_bytes())
         entries = [*record.get("history", []), record]
-        begins = [begin for begin in (_begin(entry, mark.run_id) for entry in entries) if begin is not None]
-    except (OSError, ValueError, AttributeError, TypeError):
+        begin = next((_begin(entry) for entry in entries if _is_first_start(entry, mark.run_id)), None)
+    except (OSError, ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError):
         return None
-    if not begins:
+    if begin is None:
         return None
-    return Goodput(mark.seconds, (time.time() if now is None else now) - min(begins), len(mark.starts))
+    return Goodput(mark.seconds, (time.time() if now is None else now) - begin, len(mark.starts))
 
 
-def _begin(entry: Any, run_id: str) -> float | None:
-    """Returns the start of an entry in seconds of `time.time()`; None if it is of another run."""
+def _is_first_start(entry: Any, run_id: str) -> bool:
+    """True if an entry is of a run's first start; that of a run resumed from another folder is not in this one."""
     mark = mark_from(entry.get(KEY))
-    if mark is None or mark.run_id != run_id:
-        return None
+    return mark is not None and mark.run_id == run_id and len(mark.starts) == 1
+
+
+def _begin(entry: Any) -> float:
+    """Returns the start of an entry in seconds of `time.time()`."""
     return datetime.datetime.fromisoformat(entry["started"]).timestamp()

@@ -276,6 +276,7 @@ class Loop:
         if self.control.should_log and self.unlogged.num_updates:
             self.ledger.close_row()
             self.hooks.log(self.summarise(), self.start_time)
+            self.ledger.take_row()  # an own `log` may have dropped the row, and the next one is of an evaluation
             note((LOG, now()))
         try:
             if self.control.should_evaluate:
@@ -358,8 +359,10 @@ class Loop:
     def evaluate(self, skip_scheduler: bool = False) -> None:
         """Evaluates and updates the best model."""
         self.ledger.note((OTHER, self.ledger.now()))
-        metrics = self.hooks.evaluate(skip_scheduler)
-        self.ledger.note((EVALUATE, self.ledger.now()))
+        try:
+            metrics = self.hooks.evaluate(skip_scheduler)
+        finally:
+            self.ledger.note((EVALUATE, self.ledger.now()))
         self.control.should_evaluate = False
         is_best = not skip_scheduler and self.note_best(metrics)
         if self.plan.save_strategy == "best":

@@ -389,6 +389,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
         run.ledger.settle()
         run.ledger.close_row()
         self.facade.log(metrics)
+        run.ledger.take_row()
         note((LOG, now()))
         self.complete_saves(run)
         note((SAVE, now()))

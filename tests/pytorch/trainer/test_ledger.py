@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_models import Classifier, classification, make_trainer
 
-from paceline import TrainerCallback
+from paceline import Trainer, TrainerCallback
 from paceline.core.ledger import DEVICE, LOG, Ledger
 from paceline.pytorch.device_clock import DeviceClock, make_ledger
 
@@ -149,3 +149,17 @@ def test_a_device_is_timed_by_its_events_which_only_a_log_waits_for(
 def test_devices_without_events_are_timed_by_the_host() -> None:
     assert make_ledger(torch.device("cpu")).reading == LOG
     assert make_ledger(torch.device("mps")).reading == DEVICE
+
+
+def test_times_of_a_row_that_was_dropped_are_in_no_other(tmp_path: Path) -> None:
+    class Drops(Trainer):
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            if "loss" not in logs:
+                super().log(logs, start_time)
+
+    rows = Rows()
+    options: dict[str, Any] = {"eval_dataset": classification(8), "eval_strategy": "steps", "eval_steps": 1}
+    make_trainer(tmp_path, Classifier(), classification(16), cls=Drops, callbacks=[rows], **options).train()
+    evaluations = [row for row in rows.rows if "eval_loss" in row]
+    assert len(evaluations) == 4
+    assert not [key for row in evaluations for key in row if key.startswith("time/")]
