@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from paceline.args.errors import UnsupportedOption
+from paceline.args.packing import packing_of
 from paceline.args.plan import resolve
 from paceline.args.training import TrainingArguments
 
@@ -35,3 +37,15 @@ def test_meshes_that_divide_rows_or_the_model_are_refused(axis: str, packing: st
 def test_grouping_is_an_order_of_samples_and_goes_with_any_mesh() -> None:
     args = TrainingArguments("x", packing="group", parallel={"tp": 2}, use_cpu=True)
     assert resolve(args, world_size=2, micro_batches_per_epoch=8).mesh.tp == 2
+
+
+def test_a_field_of_a_subclass_means_what_its_class_says() -> None:
+    @dataclasses.dataclass
+    class Config(TrainingArguments):
+        packing: bool = False  # as TRL's SFTConfig
+
+    for value in (False, True):
+        args = Config("out", packing=value)
+        assert args.packing is value
+        assert packing_of(args) is None
+    assert packing_of(TrainingArguments("out", packing="pack")) == "pack"

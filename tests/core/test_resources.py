@@ -82,6 +82,33 @@ def test_gpus_through_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert closed == [True]
 
 
+def test_what_a_gpu_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Not Supported")
+
+    nvml = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUtilizationRates=fail,
+        nvmlDeviceGetPowerUsage=lambda handle: 1000,
+    )
+    monkeypatch.setattr(resources, "is_installed", lambda name: True)
+    monkeypatch.setattr(resources, "require", lambda *names: nvml)
+    assert Gpus().loads() == {"gpu0_power_w": 1.0}
+
+
+def test_a_sample_that_fails_ends_the_samples_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("psutil")
+    sampler = resources.Resources(seconds=60)
+    sampler._gpus = SimpleNamespace(loads=lambda: 1 / 0, close=lambda: None)  # type: ignore[assignment, return-value]
+    assert "resource/cpu_percent" not in sampler.take()
+    assert "resource/cpu_percent" not in sampler.take()
+    assert caplog.text.count("no further samples") == 1
+    sampler.close()
+
+
 def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("Driver Not Loaded")

@@ -89,7 +89,7 @@ def test_texts_of_a_run_cannot_become_markup(tmp_path):
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_journal(tmp_path, [1.0, 2.0])
     page = write_report([tmp_path]).read_text("utf-8")
-    assert page.count("<script") == page.count("</script") == 2  # the data and the page's own
+    assert page.count("<script") == page.count("</script") == 3  # the points, the rows and the page's own
     assert "<img" not in page
     assert html.escape(hostile) in page
     assert any(series["label"] == f"eval_{hostile}" for chart in data_of(page) for series in chart)
@@ -137,6 +137,42 @@ def test_values_that_are_not_finite_are_counted(tmp_path):
     assert loss.series[0].steps.tolist() == [1, 4]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_run_without_a_finite_loss_has_a_page(tmp_path, value):
+    write_journal(tmp_path, [value, value])
+    page = write_report([tmp_path]).read_text("utf-8")
+    assert "2 values are not finite" in page
+    assert data_of(page)[0] == []
+
+
+def test_the_smallest_numbers_are_drawn(tmp_path):
+    write_journal(tmp_path, [0.0, 5e-324])
+    assert write_report([tmp_path]).is_file()
+
+
+def test_a_later_page_holds_what_an_earlier_one_did(tmp_path):
+    run_in(tmp_path, save_strategy="no")
+    first = (tmp_path / REPORT_FILE).read_text("utf-8")
+    second = write_report([tmp_path]).read_text("utf-8")
+    assert data_of(second) == data_of(first)
+    assert (
+        re.sub(r"<[^>]*>", " ", second).split("Environment")[0]
+        == re.sub(r"<[^>]*>", " ", first).split("Environment")[0]
+    )
+    record = json.loads((tmp_path / "run.json").read_text())
+    record["run"]["id"] = "another"
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    assert read_run(tmp_path).rows == []  # the page is of another run
+
+
+def test_a_metric_of_training_has_a_curve(tmp_path):
+    rows = [{"step": step, "train_accuracy": step / 4, "train_loss": 1.0} for step in (1, 2, 3)]
+    write_journal(tmp_path, [1.0, 2.0, 3.0])
+    titles = [chart.title for chart in make_charts([read_run(tmp_path, rows, {})])]
+    assert "train_accuracy" in titles
+    assert "train_loss" not in titles
+
+
 def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path):
     run_in(tmp_path)
     (tmp_path / "run.json").write_text("[" * 100_000)
@@ -163,7 +199,9 @@ def test_a_checkpoint_gives_the_rows_where_no_log_was_written(tmp_path):
 def test_two_runs_are_compared(tmp_path):
     run_in(tmp_path / "a", learning_rate=0.25)
     run_in(tmp_path / "b", learning_rate=0.125, max_steps=6)
-    page = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "both.html").read_text("utf-8")
+    path = write_report([tmp_path / "a", tmp_path / "b"])
+    assert path == tmp_path / "a" / "comparison.html"
+    page = path.read_text("utf-8")
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page))
     assert re.search(r"learning_rate 0\.25 0\.125", text)
     assert "max_steps 8 6" in text

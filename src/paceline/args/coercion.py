@@ -26,7 +26,7 @@ from paceline.args.mesh import read_parallel, read_parallelism
 from paceline.args.pipelining import keep_pipelining
 from paceline.args.places import check_url, is_url
 from paceline.args.profiling import keep_profile
-from paceline.args.sections import Options
+from paceline.args.sections import Options, is_replaced
 
 TRUE_WORDS = frozenset({"true", "yes", "y", "t", "on", "1"})
 FALSE_WORDS = frozenset({"false", "no", "n", "f", "off", "0"})
@@ -358,8 +358,11 @@ def coerce_option(cls: type, name: str, value: object) -> Any:
     """Converts `value` for the option `name` of the arguments class `cls`.
 
     In fields that a subclass adds, only text is converted, to the number, boolean or enum member of the type; other
-    values are kept.
+    values are kept, as are those of a field by which a subclass replaces an option that is not one of the Hugging Face
+    Trainer.
     """
+    if is_replaced(cls, name):
+        return value
     if name in SPECIAL:
         return SPECIAL[name](name, value)
     if name in own_hints():

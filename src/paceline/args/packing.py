@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh
-from paceline.args.sections import Options
+from paceline.args.sections import Options, is_replaced
 
 JOINING = ("pack", "flatten")  # several documents in a row
 
 
+def packing_of(options: Options) -> str | None:
+    """Returns the requested packing; None if the arguments' class has a `packing` of its own."""
+    return None if is_replaced(type(options), "packing") else options.packing
+
+
 def sampling_of(options: Options) -> str:
     """Returns the order of the training samples: `train_sampling_strategy`, or that of `packing="group"`."""
-    return "group_by_length" if options.packing == "group" else str(options.train_sampling_strategy)
+    return "group_by_length" if packing_of(options) == "group" else str(options.train_sampling_strategy)
 
 
 def check_packing(options: Options) -> None:
@@ -21,7 +26,7 @@ def check_packing(options: Options) -> None:
         ValueError: they contradict each other.
         UnsupportedOption: a combination that is not supported.
     """
-    packing, strategy = options.packing, str(options.train_sampling_strategy)
+    packing, strategy = packing_of(options), str(options.train_sampling_strategy)
     if options.packing_length is not None and packing != "pack":
         raise ValueError(
             f"packing_length={options.packing_length} is the length of packed rows, and packing={packing!r}: set "
@@ -63,8 +68,9 @@ def check_packing_on(options: Options, mesh: Mesh) -> None:
         UnsupportedOption: the mesh divides the rows or the model.
     """
     axes = [axis for axis in ("pp", "cp", "sp", "tp", "dp_shard") if getattr(mesh, axis) > 1]
-    if options.packing in JOINING and axes:
+    packing = packing_of(options)
+    if packing in JOINING and axes:
         raise UnsupportedOption(
-            f"packing={options.packing!r} with parallel={{{axes[0]!r}: {getattr(mesh, axes[0])}}} is not supported: "
+            f"packing={packing!r} with parallel={{{axes[0]!r}: {getattr(mesh, axes[0])}}} is not supported: "
             "documents are kept apart in whole rows, by a whole model. Use packing='group', or parallel='ddp'."
         )

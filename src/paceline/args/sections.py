@@ -604,3 +604,13 @@ class Options(
     RunSection,
 ):
     """All options under flat names, in the order of `RunSection` to `PacelineSection`."""
+
+
+def is_replaced(cls: type, name: str) -> bool:
+    """True if an arguments class declares a field of its own by the name of one of paceline's additions.
+
+    Such a field means what its class says, as `packing` of TRL's SFTConfig; paceline's option is then unset.
+    """
+    if name not in PacelineSection.__dataclass_fields__:
+        return False
+    return cls.__dataclass_fields__[name] is not Options.__dataclass_fields__[name]  # type: ignore[attr-defined]

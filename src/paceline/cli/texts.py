@@ -98,7 +98,8 @@ Writes report.html to the folder of a run: curves of every optimizer step, evalu
 defaults, checkpoints, environment. It is one file that needs no network. A run that ends writes it by itself; this
 command also does it for a run that is going on or was interrupted. Several runs are compared in one page.
 
-  --output FILE  where to write it (default: report.html in the first folder)"""
+  --output FILE  where to write it (default: report.html in the folder; comparison.html in
+                 the first of several)"""
 
 REPLAY = """\
 paceline replay RUN --step N [--show M] [--trust]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from paceline.core.ledger import RESOURCE_PREFIX
@@ -52,9 +53,13 @@ class Resources:
         while not self._is_over.wait(self._seconds):
             try:
                 self.sample()
-            except Exception as error:  # a driver that is gone must not end the training
-                logger.warning("log_resources: no further samples are taken: %s: %s", type(error).__name__, error)
-                return
+            except Exception as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Ends the sampling; a driver that is gone must not end the training."""
+        self._is_over.set()
+        logger.warning("log_resources: no further samples are taken: %s: %s", type(error).__name__, error)
 
     def sample(self) -> None:
         """Takes one sample."""
@@ -72,9 +77,15 @@ class Resources:
                 self._peaks[name] = max(self._peaks.get(name, value), value)
 
     def take(self) -> dict[str, float]:
-        """Returns the entries of a row, and begins the next; takes a sample if there is none yet."""
-        if not self._num_samples:
-            self.sample()
+        """Returns the entries of a row, and begins the next; takes a sample if there is none yet.
+
+        After a sample has failed they are those of disks and network.
+        """
+        if not self._num_samples and not self._is_over.is_set():
+            try:
+                self.sample()
+            except Exception as error:
+                self._give_up(error)
         counters, now = self._count(), time.monotonic()
         passed = max(now - self._since, 1e-9)
         with self._lock:
@@ -123,17 +134,21 @@ class Gpus:
         """Returns use in percent and power in watts, by name."""
         found: dict[str, float] = {}
         for index, handle in enumerate(self._handles):
-            found[f"gpu{index}_percent"] = float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-            found[f"gpu{index}_power_w"] = self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000
+            with suppress(self._nvml.NVMLError):  # a part of a GPU has no use of its own, a laptop's no power
+                found[f"gpu{index}_percent"] = float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+            with suppress(self._nvml.NVMLError):
+                found[f"gpu{index}_power_w"] = self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000
         return found
 
     def levels(self) -> dict[str, float]:
         """Returns memory in GB and temperature in degrees Celsius, by name."""
         found: dict[str, float] = {}
         for index, handle in enumerate(self._handles):
-            found[f"gpu{index}_memory_gb"] = self._nvml.nvmlDeviceGetMemoryInfo(handle).used / GB
-            kind = self._nvml.NVML_TEMPERATURE_GPU
-            found[f"gpu{index}_celsius"] = float(self._nvml.nvmlDeviceGetTemperature(handle, kind))
+            with suppress(self._nvml.NVMLError):
+                found[f"gpu{index}_memory_gb"] = self._nvml.nvmlDeviceGetMemoryInfo(handle).used / GB
+            with suppress(self._nvml.NVMLError):
+                kind = self._nvml.NVML_TEMPERATURE_GPU
+                found[f"gpu{index}_celsius"] = float(self._nvml.nvmlDeviceGetTemperature(handle, kind))
         return found
 
     def close(self) -> None:

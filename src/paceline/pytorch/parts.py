@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.args.packing import JOINING, sampling_of
+from paceline.args.packing import JOINING, packing_of, sampling_of
 from paceline.args.sharding import wants_shards
 from paceline.checkpoint.retention import Retention, retention_of
 from paceline.core.log_text import LogText
@@ -223,17 +223,18 @@ def loaders_of(trainer: Trainer) -> LoaderFactory:
     )
 
 
-def packing_of(trainer: Trainer) -> packing.Packing | None:
+def find_packing(trainer: Trainer) -> packing.Packing | None:
     """Returns the packing of training batches, found out once for each model; None without."""
     args, known = trainer.args, trainer._packing
-    if args.packing not in JOINING:
+    kind = packing_of(args)
+    if kind not in JOINING:
         return None
-    if known is not None and known.model is trainer.model and known.asked == (args.packing, args.packing_length):
+    if known is not None and known.model is trainer.model and known.asked == (kind, args.packing_length):
         return known
     trainer._packing = found = packing.find_packing(
         trainer.model,
         trainer.compute_loss,
-        kind=args.packing,
+        kind=kind,
         length=args.packing_length,
         pad_token_id=getattr(trainer.processing_class, "pad_token_id", None),
         is_compiled=args.torch_compile,

@@ -253,7 +253,7 @@ class Trainer(HubNames, ForSubclasses):
         return parts.loaders_of(self).make(dataset, description, batch_size, sampler_fn, is_training)
 
     def _find_packing(self) -> Packing | None:
-        return parts.packing_of(self)
+        return parts.find_packing(self)
 
     @property
     def _data_seed(self) -> int:

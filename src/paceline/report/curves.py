@@ -107,7 +107,7 @@ def _series_of(run: RunData, index: int, suffix: str) -> list[tuple[str, Series]
         found.append(("Gradient norm", norms))
     for key, (steps, values) in logged.items():
         title = _OF_JOURNAL.get(key, _title(key))
-        if (key in _OF_JOURNAL and len(updates)) or key.endswith(_NO_CURVE) or key.startswith("train_"):
+        if (key in _OF_JOURNAL and len(updates)) or key.endswith(_NO_CURVE) or key == "train_loss":
             continue
         if len(steps) > 1 or title == "Loss":
             found.append((title, Series(f"{key}{suffix}", steps, values, index, is_dashed=key.startswith("eval_"))))

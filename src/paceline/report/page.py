@@ -13,7 +13,7 @@ from paceline.args.training import TrainingArguments
 from paceline.checkpoint.space import in_words
 from paceline.core.record import jsonable
 from paceline.report.curves import Chart, make_charts
-from paceline.report.run_data import RunData
+from paceline.report.run_data import LOG_START, RunData, log_to_keep
 from paceline.report.svg import describe, draw, number
 
 _MOST_ROWS = 500  # of a table
@@ -25,6 +25,7 @@ def make_page(runs: Sequence[RunData]) -> str:
     """Returns the page of one run, or one that compares several."""
     charts = make_charts(runs)
     title = " · ".join(run.name for run in runs)
+    log = _as_script(log_to_keep(runs[0])) if len(runs) == 1 else "null"
     body = [f"<h1>{escape(title)}</h1>"]
     body += [_summary(run) for run in runs] if len(runs) == 1 else [_comparison(runs)]
     body.append(_curves(charts, runs))
@@ -40,7 +41,8 @@ def make_page(runs: Sequence[RunData]) -> str:
         "script-src 'unsafe-inline'; img-src data:\">"
         f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>\n"
         + "\n".join(part for part in body if part)
-        + f'\n<script type="application/json" id="data">{_as_script_data(charts)}</script>\n'
+        + f'\n<script type="application/json" id="data">{_as_script(_points(charts))}</script>\n'
+        + f"{LOG_START}{log}</script>\n"
         + f"<script>{script}</script>\n</body></html>\n"
     )
 
@@ -98,9 +100,10 @@ def _figure(chart: Chart, name: str) -> str:
         for series in chart.series
         if not series.is_faint
     )
+    drawing = draw(chart, name) if chart.series else f'<svg id="{name}" hidden></svg>'
     return (
         f"<figure><header><h3>{escape(chart.title)}</h3>"
-        f'<button class="all" type="button" hidden>show all</button></header>{draw(chart, name)}'
+        f'<button class="all" type="button" hidden>show all</button></header>{drawing}'
         f'<ul class="legend">{"".join(keys)}</ul>'
         f'<figcaption title="{escape(describe(chart))}">{escape(caption)}</figcaption>'
         + (f'<p class="bad">{left_out}</p>' if left_out else "")
@@ -246,9 +249,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], is_numeric: bool 
     return f'{cut}<div class="scroll" tabindex="0">{table}</div>'
 
 
-def _as_script_data(charts: Sequence[Chart]) -> str:
-    """Returns the numbers of the charts as JSON that cannot end its script element."""
-    values = [
+def _points(charts: Sequence[Chart]) -> list[list[dict[str, Any]]]:
+    """Returns the numbers of the charts, for the page's script."""
+    return [
         [
             {
                 "label": series.label,
@@ -260,7 +263,11 @@ def _as_script_data(charts: Sequence[Chart]) -> str:
         ]
         for chart in charts
     ]
-    text = json.dumps(values, separators=(",", ":"))
+
+
+def _as_script(value: Any) -> str:
+    """Returns a value as JSON that cannot end its script element."""
+    text = json.dumps(value, separators=(",", ":"), default=str)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

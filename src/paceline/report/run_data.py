@@ -16,10 +16,13 @@ import numpy as np
 
 from paceline.checkpoint import folders
 from paceline.core.journal import FORMAT, JOURNAL_FILE, SKIPPED_FILE
-from paceline.core.lineage import RECORD_NAME
+from paceline.core.lineage import KEY, RECORD_NAME, REPORT_FILE
+from paceline.core.record import jsonable
 
 STATE_FILE = "trainer_state.json"  # of a checkpoint
 LOG_FILE = "log.jsonl"  # of the jsonl reporter
+LOG_START = '<script type="application/json" id="log">'  # in a page, before what it keeps of the run
+_MOST_KEPT = 2_000  # rows
 _MOST_BYTES = 2**30  # of a file that is read whole
 
 
@@ -92,9 +95,8 @@ class RunData:
 
     @property
     def is_finished(self) -> bool:
-        """True if the last step was made and the summary of the whole run was logged."""
-        has_summary = any("train_runtime" in row for row in self.rows)
-        return has_summary and self.max_steps is not None and self.last_step >= self.max_steps
+        """True if the last step was made."""
+        return self.max_steps is not None and self.last_step >= self.max_steps
 
 
 def read_run(
@@ -121,10 +123,12 @@ def read_run(
             f"{folder} holds no run: there is no {RECORD_NAME}, no {JOURNAL_FILE} and no checkpoint in it. Name the "
             "output_dir of a run."
         )
-    if state is None:
+    if rows is None or state is None:
         state = _newest_state(checkpoints, problems)
-    if rows is None:
         rows = _logged_rows(folder, state, problems)
+        kept = _kept_log(folder / REPORT_FILE, record)
+        if kept is not None and kept[0] and _last_step(kept[0]) >= _last_step(rows):
+            rows, state = [*(row for row in rows if "loss" in row), *kept[0]], kept[1]
     best = state.get("best_model_checkpoint")
     best_name = Path(best).name if isinstance(best, str) else None
     return RunData(
@@ -245,6 +249,33 @@ def _logged_rows(folder: Path, state: Mapping[str, Any], problems: list[str]) ->
     saved = state.get("log_history")
     saved = [row for row in saved if isinstance(row, dict) and _is_step(row.get("step"))] if saved else []
     return saved if _last_step(saved) > _last_step(logged) else logged
+
+
+def log_to_keep(run: RunData) -> dict[str, Any]:
+    """Returns what a page keeps of a run for the next page: rows of evaluations and summaries, and its state.
+
+    Without a reporter and a later checkpoint they are nowhere else. Training rows are left out, since the journal has
+    every step.
+    """
+    kept = {"metric_for_best_model", "best_metric", "best_model_checkpoint", "max_steps", "global_step"}
+    return {
+        "run": _mapping(run.record.get(KEY)).get("id"),
+        "rows": [jsonable(row) for row in run.rows if "loss" not in row][-_MOST_KEPT:],
+        "state": {name: jsonable(value) for name, value in run.state.items() if name in kept},
+    }
+
+
+def _kept_log(page: Path, record: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
+    """Returns the rows and the state that an earlier page of the same run keeps; None without one."""
+    text = _read_text(page, [])
+    _, _, rest = text.partition(LOG_START)
+    try:
+        kept = json.loads(rest.partition("</script>")[0])
+        is_same = isinstance(kept, dict) and kept["run"] == _mapping(record.get(KEY)).get("id")
+        rows = [row for row in kept["rows"] if isinstance(row, dict) and _is_step(row.get("step"))] if is_same else []
+        return (rows, _mapping(kept["state"])) if is_same else None
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return None
 
 
 def _last_step(rows: Sequence[Mapping[str, Any]]) -> int:

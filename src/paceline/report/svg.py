@@ -64,9 +64,9 @@ def ticks(low: float, high: float, whole: bool = False) -> list[float]:
         whole: True allows whole numbers only.
     """
     span = high - low
-    if not 0 < span < math.inf:
-        return [low, high]
     rough = span / _NUM_TICKS
+    if not 1e-300 < rough < math.inf:
+        return [low, high]
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     if whole:
@@ -82,7 +82,8 @@ def number(value: float) -> str:
 
 def place(value: float, low: float, high: float, is_x: bool) -> float:
     """Returns the coordinate of a value in the view box."""
-    share = (value / 2 - low / 2) / (high / 2 - low / 2)  # halves, since the difference may overflow
+    width = high / 2 - low / 2  # halves, since the difference may overflow
+    share = (value / 2 - low / 2) / width if width else 0.5  # of two denormal numbers it may vanish
     if is_x:
         return LEFT + share * (WIDTH - LEFT - RIGHT)
     return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)

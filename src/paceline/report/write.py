@@ -11,6 +11,8 @@ from paceline.core.retry_writer import replace_whole
 from paceline.report.page import make_page
 from paceline.report.run_data import read_run
 
+COMPARISON_FILE = "comparison.html"
+
 
 def write_report(
     folders: Sequence[Path],
@@ -22,14 +24,15 @@ def write_report(
 
     Args:
         folders: the output folders of the runs.
-        output: the file to write; `report.html` in the first folder by default.
+        output: the file to write; by default `report.html` in the folder of one run, and `comparison.html` in the
+            first folder of several.
         rows: the logged rows of a run in this process, if `folders` is that run's alone.
         state: the trainer state of that run, without its rows.
 
     Returns: the path of the file. Raises: OSError, if a folder cannot be read or the file not written.
     """
     page = make_page([read_run(folder, rows, state) for folder in folders])
-    path = folders[0] / REPORT_FILE if output is None else output
+    path = folders[0] / (REPORT_FILE if len(folders) == 1 else COMPARISON_FILE) if output is None else output
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_whole(path, page)
     return path
