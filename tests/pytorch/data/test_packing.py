@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -110,3 +111,32 @@ def test_samples_that_cannot_be_packed_are_refused(sample: dict[str, Any], messa
 def test_batches_that_cannot_be_packed_are_refused(batch: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PackingCollator(lambda features: batch, PackedForm(), "pack")([{"input_ids": [5]}])
+
+
+def test_columns_of_samples_have_the_types_that_padded_batches_have() -> None:
+    sample = {
+        "input_ids": np.array([5, 6], dtype=np.uint16),
+        "labels": np.array([5, -100], dtype=np.int32),
+        "weights": [0.5, 1.0],
+        "is_answer": [False, True],
+    }
+    batch = PackingCollator(None, PackedForm(), "pack")([sample, {**sample, "weights": [0, 1]}])
+    types = {name: values.dtype for name, values in batch.items()}
+    whole = dict.fromkeys(["input_ids", "labels", "position_ids"], torch.int64)
+    assert types == {**whole, "weights": torch.float32, "is_answer": torch.bool}
+    assert batch["weights"].flatten().tolist() == [0.5, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([{}, {"labels": [1]}], "sample 1 of a micro-batch has 'labels', and sample 0 has not"),
+        ([{"labels": [1]}, {"labels": None}], "sample 0 of a micro-batch has 'labels', and sample 1 has not"),
+        ([{"label": [1]}, {"labels": [1]}], "'label'"),
+        ([{"labels": [1], "label": [1]}], "sample 0 of a micro-batch has labels by two names, 'labels' and 'label'"),
+        ([{"text": ["a"]}], "'text' does not hold one value for each token"),
+    ],
+)
+def test_samples_with_other_columns_are_refused(samples: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PackingCollator(None, PackedForm(), "pack")([{"input_ids": [5], **each} for each in samples])

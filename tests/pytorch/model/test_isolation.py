@@ -198,3 +198,62 @@ def test_models_of_transformers_that_cannot_are_refused(kind: str, reason: str) 
     with pytest.raises(UnsupportedOption, match=f"{reason}.*Use packing='group'"):
         find(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def modern_bert(**options: Any) -> nn.Module:
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    config = ModernBertConfig(**sizes, **tokens, vocab_size=61, **options)
+    config._attn_implementation = "sdpa"
+    return ModernBertForMaskedLM(config)
+
+
+def test_a_mask_that_would_replace_windows_is_not_taken() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(UnsupportedOption, match=r"the model's own masks for sdpa: .*Use packing='group'") as caught:
+        find(modern_bert(local_attention=32))
+    assert "a mask over pairs" not in str(caught.value)
+
+
+def nested(window: int | None) -> nn.Module:
+    """A model of images and text, whose text has a window."""
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, MistralConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"vocab_size": 61, "max_position_embeddings": 8192, "pad_token_id": 0}
+    text = MistralConfig(**sizes, **tokens, num_key_value_heads=1, sliding_window=window, initializer_range=0.5)
+    vision = CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
+    return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_id=60))
+
+
+def test_windows_of_a_config_within_are_seen() -> None:
+    pytest.importorskip("transformers")
+    assert find(nested(16)).way.name == "the model's own masks for sdpa"
+
+
+def test_a_window_that_cannot_be_tried_is_refused() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(UnsupportedOption, match=r"sliding_window=4096, is above the 512 tokens.*Use packing='group'"):
+        find(nested(4096))
+
+
+class IgnoresWindows(TakesMask):
+    """Its attention has a window, which a mask over pairs of tokens replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = type("Config", (), {"sliding_window": 20, "max_position_embeddings": 64, "vocab_size": 61})()
+
+    def outputs(self, input_ids: Tensor, position_ids: Tensor | None, seen: Tensor | None) -> Tensor:
+        if seen is None:
+            seen = torch.ones(input_ids.shape[1], input_ids.shape[1], dtype=torch.bool).triu(-19)
+        return super().outputs(input_ids, position_ids, seen)
+
+
+def test_the_probe_has_a_document_longer_than_the_window() -> None:
+    with pytest.raises(UnsupportedOption, match="outputs are not those of each document alone"):
+        find(IgnoresWindows())

@@ -144,12 +144,10 @@ def read_samples(features: Sequence[Any]) -> tuple[list[int], dict[str, Column]]
     """Returns the lengths of samples, and their values one after another by name; padding in them is left out.
 
     Raises:
-        ValueError: they are no mappings with `input_ids`, or have values that are not one for each token.
+        ValueError: they are no mappings with `input_ids`, have different columns, or values that are not one for each
+            token.
     """
-    first = features[0]
-    if not isinstance(first, Mapping) or IDS not in first:
-        raise ValueError(f"packing needs samples that are dicts with {IDS!r}; they are {describe_sample(first)}.")
-    names = [name for name, value in first.items() if value is not None]
+    names = names_of(features)
     if POSITIONS in names:
         raise ValueError(f"packing makes {POSITIONS}, and the samples have their own: leave them out of the data.")
     rows = {name: [np.asarray(sample[name]) for sample in features] for name in names}
@@ -165,8 +163,51 @@ def read_samples(features: Sequence[Any]) -> tuple[list[int], dict[str, Column]]
     for name, values in rows.items():
         if any(row.shape != (length,) for row, length in zip(values, lengths, strict=True)):
             raise not_by_token(name)
-        columns[LABELS if name in LABEL_NAMES else name] = np.concatenate(values)
+        columns[LABELS if name in LABEL_NAMES else name] = joined(name, values)
     return check_not_empty(lengths), columns
+
+
+def names_of(features: Sequence[Any]) -> list[str]:
+    """Returns the columns of samples that hold values.
+
+    Raises:
+        ValueError: a sample is no mapping with `input_ids`, has other columns than the first, or labels by two names.
+    """
+    first: dict[str, None] = {}
+    for place, sample in enumerate(features):
+        if not isinstance(sample, Mapping) or IDS not in sample:
+            raise ValueError(f"packing needs samples that are dicts with {IDS!r}; one is {describe_sample(sample)}.")
+        names = {name: None for name, value in sample.items() if value is not None}
+        labels = [name for name in (LABELS, *LABEL_NAMES) if name in names]
+        if len(labels) > 1:
+            raise ValueError(
+                f"packing: sample {place} of a micro-batch has labels by two names, {labels[0]!r} and {labels[1]!r}. "
+                "Leave one of them out of the data."
+            )
+        first = first or names
+        other = min(first.keys() ^ names.keys(), default=None)
+        if other is not None:
+            has, lacks = (0, place) if other in first else (place, 0)
+            raise ValueError(
+                f"packing: sample {has} of a micro-batch has {other!r}, and sample {lacks} has not. Give each sample "
+                "the same columns."
+            )
+    return list(first)
+
+
+def joined(name: str, values: Sequence[Column]) -> Column:
+    """Returns the values of all documents, one after another: int64, float32 if some are floats, or booleans.
+
+    Raises:
+        ValueError: they are no numbers.
+    """
+    kinds = {each.dtype.kind for each in values}
+    if not kinds <= set("biuf"):
+        raise not_by_token(name)
+    if kinds == {"b"}:
+        return np.concatenate(values)
+    dtype = np.float32 if "f" in kinds else np.int64
+    return np.concatenate([each.astype(dtype) for each in values])
 
 
 def read_padded(batch: Any, features: Sequence[Any]) -> tuple[list[int], dict[str, Column]]:

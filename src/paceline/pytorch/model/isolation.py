@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.args.errors import UnsupportedOption
+from paceline.pytorch.model.attention_windows import configs_in, has_windows, windows_of
 from paceline.pytorch.model.document_attention import document_starts, layout_mask, register
 from paceline.pytorch.model.outputs import find_loss
 from paceline.pytorch.model.signature import ForwardSignature, innermost, read_signature
@@ -25,7 +26,8 @@ from paceline.pytorch.model.signature import ForwardSignature, innermost, read_s
 Change = Callable[[dict[str, Any]], dict[str, Any]]  # keywords of forward, with packed positions -> keywords
 LossOf = Callable[[nn.Module, dict[str, Any]], Any]
 
-LENGTHS = (5, 9, 7)  # tokens of the documents of the probe
+LENGTHS = (5, 9, 7)  # tokens of the documents of the probe; the second is longer than the model's attention windows
+LARGEST_WINDOW = 512  # tokens; a probe beyond it would take the time and the memory of a training step
 MASKS = ("attention_mask", "mask", "attn_mask", "block_mask")
 BOUNDS = ("cu_seqlens", "cu_seq_lens")
 MAX_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of outputs, of their largest; other types: 0.05
@@ -110,11 +112,13 @@ def ways_of(model: nn.Module, is_compiled: bool) -> Iterator[Way]:
         yield from plain_ways(names)
         return
     attention = getattr(config, "_attn_implementation", None)
-    if attention == "sdpa" and not is_compiled and not has_windows(config):
+    is_windowed = has_windows(config)
+    if attention == "sdpa" and not is_compiled and not is_windowed:
         yield Way("attention by document", with_layout, register())
     yield Way(f"the model's own masks for {attention}", positions_alone)
-    # these models make a mask over pairs of tokens from what they are given, and leave one that is made as it is
-    for is_causal in (True, False) if attention in ("sdpa", "eager") else ():
+    # these models make a mask over pairs of tokens from what they are given, and leave one that is made as it is: it
+    # would take the place of their windows
+    for is_causal in (True, False) if attention in ("sdpa", "eager") and not is_windowed else ():
         mask = partial(with_mask, name=MASKS[0], is_causal=is_causal, is_additive=attention == "eager")
         yield Way(f"a mask over pairs of tokens for {attention}", mask)
 
@@ -130,12 +134,6 @@ def plain_ways(signature: ForwardSignature) -> Iterator[Way]:
                                                                         is_additive=False))  # fmt: skip
     if "position_ids" in signature.names:
         yield Way("position_ids", positions_alone)
-
-
-def has_windows(config: Any) -> bool:
-    """True if some layers see a part of the text alone, which only the model's own masks know."""
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    return bool(kinds or getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None))
 
 
 @contextmanager
@@ -213,7 +211,9 @@ def find_isolation(
     is_half: bool = False,
     surroundings: Callable[[], Any] = nullcontext,
 ) -> Isolation:
-    """Returns what keeps the documents of a model apart, seen in a few forward passes over 21 tokens.
+    """Returns what keeps the documents of a model apart, seen in a few forward passes.
+
+    These are over 21 tokens, or some more than the largest attention window of the model.
 
     Args:
         model: on its device, with all its weights.
@@ -228,12 +228,13 @@ def find_isolation(
     config = getattr(innermost(model), "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise not_isolated(model, ["it has an encoder and a decoder, whose rows would have to match"])
+    lengths = probe_lengths(model)
     pad = getattr(config, "pad_token_id", None)
     firsts = [0, *([pad + 1] if isinstance(pad, int) and pad >= 0 else [])]
     told = []
     with surroundings(), without_cache(model), torch.no_grad():
         model.eval()
-        probe = Probe(model, loss_of, is_half)
+        probe = Probe(model, loss_of, is_half, lengths)
         for way, first in itertools.product(ways_of(model, is_compiled), firsts):
             try:
                 with isolated(model, way):
@@ -254,23 +255,47 @@ def not_isolated(model: nn.Module, reasons: list[str]) -> UnsupportedOption:
     )
 
 
+def probe_lengths(model: nn.Module) -> tuple[int, ...]:
+    """Returns the tokens of the documents of the probe, one of them longer than all attention windows.
+
+    Raises:
+        UnsupportedOption: a window is longer than `LARGEST_WINDOW`.
+    """
+    config = getattr(innermost(model), "config", None)
+    windows = windows_of(config)
+    if not windows:
+        return LENGTHS
+    name = max(windows, key=lambda each: windows[each])
+    window = windows[name]
+    if window > LARGEST_WINDOW:
+        reason = f"its attention window, {name}={window}, is above the {LARGEST_WINDOW} tokens it can be tried with"
+        raise not_isolated(model, [reason])
+    length = window + window // 4 + LENGTHS[1]
+    positions = [getattr(each, "max_position_embeddings", None) for each in configs_in(config)]
+    sizes = [each for each in positions if isinstance(each, int) and each > window]
+    # the positions of a model like RoBERTa begin at 2, so that the last two of its table are not a document's
+    return (LENGTHS[0], max(min([length, *(each - 2 for each in sizes)]), window + 1), LENGTHS[2])
+
+
 class Probe:
     """Forward passes over three documents in a row, and over each alone.
 
     Args:
         model: in evaluation mode.
         loss_of, is_half: as in `find_isolation`.
+        lengths: tokens of the documents.
     """
 
-    def __init__(self, model: nn.Module, loss_of: LossOf, is_half: bool) -> None:
+    def __init__(self, model: nn.Module, loss_of: LossOf, is_half: bool, lengths: tuple[int, ...] = LENGTHS) -> None:
         self.model = model
         self.loss_of = loss_of
+        self.lengths = lengths
         parameter = next(model.parameters())
         self.device = parameter.device
         self.tolerance = 0.05 if is_half else MAX_DIFFERENCE.get(parameter.dtype, 0.05)
         generator = torch.Generator().manual_seed(0)
         low, high = token_range(model)
-        self.documents = [torch.randint(low, high, (1, each), generator=generator) for each in LENGTHS]
+        self.documents = [torch.randint(low, high, (1, each), generator=generator) for each in self.lengths]
         self.others = [low + (each - low + (high - low) // 2) % (high - low) for each in self.documents]
         self._alone: list[Tensor] | None = None
 
@@ -280,11 +305,11 @@ class Probe:
         Raises:
             Refused: documents are not kept apart.
         """
-        packed = outputs_of(self._call(self.documents, first), sum(LENGTHS))
+        packed = outputs_of(self._call(self.documents, first), sum(self.lengths))
         if self._alone is None:
             self._alone = [self._alone_outputs(each) for each in self.documents]
-        starts = itertools.accumulate(LENGTHS, initial=0)
-        for own, start, length in zip(self._alone, starts, LENGTHS, strict=False):
+        starts = itertools.accumulate(self.lengths, initial=0)
+        for own, start, length in zip(self._alone, starts, self.lengths, strict=False):
             if not self._is_close(packed[:, start : start + length], own):
                 raise Refused("outputs are not those of each document alone")
         for is_training in (False, True):
@@ -299,10 +324,10 @@ class Probe:
         """Changes each document in turn: the outputs of the others stay bit for bit what they were, up to rounding."""
         before = self._outputs(self.documents, first)
         start = 0
-        for place, length in enumerate(LENGTHS):
+        for place, length in enumerate(self.lengths):
             changed = [*self.documents[:place], self.others[place], *self.documents[place + 1 :]]
             after = self._outputs(changed, first)
-            kept = torch.ones(sum(LENGTHS), dtype=torch.bool, device=after.device)
+            kept = torch.ones(sum(self.lengths), dtype=torch.bool, device=after.device)
             kept[start : start + length] = False
             start += length
             if not torch.allclose(before[:, kept], after[:, kept], rtol=1e-6, atol=1e-6):
@@ -311,7 +336,7 @@ class Probe:
     def _outputs(self, documents: list[Tensor], first: int) -> Tensor:
         """Outputs under the same random numbers each time."""
         torch.manual_seed(0)
-        return outputs_of(self._call(documents, first), sum(LENGTHS))
+        return outputs_of(self._call(documents, first), sum(self.lengths))
 
     def _alone_outputs(self, document: Tensor) -> Tensor:
         return outputs_of(self.model(input_ids=document.to(self.device)), document.shape[1])
@@ -339,7 +364,7 @@ class Probe:
             own = [each.clone() for each in labels]
             for each in own if shifts else ():
                 each[:, 0] = IGNORED
-            weights = [length - shifts for length in LENGTHS]
+            weights = [length - shifts for length in self.lengths]
             expected = sum(w * loss for w, loss in zip(weights, alone, strict=True)) / sum(weights)
             loss = self._loss(self._packed(self.documents, first, labels=torch.cat(own, 1)))
             # models of transformers compute their losses in float32

@@ -1,0 +1,60 @@
+"""The attention windows of a model of transformers, by its config and the configs within it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+WINDOWS = (
+    "sliding_window",
+    "sliding_window_size",
+    "local_attention",
+    "local_attention_window_len",
+    "local_attn_chunk_length",
+    "attention_window",
+    "attention_window_size",
+    "attention_chunk_size",
+    "window_size",
+)
+FULL = frozenset({"full_attention", "attention"})
+
+
+def configs_in(config: Any) -> Iterator[Any]:
+    """Yields a config and the configs in its attributes, such as those of the text and the vision model."""
+    yield config
+    for value in vars(config).values() if hasattr(config, "__dict__") else ():
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            yield from configs_in(value)
+
+
+def windows_of(config: Any) -> dict[str, int]:
+    """Returns the windows of tokens that some layers attend within, the largest of each name.
+
+    A window that holds all positions of the model is none.
+    """
+    found: dict[str, int] = {}
+    for each in configs_in(config):
+        positions = getattr(each, "max_position_embeddings", None)
+        for name in WINDOWS:
+            for size in sizes_in(getattr(each, name, None)):
+                if not isinstance(positions, int) or size < positions:
+                    found[name] = max(size, found.get(name, 0))
+    return found
+
+
+def sizes_in(value: object) -> list[int]:
+    """Returns the positive integers in an option, which may be one, a list of them or something else."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [each for each in values if isinstance(each, int) and not isinstance(each, bool) and each > 0]
+
+
+def has_windows(config: Any) -> bool:
+    """True if some layers see a part of the text alone, which only the model's own masks know."""
+    if windows_of(config):
+        return True
+    for each in configs_in(config):
+        if set(getattr(each, "layer_types", None) or ()) - FULL:
+            return True
+        if getattr(each, "attention_type", None) == "block_sparse":
+            return True
+    return False
