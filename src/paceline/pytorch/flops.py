@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,14 +103,16 @@ class FlopMeter:
     """Counts the operations of the passes of this process, and relates them to time and to the device's peak.
 
     The first pass over a batch of new shapes runs under torch's FLOP counter, which changes none of its numbers; later
-    ones of these shapes count the same. What torch has no formula for (kernels of other packages) is not counted; what
-    is recomputed in the backward pass is. A compiled model, which the counter would break up, is estimated instead.
+    ones of these shapes count the same. With `linear_cross_entropy` that pass computes the model's logits. What torch
+    has no formula for (kernels of other packages) is not counted; what is recomputed in the backward pass is. A
+    compiled model, which the counter would break up, is estimated instead.
 
     Args:
         training_step: the Trainer's, bound: forward and backward of one micro-batch.
         estimate: `(batch) -> operations`, 0 if unknown; used where nothing can be counted.
         peak: of the device in FLOP/s; None: unknown.
         is_compiled: the model is compiled.
+        with_logits: returns a context in which the model computes its logits; entered where operations are counted.
 
     Attributes:
         operations: of all passes so far.
@@ -121,10 +124,11 @@ class FlopMeter:
         estimate: Callable[[Any], int],
         peak: float | None,
         is_compiled: bool = False,
+        with_logits: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._training_step, self._estimate = training_step, estimate
         self.peak = peak
-        self._is_compiled = is_compiled
+        self._is_compiled, self._with_logits = is_compiled, with_logits
         self._known: dict[Any, int] = {}
         self._has_warned = False
         self.operations = 0
@@ -142,7 +146,8 @@ class FlopMeter:
         if self._is_compiled:
             loss, counted = self._training_step(model, inputs, num_items_in_batch), 0
         else:
-            with flop_counter.FlopCounterMode(display=False) as counter:
+            # the counter reads the outputs of all modules, and a loss by chunks has other operations
+            with self._with_logits(), flop_counter.FlopCounterMode(display=False) as counter:
                 loss = self._training_step(model, inputs, num_items_in_batch)
             counted = int(counter.get_total_flops())
         self._know(key, counted or estimated)
@@ -231,6 +236,7 @@ def meter_of(facade: Any, strategy: Strategy, plan: Plan, model: nn.Module) -> F
         facade.floating_point_ops,
         device_peak(strategy.device, precision),
         is_compiled=any(is_compiled(module) for module in model.modules()),
+        with_logits=facade.objective.with_logits,
     )
 
 

@@ -88,6 +88,22 @@ def test_16_bits_are_computed_in_single_precision() -> None:
         assert (one - other).float().norm() <= 3e-2 * one.float().norm()
 
 
+def test_small_gradients_in_float16_are_kept_for_the_scale_of_the_loss() -> None:
+    """A mean over many rows and classes: probabilities by rows are less than float16 can hold, before the scale."""
+    torch.manual_seed(0)
+    scale, values = 2.0**16, (torch.randn(256, 4), torch.randn(20_000, 4) * 0.2)
+    targets = torch.randint(0, 20_000, (256,))
+    for half_rows in (False, True):
+        found = []
+        for autocast in (None, torch.float16):
+            rows, weight = (each.clone().requires_grad_() for each in values)
+            inputs = rows.half() if half_rows and autocast else rows
+            value = linear_cross_entropy(inputs, targets, Head(weight, None, autocast), CrossEntropy())
+            found.append([each / scale for each in torch.autograd.grad(value * scale, [rows, weight])])
+        for single, half in zip(*found, strict=True):
+            assert (single - half).norm() <= 2e-3 * single.norm()
+
+
 def test_what_needs_no_gradient_gets_none() -> None:
     for frozen in itertools.product((False, True), repeat=3):
         rows, weight, bias, targets = make_tensors()
@@ -118,6 +134,8 @@ def test_a_batch_whose_targets_are_all_ignored_is_as_torch_has_it() -> None:
         value = linear_cross_entropy(rows, targets, Head(weight, bias), loss, 4)
         plain = loss(functional.linear(rows, weight, bias), targets)
         torch.testing.assert_close(value, plain, equal_nan=True)
+        slopes = [torch.autograd.grad(each, [rows, weight]) for each in (value, plain)]
+        torch.testing.assert_close(*slopes, equal_nan=True)
 
 
 def test_a_target_that_is_no_class_is_an_error() -> None:

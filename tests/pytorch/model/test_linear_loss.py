@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline import Trainer, TrainingArguments
+from paceline.pytorch import flops
+from paceline.pytorch.flops import FlopMeter
 from paceline.pytorch.model import lazy_logits, linear_loss
 from paceline.pytorch.model.lazy_logits import LazyLogits
 from paceline.pytorch.model.linear_loss import LinearLoss
@@ -193,8 +195,16 @@ def test_logits_that_are_kept_past_the_step_are_not_those_of_other_weights() -> 
     lazy, _ = gradients(model, part, batch)
     with torch.no_grad():
         model.head.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="read after the weights have changed"):
-        lazy["logits"].sum()
+    labels = torch.zeros(4 * LENGTH, dtype=torch.long)
+    uses: list[Callable[[Tensor], Tensor]] = [
+        lambda logits: logits.argmax(-1),
+        lambda logits: logits.view(-1, CLASSES).argmax(-1),
+        lambda logits: functional.cross_entropy(logits.view(-1, CLASSES), labels),
+        torch.sum,
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match="read after the weights have changed"):
+            use(lazy["logits"])
 
 
 def test_gradients_by_the_logits_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +319,21 @@ def test_a_run_by_chunks_is_the_run_by_logits(tmp_path: Path, options: dict[str,
         assert row["loss"] == pytest.approx(beside["loss"], rel=1e-5)
         assert row["grad_norm"] == pytest.approx(beside["grad_norm"], rel=1e-5)
     assert one.evaluate()["eval_loss"] == pytest.approx(other.evaluate()["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("option", [True, "auto"])
+def test_operations_are_counted_with_logits_and_the_run_goes_on_by_chunks(
+    tmp_path: Path, option: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_loss, "is_small", lambda head, rows: False)
+    meters = []
+    monkeypatch.setattr(flops, "FlopMeter", lambda *args, **kw: meters.append(FlopMeter(*args, **kw)) or meters[-1])
+    plain, found = (train(tmp_path, each, log_flops=True) for each in (False, option))
+    assert found.objective.linear_loss is not None
+    assert found.objective.linear_loss.is_right, "by chunks from the second pass on"
+    assert meters[0].operations == meters[1].operations > 0
+    for row, beside in zip(plain.state.log_history[:-1], found.state.log_history[:-1], strict=True):
+        assert row["loss"] == pytest.approx(beside["loss"], rel=1e-5)
 
 
 def test_logits_are_given_to_those_who_ask(tmp_path: Path) -> None:

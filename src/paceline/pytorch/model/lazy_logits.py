@@ -89,13 +89,23 @@ class Recipe:
 
     def fresh(self) -> Tensor:
         """Returns the logits, computed anew from the inputs of the linear layer."""
+        self.check_versions()
+        return self.head.logits(self.rows)
+
+    def check_versions(self) -> None:
+        """Raises where logits computed now would not be those of the forward pass.
+
+        Raises:
+            RuntimeError: the weights have changed since the layer was called.
+        """
         if versions_of(self.rows, self.head) != self.versions:
             raise RuntimeError(
                 "The logits of an earlier forward pass are read after the weights have changed, and were not computed "
                 "before, since the loss did without them. Read them before the optimizer step, or set "
                 "linear_cross_entropy=False."
             )
-        return self.head.logits(self.rows)
+        if self.parent is not None:  # which may be of an earlier pass than what was derived from it
+            self.parent.recipe.check_versions()
 
 
 def versions_of(rows: Tensor, head: Head) -> tuple[int, ...]:
@@ -363,6 +373,7 @@ def find_best(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mappin
     if dim not in (-1, logits.dim() - 1) or len(args) > 2 or named:
         return NotImplemented
     recipe = logits.recipe
+    recipe.check_versions()
     with torch.no_grad():
         flat = recipe.rows.reshape(-1, recipe.rows.shape[-1])
         size = max(1, 2**23 // logits.shape[-1])
@@ -393,6 +404,7 @@ def _cross_entropy(
         return NotImplemented
     if weight is not None and weight.requires_grad:
         return NotImplemented
+    recipe.check_versions()
     loss = CrossEntropy(ignore_index, reduction, label_smoothing, weight)
     if not recipe.family.permits(recipe.rows, target, recipe.head, loss):
         return NotImplemented

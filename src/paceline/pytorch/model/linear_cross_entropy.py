@@ -144,20 +144,25 @@ def default_chunk_rows(num_classes: int, device: torch.device) -> int:
 
 @dataclass
 class _Gradients:
-    """Sums over chunks; each is None if it is not needed."""
+    """Sums over chunks, in single precision at least; each is None if it is not needed."""
 
     rows: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
 
-    def scaled(self, factor: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Multiplies all of them in place."""
-        needs_product = factor.device.type != "cpu" or float(factor) != 1  # of a device nothing is read
-        if needs_product:
-            for each in (self.rows, self.weight, self.bias):
-                if each is not None:
-                    each.mul_(factor.to(each.dtype) if factor.device.type != "cpu" else float(factor))
-        return self.rows, self.weight, self.bias
+    def scaled(self, factor: Tensor | None, dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
+        """Returns the products with a factor, in these dtypes. Overwrites the sums.
+
+        float16 would lose small ones before: the factor holds a GradScaler's scale.
+        """
+        # of a device nothing is read
+        is_one = factor is None or (factor.device.type == "cpu" and float(factor) == 1)
+        found: list[Tensor | None] = []
+        for total, dtype in zip((self.rows, self.weight, self.bias), dtypes, strict=True):
+            if total is not None and factor is not None and not is_one:
+                total.mul_(factor)
+            found.append(None if total is None else total.to(dtype))
+        return found
 
 
 @dataclass(eq=False)
@@ -198,13 +203,11 @@ class _Job:
                 continue
             slopes = slopes.to(dtype)
             if gradients.rows is not None:
-                gradients.rows[places] = torch.mm(slopes, weight_t.t()).to(rows.dtype)
+                gradients.rows[places] = torch.mm(slopes, weight_t.t()).to(work)
             if gradients.weight is not None:
                 add_product(gradients.weight, slopes.t(), part)
             if gradients.bias is not None:
                 gradients.bias += slopes.sum(0, dtype=work)
-        if gradients.weight is not None:
-            gradients.weight = gradients.weight.to(weight.dtype)
         return losses, gradients
 
     def _empty(
@@ -212,7 +215,7 @@ class _Job:
     ) -> _Gradients:
         zeros = torch.zeros
         return _Gradients(
-            zeros(rows.shape, dtype=rows.dtype, device=rows.device) if needs[0] else None,
+            zeros(rows.shape, dtype=work, device=rows.device) if needs[0] else None,
             zeros(weight.shape, dtype=work, device=rows.device) if needs[1] else None,
             zeros(weight.shape[:1], dtype=work, device=rows.device) if needs[2] and bias is not None else None,
         )
@@ -302,41 +305,36 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, job: _Job) -> Tensor:
         ctx.job, ctx.has_bias, ctx.gradients = job, bias is not None, None
+        ctx.dtypes = [weight.dtype if each is None else each.dtype for each in (rows, weight, bias)]
         ctx.save_for_backward(rows, weight, targets, *(() if bias is None else (bias,)))
         needs = ctx.needs_input_grad[:3]
         reduction = job.loss.reduction
-        factors = None
-        divisor = job.loss.divisor(targets) if reduction == "mean" else None
+        ctx.divisor = job.loss.divisor(targets) if reduction == "mean" else None
+        factors = _ones(targets) if reduction != "none" and any(needs) else None
         with torch.autocast(rows.device.type, enabled=False):
-            if reduction != "none" and any(needs):
-                factors = _factors(targets, divisor, weight.dtype)
             losses, gradients = job.run((rows, weight, bias, targets), factors, needs)
         if reduction == "none":
             return losses
         ctx.gradients = gradients if factors is not None else None
         total = losses.sum()
-        return total if divisor is None else total / divisor
+        return total if ctx.divisor is None else total / ctx.divisor
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, slope: Tensor) -> Any:
         gradients, ctx.gradients = ctx.gradients, None
+        is_reduced = ctx.job.loss.reduction != "none"
         if gradients is None:  # without a reduction, or a second backward pass through a retained graph
             rows, weight, targets, *rest = ctx.saved_tensors
-            job = ctx.job
-            factors = slope
-            if job.loss.reduction != "none":
-                divisor = job.loss.divisor(targets) if job.loss.reduction == "mean" else None
-                factors = slope * _factors(targets, divisor, weight.dtype)
+            factors = _ones(targets) if is_reduced else slope
             tensors = (rows, weight, rest[0] if ctx.has_bias else None, targets)
             with torch.autocast(rows.device.type, enabled=False):
-                _, gradients = job.run(tensors, factors, ctx.needs_input_grad[:3])
-            return gradients.rows, gradients.weight, gradients.bias, None, None
-        return *gradients.scaled(slope), None, None
+                _, gradients = ctx.job.run(tensors, factors, ctx.needs_input_grad[:3])
+        if ctx.divisor is not None:
+            slope = slope / ctx.divisor.masked_fill(ctx.divisor == 0, 1)  # no target counts: zeros, as in torch
+        return *gradients.scaled(slope if is_reduced else None, ctx.dtypes), None, None
 
 
-def _factors(targets: Tensor, divisor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns what the loss of each row is multiplied by: 1, or 1 / `divisor`."""
-    ones = torch.ones(targets.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    ones = ones.to(targets.device)
-    return ones if divisor is None else ones / divisor
+def _ones(targets: Tensor) -> Tensor:
+    """Returns what the loss of each row is multiplied by, before the slope of the reduced loss is known."""
+    return torch.ones(targets.shape, dtype=torch.float32, device=targets.device)
