@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.args.adopt import adopt
 from paceline.args.errors import UnsupportedOption
 from paceline.args.packing import packing_of
 from paceline.args.plan import resolve
@@ -49,3 +50,18 @@ def test_a_field_of_a_subclass_means_what_its_class_says() -> None:
         assert args.packing is value
         assert packing_of(args) is None
     assert packing_of(TrainingArguments("out", packing="pack")) == "pack"
+
+
+def test_a_field_of_a_class_for_transformers_means_what_that_says() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    @dataclasses.dataclass
+    class Config(transformers.TrainingArguments):  # type: ignore[misc, name-defined]
+        packing: bool = False
+
+    for value in (False, True):
+        args = adopt(Config("out", use_cpu=True, packing=value))
+        assert isinstance(args, TrainingArguments)
+        assert args.packing is value
+        assert packing_of(args) is None
+        assert type(args).__name__ == "TrainingArguments"
