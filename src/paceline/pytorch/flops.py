@@ -35,6 +35,8 @@ PEAKS: tuple[tuple[str, tuple[float, float | None, float]], ...] = (
     ("H100 PCIe", (756.0, 378.0, 51.2)),
     ("H100 NVL", (835.0, 417.5, 60.0)),
     ("H100", (989.4, 494.7, 66.9)),
+    ("GH200", (989.4, 494.7, 66.9)),
+    ("H800 PCIe", (756.0, 378.0, 51.2)),
     ("H800", (989.4, 494.7, 66.9)),
     ("A100", (312.0, 156.0, 19.5)),
     ("A800", (312.0, 156.0, 19.5)),
@@ -51,6 +53,7 @@ PEAKS: tuple[tuple[str, tuple[float, float | None, float]], ...] = (
     ("MI300X", (1307.4, 653.7, 163.4)),
 )
 WORD_ENDS = frozenset(" -/")
+VARIANTS = frozenset({"MIG", "Laptop", "Ti", "D", "NVL"})  # of a name: another peak than that of the name without
 
 
 def peak_of(name: str, precision: str, tf32: bool) -> float | None:
@@ -63,8 +66,11 @@ def peak_of(name: str, precision: str, tf32: bool) -> float | None:
     """
     for part, peaks in PEAKS:
         start = name.find(part)
-        if start < 0 or (name[start + len(part) :][:1] or " ") not in WORD_ENDS:
+        before, after = name[:start], name[start + len(part) :]
+        if start < 0 or (before[-1:] or " ") not in WORD_ENDS or (after[:1] or " ") not in WORD_ENDS:
             continue
+        if VARIANTS & {*before.split(), *after.split()}:
+            return None
         halves, with_tf32, singles = peaks
         found: float | None = with_tf32 if tf32 and with_tf32 is not None else singles
         if precision in ("bf16", "fp16"):

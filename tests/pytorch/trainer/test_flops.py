@@ -82,6 +82,11 @@ def test_a_compiled_model_is_estimated_and_one_without_an_estimate_is_told(caplo
         ("Tesla T4", "bf16", False, None),
         ("NVIDIA A1000 Laptop", "bf16", False, None),
         ("A device of another maker", "bf16", False, None),
+        ("NVIDIA GH200 480GB", "bf16", False, 989.4e12),
+        ("NVIDIA GB200", "bf16", False, None),
+        ("NVIDIA H200 NVL", "bf16", False, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", False, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", False, None),
     ],
 )
 def test_peaks_by_name_and_dtype(name: str, precision: str, tf32: bool, peak: float | None) -> None:
