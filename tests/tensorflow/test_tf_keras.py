@@ -195,6 +195,42 @@ def test_a_function_that_returns_a_mean(tmp_path: Path, caplog: pytest.LogCaptur
     assert trainer.evaluate((X, Y.astype(np.float64)))["eval_loss"] > 0
 
 
+class InBatch(keras.losses.Loss):  # type: ignore[misc]
+    """Each sample's row of outputs is to point at the sample itself, among those of the batch."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        samples = keras.ops.arange(keras.ops.shape(y_pred)[0])
+        scores = y_pred @ keras.ops.transpose(y_pred)
+        return keras.losses.sparse_categorical_crossentropy(samples, scores, from_logits=True)
+
+
+def mean_over_positives(labels: Any, outputs: Any) -> Any:
+    """A mean over the labels above 0, whose number differs from batch to batch."""
+    found = tf.cast(labels > 0, tf.float32)
+    return tf.reduce_sum(found * (labels - outputs) ** 2) / tf.reduce_sum(found)
+
+
+@pytest.mark.parametrize("make", [InBatch, keras.losses.Dice, lambda: mean_over_positives])
+def test_a_loss_that_couples_samples_is_warned_of_where_a_step_has_parts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any
+) -> None:
+    labels = np.abs(Y) if make is keras.losses.Dice else Y
+    for steps in (1, 3):
+        make_trainer(
+            tmp_path, compiled(make(), units=2), (X, labels), max_steps=1, gradient_accumulation_steps=steps, **OWN
+        ).train()
+        assert ("couples the samples of a batch" in say(caplog)) == (steps == 3)
+
+
+def test_a_loss_function_of_the_trainer_that_couples_samples_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for loss, is_told in ((lambda o, y: tf.reduce_mean((o - y) ** 2), False), (mean_over_positives, True)):
+        options: dict[str, Any] = {"compute_loss_func": loss, "max_steps": 1, "gradient_accumulation_steps": 3}
+        make_trainer(tmp_path, dense(), (X, Y), learning_rate=0.1, **options).train()
+        assert ("couples the samples of a batch" in say(caplog)) == is_told
+
+
 def test_losses_of_layers_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With and without labels; `fit` and `evaluate` leave labels aside, too."""
 

@@ -21,6 +21,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.core.contracts import Emit, StepOutput
 from paceline.core.journal import NOT_COMPUTED
 from paceline.core.ledger import COMPUTE, OPTIMIZER, OTHER, TRANSFER, Ledger
+from paceline.tensorflow.coupling import check_coupling
 from paceline.tensorflow.data.batches import IGNORE_INDEX, Array, map_leaves, rows, size_of, split_weights
 from paceline.tensorflow.framework import plain, tf
 from paceline.tensorflow.objective import NO_IGNORE_INDEX, NUM_COUNTS, TOKENS, Objective, Share, count
@@ -149,6 +150,8 @@ class TFEngine:
                 self.objective.prepare(batches[0])
             self.objective.check_replicas(self.num_replicas, len(batches))
         self._check_labels(batches)
+        if self.num_traces == 0 and len(batches) * self.num_replicas > 1:
+            check_coupling(self.objective, batches[0], len(batches) * self.num_replicas)
 
     def _all_divisors(self, batches: Sequence[Any], totals: Array) -> Any:
         """Returns Keras' divisors of the compiled losses of the whole optimizer step; None if nothing is compiled.

@@ -1,0 +1,103 @@
+"""A look at a loss before a step is made of several parts: is it a sum over the samples of the batch?
+
+In-batch negatives, Dice over a whole batch, or a mean over something else than samples: no weight makes the parts of
+such a batch add up to the loss of the whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from paceline.tensorflow.data.batches import map_leaves, rows, size_of, split_weights
+from paceline.tensorflow.framework import tf
+from paceline.tensorflow.objective import NUM_COUNTS, Objective, Share, count
+
+logger = logging.getLogger(__name__)
+
+# far beyond the rounding of a sum in float32, and in 16 bits
+TOLERANCE, HALF_TOLERANCE = 2e-5, 3e-2
+
+
+def check_coupling(objective: Objective, batch: tuple[Any, Any], num_parts: int) -> None:
+    """Warns if the loss of a batch is not that of two parts of it together, by the weights in force.
+
+    One forward pass, without training; a loss that counts its items itself, or that the model makes, is not looked at.
+
+    Args:
+        objective: prepared for batches like this one.
+        batch: (features, labels) on the host.
+        num_parts: micro-batches times replicas of an optimizer step.
+    """
+    features, labels = batch
+    size = size_of(features)
+    names = names_of(objective)
+    if not names or labels is None or size < 2:
+        return
+    features, labels = map_leaves(tf.convert_to_tensor, features), map_leaves(tf.convert_to_tensor, labels)
+    outputs = objective.call(features, False, {})
+    is_half = any(leaf.dtype.size < 4 for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf))
+    tolerance = HALF_TOLERANCE if is_half else TOLERANCE
+    whole = loss_sum(objective, features, labels, outputs, 0, size)
+    for cut in sorted({1, size // 2}):  # two of them: one may fall where the parts agree by chance
+        first = loss_sum(objective, features, labels, outputs, 0, cut)
+        second = loss_sum(objective, features, labels, outputs, cut, size)
+        scale = max(abs(whole), abs(first), abs(second))
+        if math.isfinite(whole) and not abs(whole - first - second) <= tolerance * scale:
+            warn(names, size, cut, (whole / size, (first + second) / size), num_parts)
+            return
+
+
+def warn(names: list[str], size: int, cut: int, means: tuple[float, float], num_parts: int) -> None:
+    """Warns that the loss of `size` samples is the first of `means`, and cut in two the second."""
+    logger.warning(
+        "%s couples the samples of a batch, or is a mean over something else than its samples: on the first %d samples "
+        "it is %.6g, and by the first %d and the others apart %.6g. An optimizer step of %d parts (micro-batches x "
+        "replicas) is that of its parts, not of the whole batch. Use gradient_accumulation_steps=1 on one replica, or "
+        "a loss with an entry per sample.",
+        " and ".join(names),
+        size,
+        means[0],
+        cut,
+        means[1],
+        num_parts,
+    )
+
+
+def names_of(objective: Objective) -> list[str]:
+    """Returns the names of the losses that are computed from outputs and labels alone; empty if there are none."""
+    compiled = objective.compiled
+    if objective.compute_loss_func is not None:
+        is_mean = not objective.takes_count and objective.loss_weight != "scaled"
+        return [getattr(objective.compute_loss_func, "__name__", "compute_loss_func")] if is_mean else []
+    if compiled is None or compiled.loss is None or compiled.has_own_loss:
+        return []
+    losses = [one.loss for one in getattr(compiled.loss, "_flat_losses", None) or () if one.loss is not None]
+    return sorted({getattr(loss, "name", None) or type(loss).__name__ for loss in losses})
+
+
+def loss_sum(objective: Objective, features: object, labels: object, outputs: object, start: int, stop: int) -> float:
+    """Returns the sum that the rows `start:stop` add to the loss of a step, before it is divided."""
+    size = size_of(features)
+    labels = rows(labels, start, stop)
+    counts = count(rows(features, start, stop), map_leaves(lambda leaf: leaf.numpy(), labels))
+    own = tf.constant(counts, tf.float32)
+    labels, weights = split_weights(labels)
+    objective.begin(Share(own, tf.ones([NUM_COUNTS]), weights))
+    part = tf.nest.map_structure(lambda leaf: rows_of_output(leaf, start, stop, size), outputs)
+    compiled = objective.compiled
+    if compiled is not None:
+        return float(sum(one.total for one in compiled.parts(labels, part, weights, own[0], True)))
+    return float(objective.weigh(objective.loss_of(part, labels, None), labels, own, tf.ones([NUM_COUNTS])))
+
+
+def rows_of_output(leaf: Any, start: int, stop: int, size: int) -> Any:
+    """Returns rows of one output with Keras' mask of them; an output without a row per sample is returned whole."""
+    if not tf.is_tensor(leaf) or leaf.shape.rank == 0 or leaf.shape[0] != size:
+        return leaf
+    part = leaf[start:stop]
+    mask = getattr(leaf, "_keras_mask", None)
+    if mask is not None:
+        part._keras_mask = mask[start:stop]
+    return part
