@@ -45,7 +45,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError, ImportError, OSError) as error:
         if not is_message(error):
             raise
-        print(mask_text(f"paceline: {error}"), file=sys.stderr)
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        print(mask_text(f"paceline: {text}"), file=sys.stderr)
         return 1
 
 

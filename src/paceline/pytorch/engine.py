@@ -80,6 +80,7 @@ class Engine:
         num_micro_steps: micro-batches of the window in progress.
         own_divisor: the divisor that user code sets for the losses of the window; None if it sets none.
         is_applied: the last step changed the parameters.
+        batches: micro-batches of the window in progress, or of the one that failed.
     """
 
     num_micro_steps = 1
@@ -131,7 +132,7 @@ class Engine:
         self._passes_count = accepts(compute_loss, "num_items_in_batch")
         self._num_steps = 0
         # state of the window in progress
-        self._batches: Sequence[Any] = ()
+        self.batches: Sequence[Any] = ()
         self._counts: Sequence[Counts] = ()
         self._num_items: Any = None
         self._emit: Emit | None = None
@@ -151,7 +152,7 @@ class Engine:
         if len(batches) < self.strategy.min_micro_batches:
             batches = self.strategy.divide(batches, self.split)
         self.num_micro_steps, self.own_divisor = len(batches), None
-        self._batches, self._num_items, self._emit = batches, num_items, emit
+        self.batches, self._num_items, self._emit = batches, num_items, emit
         self._counts = counts = list(map(self.normalizer.count, batches))
         passes = self.sync.begin(batches, counts, self.strategy, self.keep_batches or self.keep_outputs)
         if not passes:
@@ -161,7 +162,7 @@ class Engine:
         losses = self._run_window(self, passes)
         if self.strategy.runs_windows:
             note((COMPUTE, now()))
-        self._batches, self._current = (), None
+        self.batches, self._current = (), None
         norm = self.strategy.clip(self.max_grad_norm)
         if emit is not None:
             emit("on_pre_optimizer_step")
@@ -199,7 +200,7 @@ class Engine:
         self._seen = None
         self._kept = []
         self._current = None
-        self._batches = ()
+        self.batches = ()
         self.sync.discard()
         empty_device_cache(self.strategy.device)
 
@@ -312,7 +313,7 @@ class Engine:
         observations = []
         if not current.is_dummy or self._audit.must_match:
             divisor = self.own_divisor
-            observations = self._audit.observe(inputs, current.index, self._batches, self._counts, num_items)
+            observations = self._audit.observe(inputs, current.index, self.batches, self._counts, num_items)
             self.own_divisor = divisor  # an overridden compute_loss may set it at each call
         self.sync.learn([] if current.is_dummy else observations)
 
@@ -329,8 +330,8 @@ class Engine:
         """
         if not self.sync.is_look_due:
             return passes
-        self.sync.learn(self._audit.observe_ahead(model, loss_of, self._batches, self._counts, self._num_items))
-        return self.sync.begin_again(passes, self._batches, self.strategy)
+        self.sync.learn(self._audit.observe_ahead(model, loss_of, self.batches, self._counts, self._num_items))
+        return self.sync.begin_again(passes, self.batches, self.strategy)
 
     # ---- after the passes
 
@@ -341,7 +342,7 @@ class Engine:
     def _skip(self) -> StepOutput:
         """Completes a step in which every target is ignored."""
         logger.warning("Every target of this update is ignored: no step was made and no loss counted.")
-        self._batches = ()
+        self.batches = ()
         self.log.append(((), None, self.optimizer.param_groups[0]["lr"]))
         return StepOutput((), None, False)
 

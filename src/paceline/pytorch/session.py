@@ -66,11 +66,12 @@ from paceline.pytorch.sync import LocalSync, ProcessSync, Sync, synchronized_con
 from paceline.pytorch.validation import check_evaluation, check_optimizer, declare_loss
 
 if TYPE_CHECKING:
-    from paceline.pytorch import device_clock, flops, rollback
+    from paceline.pytorch import device_clock, flops, memory_report, rollback
     from paceline.pytorch.checkpoint import sharded_format
 else:
     device_clock = LateModule("paceline.pytorch.device_clock")
     flops = LateModule("paceline.pytorch.flops")
+    memory_report = LateModule("paceline.pytorch.memory_report")
     rollback = LateModule("paceline.pytorch.rollback")
     sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
 
@@ -299,6 +300,17 @@ class Session(core.Session[Run, TrainerMembers]):
         try:
             with synchronized_control(self.callback_handler, run.sync):
                 yield
+        except Exception as error:
+            memory_report.report_out_of_memory(
+                error,
+                self.model,
+                self.optimizer,
+                self.args,
+                batches=run.engine.batches,
+                precision=self.strategy.precision,
+                world_size=1 if self.strategy.is_sharded else self.world.world_size,
+            )
+            raise
         finally:
             self.strategy.clear_gradients()
             switch_optimizer(self.optimizer, "eval")

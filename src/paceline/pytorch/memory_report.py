@@ -1,0 +1,265 @@
+"""The report that an out-of-memory error in training carries: what held the memory, and which options would help.
+
+Parameters, gradients and optimizer state are counted. Activations are found by a second forward pass of a copy of the
+model without data (FakeTensors), so that the report itself takes no memory of the device. Savings are estimates.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.optional import LateModule
+from paceline.pytorch.data.batches import batch_size_of
+from paceline.pytorch.distributed.memory import Memory, as_text, count_memory
+from paceline.pytorch.distributed.strategy import is_out_of_memory
+
+fake_tensor: Any = LateModule("torch._subclasses.fake_tensor")
+
+NUM_ROWS = 5  # modules and tensors that are named
+LEAST_SHARE = 0.02  # of all memory, below which a saving is not worth an option
+
+
+@dataclass
+class Activations:
+    """Tensors that a forward pass keeps for the backward pass, in bytes.
+
+    Attributes:
+        by_module: by the name of the innermost module.
+        tensors: (bytes, name of the module, shape, dtype) of each.
+    """
+
+    by_module: Counter[str] = field(default_factory=Counter)
+    tensors: list[tuple[int, str, tuple[int, ...], torch.dtype]] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.by_module.total()
+
+    def grouped(self) -> Counter[str]:
+        """Returns the bytes of equal modules of all layers together: `layers.*.mlp.act`."""
+        groups: Counter[str] = Counter()
+        for name, size in self.by_module.items():
+            groups[re.sub(r"\.\d+(?=\.|$)", ".*", name, count=1) or "(the model itself)"] += size
+        return groups
+
+    def in_blocks(self) -> tuple[int, int]:
+        """Returns (bytes, number) of the layers in the module list that holds the most."""
+        sizes: Counter[str] = Counter()
+        indices: dict[str, set[str]] = defaultdict(set)
+        for name, size in self.by_module.items():
+            found = re.match(r"(.*?)\.(\d+)(?:\.|$)", name)
+            if found is not None:
+                sizes[found[1]] += size
+                indices[found[1]].add(found[2])
+        if not sizes:
+            return 0, 0
+        name, size = sizes.most_common(1)[0]
+        return size, len(indices[name])
+
+    def of_width(self, width: int) -> int:
+        """Returns the bytes of tensors whose last dimension is `width`."""
+        return sum(size for size, _, shape, _ in self.tensors if shape and shape[-1] == width)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A run that is out of memory.
+
+    Attributes:
+        memory: what the process holds besides activations.
+        batch_size: samples in a micro-batch; 0 if unknown.
+        options: the options in force.
+        world_size: processes that each hold all of the model; 1 if it is sharded.
+        vocabulary: width of the logits; 0 if unknown.
+        on_accelerator: the model is not on the CPU.
+        by_adamw: the optimizer is torch's AdamW or Adam.
+        activations: of a micro-batch; None if no copy of the model could run.
+        half_activations: of the same under bfloat16; None if unknown, or if it is on.
+    """
+
+    memory: Memory
+    batch_size: int
+    options: Any
+    world_size: int
+    vocabulary: int
+    on_accelerator: bool
+    by_adamw: bool
+    activations: Activations | None = None
+    half_activations: Activations | None = None
+
+
+def describe(situation: Situation) -> str:
+    """Returns the report."""
+    memory, activations = situation.memory, situation.activations
+    rows = [("parameters", memory.parameters), ("gradients", memory.gradients)]
+    if memory.optimizer is not None:
+        rows.append(("optimizer state", memory.optimizer))
+    if activations is not None:
+        rows.append((f"activations of {situation.batch_size} samples, estimated", activations.total))
+        rows += [(f"    {name}", size) for name, size in activations.grouped().most_common(NUM_ROWS)]
+    lines = ["Memory that an optimizer step of this process needs:", *table(rows)]
+    if activations is not None and activations.tensors:
+        largest = sorted(activations.tensors, key=lambda entry: -entry[0])[:NUM_ROWS]
+        names = [
+            (f"{tuple(shape)} {str(dtype).removeprefix('torch.')} of {name or 'the model itself'}", size)
+            for size, name, shape, dtype in largest
+        ]
+        lines += ["Largest activations:", *table(names)]
+    if activations is None:
+        lines.append("Activations come on top: the model could not be run on tensors without data.")
+    least = LEAST_SHARE * sum(size for name, size in rows if not name.startswith(" "))
+    savings = [(option, size) for option, size in estimates(situation) if size >= least]
+    if savings:
+        lines += ["Options that would help, with what each would save by itself (estimated):"]
+        lines += table(sorted(savings, key=lambda entry: -entry[1]))
+    return "\n".join(lines)
+
+
+def table(rows: Sequence[tuple[str, int]]) -> list[str]:
+    """Returns lines of names and sizes, aligned."""
+    width = max(len(name) for name, _ in rows)
+    return [f"  {name:<{width}}  {as_text(size):>14}" for name, size in rows]
+
+
+def estimates(situation: Situation) -> Iterator[tuple[str, int]]:
+    """Yields (option, bytes saved) for those that are not in use."""
+    options, memory, activations = situation.options, situation.memory, situation.activations
+    state = memory.optimizer or 0
+    if situation.by_adamw:
+        yield 'optim="adafactor"', state
+        if situation.on_accelerator:
+            yield 'optim="adamw_bnb_8bit"', state * 3 // 4
+    if situation.world_size > 1:
+        share = memory.parameters + memory.gradients + state
+        yield "fsdp=True", share - share // situation.world_size
+    if activations is None:
+        return
+    if situation.batch_size > 1:
+        half = situation.batch_size // 2
+        accumulation = options.gradient_accumulation_steps * 2
+        yield (
+            f"per_device_train_batch_size={half}, gradient_accumulation_steps={accumulation} "
+            "(auto_find_batch_size=True does it)",
+            activations.total - activations.total * half // situation.batch_size,
+        )
+    in_blocks, num_blocks = activations.in_blocks()
+    if num_blocks > 1 and not (options.gradient_checkpointing or options.activation_checkpointing):
+        yield "gradient_checkpointing=True", in_blocks - in_blocks // num_blocks
+    if situation.half_activations is not None:
+        yield "bf16=True", activations.total - situation.half_activations.total
+    if situation.vocabulary and not options.linear_cross_entropy:
+        yield "linear_cross_entropy=True", activations.of_width(situation.vocabulary)
+
+
+def find_activations(model: nn.Module, inputs: Mapping[str, Any], context: Any) -> Activations | None:
+    """Returns the tensors that a forward pass keeps for the backward pass.
+
+    None if the model does not run on tensors without data.
+
+    Args:
+        model: left as it is: a copy without data is run.
+        inputs: by name.
+        context: the precision of the pass.
+    """
+    try:
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode, context:
+            twin = copy.deepcopy(model, {id(tensor): mode.from_tensor(tensor) for tensor in tensors_of(model)}).train()
+            device = next(twin.parameters()).device
+            fakes = {
+                name: mode.from_tensor(value).to(device) if isinstance(value, Tensor) else value
+                for name, value in inputs.items()
+            }
+            with recording(twin) as found:
+                twin(**fakes)
+    except Exception:  # a kernel, or a module that cannot be copied: there is no telling which error it raises
+        return None
+    return found
+
+
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Yields parameters, buffers and the tensors that modules hold beside them, such as cached masks."""
+    yield from model.parameters()
+    yield from model.buffers()
+    for module in model.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[Activations]:
+    """Records the tensors that the forward pass of a model keeps, each storage once; parameters are left out."""
+    found, names = Activations(), [""]
+    seen = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+    held = []  # or the place of a freed storage would be taken for one that was seen
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            held.append(tensor)
+            found.by_module[names[-1]] += storage.nbytes()
+            found.tensors.append((storage.nbytes(), names[-1], tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    def leave(*_: object) -> None:
+        names.pop()
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: names.append(name))
+        module.register_forward_hook(leave, always_call=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield found
+
+
+def report_out_of_memory(
+    error: BaseException,
+    model: nn.Module,
+    optimizer: object,
+    options: Any,
+    *,
+    batches: Sequence[Any],
+    precision: Any,
+    world_size: int,
+) -> None:
+    """Adds the report to an error in training, if it is one of memory: a traceback ends with it.
+
+    Args:
+        error: any error.
+        model: without the strategy's wrapper.
+        optimizer: of its parameters.
+        options: the options in force.
+        batches: micro-batches of the optimizer step that failed; empty if it was not in a step.
+        precision: of the strategy.
+        world_size: processes that each hold all of the model; 1 if it is sharded.
+    """
+    if not is_out_of_memory(error):
+        return
+    device = next(model.parameters()).device
+    largest = max(batches, key=batch_size_of, default=None)
+    activations = half = None
+    if isinstance(largest, Mapping):
+        activations = find_activations(model, largest, precision.context())
+        is_single = not precision.autocasts and next(model.parameters()).dtype == torch.float32
+        if activations is not None and is_single and not precision.scales:
+            half = find_activations(model, largest, torch.autocast(device.type, torch.bfloat16))
+    situation = Situation(
+        memory=count_memory(model, optimizer),
+        batch_size=0 if largest is None else batch_size_of(largest),
+        options=options,
+        world_size=world_size,
+        vocabulary=getattr(getattr(model, "config", None), "vocab_size", None) or 0,
+        on_accelerator=device.type != "cpu",
+        by_adamw=isinstance(optimizer, torch.optim.Adam),  # AdamW is one
+        activations=activations,
+        half_activations=half,
+    )
+    error.add_note(describe(situation))
