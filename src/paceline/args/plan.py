@@ -414,11 +414,11 @@ def resolve_warmup(warmup_steps: float, max_steps: int) -> int:
 
 
 def note_logging(args: Options, logging_steps: int, max_steps: int, notes: list[str]) -> None:
-    """Adds a note if no loss would be logged."""
+    """Adds a note if the loss is logged at the end alone."""
     if args.logging_strategy == IntervalStrategy.STEPS and logging_steps > max_steps > 0:
         notes.append(
-            f"logging_steps={logging_steps} is more than the {max_steps} steps of the run: no training loss is "
-            "logged before the end."
+            f"logging_steps={logging_steps} is more than the {max_steps} steps of the run: the training loss "
+            "is logged once, at the end."
         )
 
 

@@ -13,7 +13,8 @@ class DefaultFlowCallback(TrainerCallback):
     """Sets the control's flags by the `*_strategy` and `*_steps` options.
 
     `state.max_steps` and `state.*_steps` are read at each step, so that another callback can change them during
-    training; 0 means never. With the strategy "steps" there is always an evaluation, or a checkpoint, at the last step.
+    training; 0 means never. With the strategy "steps" there is always an evaluation, or a checkpoint, at the last step;
+    a run of fewer steps than `logging_steps` logs once, at its last step.
     """
 
     @ignores_keywords
@@ -22,9 +23,7 @@ class DefaultFlowCallback(TrainerCallback):
     ) -> TrainerControl:
         step = state.global_step
         is_last = step >= state.max_steps
-        if args.logging_strategy == "steps" and state.logging_steps > 0 and step % state.logging_steps == 0:
-            control.should_log = True
-        if step == 1 and args.logging_first_step:
+        if is_log_due(args, state):
             control.should_log = True
         wants_evaluation = args.eval_strategy == "steps" and step >= args.eval_delay
         if wants_evaluation and (is_last or (state.eval_steps > 0 and step % state.eval_steps == 0)):
@@ -45,3 +44,13 @@ class DefaultFlowCallback(TrainerCallback):
         if args.save_strategy == "epoch":
             control.should_save = True
         return control
+
+
+def is_log_due(args: TrainingArguments, state: TrainerState) -> bool:
+    """True if a row of logs is due at the present step; at the last one also if none was due before it."""
+    step = state.global_step
+    if step == 1 and args.logging_first_step:
+        return True
+    if args.logging_strategy != "steps" or state.logging_steps <= 0:
+        return False
+    return step % state.logging_steps == 0 or (step >= state.max_steps and state.logging_steps > step)

@@ -1,6 +1,10 @@
-"""The log lines at the start of a run, in the wording of transformers, which scripts search for."""
+"""The lines at the start of a run: for the log, in the wording of transformers, which scripts search for; and a header
+for people, on the standard output.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from paceline.args.plan import Plan
 
@@ -25,3 +29,20 @@ def headlines(plan: Plan, num_samples: int | None, num_trainable: int) -> list[s
         f"  Total optimization steps = {plan.max_steps:,}",
         f"  Number of trainable parameters = {num_trainable:,}",
     ]
+
+
+def header(plan: Plan, model: str, num_parameters: int, num_trainable: int, device: str, folder: Path | None) -> str:
+    """Returns the header of a run, of some ten lines.
+
+    Args:
+        model: name of its class.
+        num_parameters: elements of its parameters.
+        num_trainable: those that are trained.
+        device: for people.
+        folder: where the run is saved; None if this process saves nothing.
+    """
+    trained = "" if num_trainable == num_parameters else f", {num_trainable:,} of them trained"
+    lines = [f"Training {model}: {num_parameters:,} parameters{trained}, on {device}", *plan.describe().splitlines()]
+    if folder is not None:
+        lines.append(f"output     {folder}; to resume: train(resume_from_checkpoint=True)")
+    return "\n  ".join(lines)

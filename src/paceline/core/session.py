@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVa
 from paceline.args.plan import Plan
 from paceline.core.contracts import Hooks, Pending
 from paceline.core.events import CallbackHandler
-from paceline.core.headlines import headlines
+from paceline.core.headlines import header, headlines
 from paceline.core.ledger import LOG, OTHER, SAVE, Ledger, describe, remedies, slow_processes
 from paceline.core.lineage import RECORD_NAME, RunMark, at, claimed
 from paceline.core.log_text import LogText
@@ -91,12 +91,18 @@ class RunFacts:
 
     Attributes:
         num_trainable: elements of the trainable parameters.
+        num_parameters: elements of all parameters.
         num_samples: samples of one epoch; None if unknown.
         record: further entries of `run.json`.
         lines: further log lines.
+        device: where the model is, for people.
+        model: name of its class.
     """
 
     num_trainable: int
+    num_parameters: int
+    device: str
+    model: str
     num_samples: int | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
     lines: tuple[str, ...] = ()
@@ -339,9 +345,11 @@ class Session(ABC, Generic[RunType, FacadeType]):
         logger.info("Plan:\n%s", run.plan.describe())
         for line in facts.lines:
             logger.info(line)
+        self.show_header(run, facts)
         if not self.args.should_save:
             return
         extra = {
+            "num_parameters": facts.num_parameters,
             **facts.record,
             "num_trainable_parameters": facts.num_trainable,
             "resumed_at_step": run.first_step,
@@ -356,6 +364,16 @@ class Session(ABC, Generic[RunType, FacadeType]):
             run=run.mark,
         )
         run.retry_writer.put(run.folder / RECORD_NAME, write)
+
+    def show_header(self, run: RunType, facts: RunFacts) -> None:
+        """Prints a header for people on the first process, unless the log shows the same or no display is wanted."""
+        is_wanted = self.args.log_level == "passive" and not self.args.disable_tqdm
+        if not is_wanted or not self.state.is_world_process_zero or logger.isEnabledFor(logging.INFO):
+            return
+        folder = run.folder if self.args.should_save else None
+        print(
+            header(run.plan, facts.model, facts.num_parameters, facts.num_trainable, facts.device, folder), flush=True
+        )
 
     @contextmanager
     def running(self, run: RunType) -> Iterator[None]:

@@ -51,7 +51,7 @@ from paceline.pytorch.distributed.precision import make_precision
 from paceline.pytorch.distributed.random import seed_everything, set_seed
 from paceline.pytorch.distributed.strategy import SingleDevice, choose_strategy
 from paceline.pytorch.distributed.watchdog import Watchdog, watching
-from paceline.pytorch.distributed.world import World
+from paceline.pytorch.distributed.world import World, device_text
 from paceline.pytorch.engine import Engine
 from paceline.pytorch.members import TrainerMembers
 from paceline.pytorch.model.factory import check_trainable
@@ -288,7 +288,9 @@ class Session(core.Session[Run, TrainerMembers]):
         return RunFacts(
             num_trainable=self.facade.get_num_trainable_parameters(),
             num_samples=sample_count(run.feed.loader),
-            record={"num_parameters": sum(parameter.numel() for parameter in self.model.parameters())},
+            model=type(self.model).__name__,
+            num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            device=device_text(self.world.device),
             lines=tuple(lines),
         )
 

@@ -35,6 +35,7 @@ from paceline.tensorflow.data.sources import source_of_batches
 from paceline.tensorflow.devices import World
 from paceline.tensorflow.engine import TFEngine
 from paceline.tensorflow.framework import keras, plain, tf
+from paceline.tensorflow.model_card import count_numbers
 from paceline.tensorflow.objective import Objective
 from paceline.tensorflow.optim.following import FollowingSchedule
 from paceline.tensorflow.overflow import Watch
@@ -253,7 +254,10 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         if self.args.save_in_background and run.plan.save_strategy != "no":
             lines = ("Training waits for each checkpoint to be written: TensorFlow writes variables where they are.",)
         return RunFacts(
-            num_trainable=sum(math.prod(variable.shape) for variable in self.model.trainable_variables),
+            num_trainable=count_numbers(self.model.trainable_variables),
+            model=type(self.model).__name__,
+            num_parameters=count_numbers(self.model.variables),
+            device=self.world.device.rpartition("device:")[2],
             num_samples=run.feed.source.num_samples,
             record={"strategy": type(self.strategy).__name__},
             lines=lines,

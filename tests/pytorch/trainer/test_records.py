@@ -321,3 +321,18 @@ class TestArgumentsOfTransformers:
     def test_anything_else_is_refused(self) -> None:
         with pytest.raises(TypeError, match="`args` is dict"):
             Trainer(nn.Linear(1, 1), {"output_dir": "x"})  # type: ignore[arg-type]
+
+
+def test_a_header_is_printed_unless_the_log_or_a_quiet_display_is_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten lines, and a loss at the end of a run shorter than `logging_steps`."""
+    make_trainer(tmp_path, Tagger(), tagging(8), disable_tqdm=False, logging_steps=500, max_steps=2).train()
+    shown = capsys.readouterr().out
+    assert shown.startswith("Training Tagger: ")
+    assert "parameters, on cpu\n  steps      2 (" in shown
+    assert f"output     {tmp_path}" in shown
+    assert "'loss'" in shown
+    for options in ({"disable_tqdm": True}, {"log_level": "error"}, {"log_level": "info"}):
+        make_trainer(tmp_path, Tagger(), tagging(8), **{"disable_tqdm": False, "max_steps": 2, **options}).train()
+        assert "Training Tagger" not in capsys.readouterr().out

@@ -88,6 +88,14 @@ def choose_device(use_cpu: bool, local_rank: int | None = None) -> torch.device:
     return torch.device(accelerator.type, local_rank)
 
 
+def device_text(device: torch.device) -> str:
+    """Returns a device's name for people: `cuda:0 (NVIDIA H200)`, `cpu`."""
+    if device.type == "cpu":
+        return str(device)
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(device) if name is None else f"{device} ({name(device)})"
+
+
 def has_group() -> bool:
     """True if the processes are connected."""
     return distributed.is_available() and distributed.is_initialized()
