@@ -240,7 +240,7 @@ class LossProbe:
         first = self._repeatable(part, num_items)
         second = self._repeatable(part, None if num_items is None else num_items * 2)
         count = self._effect_of_doubling(first, second) if num_items is not None else "unknown"
-        is_asked = count in ("scaled", "partly") and not rule.passes_count and rule.scaled_factor != 1
+        is_asked = count in ("scaled", "partly")
         multiple = 0.0
         if self.agree(is_asked):
             mean, number = self._repeatable(part, None), self._num_targets(rule, part)

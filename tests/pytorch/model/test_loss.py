@@ -256,6 +256,16 @@ def test_a_loss_that_tells_nothing_is_not_taken_for_scaled(loss_of: Loss, caplog
     assert "Whether the loss is divided by num_items_in_batch could not be seen" in caplog.text
 
 
+@pytest.mark.parametrize("share", [1, 4])
+def test_a_count_that_is_not_the_models_own_is_said(share: int, caplog: pytest.LogCaptureFixture) -> None:
+    """As where a loss over a part of the targets is divided by the number of all of them."""
+    rule = LossNormalizer(["labels"])
+    batches = [batch_of([3, 6, 1, 2]), batch_of([6, 2, 5], seed=1)]
+    look(rule, lambda b, n: by(MAIN[0])(b, n) if n is None else total_of(b, n) / share, batches, torch.tensor(25))
+    assert rule.is_scaled
+    assert ("it is not what it is without a count" in caplog.text) == (share != 1)
+
+
 @pytest.mark.parametrize("multiple", [1, 2])
 def test_an_own_loss_may_be_multiplied_by_the_number_of_processes(multiple: int) -> None:
     """As it has to be with transformers: it is not done once more."""

@@ -376,8 +376,13 @@ class LossNormalizer:
         if len(told) > 1 or "partly" in told:
             self._warn("Only a part of the loss is divided by num_items_in_batch", "it is used as it is")
         self.is_scaled = scaled
-        multiples = {round(item.multiple, 2) for item in looks if item.count == "scaled"}
-        if scaled and not self.passes_count and self.scaled_factor != 1 and multiples and multiples != {1.0}:
+        if scaled:
+            self._learn_multiples({round(item.multiple, 2) for item in looks if item.count == "scaled"})
+            self._say(logging.INFO, "The loss is divided by num_items_in_batch: changing that was seen to change it.")
+
+    def _learn_multiples(self, multiples: set[float]) -> None:
+        """Decides by what the loss, divided by the count of its own targets, is of the loss without a count."""
+        if not self.passes_count and self.scaled_factor != 1 and multiples and multiples != {1.0}:
             # an overridden compute_loss may have multiplied by the number of processes already, as it must elsewhere
             self.is_multiplied = True
             if multiples != {round(self.scaled_factor, 2)}:
@@ -386,8 +391,12 @@ class LossNormalizer:
                     "could not be seen",
                     "the loss is used as it is",
                 )
-        if scaled:
-            self._say(logging.INFO, "The loss is divided by num_items_in_batch: changing that was seen to change it.")
+        elif any(abs(multiple - 1) > 0.05 for multiple in multiples if multiple):
+            self._warn(
+                "The loss is divided by num_items_in_batch, and with the number of its targets it is not what it is "
+                "without a count",
+                "it is used as it is",
+            )
 
     def _warn(self, what: str, taken: str = "") -> None:
         self._say(
