@@ -199,7 +199,7 @@ class Batches:
             yield {"input_values": self.noise(SAMPLES, 1, 1000)}
         if "input_features" in self.names:
             steps = self.setting("max_source_positions", 32, *parts) * 2
-            for width in dict.fromkeys((bins, self.setting("feature_projection_input_dim", 80), 80, 128, 32)):
+            for width in dict.fromkeys((bins, self.setting("feature_projection_input_dim", 80), 80, 128, 32, 320)):
                 for shape in ((64, width), (width, steps)):
                     length = shape[0] if shape[1] == width else shape[1]
                     mask = torch.ones(SAMPLES, length, dtype=torch.long)
@@ -433,6 +433,7 @@ class Batches:
             yield {"labels": self.ints(CLASSES, *kept.shape).masked_fill(~kept, -100), **second}
         if self.kind.startswith("Electra") and self.kind.endswith("PreTraining"):
             yield {"attention_mask": self.kept.long(), "labels": self.ints(2, SAMPLES, LENGTH)}
+        yield from self.of_regions_or_speech({"labels": words, **second})
         if "Detection" in self.kind:
             yield {"labels": [self.boxes(1 + index % 3, 32) for index in range(SAMPLES)]}
         if self.kind.endswith("ImageSegmentation"):
@@ -442,6 +443,18 @@ class Batches:
         yield {"labels": self.ints(2, SAMPLES)}
         yield {"labels": self.noise(SAMPLES)}
         yield {"labels": torch.rand(SAMPLES, 2, generator=self.generator).double()}
+
+    def of_regions_or_speech(self, texts: Batch) -> Iterator[Batch]:
+        """Labels of a text with five regions of an image beside it, and sounds to be made with a speaker."""
+        if "visual_embeds" in self.names:
+            labels = torch.cat([texts["labels"], torch.full((SAMPLES, 5), -100)], 1)
+            yield {**texts, "labels": labels}
+            yield {"labels": torch.rand(SAMPLES, LENGTH, 5, generator=self.generator).double()}
+        if self.kind.startswith("SpeechT5"):
+            sounds = self.noise(SAMPLES, 2 * LENGTH, self.config.num_mel_bins)
+            kept = self.kept.repeat_interleave(2, 1)[..., None]
+            speakers = self.noise(SAMPLES, self.config.speaker_embedding_dim)
+            yield {"labels": sounds.masked_fill(~kept, -100.0), "speaker_embeddings": speakers}
 
     def of_codebooks(self) -> Iterator[Batch]:
         """A target for each codebook of each step."""

@@ -65,7 +65,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "csm_depth_decoder_model": {"num_codebooks": 16},
     "d_fine": RT_DETR,
     "dab-detr": DETR,
-    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deberta": {"pooler_hidden_size": 32},
     "deberta-v2": {"pooler_hidden_size": 32},
     "deit": {"encoder_stride": 8},
@@ -73,7 +73,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deformable_detr": {"num_queries": 6, "backbone_config": FOUR, "num_feature_levels": 4},
     "deimv2": RT_DETR,
     "detr": DETR,
+    "dpt": {
+        "num_hidden_layers": 4,
+        "backbone_out_indices": [0, 1, 2, 3],
+        "neck_hidden_sizes": [16, 16, 16, 16],
+        "fusion_hidden_size": 16,
+    },
     "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32, "per_layer_config": {}},
+    "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128, "image_size": 64},
     "emu3": {
         "vocabulary_map": {"<image>": 60, "<|extra_200|>": 58, **{f"<|visual token {i:06}|>": i for i in range(9)}}
     },
@@ -101,6 +108,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "kosmos-2": {"latent_query_num": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "levit": {
+        "image_size": 64,
+        "patch_size": 16,
         "hidden_sizes": [16, 16, 16],
         "depths": [1, 1, 1],
         "num_attention_heads": [2, 2, 2],
@@ -126,6 +135,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "oneformer": {**MASKS, "train_num_points": 64, "conv_dim": 32},
     "patchtsmixer": PATCHES,
     "patchtst": {**PATCHES, "do_mask_input": False, "num_targets": 2},
+    "perceiver": {
+        "num_latents": 8,
+        "d_latents": 32,
+        "num_blocks": 1,
+        "num_self_attends_per_block": 1,
+        "num_self_attention_heads": 2,
+        "num_cross_attention_heads": 1,
+    },
     "pocket_tts": {"flow_head_config": {"condition_dim": 32}},
     "pp_doclayout_v2": RT_DETR,
     "pp_doclayout_v3": RT_DETR,
@@ -151,11 +168,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "time_series_transformer": SERIES,
     "upernet": {"backbone_config": FOUR, "pool_scales": [1, 2]},
     "videomt": {"train_num_points": 64, "num_queries": 6},
+    "zaya": {"num_experts_per_tok": 1},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
 }
 # by the name of the class, where the heads of a type differ
 OF_HEADS: dict[str, dict[str, Any]] = {
     "ReformerModelWithLMHead": {"is_decoder": True},
+    "ViltForImagesAndTextClassification": {"num_images": 2, "modality_type_vocab_size": 3},
     "Wav2Vec2ConformerForPreTraining": {"mask_time_prob": 0.05},
     "Wav2Vec2ForPreTraining": {"mask_time_prob": 0.05},
 }

@@ -68,7 +68,14 @@ class LossAudit:
                         raise
                     break  # no memory for another batch: the probe continues, as on the other processes
         owners = [self.prepare_inputs, self.compute_loss]
-        probe = LossProbe(self.model, self._loss_of, must_match=self.must_match, owners=owners, agree=self.agree)
+        probe = LossProbe(
+            self.model,
+            self._loss_of,
+            copies=self._copies(counts),
+            must_match=self.must_match,
+            owners=owners,
+            agree=self.agree,
+        )
         return probe.look(self.normalizer, parts, num_items)
 
     def observe_ahead(
@@ -86,8 +93,12 @@ class LossAudit:
         def loss_of_batch(inputs: object, num_items: object) -> Tensor | None:
             return loss_of(self.compute_loss, self.normalizer, inputs, num_items)
 
-        probe = LossProbe(model, loss_of_batch, owners=[self.compute_loss])
+        probe = LossProbe(model, loss_of_batch, copies=self._copies(counts), owners=[self.compute_loss])
         return probe.look(self.normalizer, parts, num_items) if parts else []
+
+    def _copies(self, counts: Sequence[Counts]) -> int:
+        """Returns the micro-batches of a window, on all processes whose gradients are averaged."""
+        return len(counts) * round(self.normalizer.scaled_factor)
 
     def _prepare(self, places: Sequence[int], batches: Sequence[Any], counts: Sequence[Counts]) -> list[Part]:
         return [Part(self.prepare_inputs(copy.copy(batches[place])), counts[place]) for place in places]

@@ -1,8 +1,9 @@
 """Extra forward passes without side effects that detect the reduction of a loss.
 
 They run without gradients, and restore the random generators, buffers and modes of the modules afterwards. None takes
-more rows than a training step (two, if micro-batches hold one sample), and nothing of it is kept, so their memory is
-below that of the step's own forward and backward passes.
+more rows than a training step (two, if micro-batches hold one sample; of a loss that looks like a sum, as many copies
+of a batch as take no more than the outputs that a step holds), and nothing of it is kept, so their memory is below that
+of the step's own forward and backward passes.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from paceline.pytorch.data.batches import batch_size_of, cut_batch, rebuild_mapping
 from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.distributed.strategy import is_out_of_memory
 from paceline.pytorch.model.loss import Counts, LossNormalizer
-from paceline.pytorch.model.reductions import MAIN, LossReduction, Observation, Split, tolerance_of
+from paceline.pytorch.model.reductions import MAIN, SUM, LossReduction, Observation, Split, tolerance_of
 from paceline.pytorch.side_effects import undoing
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 LossOf = Callable[[Any, Any], Tensor | None]  # (batch, num_items_in_batch) -> loss
 MAX_PLACES = 32  # positions that are considered for splitting a batch
 MAX_CUTS = 6  # tried in one probe: some are uninformative, as when a part has no target
+SMALL = 2**25  # bytes that a look may take whatever a step takes
+OUTPUTS = 3  # as large as the largest one, that a pass without gradients holds at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +92,7 @@ class LossProbe:
         model: the module to call.
         loss_of: `(batch, num_items_in_batch) -> loss`, 0-dim, or None.
         rounds: batches that are split in one probe.
+        copies: of a batch, that have the targets of all that its loss is added to; 1: no copy can be made.
         must_match: all processes must run the same number of passes, whatever their data.
         agree: `(flag) -> True if it is set on any process`; with `must_match`, called equally often on all.
         owners: objects that the loss calls beside the model; their counters and collections are restored.
@@ -96,6 +101,7 @@ class LossProbe:
     model: nn.Module
     loss_of: LossOf
     rounds: int = 2
+    copies: int = 1
     must_match: bool = False
     owners: Sequence[Any] = ()
     agree: Callable[[bool], bool] = bool
@@ -127,7 +133,8 @@ class LossProbe:
             if rule.is_scaled:
                 return found
             self.model.eval()
-            return found + self._cut_all(rule, parts, num_items)
+            found += self._cut_all(rule, parts, num_items)
+            return found if rule.is_certain else found + self._test_sum(parts, found, num_items)
 
     def _cut_all(self, rule: LossNormalizer, parts: Sequence[Part], num_items: object) -> list[Observation]:
         """Splits micro-batches where that separates most of the open reductions."""
@@ -136,23 +143,64 @@ class LossProbe:
         # if memory ran out over two joined samples, the processes would make different numbers of passes
         joins = not self.must_match or self._largest > 1
         cuts = find_cuts(parts, rule.candidates) if joins else []
+        is_small_seen = False
+        num_informative = 0
         for _ in range(wanted if self.must_match else MAX_CUTS):
             missed = {candidate for item in found for candidate in item.misses}
             asked = MAIN if rule.is_certain else rule.open_reductions(among=rule.candidates)
             alive = [item for item in asked if item not in missed]
-            best = max(cuts, key=lambda cut: (cut.tells(alive), cut.score(alive)), default=None)
-            has_enough = sum(bool(item.misses) for item in found) >= wanted
-            if not self.must_match and (best is None or (has_enough and not best.tells(alive))):
+            best = max(cuts, key=lambda cut: cut.rank(alive, is_small_seen), default=None)
+            if not self.must_match and is_enough(best, alive, is_small_seen, num_informative >= wanted):
                 break
             if best is None:
                 for _ in range(3):
                     self._loss(parts[0], num_items)
                 continue
-            found += self._compare(rule, best, num_items)
+            seen = self._compare(rule, best, num_items)
+            found += seen
+            is_informative = any(item.misses for item in seen)
+            num_informative += is_informative
+            is_small_seen |= best.is_small and is_informative
             cuts.remove(best)
             for cut in cuts:
                 cut.uses += cut.whole is best.whole
         return found
+
+    def _test_sum(self, parts: Sequence[Part], found: Sequence[Observation], num_items: object) -> list[Observation]:
+        """Tests what was a sum of parts of a batch on copies of it: a divisor with a floor makes a sum of all below."""
+        is_sum = any(SUM in item.fits for item in found) and not any(SUM in item.misses for item in found)
+        if self.copies == 1:
+            return [Observation(is_open=True)] if is_sum else []
+        if not self.agree(is_sum):
+            return []
+        one = max(parts, key=lambda part: (is_of_rows(part), MAIN[0].weigh(part.counts.labels, part.counts.samples)))
+        with self._measuring(one) as sizes:
+            loss = self._loss(one, num_items)
+        number = min(self.copies, max(sum(sizes), SMALL) // (OUTPUTS * max(sizes)))
+        copied = join([one] * number) if number > 1 and is_of_rows(one) else None
+        of_copies = self._loss(copied or one, num_items)
+        if not is_sum:
+            return []
+        if copied is None or loss is None or of_copies is None:
+            return [Observation(is_open=True)]
+        split = Split(of_copies, loss, loss * (number - 1), lambda _: None, self._tolerance).observe([SUM])
+        return [replace(split, is_open=number < self.copies or not split.fits)]
+
+    @contextmanager
+    def _measuring(self, part: Part) -> Iterator[list[int]]:
+        """Collects the bytes of a batch and of the outputs of each layer, all of which a step holds."""
+        sizes = [value.nbytes for value in tree_leaves(part.batch) if isinstance(value, Tensor)]
+
+        def measure(module: nn.Module, inputs: object, outputs: object) -> None:
+            sizes.extend(value.nbytes for value in tree_leaves(outputs) if isinstance(value, Tensor))
+
+        layers = [module for module in self.model.modules() if not any(module.children())]
+        handles = [layer.register_forward_hook(measure) for layer in layers]
+        try:
+            yield sizes
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _loss(self, part: Part, num_items: object) -> float | None:
         """Returns the loss of a batch, or of samples of two; None if it has none or the pass failed."""
@@ -192,7 +240,7 @@ class LossProbe:
         first = self._repeatable(part, num_items)
         second = self._repeatable(part, None if num_items is None else num_items * 2)
         count = self._effect_of_doubling(first, second) if num_items is not None else "unknown"
-        is_asked = count in ("scaled", "partly") and not rule.passes_count and rule.scaled_factor != 1
+        is_asked = count in ("scaled", "partly")
         multiple = 0.0
         if self.agree(is_asked):
             mean, number = self._repeatable(part, None), self._num_targets(rule, part)
@@ -245,6 +293,7 @@ class Cut:
         place: the number of its samples before the split.
         shares: the first part's share of the weight, under each reduction with a weight.
         is_safe: both parts keep targets under any shift; else a loss may be a mean over nothing.
+        is_small: one part has no more targets than any micro-batch: a floor of the divisor would show.
         uses: probes at other positions of this micro-batch.
     """
 
@@ -252,6 +301,7 @@ class Cut:
     place: int
     shares: dict[LossReduction, float]
     is_safe: bool
+    is_small: bool
     uses: int = 0
 
     def parts(self) -> tuple[Part, Part, Part]:
@@ -263,6 +313,10 @@ class Cut:
         """True if this split separates some of these reductions."""
         return len({self.shares.get(item) for item in alive}) > 1
 
+    def rank(self, alive: Sequence[LossReduction], is_small_seen: bool) -> tuple[bool, bool, float]:
+        """Returns (it separates reductions, it is the first with a small part, its score): the best one comes last."""
+        return self.tells(alive), self.is_small and not is_small_seen, self.score(alive)
+
     def score(self, alive: Sequence[LossReduction]) -> float:
         """Returns the informativeness of a probe: the number of separated reductions, and the distance."""
         shares = {self.shares.get(item, 0.0) for item in alive}
@@ -271,9 +325,15 @@ class Cut:
         return score * (1.0 if self.is_safe else 0.1) * 0.7**self.uses
 
 
+def is_enough(best: Cut | None, alive: Sequence[LossReduction], is_small_seen: bool, has_enough: bool) -> bool:
+    """True if no further probe is needed: `best` is None, or tells nothing new after enough of them."""
+    return best is None or (has_enough and not any(best.rank(alive, is_small_seen)[:2]))
+
+
 def find_cuts(parts: Sequence[Part], candidates: Sequence[LossReduction]) -> list[Cut]:
     """Returns every position at which one of these micro-batches can be split."""
     found = []
+    least = min(filter(None, (MAIN[0].weigh(part.counts.labels, part.counts.samples) for part in parts)), default=0)
     for whole in cuttable(parts):
         counts = whole.counts
         weights = {item: item.row_weights(counts.labels, counts.samples, counts.is_shifted) for item in candidates}
@@ -282,7 +342,8 @@ def find_cuts(parts: Sequence[Part], candidates: Sequence[LossReduction]) -> lis
             totals = {item: (sum(rows[:place]), sum(rows)) for item, rows in weights.items()}
             shares = {item: round(first / both, 9) for item, (first, both) in totals.items() if both}
             keeps = all(0 < totals[item][0] < totals[item][1] for item in MAIN[:2])
-            found.append(Cut(whole, place, shares, keeps))
+            first, both = totals[MAIN[0]]
+            found.append(Cut(whole, place, shares, keeps, min(first, both - first) <= least))
     return found
 
 
@@ -291,7 +352,7 @@ def cuttable(parts: Sequence[Part]) -> Iterator[Part]:
     parts = [part for part in parts if is_of_rows(part)]
     yield from (part for part in parts if part.counts.samples > 1)
     for one, other in itertools.pairwise(parts):
-        joined = join(one.cut(0, (one.counts.samples + 1) // 2), other.cut(0, (other.counts.samples + 1) // 2))
+        joined = join([part.cut(0, (part.counts.samples + 1) // 2) for part in (one, other)])
         if joined is not None:
             yield joined
 
@@ -304,21 +365,19 @@ def is_of_rows(part: Part) -> bool:
         return False
 
 
-def join(one: Part, other: Part) -> Part | None:
-    """Joins the samples of two micro-batches; None if their shapes differ, or they hold more than tensors."""
-    first, second = one.batch, other.batch
-    if not isinstance(first, Mapping) or not isinstance(second, Mapping) or first.keys() != second.keys():
+def join(parts: Sequence[Part]) -> Part | None:
+    """Joins the samples of micro-batches; None if their shapes differ, or they hold more than tensors."""
+    first = parts[0].batch
+    if not all(isinstance(part.batch, Mapping) and part.batch.keys() == first.keys() for part in parts):
         return None
     joined: dict[str, Any] = {}
     for name, value in first.items():
-        beside = second[name]
-        if not isinstance(value, Tensor) or not isinstance(beside, Tensor) or value.shape[1:] != beside.shape[1:]:
-            return None
-        if value.shape[:1] != (one.counts.samples,) or beside.shape[:1] != (other.counts.samples,):
-            return None
-        joined[name] = torch.cat([value, beside])
-    labels = [part.counts.labels for part in (one, other) if part.counts.labels is not None]
-    counts = Counts(
-        one.counts.samples + other.counts.samples, torch.cat(labels) if labels else None, 0, one.counts.is_shifted
-    )
+        for part in parts:
+            beside = part.batch[name]
+            if not isinstance(beside, Tensor) or beside.shape != (part.counts.samples, *value.shape[1:]):
+                return None
+        joined[name] = torch.cat([part.batch[name] for part in parts])
+    labels = [part.counts.labels for part in parts if part.counts.labels is not None]
+    samples = sum(part.counts.samples for part in parts)
+    counts = Counts(samples, torch.cat(labels) if labels else None, 0, parts[0].counts.is_shifted)
     return Part(rebuild_mapping(first, joined), counts)

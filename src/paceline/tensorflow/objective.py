@@ -105,6 +105,8 @@ class Objective:
     def __post_init__(self) -> None:
         if callable(self.loss_weight):
             raise ValueError("loss_weight cannot be a function with TensorFlow: give a name, or compute_loss_func.")
+        if self.loss_weight == "sum":
+            raise ValueError("loss_weight='sum' is not known with TensorFlow: give compute_loss_func, with a mean.")
         self.compiled = compiled_model(self.model) if self.compute_loss_func is None else None
         self.default_loss = DefaultLoss(self.label_smoothing)
         self.kind = TOKENS

@@ -60,6 +60,7 @@ def look(rule: LossNormalizer, loss_of: Loss, batches: list[Any], num_items: Any
     counts = [rule.count(batch) for batch in batches]
     parts = [Part(batch, item) for batch, item in zip(batches, counts, strict=True)]
     rule.num_updates += 1
+    options = {"copies": len(batches), **options}
     rule.learn(LossProbe(nn.Linear(1, 1), loss_of, **options).look(rule, parts, num_items), counts)
 
 
@@ -255,6 +256,16 @@ def test_a_loss_that_tells_nothing_is_not_taken_for_scaled(loss_of: Loss, caplog
     assert "Whether the loss is divided by num_items_in_batch could not be seen" in caplog.text
 
 
+@pytest.mark.parametrize("share", [1, 4])
+def test_a_count_that_is_not_the_models_own_is_said(share: int, caplog: pytest.LogCaptureFixture) -> None:
+    """As where a loss over a part of the targets is divided by the number of all of them."""
+    rule = LossNormalizer(["labels"])
+    batches = [batch_of([3, 6, 1, 2]), batch_of([6, 2, 5], seed=1)]
+    look(rule, lambda b, n: by(MAIN[0])(b, n) if n is None else total_of(b, n) / share, batches, torch.tensor(25))
+    assert rule.is_scaled
+    assert ("it is not what it is without a count" in caplog.text) == (share != 1)
+
+
 @pytest.mark.parametrize("multiple", [1, 2])
 def test_an_own_loss_may_be_multiplied_by_the_number_of_processes(multiple: int) -> None:
     """As it has to be with transformers: it is not done once more."""
@@ -331,6 +342,28 @@ def test_samples_of_two_batches_are_no_more_than_one_of_them_has(sizes: tuple[in
     found = list(cuttable([Part(batch, rule.count(batch)) for batch in batches]))
     assert [part.counts.samples for part in found] == expected
     assert all(len(part.batch["logits"]) == len(part.counts.labels) == part.counts.samples for part in found)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("wide", "is_open"), [(4, False), (2**18, True)])
+def test_a_sum_is_tested_on_copies_of_a_batch_as_far_as_memory_allows(
+    wide: int, is_open: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Outputs that dwarf the rest are not copied: 4 x 8 x 2^18 floats are 32 MiB."""
+    model = nn.Linear(2, wide)
+    batches = [{"x": torch.randn(8, 2), "labels": torch.ones(8, dtype=torch.long)} for _ in range(4)]
+    samples = []
+
+    def loss_of(batch: Any, _: Any) -> Tensor:
+        samples.append(len(batch["x"]))
+        return model(batch["x"]).square().sum()
+
+    rule = LossNormalizer(["labels"])
+    counts = [rule.count(batch) for batch in batches]
+    parts = [Part(batch, item) for batch, item in zip(batches, counts, strict=True)]
+    rule.learn(LossProbe(model, loss_of, copies=4).look(rule, parts, None), counts)
+    assert rule.reduction == MAIN[-1]
+    assert max(samples) == (8 if is_open else 32)
+    assert ("could not be tested" in caplog.text) == is_open
 
 
 class PeakBytes(TorchDispatchMode):

@@ -1,6 +1,7 @@
 """Losses of modules and functions, trained and evaluated in parts: right, or warned of; never wrong in silence."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,103 @@ def test_looks_change_nothing_in_a_run(tmp_path: Path) -> None:
         trainer.train()
         found.append(losses(trainer))
     assert found[0] == found[1]
+
+
+# ---- divisors with a floor
+
+
+FLOORS: dict[str, Callable[[Tensor], Any]] = {
+    "clamp": lambda number: number.clamp(min=20),
+    "clamp, large": lambda number: number.clamp(min=45),
+    "clamp, small": lambda number: number.clamp(min=5),
+    "max": lambda number: max(int(number), 20),
+    "clamp, and epsilon": lambda number: number.clamp(min=20) + 1e-8,
+    "epsilon": lambda number: number + 1e-8,
+    "one more": lambda number: number + 1,
+    "clamp, beyond all": lambda number: number.clamp(min=1000),
+}
+
+
+class Floored(Head):
+    """A mean over the targets that the module counts, or over the count that it is given."""
+
+    takes_count = False
+
+    def __init__(self, floor: str) -> None:
+        super().__init__()
+        self.divisor = FLOORS[floor]
+
+    def make_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        total = functional.cross_entropy(logits.mT, labels, reduction="sum")
+        return total / self.divisor((labels != -100).sum())
+
+
+class FlooredCount(Floored):
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = super().forward(input_ids, labels)["logits"]
+        number = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        total = functional.cross_entropy(logits.mT, labels, reduction="sum")
+        return {"loss": total / self.divisor(torch.as_tensor(number)), "logits": logits}
+
+
+# micro-batches have fewer targets than most of the floors, and the update more; no batch reaches the last one
+@pytest.mark.parametrize("floor", FLOORS)
+@pytest.mark.parametrize("make", [Floored, FlooredCount])
+@pytest.mark.parametrize("parts", [(3, 4), (1, 12)], ids=lambda parts: f"{parts[0]} x {parts[1]}")
+def test_a_floor_is_never_crossed_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, floor: str, make: Any, parts: tuple[int, int]
+) -> None:
+    model = make(floor).double()
+    whole = {key: torch.stack([sample[key] for sample in DATA]) for key in DATA[0]}
+    loss = model(**whole)["loss"]
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    trainer = make_trainer(
+        tmp_path,
+        model,
+        DATA,
+        cls=RecordGradient,
+        per_device_train_batch_size=parts[0],
+        gradient_accumulation_steps=parts[1],
+        train_sampling_strategy="sequential",
+        max_grad_norm=0,
+        max_steps=1,
+        learning_rate=0.0,
+    )
+    trainer.train()
+    assert trainer.gradient is not None
+    is_right = torch.allclose(trainer.gradient, gradient, rtol=1e-8, atol=1e-11)
+    assert is_right or "loss_weight" in caplog.text
+    if floor in ("epsilon", "clamp, beyond all"):
+        assert is_right
+        assert "loss_weight" not in caplog.text
+    caplog.clear()
+    trainer = make_trainer(tmp_path, model, eval_dataset=DATA, per_device_eval_batch_size=parts[0])
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-8) or "loss_weight" in caplog.text
+
+
+def test_a_floor_between_the_micro_batches_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Halves of the larger ones stay above it."""
+    lengths = [24] * 6 + [4, 5, 3] + [24] * 3
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(1, 11, (24,), generator=generator) for _ in lengths]
+    data = [
+        {"input_ids": row, "labels": row.masked_fill(torch.arange(24) >= length, -100)}
+        for row, length in zip(ids, lengths, strict=True)
+    ]
+    options = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4, "max_steps": 1}
+    make_trainer(tmp_path, Floored("clamp").double(), data, train_sampling_strategy="sequential", **options).train()
+    assert "loss_weight" in caplog.text
+
+
+def test_a_declared_sum_is_used_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Floored("clamp, beyond all").double()
+    whole = {key: torch.stack([sample[key] for sample in DATA]) for key in DATA[0]}
+    trainer = make_trainer(
+        tmp_path, model, DATA, eval_dataset=DATA, loss_weight="sum", learning_rate=0.0,
+        per_device_train_batch_size=3, gradient_accumulation_steps=4, per_device_eval_batch_size=5,
+    )  # fmt: skip
+    trainer.train()
+    expected = pytest.approx(model(**whole)["loss"].item(), rel=1e-8)
+    assert losses(trainer)[0] == expected
+    assert trainer.evaluate()["eval_loss"] == expected
+    assert "loss_weight" not in caplog.text

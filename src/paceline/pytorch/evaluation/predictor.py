@@ -38,6 +38,8 @@ from paceline.pytorch.model.reductions import Observation
 
 logger = logging.getLogger(__name__)
 
+MAX_COPIES = 16  # of a batch, on which a sum is tested: the number of batches to come may be unknown
+
 ADVICE_ON_MEMORY = (
     "Evaluation hit an out-of-memory error in a batch of {} samples. Set a smaller per_device_eval_batch_size; where "
     "predictions pile up on the device, eval_accumulation_steps=1; where they are not needed, "
@@ -211,7 +213,9 @@ class EvaluationLoop:
 
     def _observe(self, batch: object, counts: Counts) -> None:
         """Probes the loss of a batch and of parts of it."""
-        probe = LossProbe(self.model, self._loss_of, 2, self.waits_for_others, [self.prediction_step])
+        # the processes that only take part in a probe know nothing of copies
+        copies = 1 if self.waits_for_others else MAX_COPIES
+        probe = LossProbe(self.model, self._loss_of, 2, copies, self.waits_for_others, [self.prediction_step])
         self.rule.learn(self._gather(probe.look(self.rule, self._parts(copy.copy(batch), counts), None)))
 
     def _loss_of(self, batch: object, num_items: object) -> Tensor | None:

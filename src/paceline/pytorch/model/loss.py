@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from paceline.pytorch.data.loading import batch_size_of
 from paceline.pytorch.model.outputs import candidate_logits, find_loss
-from paceline.pytorch.model.reductions import IGNORE_INDEX, MAIN, LossReduction, Observation, make_candidates
+from paceline.pytorch.model.reductions import IGNORE_INDEX, MAIN, SUM, LossReduction, Observation, make_candidates
 
 __all__ = ["IGNORE_INDEX", "Counts", "LabelSmoother", "LossNormalizer", "LossReduction"]
 
@@ -35,10 +35,11 @@ DECLARED = {
     "tokens": LossReduction("tokens"),
     "shifted_tokens": LossReduction("tokens", shifted=True),
     "scaled": LossReduction("tokens"),
+    "sum": SUM,
 }
 REMEDY = (
-    'Say what it is with TrainingArguments(loss_weight="samples" | "tokens" | "shifted_tokens" | "scaled"), or give '
-    "loss_weight a function (batch) -> float that returns the weight of a micro-batch."
+    'Say what it is with TrainingArguments(loss_weight="samples" | "tokens" | "shifted_tokens" | "scaled" | "sum"), or '
+    "give loss_weight a function (batch) -> float that returns the weight of a micro-batch."
 )
 
 
@@ -198,7 +199,7 @@ class LossNormalizer:
             total: the sum of the weights of all micro-batches of the optimizer step, not 0; with several processes
                 whose gradients are averaged, each one's share of it.
         """
-        if self.is_scaled or (self.reduction.unit == "sum" and self.declared is None):
+        if self.is_scaled or self.reduction == SUM:
             return 1 if self.is_averaged_by_author or self.is_multiplied else self.scaled_factor
         return 1 if counts.weight == total else counts.weight / total
 
@@ -261,7 +262,7 @@ class LossNormalizer:
         """Returns the one in force, and those of `among` that may still be right."""
         if self.is_certain or self.reduction.unit == "sum":
             return [self.reduction]
-        others = (item for item in among if item not in (self.reduction, MAIN[-1]) and not self.misses[item])
+        others = (item for item in among if item not in (self.reduction, SUM) and not self.misses[item])
         return [self.reduction, *(item for item in others if self.declared is None or "samples" in item.unit)]
 
     def is_open_for(
@@ -302,6 +303,12 @@ class LossNormalizer:
             self._replace(any(not look.fits for look in looks), can_wait=window is None)
         elif self.is_confirmed and not self.is_certain:
             self._say(logging.INFO, f"The returned loss was seen to be {self.reduction}.")
+        if self.reduction == SUM and self.declared is None and any(item.is_open for item in observations):
+            self._warn(
+                "The returned loss is a sum of the samples of a batch, or a mean whose divisor has a floor, as "
+                "count.clamp(min=20) has: on more targets it could not be tested",
+                f"it is taken for {SUM}",
+            )
         if window is not None:
             self.warn_of_doubt(self.is_open_for(window))
 
@@ -369,8 +376,13 @@ class LossNormalizer:
         if len(told) > 1 or "partly" in told:
             self._warn("Only a part of the loss is divided by num_items_in_batch", "it is used as it is")
         self.is_scaled = scaled
-        multiples = {round(item.multiple, 2) for item in looks if item.count == "scaled"}
-        if scaled and not self.passes_count and self.scaled_factor != 1 and multiples and multiples != {1.0}:
+        if scaled:
+            self._learn_multiples({round(item.multiple, 2) for item in looks if item.count == "scaled"})
+            self._say(logging.INFO, "The loss is divided by num_items_in_batch: changing that was seen to change it.")
+
+    def _learn_multiples(self, multiples: set[float]) -> None:
+        """Decides by what the loss, divided by the count of its own targets, is of the loss without a count."""
+        if not self.passes_count and self.scaled_factor != 1 and multiples and multiples != {1.0}:
             # an overridden compute_loss may have multiplied by the number of processes already, as it must elsewhere
             self.is_multiplied = True
             if multiples != {round(self.scaled_factor, 2)}:
@@ -379,8 +391,12 @@ class LossNormalizer:
                     "could not be seen",
                     "the loss is used as it is",
                 )
-        if scaled:
-            self._say(logging.INFO, "The loss is divided by num_items_in_batch: changing that was seen to change it.")
+        elif any(abs(multiple - 1) > 0.05 for multiple in multiples if multiple):
+            self._warn(
+                "The loss is divided by num_items_in_batch, and with the number of its targets it is not what it is "
+                "without a count",
+                "it is used as it is",
+            )
 
     def _warn(self, what: str, taken: str = "") -> None:
         self._say(

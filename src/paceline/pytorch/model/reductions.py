@@ -91,6 +91,8 @@ MAIN = (
     LossReduction("sum"),
 )
 
+SUM = MAIN[-1]
+
 
 def make_candidates(pad_token_id: int | None) -> tuple[LossReduction, ...]:
     """Returns all candidate reductions, the likelier first."""
@@ -146,12 +148,14 @@ class Observation:
         fits, misses: candidates that it confirmed, and that it contradicted. Without the latter it is uninformative.
         count: of a probe of `num_items_in_batch`: `scaled`, `ignored`, `partly` or `unknown`; empty: of another probe.
         multiple: the multiplier of a loss divided by the count, as for an average over processes; 0: unknown.
+        is_open: what is a sum of parts of a batch could not be tested on as many targets as an update has.
     """
 
     fits: tuple[LossReduction, ...] = ()
     misses: tuple[LossReduction, ...] = ()
     count: str = ""
     multiple: float = 0.0
+    is_open: bool = False
 
 
 def tolerance_of(loss: torch.dtype, parameters: torch.dtype | None) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.pytorch.model.reductions import LossReduction
+from paceline.pytorch.model.reductions import SUM, LossReduction
 
 # heads of transformers by the end of their class's name: the reduction of their own loss
 TARGETS = ("ForMaskedLM", "ForTokenClassification")
@@ -22,6 +22,7 @@ SAMPLES = (
     "ForNextSentencePrediction",
     "ForQuestionAnswering",
 )
+CTC = {"sum": SUM, "mean": LossReduction("samples")}
 # models of transformers that compute a sample's output by what stands beside it, by model type
 COUPLED = {"hunyuan_vl": "{} numbers the images of a whole batch in its position ids"}
 
@@ -109,6 +110,8 @@ def known_reduction(model: nn.Module) -> LossReduction | None:
         return LossReduction("samples")
     if name.endswith(TARGETS):
         return LossReduction("tokens")
+    if name.endswith("ForCTC"):  # a mean is one over samples, of each divided by its targets
+        return CTC.get(getattr(inner.config, "ctc_loss_reduction", ""))
     if name.endswith(NEXT_TOKENS):
         if getattr(inner.config, "is_encoder_decoder", False):
             return LossReduction("tokens")
