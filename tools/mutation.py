@@ -655,7 +655,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="print the tables and run nothing")
     parser.add_argument("--store", type=Path, default=ROOT / "build" / "mutation")
     options = parser.parse_args()
-    store: Path = options.store
+    store: Path = options.store.resolve()  # the tests run in another folder
     store.mkdir(parents=True, exist_ok=True)
     every = [mutant for group in GROUPS for mutant in kept_sample(store, group, options.each, options.seed)]
     mutants = [mutant for mutant in every if mutant.group in options.group]
