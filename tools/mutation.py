@@ -518,7 +518,7 @@ def limit_process(seconds: float) -> None:
     os.setsid()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     end = int(cpu_seconds() + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (end, end))
+    resource.setrlimit(resource.RLIMIT_CPU, (end, end + 5))  # equal ones would end it with SIGKILL
 
 
 def cpu_seconds() -> float:
