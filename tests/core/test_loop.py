@@ -295,6 +295,14 @@ def test_a_full_run_finds_data(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 # ---- who stops it
 
 
+@pytest.mark.parametrize("max_steps", [3, 4, 6])
+def test_a_run_ends_at_its_last_step_though_no_callback_ends_it(tmp_path: Path, max_steps: int) -> None:
+    run = Run(tmp_path, max_steps=max_steps)
+    run.loop.handler = CallbackHandler([])
+    run.loop.run()
+    assert run.state.global_step == len(run.engine.sizes) == max_steps
+
+
 def test_an_epoch_that_a_callback_ends(tmp_path: Path) -> None:
     run = Run(tmp_path, At("on_step_end", 2, "should_epoch_stop"), num_train_epochs=2)
     run.loop.run()
@@ -388,11 +396,11 @@ def test_a_resumed_run_goes_on_in_the_epoch(tmp_path: Path) -> None:
     assert run.logs[0]["loss"] == (10 + 1 + 2) / 4
 
 
-@pytest.mark.parametrize("consumed", [0, 8])
+@pytest.mark.parametrize("consumed", [0, 1, 8])
 def test_an_epoch_that_was_to_end_ends_after_a_resume(tmp_path: Path, consumed: int) -> None:
     """Within an epoch, the rest of it is left out; at the start of one, the flag was of the epoch before."""
     run = Run(tmp_path, num_train_epochs=2)
-    run.feed.load_state_dict({"epoch": 0, "consumed": consumed, "batches": consumed // 4})
+    run.feed.load_state_dict({"epoch": 0, "consumed": consumed, "batches": -(-consumed // 4)})
     run.control.should_epoch_stop = True
     run.loop.run()
     assert run.engine.first == ([0, 4, 8, 12] if consumed else [0, 4, 8, 12] * 2)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +130,28 @@ def test_a_process_that_has_nothing_left_is_lent_a_batch(monkeypatch: pytest.Mon
         assert batches[0]["labels"].tolist() == [[7, 8]]
         assert (int(num_items), num_samples, num_batches) == (2, 2, 2)
         assert both.num_gathers == lent
+
+
+def test_a_batch_of_a_single_target_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Processes(monkeypatch)
+    for lent, window in ((1, [batch_of(5)]), (1, [batch_of(6)]), (1, [batch_of(-100)])):
+        both.meet(window, [])
+        assert both.syncs[1].dummy_batch()["labels"].tolist() == [[5]]
+        assert both.num_gathers == lent
+
+
+def test_only_what_is_shared_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lone micro-batch of processes that read the same data is the whole update: nothing to look at."""
+    strategy: Any = SimpleNamespace(in_step=False, runs_windows=False)
+    for mesh, size, expected in ((Mesh(tp=2), 1, False), (Mesh(tp=2), 2, True), (Mesh(dp_replicate=2), 1, True)):
+        both = Processes(monkeypatch, mesh=mesh)
+        window = [batch_of(1, 2), batch_of(1, -100)][:size]
+        both.meet(window, window)
+        for sync in both.syncs:
+            counts = [sync.normalizer.count(batch) for batch in window]
+            passes = sync.begin(window, counts, strategy, False)
+            assert len(passes) == size
+            assert (sync.is_look_due, sync.normalizer.num_updates) == (expected, int(expected))
 
 
 def test_own_weights_where_gradients_are_not_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
