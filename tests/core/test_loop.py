@@ -490,6 +490,18 @@ def test_a_rewind_leaves_out_the_bad_window_only(tmp_path: Path, max_steps: int)
     assert [row.step for row in run.rows] == list(range(1, len(expected) + 1))
 
 
+@pytest.mark.parametrize(("max_steps", "left"), [(8, 6), (6, 4)])
+def test_a_rewind_shortens_a_resumed_run_by_what_is_skipped_now(tmp_path: Path, max_steps: int, left: int) -> None:
+    """Whether the number of its steps, which is known, leaves out the two windows that were skipped before or not."""
+    run = Run(tmp_path, num_train_epochs=2, nonfinite_policy="rollback")
+    run.state.max_steps = max_steps
+    run.loop.resume(UpdateSummary(), {(0, 0), (0, 4)})
+    run.engine.bad = {13}  # of both epochs
+    run.loop.run()
+    assert len(run.loop.skipped) == 4
+    assert run.state.max_steps == left
+
+
 def test_a_rewind_to_where_a_callback_ended_an_epoch_ends_it_again(tmp_path: Path) -> None:
     ends = At("on_step_end", 2, "should_epoch_stop", "should_log", call=lambda: run.engine.bad.add(0))
     run = Run(tmp_path, ends, num_train_epochs=2, nonfinite_policy="rollback")
