@@ -369,6 +369,23 @@ def test_a_signal_during_a_save_makes_it_the_last(tmp_path: Path) -> None:
     assert run.loop.is_heeded
 
 
+@pytest.mark.parametrize("what", ["log", "evaluate"])
+def test_a_signal_during_what_is_due_is_obeyed_at_once(tmp_path: Path, what: str) -> None:
+    kinds = {"logging_strategy": "steps", "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    run = Run(tmp_path, max_steps=8, save_strategy="steps", save_steps=5, **kinds)
+    note = run.note
+
+    def hear(done: str, result: Any) -> Any:
+        if done == what:
+            run.signals.requested = signal.SIGTERM
+        return note(done, result)
+
+    run.note = hear  # type: ignore[method-assign]
+    run.loop.run()
+    assert run.done == [("log", 2), ("evaluate", 2), ("save", 2)]
+    assert run.state.global_step == 2
+
+
 def test_a_signal_during_an_event_of_the_epochs_end(tmp_path: Path) -> None:
     stop = At("on_epoch_end", 4, call=lambda: setattr(run.signals, "requested", signal.SIGTERM))
     run = Run(tmp_path, stop, num_train_epochs=3, save_strategy="steps")

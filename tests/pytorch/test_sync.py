@@ -21,7 +21,7 @@ from paceline.pytorch.distributed.watchdog import Watchdog
 from paceline.pytorch.distributed.world import World
 from paceline.pytorch.model.loss import LossNormalizer
 from paceline.pytorch.model.reductions import LossReduction
-from paceline.pytorch.sync import ProcessSync
+from paceline.pytorch.sync import LocalSync, ProcessSync
 
 TOKENS = LossReduction("tokens")
 
@@ -152,6 +152,15 @@ def test_only_what_is_shared_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None
             passes = sync.begin(window, counts, strategy, False)
             assert len(passes) == size
             assert (sync.is_look_due, sync.normalizer.num_updates) == (expected, int(expected))
+
+
+@pytest.mark.parametrize(("number", "label", "expected"), [(1, 1, True), (3, 1, False), (1, -100, False)])
+def test_a_window_of_one_process_is_looked_at_when_that_is_due(number: int, label: int, expected: bool) -> None:
+    rule = LossNormalizer(["labels"], declared="tokens")
+    rule.num_updates = number - 1
+    sync, strategy, window = LocalSync(rule), SimpleNamespace(delays_grad_sync=False), [batch_of(label)] * 2
+    passes = sync.begin(window, [rule.count(batch) for batch in window], strategy, False)  # type: ignore[arg-type]
+    assert (sync.is_look_due, rule.num_updates, len(passes)) == (expected, number, 2 if label > 0 else 0)
 
 
 def test_own_weights_where_gradients_are_not_averaged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.pytorch.loss_probe import LossProbe, Part, cuttable, leaving_no_trace
+from paceline.pytorch.loss_probe import LossProbe, Part, choose_parts, cuttable, leaving_no_trace
 from paceline.pytorch.model.loss import IGNORE_INDEX, LabelSmoother, LossNormalizer, LossReduction
 from paceline.pytorch.model.reductions import MAIN, Observation, Split, make_candidates
 
@@ -350,6 +350,41 @@ def test_samples_of_two_batches_are_no_more_than_one_of_them_has(sizes: tuple[in
     found = list(cuttable([Part(batch, rule.count(batch)) for batch in batches]))
     assert [part.counts.samples for part in found] == expected
     assert all(len(part.batch["logits"]) == len(part.counts.labels) == part.counts.samples for part in found)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("lengths", "expected"), [(([6, 6], [2, 2]), [2, 6]), (([6], [2]), None)])
+def test_two_batches_are_joined_where_all_processes_can(lengths: Any, expected: list[int] | None) -> None:
+    """Not where that would be more samples than the step's own: memory might end on one process alone."""
+    seen: list[list[int]] = []
+
+    def loss(batch: Any, num_items: Any) -> Tensor:
+        seen.append(sorted((batch["labels"] != IGNORE_INDEX).sum(1).tolist()))
+        return by(MAIN[0])(batch, num_items)
+
+    look(LossNormalizer(["labels"]), loss, [batch_of(each) for each in lengths], must_match=True)
+    assert max(map(len, seen)) == len(lengths[0])
+    assert expected is None or expected in seen
+
+
+def test_samples_are_joined_only_of_rows() -> None:
+    rule = LossNormalizer(["labels"])
+    for rows, is_joined in ((2, True), (3, False), (4, False)):
+        batches = [batch_of([6, 3]), batch_of([2, 4])]
+        batches[0]["extra"], batches[1]["extra"] = torch.ones(2, 3), torch.ones(rows, 3)
+        parts = [Part(batch, rule.count(batch)) for batch in batches]
+        assert len(list(cuttable(parts))) == 2 + is_joined
+        assert len(list(cuttable(parts[::-1]))) == 2 + is_joined
+    wider = {**batches[0], "extra": torch.ones(2, 4)}
+    parts = [Part(batch, rule.count(batch)) for batch in (batches[0], wider)]
+    assert len(list(cuttable(parts))) == 2
+
+
+def test_each_kind_of_micro_batch_is_looked_at() -> None:
+    rule = LossNormalizer(["labels"])
+    window = [rule.count(batch_of(lengths)) for lengths in ([6, 6], [0, 0], [6, 5], [5, 6], [6, 0], [1, 6], [0, 3])]
+    assert choose_parts(window, 0, 9) == [2, 4, 5, 3, 6]  # whole rows; some without a target; some without a second
+    assert choose_parts(window, 0, 2) == [2, 4]
+    assert choose_parts(window, -1, 9) == [0, 4, 5, 2, 6, 3]
 
 
 class PeakBytes(TorchDispatchMode):
