@@ -329,14 +329,17 @@ def test_a_signal_is_obeyed_at_the_next_boundary(tmp_path: Path, strategy: str, 
 
 
 def test_a_checkpoint_holds_no_request_to_write_it(tmp_path: Path) -> None:
+    """Nor one for the evaluation before it, which the resumed run would repeat."""
+
     def save() -> bool:
         assert not run.control.should_save
+        assert not run.control.should_evaluate
         return False  # it is being written in the background
 
-    run = Run(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    run = Run(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
     run.save = save
     run.loop.run()
-    assert run.done == steps(2, 4, what="save")
+    assert run.done == [("evaluate", 2), ("save", 2), ("evaluate", 4), ("save", 4)]
 
 
 def test_a_signal_during_an_evaluation(tmp_path: Path) -> None:
