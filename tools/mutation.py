@@ -302,13 +302,13 @@ class Reach:
                 self.tests[place.split(":")[0]] |= tests
                 self.num_places.update(tests)
 
-    def choose(self, mutant: Mutant, seconds: float, is_whole: bool) -> list[str]:
-        """Tests of a mutant, the likeliest to kill it for their time first, for so many seconds in all.
+    def choose(self, mutant: Mutant, seconds: float, is_whole: bool, files: Sequence[str]) -> list[str]:
+        """Tests of a mutant in some files, the likeliest to kill it for their time first, for so many seconds in all.
 
         Those that killed another mutant come first, then those that reach few places in little time; of the cases of
         one test, one comes before the second of any.
         """
-        tests = set(self.tests[mutant.place])
+        tests = {test for test in self.tests[mutant.place] if test.split("::")[0] in files}
         if is_whole:
             tests = {each for file in {test.split("::")[0] for test in tests} for each in self.files[file]}
         ranked = sorted(tests, key=lambda test: (self.seconds[test] + 0.02) * self.num_places[test])
@@ -431,7 +431,8 @@ class Work:
         output: the file descriptor for progress.
         seconds: of a mutant's tests.
         is_whole: whole files are run, not only the tests that reach a mutant.
-        is_part: the tests are a part of the suite; mutants that none of them reaches are left for another run.
+        files: with the tests that may be run.
+        is_part: they are a part of the suite; mutants that none of them reaches are left for another run.
     """
 
     tree: Path
@@ -439,10 +440,11 @@ class Work:
     output: int
     seconds: float
     is_whole: bool
+    files: Sequence[str]
     is_part: bool
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        return Reach(self.store).choose(mutant, self.seconds, self.is_whole)
+        return Reach(self.store).choose(mutant, self.seconds, self.is_whole, self.files)
 
     def collect(self, files: Sequence[str], call: Callable[[Bench], None]) -> int:
         """Collect test files in a forked process, and call a function there. Returns the status of the process."""
@@ -670,7 +672,7 @@ def main() -> int:
     preload(store, files)
     with tempfile.TemporaryDirectory(prefix="paceline-mutants-") as folder:
         tree = copy_tree(Path(folder))
-        work = Work(tree, store, os.dup(1), options.seconds, options.whole, bool(options.tests))
+        work = Work(tree, store, os.dup(1), options.seconds, options.whole, files, bool(options.tests))
         status = work.collect(files, check_killers) if options.check else work.run(files, every, mutants)
         if status:
             print((tree.parent / "output").read_text()[-5000:])

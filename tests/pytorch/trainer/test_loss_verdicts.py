@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline import Trainer
-from paceline.pytorch.loss_audit import MAX_PARTS
-from paceline.pytorch.loss_probe import LossProbe
 
 DATA = [sample for sample in tagging(40) if bool((sample["labels"] != -100).any())][:12]
 PARTS = [(6, 2), (3, 4), (2, 6), (1, 12)]
@@ -227,23 +225,6 @@ def test_an_update_alone_is_not_looked_at(tmp_path: Path) -> None:
 
     make_trainer(tmp_path, Counted(), tagging(24)).train()
     assert Counted.calls == 6
-
-
-def test_a_look_at_a_long_window_prepares_a_few_of_its_micro_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = []
-    look = LossProbe.look
-
-    def counted(self: Any, rule: Any, parts: Any, num_items: Any) -> Any:
-        sizes.append(len(parts))
-        return look(self, rule, parts, num_items)
-
-    monkeypatch.setattr(LossProbe, "look", counted)
-    make_trainer(
-        tmp_path, Tagger(), tagging(24), per_device_train_batch_size=2, gradient_accumulation_steps=12, max_steps=1
-    ).train()
-    assert sizes == [MAX_PARTS]
 
 
 def test_looks_change_nothing_in_a_run(tmp_path: Path) -> None:
