@@ -308,7 +308,10 @@ class Reach:
         Those that killed another mutant come first, then those that reach few places in little time; of the cases of
         one test, one comes before the second of any.
         """
-        tests = {test for test in self.tests[mutant.place] if test.split("::")[0] in files}
+        reaching = self.tests[mutant.place]
+        if mutant.place == mutant.file and not reaching:  # a file without functions reports nothing
+            reaching = set().union(*(self.tests[file] for file in GROUPS[mutant.group]))
+        tests = {test for test in reaching if test.split("::")[0] in files}
         if is_whole:
             tests = {each for file in {test.split("::")[0] for test in tests} for each in self.files[file]}
         ranked = sorted(tests, key=lambda test: (self.seconds[test] + 0.02) * self.num_places[test])

@@ -103,6 +103,9 @@ def test_a_tie_is_kept_open_and_said_where_it_matters(caplog: pytest.LogCaptureF
     even, ragged = [rule.count(batch_of([6, 6]))] * 2, [rule.count(batch_of([6, 6])), rule.count(batch_of([2, 6]))]
     assert not rule.is_due(even)
     assert rule.is_due(ragged)
+    alike = [rule.count(batch_of([2, 6])), rule.count(batch_of([6, 2]))]  # but for their rows
+    assert not rule.is_due(alike)
+    assert rule.is_due(alike, by_row=True)
 
 
 @pytest.mark.parametrize("shifts", [False, True])
