@@ -26,6 +26,7 @@ from paceline.pytorch.model.reductions import LossReduction
 from paceline.pytorch.sync import LocalSync, ProcessSync, SyncControl, synchronized_control
 
 TOKENS = LossReduction("tokens")
+STRATEGY: Any = SimpleNamespace(in_step=False, runs_windows=False)
 
 
 class Processes:
@@ -134,6 +135,9 @@ def test_a_process_that_has_nothing_left_is_lent_a_batch(monkeypatch: pytest.Mon
         assert (int(num_items), num_samples, num_batches) == (2, 2, 2)
         assert [(sync.tokens, sync.operations) for sync in both.syncs] == [(3, 20)] * 2
         assert both.num_gathers == lent
+        idle = both.syncs[1]
+        [dummy] = idle.begin(batches, [idle.normalizer.count(batch) for batch in batches], STRATEGY, False)
+        assert (dummy.is_dummy, dummy.is_required, dummy.counts.weight) == (True, True, 0)
 
 
 def test_a_batch_of_a_single_target_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,14 +150,13 @@ def test_a_batch_of_a_single_target_is_lent(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_only_what_is_shared_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lone micro-batch of processes that read the same data is the whole update: nothing to look at."""
-    strategy: Any = SimpleNamespace(in_step=False, runs_windows=False)
     for mesh, size, expected in ((Mesh(tp=2), 1, False), (Mesh(tp=2), 2, True), (Mesh(dp_replicate=2), 1, True)):
         both = Processes(monkeypatch, mesh=mesh)
         window = [batch_of(1, 2), batch_of(1, -100)][:size]
         both.meet(window, window)
         for sync in both.syncs:
             counts = [sync.normalizer.count(batch) for batch in window]
-            passes = sync.begin(window, counts, strategy, False)
+            passes = sync.begin(window, counts, STRATEGY, False)
             assert len(passes) == size
             assert (sync.is_look_due, sync.normalizer.num_updates) == (expected, int(expected))
 
