@@ -556,7 +556,9 @@ def test_parts_that_weigh_nothing_add_nothing() -> None:
     assert LossReduction("tokens") in found.fits
     assert LossReduction("all_samples") in found.misses
     whole_of_none = Split(3.0, 1.0, 2.0, {LossReduction("all_samples"): 0.5}.get, 1e-6).observe(MAIN)
-    assert whole_of_none == Observation((LossReduction("sum"),), (LossReduction("all_samples"),))  # others have no weight
+    assert whole_of_none == Observation(
+        (LossReduction("sum"),), (LossReduction("all_samples"),)
+    )  # others have no weight
     assert len(make_candidates(7)) > len(make_candidates(None))
     assert Observation().fits == ()
 
