@@ -595,9 +595,12 @@ def killed_by(status: int, reports: Mapping[str, Any]) -> str:
 
 
 def check_killers(bench: Bench) -> None:
-    """Run the tests that killed on the tree as it is. Mutants whose test does not pass there lose their verdict."""
+    """Run the tests that killed, of the given files, on the tree as it is.
+
+    Mutants whose test does not pass there lose their verdict.
+    """
     rows = {row["name"]: row for row in read(bench.store / "results.jsonl")}
-    killers = {row["by"] for row in rows.values() if "::" in row["by"]}
+    killers = {row["by"] for row in rows.values() if row["by"].split("::")[0] in bench.items}
     items = [item for items in bench.items.values() for item in items if item.nodeid in killers]
     _, reports = bench.run(items, {}, 3600)
     for row in rows.values():

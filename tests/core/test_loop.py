@@ -80,7 +80,7 @@ class Engine:
         self.first.append(batches[0][0])
         is_bad = bool(self.bad & {sample for batch in batches for sample in batch})
         self.unread.append((math.nan if is_bad else float(len(self.sizes)), self.norm, 0.1, True))
-        return StepOutput([self.unread[-1][0]], None, True)
+        return StepOutput([self.unread[-1][0]])
 
     def read(self) -> list[tuple[float, float, float, bool]]:
         unread, self.unread = self.unread, []

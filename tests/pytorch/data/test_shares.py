@@ -43,7 +43,8 @@ def test_each_sample_is_read_once_in_the_order_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("size", "slots", "expected"), [(2, (4, 4), 2), (2, (6,), 3), (2, (4, 3), None), (3, (4, 4), None), (1, (3, 3), 3)]
+    ("size", "slots", "expected"),
+    [(2, (4, 4), 2), (2, (6,), 3), (2, (4, 3), None), (3, (4, 4), None), (1, (3, 3), 3), (1, (4, 3), None)],
 )
 def test_samples_of_each_process(size: int, slots: tuple[int, ...], expected: int | None) -> None:
     assert DataShard(0, size, slots).each == expected

@@ -227,7 +227,7 @@ def test_an_own_loss_is_one_number(tmp_path: Path) -> None:
             trainer.train()
             found.append(losses(trainer))
             continue
-        with pytest.raises(ModelOutputError, match="compute_loss returned .*; a loss must be a tensor of one number"):
+        with pytest.raises(ModelOutputError, match=r"compute_loss returned .*; a loss must be a tensor of one number"):
             trainer.train()
     assert found[0] == found[1]
 
