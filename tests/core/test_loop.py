@@ -512,7 +512,7 @@ def test_a_rewind_leaves_out_the_bad_window_only(tmp_path: Path, max_steps: int)
 
 @pytest.mark.parametrize(("max_steps", "left"), [(8, 6), (6, 4)])
 def test_a_rewind_shortens_a_resumed_run_by_what_is_skipped_now(tmp_path: Path, max_steps: int, left: int) -> None:
-    """Whether the number of its steps, which is known, leaves out the two windows that were skipped before or not."""
+    """The number of its steps may leave out the two windows that were skipped before, or not."""
     run = Run(tmp_path, num_train_epochs=2, nonfinite_policy="rollback")
     run.state.max_steps = max_steps
     run.loop.resume(UpdateSummary(), {(0, 0), (0, 4)})

@@ -1,4 +1,4 @@
-"""Which micro-batches of a window are looked at."""
+"""A look at a loss takes a few micro-batches of a window, from the first on."""
 
 from __future__ import annotations
 
