@@ -302,13 +302,16 @@ class Reach:
                 self.tests[place.split(":")[0]] |= tests
                 self.num_places.update(tests)
 
-    def choose(self, mutant: Mutant, seconds: float, is_whole: bool) -> list[str]:
-        """Tests of a mutant, the likeliest to kill it for their time first, for so many seconds in all.
+    def choose(self, mutant: Mutant, seconds: float, is_whole: bool, files: Sequence[str]) -> list[str]:
+        """Tests of a mutant in some files, the likeliest to kill it for their time first, for so many seconds in all.
 
         Those that killed another mutant come first, then those that reach few places in little time; of the cases of
         one test, one comes before the second of any.
         """
-        tests = set(self.tests[mutant.place])
+        reaching = self.tests[mutant.place]
+        if mutant.place == mutant.file and not reaching:  # a file without functions reports nothing
+            reaching = set().union(*(self.tests[file] for file in GROUPS[mutant.group]))
+        tests = {test for test in reaching if test.split("::")[0] in files}
         if is_whole:
             tests = {each for file in {test.split("::")[0] for test in tests} for each in self.files[file]}
         ranked = sorted(tests, key=lambda test: (self.seconds[test] + 0.02) * self.num_places[test])
@@ -320,10 +323,10 @@ class Reach:
             seen[function] += 1
         chosen: list[str] = []
         for test in sorted(ranked, key=turns.__getitem__):
-            if seconds >= self.seconds[test] or not chosen:
+            if seconds >= self.seconds[test]:
                 chosen.append(test)
                 seconds -= self.seconds[test]
-        return chosen
+        return chosen or sorted(ranked, key=self.seconds.__getitem__)[:1]
 
 
 # ---- running tests
@@ -431,7 +434,8 @@ class Work:
         output: the file descriptor for progress.
         seconds: of a mutant's tests.
         is_whole: whole files are run, not only the tests that reach a mutant.
-        is_part: the tests are a part of the suite; mutants that none of them reaches are left for another run.
+        files: with the tests that may be run.
+        is_part: they are a part of the suite; mutants that none of them reaches are left for another run.
     """
 
     tree: Path
@@ -439,10 +443,11 @@ class Work:
     output: int
     seconds: float
     is_whole: bool
+    files: Sequence[str]
     is_part: bool
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        return Reach(self.store).choose(mutant, self.seconds, self.is_whole)
+        return Reach(self.store).choose(mutant, self.seconds, self.is_whole, self.files)
 
     def collect(self, files: Sequence[str], call: Callable[[Bench], None]) -> int:
         """Collect test files in a forked process, and call a function there. Returns the status of the process."""
@@ -518,7 +523,7 @@ def limit_process(seconds: float) -> None:
     os.setsid()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     end = int(cpu_seconds() + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (end, end))
+    resource.setrlimit(resource.RLIMIT_CPU, (end, end + 5))  # equal ones would end it with SIGKILL
 
 
 def cpu_seconds() -> float:
@@ -590,9 +595,12 @@ def killed_by(status: int, reports: Mapping[str, Any]) -> str:
 
 
 def check_killers(bench: Bench) -> None:
-    """Run the tests that killed on the tree as it is. Mutants whose test does not pass there lose their verdict."""
+    """Run the tests that killed, of the given files, on the tree as it is.
+
+    Mutants whose test does not pass there lose their verdict.
+    """
     rows = {row["name"]: row for row in read(bench.store / "results.jsonl")}
-    killers = {row["by"] for row in rows.values() if "::" in row["by"]}
+    killers = {row["by"] for row in rows.values() if row["by"].split("::")[0] in bench.items}
     items = [item for items in bench.items.values() for item in items if item.nodeid in killers]
     _, reports = bench.run(items, {}, 3600)
     for row in rows.values():
@@ -655,7 +663,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="print the tables and run nothing")
     parser.add_argument("--store", type=Path, default=ROOT / "build" / "mutation")
     options = parser.parse_args()
-    store: Path = options.store
+    store: Path = options.store.resolve()  # the tests run in another folder
     store.mkdir(parents=True, exist_ok=True)
     every = [mutant for group in GROUPS for mutant in kept_sample(store, group, options.each, options.seed)]
     mutants = [mutant for mutant in every if mutant.group in options.group]
@@ -670,7 +678,7 @@ def main() -> int:
     preload(store, files)
     with tempfile.TemporaryDirectory(prefix="paceline-mutants-") as folder:
         tree = copy_tree(Path(folder))
-        work = Work(tree, store, os.dup(1), options.seconds, options.whole, bool(options.tests))
+        work = Work(tree, store, os.dup(1), options.seconds, options.whole, files, bool(options.tests))
         status = work.collect(files, check_killers) if options.check else work.run(files, every, mutants)
         if status:
             print((tree.parent / "output").read_text()[-5000:])

@@ -80,7 +80,7 @@ class Engine:
         self.first.append(batches[0][0])
         is_bad = bool(self.bad & {sample for batch in batches for sample in batch})
         self.unread.append((math.nan if is_bad else float(len(self.sizes)), self.norm, 0.1, True))
-        return StepOutput([self.unread[-1][0]], None, True)
+        return StepOutput([self.unread[-1][0]])
 
     def read(self) -> list[tuple[float, float, float, bool]]:
         unread, self.unread = self.unread, []
@@ -295,6 +295,14 @@ def test_a_full_run_finds_data(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 # ---- who stops it
 
 
+@pytest.mark.parametrize("max_steps", [3, 4, 6])
+def test_a_run_ends_at_its_last_step_though_no_callback_ends_it(tmp_path: Path, max_steps: int) -> None:
+    run = Run(tmp_path, max_steps=max_steps)
+    run.loop.handler = CallbackHandler([])
+    run.loop.run()
+    assert run.state.global_step == len(run.engine.sizes) == max_steps
+
+
 def test_an_epoch_that_a_callback_ends(tmp_path: Path) -> None:
     run = Run(tmp_path, At("on_step_end", 2, "should_epoch_stop"), num_train_epochs=2)
     run.loop.run()
@@ -321,14 +329,17 @@ def test_a_signal_is_obeyed_at_the_next_boundary(tmp_path: Path, strategy: str, 
 
 
 def test_a_checkpoint_holds_no_request_to_write_it(tmp_path: Path) -> None:
+    """Nor one for the evaluation before it, which the resumed run would repeat."""
+
     def save() -> bool:
         assert not run.control.should_save
+        assert not run.control.should_evaluate
         return False  # it is being written in the background
 
-    run = Run(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    run = Run(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
     run.save = save
     run.loop.run()
-    assert run.done == steps(2, 4, what="save")
+    assert run.done == [("evaluate", 2), ("save", 2), ("evaluate", 4), ("save", 4)]
 
 
 def test_a_signal_during_an_evaluation(tmp_path: Path) -> None:
@@ -361,6 +372,23 @@ def test_a_signal_during_a_save_makes_it_the_last(tmp_path: Path) -> None:
     assert run.loop.is_heeded
 
 
+@pytest.mark.parametrize("what", ["log", "evaluate"])
+def test_a_signal_during_what_is_due_is_obeyed_at_once(tmp_path: Path, what: str) -> None:
+    kinds = {"logging_strategy": "steps", "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    run = Run(tmp_path, max_steps=8, save_strategy="steps", save_steps=5, **kinds)
+    note = run.note
+
+    def hear(done: str, result: Any) -> Any:
+        if done == what:
+            run.signals.requested = signal.SIGTERM
+        return note(done, result)
+
+    run.note = hear  # type: ignore[method-assign]
+    run.loop.run()
+    assert run.done == [("log", 2), ("evaluate", 2), ("save", 2)]
+    assert run.state.global_step == 2
+
+
 def test_a_signal_during_an_event_of_the_epochs_end(tmp_path: Path) -> None:
     stop = At("on_epoch_end", 4, call=lambda: setattr(run.signals, "requested", signal.SIGTERM))
     run = Run(tmp_path, stop, num_train_epochs=3, save_strategy="steps")
@@ -388,11 +416,11 @@ def test_a_resumed_run_goes_on_in_the_epoch(tmp_path: Path) -> None:
     assert run.logs[0]["loss"] == (10 + 1 + 2) / 4
 
 
-@pytest.mark.parametrize("consumed", [0, 8])
+@pytest.mark.parametrize("consumed", [0, 1, 8])
 def test_an_epoch_that_was_to_end_ends_after_a_resume(tmp_path: Path, consumed: int) -> None:
     """Within an epoch, the rest of it is left out; at the start of one, the flag was of the epoch before."""
     run = Run(tmp_path, num_train_epochs=2)
-    run.feed.load_state_dict({"epoch": 0, "consumed": consumed, "batches": consumed // 4})
+    run.feed.load_state_dict({"epoch": 0, "consumed": consumed, "batches": -(-consumed // 4)})
     run.control.should_epoch_stop = True
     run.loop.run()
     assert run.engine.first == ([0, 4, 8, 12] if consumed else [0, 4, 8, 12] * 2)
@@ -480,6 +508,18 @@ def test_a_rewind_leaves_out_the_bad_window_only(tmp_path: Path, max_steps: int)
     assert run.state.global_step == len(expected)
     assert [row.first for row in run.rows] == expected
     assert [row.step for row in run.rows] == list(range(1, len(expected) + 1))
+
+
+@pytest.mark.parametrize(("max_steps", "left"), [(8, 6), (6, 4)])
+def test_a_rewind_shortens_a_resumed_run_by_what_is_skipped_now(tmp_path: Path, max_steps: int, left: int) -> None:
+    """The number of its steps may leave out the two windows that were skipped before, or not."""
+    run = Run(tmp_path, num_train_epochs=2, nonfinite_policy="rollback")
+    run.state.max_steps = max_steps
+    run.loop.resume(UpdateSummary(), {(0, 0), (0, 4)})
+    run.engine.bad = {13}  # of both epochs
+    run.loop.run()
+    assert len(run.loop.skipped) == 4
+    assert run.state.max_steps == left
 
 
 def test_a_rewind_to_where_a_callback_ended_an_epoch_ends_it_again(tmp_path: Path) -> None:

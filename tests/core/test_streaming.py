@@ -204,7 +204,8 @@ def test_predictions_may_be_columns_or_come_in_a_tuple() -> None:
 
 def test_what_weighs_nothing_need_not_be_a_number() -> None:
     metric = Mean(lambda p: (p.predictions, p.label_ids))
-    metric.update(EvalPrediction(np.array([2.0, math.nan, 5.0]), np.array([1.0, 0.0, 2.0])))
+    values, weights = np.array([2.0, math.nan, 5.0, math.inf, -math.inf]), np.array([1.0, 0.0, 2.0, 0.0, 0.0])
+    metric.update(EvalPrediction(values, weights))
     assert metric.compute()["mean"] == 4.0
 
 

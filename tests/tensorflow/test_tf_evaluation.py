@@ -41,6 +41,24 @@ def test_results_move_to_the_host_together(tmp_path: Path) -> None:
     assert all(np.array_equal(rows, found[0][0]) and loss == found[0][1] for rows, loss in found)
 
 
+def test_metrics_receive_the_loss_of_each_batch(tmp_path: Path) -> None:
+    seen: list[EvalPrediction] = []
+
+    def metric(prediction: EvalPrediction) -> dict[str, float]:
+        seen.append(prediction)
+        return {}
+
+    model = make_model()
+    options: dict[str, Any] = {"include_for_metrics": ["loss", "inputs"], "per_device_eval_batch_size": 4}
+    trainer = make_trainer(tmp_path, model, None, compute_metrics=metric, **options)
+    trainer.evaluate(DATA)
+    expected = keras.losses.sparse_categorical_crossentropy(DATA[1], model(DATA[0]), from_logits=True).numpy()
+    [found] = seen
+    means = [expected[:4].mean()] * 4 + [expected[4:8].mean()] * 4 + [expected[8:].mean()] * 2
+    assert found.losses == pytest.approx(np.array(means), rel=1e-5)
+    assert np.array_equal(found.inputs, DATA[0])
+
+
 @pytest.mark.slow
 def test_evaluations_in_16_bits(tmp_path: Path) -> None:
     """The training is as it was without; only the evaluation computes so."""

@@ -14,7 +14,7 @@ import pytest
 import tf_worker_job
 from tf_models import Linear, losses, make_data, make_model, make_trainer, weights
 
-from paceline import GradientAccumulator, TFTrainer, TFTrainingArguments, UnsupportedOption
+from paceline import GradientAccumulator, TFTrainer, TFTrainingArguments, TrainerCallback, UnsupportedOption
 from paceline.tensorflow.framework import keras, tf
 
 DATA = make_data(26)
@@ -60,6 +60,26 @@ def test_replicas_and_accumulation_change_nothing(tmp_path: Path, mirrored: Any)
     for name in cuts:
         for value, expected in zip(found[name], found["one"], strict=True):
             assert np.allclose(value, expected, atol=1e-6), name
+
+
+class Curious(TrainerCallback):
+    wants = frozenset({"inputs", "outputs"})
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen += zip(kwargs["inputs"], map(np.asarray, kwargs["outputs"]), strict=True)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_callbacks_get_the_outputs_of_all_replicas(tmp_path: Path, mirrored: Any, accumulation: int) -> None:
+    callback = Curious()
+    options = {"gradient_accumulation_steps": accumulation, "learning_rate": 0.0, "num_train_epochs": 1}
+    trainer = train(tmp_path, mirrored, callbacks=[callback], per_device_train_batch_size=4, **options)
+    assert [len(inputs[0]) for inputs, _ in callback.seen] == [8, 8, 8, 2]
+    for inputs, outputs in callback.seen:
+        assert np.allclose(outputs, np.asarray(trainer.model(inputs[0])), atol=1e-6)
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])

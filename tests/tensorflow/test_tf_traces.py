@@ -79,6 +79,19 @@ def test_batches_of_any_width_resume_to_the_bit(tmp_path: Path, caplog: pytest.L
     assert "traced" not in caplog.text
 
 
+def test_a_step_in_parts_is_traced_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 2}
+    whole = make(tmp_path / "whole", **options)
+    whole.train()
+    make(tmp_path / "parts", callbacks=[Stop(1)], **options).train()
+    rest = make(tmp_path / "parts", **options)
+    rest.train()
+    check_same(rest, whole)
+    assert rest.engine is not None
+    assert {call["function"] for call in rest.engine.traces()["calls"]} == {"accumulate"}
+    assert "could not be traced" not in caplog.text
+
+
 class OfAnyKeys(Linear):
     """Reads one of the features, whatever the names of the others."""
 

@@ -29,14 +29,10 @@ class StepOutput:
     Attributes:
         losses: the contribution of each micro-batch; their sum is the loss of the step. Empty if every target was
             ignored.
-        grad_norm: the total gradient norm before clipping, or None.
-        applied: True if the parameters changed (not after an overflow in fp16, nor when every target was ignored).
         outputs: the model's outputs per micro-batch, if a callback asked for them.
     """
 
     losses: Sequence[Any]
-    grad_norm: Any
-    applied: bool
     outputs: Sequence[Any] = ()
 
 

@@ -189,7 +189,7 @@ class Mean(SumMetric):
         given = self.function(prediction)
         values, weights = given if isinstance(given, tuple) else (given, np.ones(len(given)))
         values, weights = np.asarray(values, np.float64), np.asarray(weights, np.float64)
-        return np.stack([np.where(weights == 0, 0.0, values * weights), weights], 1)
+        return np.stack([np.where(weights == 0, 0.0, values) * weights, weights], 1)
 
     def values(self, sums: Array) -> dict[str, Array]:
         return {self.name: sums[..., 0] / sums[..., 1]}

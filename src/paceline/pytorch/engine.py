@@ -184,7 +184,7 @@ class Engine:
             empty_device_cache(self.strategy.device)
         outputs, self._kept = self._kept, []
         note((OPTIMIZER, now()))
-        return StepOutput(losses, norm, self.is_applied, outputs)
+        return StepOutput(losses, outputs)
 
     def read(self) -> list[StepRow]:
         """Returns (loss, grad_norm, learning_rate, True if there is a loss) of each step since the last read."""
@@ -344,7 +344,7 @@ class Engine:
         logger.warning("Every target of this update is ignored: no step was made and no loss counted.")
         self.batches = ()
         self.log.append(((), None, self.optimizer.param_groups[0]["lr"]))
-        return StepOutput((), None, False)
+        return StepOutput(())
 
 
 def to_floats(values: Sequence[Any]) -> list[float]:

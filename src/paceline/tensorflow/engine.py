@@ -136,7 +136,7 @@ class TFEngine:
         if self.watch is not None:
             self.watch.check_used()
         self.unread.append((loss, norm, rate, applied))
-        return StepOutput((loss,), norm, applied, kept if self.keep_outputs else ())
+        return StepOutput((loss,), kept if self.keep_outputs else ())
 
     def _prepare(self, batches: Sequence[Any]) -> None:
         """Prepares the loss before an optimizer step is traced or called, and checks that it can be computed.
@@ -274,7 +274,7 @@ class TFEngine:
     def _skip(self) -> StepOutput:
         logger.warning("Every target of this update is ignored: no step was made and no loss counted.")
         self.unread.append((None, NOT_COMPUTED, self.learning_rate(), False))
-        return StepOutput((), None, False)
+        return StepOutput(())
 
     def learning_rate(self) -> float:
         """Returns the learning rate of the next optimizer step."""

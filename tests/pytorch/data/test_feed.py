@@ -485,6 +485,7 @@ def test_streams_resume_exactly(make_stream: Any, new_batch_size: int, caplog: p
     feed.load_state_dict(state)
     with caplog.at_level(logging.WARNING):
         feed.start_epoch(1)
+    assert (feed.consumed, feed.batches) == (16, 16 // new_batch_size)
     assert (random.getstate(), torch.get_rng_state().tolist()) == (after[0], after[1].tolist())
     assert draw_ids(feed) == rest
     assert len(before) == 16

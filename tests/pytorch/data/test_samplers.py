@@ -105,6 +105,7 @@ def test_shards_of_streams(size: int, batch_size: int, process: tuple[int, int],
 def test_shards_of_one_process_are_everything() -> None:
     assert list(paceline.ShardSampler(range(5), 2, drop_last=True)) == [0, 1, 2, 3]
     assert list(IterableDatasetShard(range(5), 2, drop_last=True)) == [0, 1, 2, 3]
+    assert list(paceline.ShardSampler(range(5), 2)) == list(IterableDatasetShard(range(5), 2)) == [0, 1, 2, 3, 4, 0]
 
 
 def test_a_stream_is_told_the_epoch_and_read_as_needed() -> None:

@@ -42,6 +42,14 @@ def test_each_sample_is_read_once_in_the_order_of_one_process(
     assert max(lengths) - min(lengths) <= 1  # the last samples are dealt out evenly
 
 
+@pytest.mark.parametrize(
+    ("size", "slots", "expected"),
+    [(2, (4, 4), 2), (2, (6,), 3), (2, (4, 3), None), (3, (4, 4), None), (1, (3, 3), 3), (1, (4, 3), None)],
+)
+def test_samples_of_each_process(size: int, slots: tuple[int, ...], expected: int | None) -> None:
+    assert DataShard(0, size, slots).each == expected
+
+
 @given(num_samples=st.integers(1, 60), size=sizes, batch_size=sizes, update=st.integers(1, 30), other=sizes)
 def test_another_number_of_processes_goes_on_where_the_others_stopped(
     num_samples: int, size: int, batch_size: int, update: int, other: int

@@ -157,6 +157,20 @@ def test_another_order_is_refused(changed: dict[str, int]) -> None:
         ShuffleBuffer(Numbers(1), 0)
 
 
+@pytest.mark.parametrize("count", [0, 5])
+def test_a_position_that_was_loaded_is_that_which_is_saved(count: int) -> None:
+    buffer = ShuffleBuffer(StatefulNumbers(9), 4)
+    buffer.set_epoch(3)
+    take(iter(buffer), count)
+    state = buffer.state_dict()
+    assert state["epoch"] == 3
+    other = ShuffleBuffer(StatefulNumbers(9), 4)
+    if not count:
+        other.set_epoch(3)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+
+
 def test_another_size_may_begin_with_an_epoch() -> None:
     buffer = ShuffleBuffer(range(10), 3)
     list(buffer)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.pytorch.loss_probe import LossProbe, Part, cuttable, leaving_no_trace
+from paceline.pytorch.loss_probe import LossProbe, Part, choose_parts, cuttable, leaving_no_trace
 from paceline.pytorch.model.loss import IGNORE_INDEX, LabelSmoother, LossNormalizer, LossReduction
 from paceline.pytorch.model.reductions import MAIN, Observation, Split, make_candidates
 
@@ -104,6 +104,9 @@ def test_a_tie_is_kept_open_and_said_where_it_matters(caplog: pytest.LogCaptureF
     even, ragged = [rule.count(batch_of([6, 6]))] * 2, [rule.count(batch_of([6, 6])), rule.count(batch_of([2, 6]))]
     assert not rule.is_due(even)
     assert rule.is_due(ragged)
+    alike = [rule.count(batch_of([2, 6])), rule.count(batch_of([6, 2]))]  # but for their rows
+    assert not rule.is_due(alike)
+    assert rule.is_due(alike, by_row=True)
 
 
 @pytest.mark.parametrize("shifts", [False, True])
@@ -171,6 +174,25 @@ def test_a_known_class_is_audited(truth: LossReduction, caplog: pytest.LogCaptur
         look(rule, by(truth), [batch_of([3, 6, 1, 2], seed=seed)])
     assert rule.reduction == truth
     assert bool(caplog.records) == (truth != rule.known)
+
+
+def test_a_loss_that_is_computed_outside_the_model_is_certain() -> None:
+    rule = LossNormalizer(["labels"], shifts=True)
+    rule.know(LossReduction("tokens", shifted=True))
+    rule.passes_count = True  # to a model whose own loss is not used
+    assert rule.is_certain
+
+
+def test_what_is_confirmed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    told = f"The returned loss was seen to be {MAIN[2]}"
+    observations = [Observation((MAIN[2],), MAIN[:2])]
+    counts = [LossNormalizer(["labels"]).count(batch_of([6, 6]))]
+    with caplog.at_level(logging.INFO):
+        rule, known = LossNormalizer(["labels"]), LossNormalizer(["labels"], known=MAIN[2])
+        for number in (0, 1, 1):
+            rule.learn(observations, counts)
+            known.learn(observations, counts)
+            assert caplog.text.count(told) == number
 
 
 @pytest.mark.parametrize("count", ["ignored", "unknown"])
@@ -366,6 +388,41 @@ def test_a_sum_is_tested_on_copies_of_a_batch_as_far_as_memory_allows(
     assert ("could not be tested" in caplog.text) == is_open
 
 
+@pytest.mark.parametrize(("lengths", "expected"), [(([6, 6], [2, 2]), [2, 6]), (([6], [2]), None)])
+def test_two_batches_are_joined_where_all_processes_can(lengths: Any, expected: list[int] | None) -> None:
+    """Not where that would be more samples than the step's own: memory might end on one process alone."""
+    seen: list[list[int]] = []
+
+    def loss(batch: Any, num_items: Any) -> Tensor:
+        seen.append(sorted((batch["labels"] != IGNORE_INDEX).sum(1).tolist()))
+        return by(MAIN[0])(batch, num_items)
+
+    look(LossNormalizer(["labels"]), loss, [batch_of(each) for each in lengths], must_match=True)
+    assert max(map(len, seen)) == len(lengths[0])
+    assert expected is None or expected in seen
+
+
+def test_samples_are_joined_only_of_rows() -> None:
+    rule = LossNormalizer(["labels"])
+    for rows, is_joined in ((2, True), (3, False), (4, False)):
+        batches = [batch_of([6, 3]), batch_of([2, 4])]
+        batches[0]["extra"], batches[1]["extra"] = torch.ones(2, 3), torch.ones(rows, 3)
+        parts = [Part(batch, rule.count(batch)) for batch in batches]
+        assert len(list(cuttable(parts))) == 2 + is_joined
+        assert len(list(cuttable(parts[::-1]))) == 2 + is_joined
+    wider = {**batches[0], "extra": torch.ones(2, 4)}
+    parts = [Part(batch, rule.count(batch)) for batch in (batches[0], wider)]
+    assert len(list(cuttable(parts))) == 2
+
+
+def test_each_kind_of_micro_batch_is_looked_at() -> None:
+    rule = LossNormalizer(["labels"])
+    window = [rule.count(batch_of(lengths)) for lengths in ([6, 6], [0, 0], [6, 5], [5, 6], [6, 0], [1, 6], [0, 3])]
+    assert choose_parts(window, 0, 9) == [2, 4, 5, 3, 6]  # whole rows; some without a target; some without a second
+    assert choose_parts(window, 0, 2) == [2, 4]
+    assert choose_parts(window, -1, 9) == [0, 4, 5, 2, 6, 3]
+
+
 class PeakBytes(TorchDispatchMode):
     """The most bytes of new tensors that were alive at once."""
 
@@ -441,7 +498,8 @@ def damaged_states() -> list[dict[str, object]]:
     look(rule, by(MAIN[0]), [batch_of([3, 6, 1, 2])])
     state = rule.state_dict()
     wrong_values = ("x", 10**30, 1.5, None, [], {}, [1, 2, 3])
-    cases = [{**state, "reduction": value} for value in wrong_values]
+    wrong_reductions = (["words", False, -100], ["tokens", 0, -100], ["tokens", False, "x"], ["tokens"])
+    cases = [{**state, "reduction": value} for value in (*wrong_values, *wrong_reductions)]
     cases += [{**state, "counters": value} for value in wrong_values if value != [1, 2, 3]]
     cases += [{**state, "evidence": [[*state["evidence"][0][:4], value]]} for value in wrong_values]
     cases += [{**state, name: value} for name in ("is_scaled", "is_multiplied") for value in (0, "true", [])]
@@ -530,18 +588,42 @@ def test_parts_that_weigh_nothing_add_nothing() -> None:
     found = split.observe(MAIN)
     assert LossReduction("tokens") in found.fits
     assert LossReduction("all_samples") in found.misses
+    whole_of_none = Split(3.0, 1.0, 2.0, {LossReduction("all_samples"): 0.5}.get, 1e-6).observe(MAIN)
+    assert whole_of_none == Observation(
+        (LossReduction("sum"),), (LossReduction("all_samples"),)
+    )  # others have no weight
     assert len(make_candidates(7)) > len(make_candidates(None))
     assert Observation().fits == ()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shifted", [False, True])
-def test_label_smoothing_is_torchs(shifted: bool) -> None:
+def test_label_smoothing_is_torchs(shifted: bool, dtype: torch.dtype) -> None:
     logits, labels = make_batch([3, 6, 2])
+    logits = logits.to(dtype)
     smoothed = LabelSmoother(0.1)({"logits": logits}, labels, shift_labels=shifted)
     left, right = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
-    assert float(smoothed) == pytest.approx(
-        float(cross_entropy(left.reshape(-1, 5), right.reshape(-1), label_smoothing=0.1)), rel=1e-12
-    )
+    expected = cross_entropy(left.reshape(-1, 5).double(), right.reshape(-1), label_smoothing=0.1)
+    assert float(smoothed) == pytest.approx(float(expected), rel=1e-12 if dtype == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("inner", [(), (2,)], ids=["tokens", "several per place"])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_the_shift_of_targets_is_read_from_the_models_own_loss(shifted: bool, inner: tuple[int, ...]) -> None:
+    logits, labels = torch.randn(3, 6, *inner, 5), torch.randint(0, 5, (3, 6, *inner))
+    left, right = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
+    loss = cross_entropy(left.reshape(-1, 5), right.reshape(-1))
+    smoother = LabelSmoother(0.1)
+    for assumed in (False, True):
+        assert smoother.find_shift({"loss": loss, "logits": logits}, labels, assumed) is shifted
+        assert smoother.find_shift({"loss": loss + 1, "logits": logits}, labels, assumed) is None
+        assert smoother.find_shift({"logits": logits}, labels, assumed) is None
+
+
+def test_a_single_target_per_sample_has_no_shift() -> None:
+    logits, labels = torch.randn(3, 5), torch.randint(0, 5, (3,))
+    output = {"loss": cross_entropy(logits, labels), "logits": logits}
+    assert LabelSmoother(0.1).find_shift(output, labels, True) is None
 
 
 def test_label_smoothing_without_logits_says_what_to_do() -> None:

@@ -428,6 +428,19 @@ def test_what_is_kept_of_losses_does_not_grow() -> None:
     assert all(isinstance(each.total, Tensor) and each.total.numel() == 1 for each in total._sums)
 
 
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_an_open_reading_is_said_where_batches_are_weighed(num_batches: int, caplog: pytest.LogCaptureFixture) -> None:
+    rule = LossNormalizer(["labels"], coupled="It depends on the others")
+    total = LossSum(rule)
+    for number in range(num_batches):
+        labels = torch.full((4, 7), 3)
+        labels[:, 4 + 2 * number :] = -100
+        total.add(torch.tensor(1.5 + number), rule.count({"labels": labels}), None)
+    assert total.mean() == (1.5 if num_batches == 1 else 2.0)
+    assert ("could not be seen" in caplog.text) == (num_batches > 1)
+    assert ("It depends on the others" in caplog.text) == (num_batches > 1)
+
+
 @pytest.mark.parametrize("per_sample", [False, True])
 def test_a_reading_that_is_decided_late_counts_for_the_batches_before(tmp_path: Path, per_sample: bool) -> None:
     """The first batches are full, so tokens and samples tie; a ragged one at the end decides."""

@@ -162,6 +162,16 @@ def test_a_rate_is_logged_as_it_was_used(tmp_path: Path) -> None:
     assert rates == pytest.approx([0, 0.5, *((12 - step) / 10 for step in range(2, 12))])
 
 
+def test_a_rate_in_a_tensor_is_logged_as_it_was_used(tmp_path: Path) -> None:
+    """The schedule changes it in place, before it is read for the log."""
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+    trainer = make_trainer(tmp_path, model, DATA, optimizers=(optimizer, None), logging_steps=2)
+    trainer.train()
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
+    assert rates == pytest.approx([0.5 * (6 - step) / 6 for step in (1, 3, 5)])
+
+
 def test_given_ones_are_used(tmp_path: Path) -> None:
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

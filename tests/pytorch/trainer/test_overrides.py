@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from paceline import Trainer, TrainerCallback
+from paceline.pytorch.model.outputs import ModelOutputError
 
 DATA = classification(24)
 
@@ -207,6 +208,28 @@ def test_a_training_step_of_older_times(tmp_path: Path) -> None:
     plain = make_trainer(tmp_path, Classifier(), DATA, gradient_accumulation_steps=2)
     plain.train()
     assert losses(old) == losses(plain)
+
+
+def test_an_own_loss_is_one_number(tmp_path: Path) -> None:
+    found = []
+    wrong = [lambda loss: float(loss.detach()), lambda loss: loss.expand(2), lambda loss: loss.detach().long()]
+    for change in (lambda loss: loss, lambda loss: loss.reshape(1), *wrong):
+
+        class Own(Trainer):
+            def compute_loss(
+                self, model: Any, inputs: Any, return_outputs: bool = False, change: Any = change, **kwargs: Any
+            ) -> Any:
+                loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+                return (change(loss), outputs) if return_outputs else change(loss)
+
+        trainer = make_trainer(tmp_path, Classifier(), DATA, cls=Own, max_steps=2)
+        if change not in wrong:
+            trainer.train()
+            found.append(losses(trainer))
+            continue
+        with pytest.raises(ModelOutputError, match=r"compute_loss returned .*; a loss must be a tensor of one number"):
+            trainer.train()
+    assert found[0] == found[1]
 
 
 def test_inputs_can_be_prepared(tmp_path: Path) -> None:

@@ -47,9 +47,9 @@ class DataShard:
     @property
     def each(self) -> int | None:
         """Returns the samples of each process in every slot; None if these differ."""
-        sizes = set(self.slots)
-        size = self.slots[0] if len(sizes) == 1 else 1
-        return size // self.size if size % self.size == 0 else None
+        size = self.slots[0]
+        is_even = len(set(self.slots)) == 1 and size % self.size == 0
+        return size // self.size if is_even else None
 
     @property
     def window(self) -> int:
