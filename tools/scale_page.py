@@ -371,44 +371,44 @@ def held(cost: Cost) -> int:
 
 PAGE_TEXT = """# At scale: what a step costs
 
-This page is simulated, not measured: `python tools/scale_page.py` writes it. One process of a run is made with torch's
-`fake` process group and FakeTensor, and takes a step: the strategy, `fully_shard`, DTensor, clipping and AdamW are the
-ones that train, and what they ask of the group is counted.
-[A test](../tests/pytorch/distributed/test_scale.py) does this for a small model on 1,024 processes and holds shards,
-memory and collectives against their formulas; it also lays every process's share of the samples side by side.
+This page is simulated, not measured; `python tools/scale_page.py` writes it. One process of a run takes an optimizer
+step with torch's `fake` process group and FakeTensor. The strategy, `fully_shard`, DTensor, clipping and AdamW are
+those of real training, and the collectives that they request are counted.
+[A test](../tests/pytorch/distributed/test_scale.py) does this for a small model on 1,024 processes and compares
+shards, memory and collectives with formulas; it also compares the samples assigned to each process.
 
 The model: {billions} billion parameters ({layers} layers of width {width}), full precision, one sequence of {sequence}
-tokens for each process (for each eight, with tensor parallel), machines of eight. It is simulated with one layer and
-with two, and what the second adds is taken for each further one: the test holds this against four layers.
+tokens per process (per eight processes with tensor parallel), eight processes per machine. It is simulated with one
+layer and with two, and the difference is extrapolated to all layers; the test compares this with four layers.
 
 ## Collectives of one step, on 1,024 processes
 
-Bytes are those of the whole message: what an `all_gather` returns, what a `reduce_scatter` takes. `across 8` is a group
-of eight processes on several machines.
+Bytes are those of the whole message: the output of an `all_gather`, the input of a `reduce_scatter`. `inside 8` is a
+group of eight processes on one machine, `across 8` one on several machines.
 
 | strategy | collective | calls | GB |
 |---|---|---|---|
 {collectives}
 
-A replica on every process (`parallel="ddp"`) adds up its {gradients} GB of gradients in buckets of 25 MB.
+With a replica on every process (`parallel="ddp"`), {gradients} GB of gradients are all-reduced in buckets of 25 MB.
 
 ## Seconds of communication in a step
 
-With rings, 450 GB/s for each process inside a machine and 50 GB/s across machines, 20 microseconds for each call and
-doubling of the group; nothing hidden behind computing, so an upper bound. `fully_shard` gathers a layer while the one
-before it computes. The last column is the computing, at 400 TFLOP/s.
+Assumes ring collectives, 450 GB/s per process within a machine and 50 GB/s across machines, and a latency of 20
+microseconds per call and doubling of the group. No communication overlaps with computation, so this is an upper bound:
+`fully_shard` gathers a layer while the previous one computes. The last column is the computation at 400 TFLOP/s.
 
-| strategy | {heads} processes | computing |
+| strategy | {heads} processes | computation |
 |---|{lines}|---|
 {times}
 
-A replica on every process: {ddp} on 1,024. With `bf16=True` activations have half the bytes;
-weights and gradients are kept, and sent, in float32.
+With a replica on every process: {ddp} on 1,024. With `bf16=True` activations take half the bytes;
+weights and gradients are stored and communicated in float32.
 
 ## Memory of a process, in GB
 
-Weights, gradients and the two moments of AdamW, as FakeTensor accounts for them. Activations come on top. On one
-process it would be {whole} GB.
+Weights, gradients and the two moments of AdamW, as counted with FakeTensor, without activations. On one process it
+would be {whole} GB.
 
 | strategy | {heads} processes |
 |---|{lines}|
@@ -416,11 +416,11 @@ process it would be {whole} GB.
 
 ## What is not simulated
 
-- FakeTensor refuses to read values, and torch's DeviceMesh reads the ranks in its own: meshes are made of real tensors
-  (`real_meshes` in the tool). No operation of the step is refused.
-- DistributedDataParallel, whose buckets are C++ over real memory: its row is computed.
-- The memory of activations, and of what a layer is gathered into.
-- Loading, evaluation and checkpoints; the network's own behaviour under load; stragglers.
+- Device meshes: FakeTensor has no values, and torch's DeviceMesh reads the ranks in its tensor, so meshes are made of
+  real tensors (`real_meshes` in the tool). No operation of the step is left out.
+- DistributedDataParallel, whose buckets are C++ over real memory: its figures are computed.
+- The memory of activations, and of the buffers that a layer is gathered into.
+- Loading, evaluation and checkpoints; contention in the network; stragglers.
 """
 
 

@@ -43,7 +43,7 @@ DEFECTS: dict[str, Defect] = {
     "hidden non-finite loss": Defect(
         "A loss that is not finite is logged as the mean of those since the last row, 0.0 where there are none, while "
         "the weights are lost.",
-        "What is not finite is counted in the log, and logged as it is where nothing else is left; "
+        "Values that are not finite are counted in the log, and logged as such if there are no others; "
         "`nonfinite_policy` can skip, rewind or raise.",
         "tests/pytorch/trainer/test_nonfinite.py",
     ),

@@ -22,7 +22,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.sharding import read_sharding
 
 Found = dict[str, Any]
-HEADING = "Layers in a row"
+HEADING = "Sequential models"
 COLUMNS = [("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp", 2), ("fsdp+offload", 2), ("fsdp", 4), ("hsdp", 4)]
 COLUMNS += [("tp", 2), ("tp+fsdp", 4)]
 COLUMNS += [("gpipe", 2), ("1f1b", 2), ("interleaved-1f1b", 2), ("1f1b+ddp", 4)]
