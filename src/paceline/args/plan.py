@@ -216,10 +216,7 @@ def resolve(
     check_packing_on(args, mesh)
     accumulation_steps, update_size = resolve_update(args, mesh.data_size, resumed_batch_size)
     train_size, eval_size = resolve_batches(args, mesh.data_size, notes)
-    global_batch_size = update_size
-    if tokens_of(args) is not None:
-        mean = (samples_per_epoch or 0) / ((micro_batches_per_epoch or 1) * mesh.data_size)
-        train_size, global_batch_size = (max(round(mean * number), 1) for number in (1, update_size))
+    train_size, size = mean_sizes(args, train_size, update_size, samples_per_epoch, micro_batches_per_epoch, mesh)
     duration = resolve_duration(args, micro_batches_per_epoch, accumulation_steps, notes)
     return Plan(
         **resolve_intervals(args, duration.max_steps, notes),
@@ -227,7 +224,7 @@ def resolve(
         eval_batch_size=eval_size,
         accumulation_steps=accumulation_steps,
         world_size=world_size,
-        global_batch_size=global_batch_size,
+        global_batch_size=size,
         updates_per_epoch=duration.updates_per_epoch,
         micro_batches_per_epoch=micro_batches_per_epoch,
         max_steps=duration.max_steps,
@@ -351,6 +348,16 @@ def resolve_batches(args: Options, data_size: int, notes: list[str]) -> tuple[in
         most = f"{'at most ' if asked[0] % data_size else ''}{train_size}"
         notes.append(f"split_batches=True: {asked[0]} samples in a micro-batch of all processes, {most} on each.")
     return train_size, eval_size
+
+
+def mean_sizes(
+    args: Options, train_size: int, update_size: int, samples: int | None, micro_batches: int | None, mesh: Mesh
+) -> tuple[int, int]:
+    """Returns the samples of a micro-batch and of an optimizer step: with a token budget their means, at least 1."""
+    if tokens_of(args) is None:
+        return train_size, update_size
+    mean = (samples or 0) / ((micro_batches or 1) * mesh.data_size)
+    return max(round(mean), 1), max(round(mean * update_size), 1)
 
 
 def resolve_duration(args: Options, micro_batches: int | None, accumulation_steps: int, notes: list[str]) -> Duration:

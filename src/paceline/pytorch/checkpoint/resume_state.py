@@ -160,14 +160,7 @@ def resumed_batch_size(
     micro_batch_size = math.ceil(global_batch_size / accumulation / data_size)
     shares = DataShard.of_update(0, data_size, micro_batch_size, kept)
     unit = "samples" if arguments.get("per_device_train_tokens") is None else "micro-batches"
-    if reads_stream and shares.each is None:
-        reason = f"of a stream, {kept} samples cannot be sharded evenly across {data_size} processes"
-    elif min(shares.slots) < data_size:
-        reason = f"{kept} {unit} are too few for {data_size} processes"
-    elif unit == "micro-batches" and kept % data_size:
-        reason = f"{kept} micro-batches cannot be dealt evenly to {data_size} processes"
-    elif SAMPLERS[arguments["train_sampling_strategy"]].makes_batches:
-        reason = f"train_sampling_strategy={arguments['train_sampling_strategy']!r} makes its own micro-batches"
+    reason = obstacle(arguments, shares, kept, unit, reads_stream=reads_stream) or reason
     if reason is not None and global_batch_size != kept:
         logger.warning(
             "Each optimizer step now takes %d %s, not %d as before: %s.", global_batch_size, unit, kept, reason
@@ -184,6 +177,29 @@ def resumed_batch_size(
         len(shares.slots),
     )
     return kept
+
+
+def obstacle(
+    arguments: Mapping[str, Any], shares: DataShard, kept: int, unit: str, *, reads_stream: bool
+) -> str | None:
+    """Returns why the processes cannot share an optimizer step of another number of them; None if they can.
+
+    Args:
+        arguments: the present ones, as plain values.
+        shares: of the present processes.
+        kept: samples, or micro-batches, of an optimizer step.
+        unit: "samples" or "micro-batches".
+        reads_stream: the training data is a stream.
+    """
+    if reads_stream and shares.each is None:
+        return f"of a stream, {kept} samples cannot be sharded evenly across {shares.size} processes"
+    if min(shares.slots) < shares.size:
+        return f"{kept} {unit} are too few for {shares.size} processes"
+    if unit == "micro-batches" and kept % shares.size:
+        return f"{kept} micro-batches cannot be dealt evenly to {shares.size} processes"
+    if SAMPLERS[arguments["train_sampling_strategy"]].makes_batches:
+        return f"train_sampling_strategy={arguments['train_sampling_strategy']!r} makes its own micro-batches"
+    return None
 
 
 def changed_batch(saved: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
