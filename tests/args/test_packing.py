@@ -9,7 +9,7 @@ import pytest
 
 from paceline.args.adopt import adopt
 from paceline.args.errors import UnsupportedOption
-from paceline.args.packing import packing_of
+from paceline.args.packing import TokenBudget, budget_of, packing_of
 from paceline.args.plan import resolve
 from paceline.args.training import TrainingArguments
 
@@ -65,3 +65,43 @@ def test_a_field_of_a_class_for_transformers_means_what_that_says() -> None:
         assert args.packing is value
         assert packing_of(args) is None
         assert type(args).__name__ == "TrainingArguments"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"per_device_train_batch_size": 4}, ValueError, "two sizes of the same micro-batches"),
+        ({"train_sampling_strategy": "sequential"}, ValueError, "two orders of the same samples"),
+        ({"packing": "pack", "packing_length": 128}, ValueError, "packing_length=128 is above per_device_train_tok"),
+        ({"dataloader_drop_last": True}, ValueError, "Leave dataloader_drop_last out"),
+        ({"auto_find_batch_size": True}, UnsupportedOption, "lower per_device_train_tokens"),
+        ({"accelerator_config": {"split_batches": True}}, UnsupportedOption, "leave split_batches out"),
+        ({"accelerator_config": {"dispatch_batches": True}}, UnsupportedOption, "leave dispatch_batches out"),
+        ({"deepspeed": {"zero_optimization": {"stage": 1}}}, UnsupportedOption, "deepspeed with per_device_train_tok"),
+    ],
+)
+def test_a_token_budget_refuses(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        TrainingArguments("x", per_device_train_tokens=64, use_cpu=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [
+        ({}, None),
+        ({"per_device_train_tokens": 64}, TokenBudget(64)),
+        ({"per_device_train_tokens": 64, "packing": "group"}, TokenBudget(64)),
+        ({"per_device_train_tokens": 64, "packing": "flatten"}, TokenBudget(64, 64)),
+        ({"per_device_train_tokens": 64, "packing": "pack"}, TokenBudget(64, 64)),
+        ({"per_device_train_tokens": 64, "packing": "pack", "packing_length": 16}, TokenBudget(64, 16)),
+    ],
+)
+def test_the_budget_and_its_rows(options: dict[str, Any], budget: TokenBudget | None) -> None:
+    assert budget_of(TrainingArguments("x", **options)) == budget
+
+
+def test_the_plan_counts_samples_by_their_mean() -> None:
+    args = TrainingArguments("x", per_device_train_tokens=64, gradient_accumulation_steps=3, use_cpu=True)
+    plan = resolve(args, world_size=2, micro_batches_per_epoch=10, samples_per_epoch=141)
+    assert (plan.updates_per_epoch, plan.update_size, plan.micro_batch_size, plan.global_batch_size) == (4, 6, 7, 42)
+    assert "about 42 per step = at most 64 tokens x 3 micro-batches x 2 processes" in plan.describe()

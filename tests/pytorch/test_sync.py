@@ -22,6 +22,7 @@ from paceline.pytorch import sync as sync_module
 from paceline.pytorch.distributed.watchdog import Watchdog
 from paceline.pytorch.distributed.world import World
 from paceline.pytorch.model.loss import LossNormalizer
+from paceline.pytorch.model.operations import Counted
 from paceline.pytorch.model.reductions import LossReduction
 from paceline.pytorch.sync import LocalSync, ProcessSync, SyncControl, synchronized_control
 
@@ -87,15 +88,15 @@ def targets(batch: dict[str, Any]) -> int:
     return int((batch["labels"] != -100).sum())
 
 
-def measure(batches: list[Any]) -> tuple[int, int]:
-    return sum(batch["labels"].numel() for batch in batches), 10 * len(batches)
+def measure(batches: list[Any]) -> Counted:
+    return Counted(sum(batch["labels"].numel() for batch in batches), 10 * len(batches), len(batches), 7)
 
 
 def test_a_window_weighs_what_all_have_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     both = Processes(monkeypatch)
     results = both.meet([batch_of(1, 2, 3), batch_of(1, -100, -100)], [batch_of(4, 5, -100)])
     for sync, ((batches, num_items), num_samples, num_batches) in zip(both.syncs, results, strict=True):
-        assert (sync.weight, sync.total, sync.tokens, sync.operations) == (6, 3, 9, 30)
+        assert (sync.weight, sync.total, sync.counted) == (6, 3, (9, 30, 3, 14))
         assert (int(num_items), num_samples, num_batches, sync.is_idle) == (6, 3, 2, False)
         assert sync.signals.requested is None
         assert len(batches) == 2 - sync.world.process_index
@@ -192,7 +193,7 @@ def test_processes_that_read_the_same_data_count_once(monkeypatch: pytest.Monkey
     both = Processes(monkeypatch, mesh=Mesh(tp=2))
     results = both.meet([batch_of(1, 2, 3)], [batch_of(1, 2, 3)])
     for sync, ((_, num_items), num_samples, _) in zip(both.syncs, results, strict=True):
-        assert (sync.weight, sync.total, sync.tokens, sync.operations) == (3, 3, 3, 10)
+        assert (sync.weight, sync.total, sync.counted) == (3, 3, (3, 10, 1, 7))
         assert (int(num_items), num_samples) == (3, 1)
 
 

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from paceline.args.accelerator_config import is_on
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh
 from paceline.args.sections import Options, is_replaced
 
 JOINING = ("pack", "flatten")  # several documents in a row
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """The tokens of a training micro-batch.
+
+    Attributes:
+        tokens: at most, padding included.
+        row_length: tokens of a packed row; None: a row for each sample.
+    """
+
+    tokens: int
+    row_length: int | None = None
 
 
 def packing_of(options: Options) -> str | None:
@@ -17,6 +33,29 @@ def packing_of(options: Options) -> str | None:
 def sampling_of(options: Options) -> str:
     """Returns the order of the training samples: `train_sampling_strategy`, or that of `packing="group"`."""
     return "group_by_length" if packing_of(options) == "group" else str(options.train_sampling_strategy)
+
+
+def order_of(options: Options) -> str:
+    """Returns the order of the training samples: a name in `ORDERS`."""
+    return sampling_of(options) if tokens_of(options) is None else "tokens"
+
+
+def tokens_of(options: Options) -> int | None:
+    """Returns the tokens of a micro-batch; None: it is of samples."""
+    return None if is_replaced(type(options), "per_device_train_tokens") else options.per_device_train_tokens
+
+
+def row_length_of(options: Options) -> int | None:
+    """Returns the tokens of a row for `packing="pack"`; None: the longest sample of each micro-batch."""
+    return options.packing_length if options.packing_length is not None else tokens_of(options)
+
+
+def budget_of(options: Options) -> TokenBudget | None:
+    """Returns the token budget; None: micro-batches are of samples."""
+    tokens, packing = tokens_of(options), packing_of(options)
+    if tokens is None:
+        return None
+    return TokenBudget(tokens, {"pack": row_length_of(options), "flatten": tokens}.get(str(packing)))
 
 
 def check_packing(options: Options) -> None:
@@ -59,6 +98,55 @@ def check_packing(options: Options) -> None:
             f"packing={packing!r} with deepspeed is not supported: its engine takes the model before it can be tried. "
             "Use packing='group', or parallel='ddp'."
         )
+
+
+def check_tokens(options: Options) -> None:
+    """Checks the token budget with other options.
+
+    Raises:
+        ValueError: they contradict each other.
+        UnsupportedOption: a combination that is not supported.
+    """
+    tokens = tokens_of(options)
+    if tokens is None:
+        return
+    shown, strategy = f"per_device_train_tokens={tokens}", str(options.train_sampling_strategy)
+    size, unset = options.per_device_train_batch_size, type(options).__dataclass_fields__["per_device_train_batch_size"]
+    if size != unset.default:
+        raise ValueError(
+            f"{shown} and per_device_train_batch_size={size} are two sizes of the same micro-batches: leave one of "
+            "them out."
+        )
+    if strategy not in ("random", "group_by_length"):
+        raise ValueError(
+            f"{shown} and train_sampling_strategy={strategy!r} are two orders of the same samples: leave one of them "
+            "out."
+        )
+    if options.packing_length is not None and options.packing_length > tokens:
+        raise ValueError(
+            f"packing_length={options.packing_length} is above {shown}, and a row is part of a micro-batch: lower "
+            "packing_length, or leave it out."
+        )
+    if options.dataloader_drop_last:
+        raise ValueError(
+            f"{shown} and dataloader_drop_last=True: micro-batches differ in their number of samples, and none is "
+            "incomplete. Leave dataloader_drop_last out."
+        )
+    refused = {
+        "auto_find_batch_size=True": (options.auto_find_batch_size, "lower per_device_train_tokens"),
+        "deepspeed": (bool(options.deepspeed), "use parallel='fsdp', or per_device_train_batch_size"),
+        "accelerator_config={'split_batches': True}": (
+            is_on(options.accelerator_config, "split_batches"),
+            "the budget is that of each process; leave split_batches out",
+        ),
+        "accelerator_config={'dispatch_batches': True}": (
+            is_on(options.accelerator_config, "dispatch_batches"),
+            "each process reads its own micro-batches; leave dispatch_batches out",
+        ),
+    }
+    for name, (is_asked, remedy) in refused.items():
+        if is_asked:
+            raise UnsupportedOption(f"{name} with {shown} is not supported: {remedy}.")
 
 
 def check_packing_on(options: Options, mesh: Mesh) -> None:

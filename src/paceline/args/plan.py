@@ -11,7 +11,7 @@ from paceline.args.accelerator_config import accelerator_notes, check_sharing, g
 from paceline.args.choices import IntervalStrategy
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh, engine_of, read_size, resolve_mesh
-from paceline.args.packing import check_packing_on
+from paceline.args.packing import check_packing_on, tokens_of
 from paceline.args.registry import STRATEGIES
 from paceline.args.rules import check, check_for_run, derived_values
 from paceline.args.sections import Options
@@ -27,13 +27,13 @@ class Plan:
     """The resolved configuration of one run. A step is one optimizer step.
 
     Attributes:
-        micro_batch_size: samples per process in one training micro-batch.
+        micro_batch_size: samples per process in one training micro-batch; with a token budget their mean, rounded.
         eval_batch_size: samples per process in one evaluation batch.
         accumulation_steps: micro-batches per step.
         world_size: number of processes.
         mesh: the device mesh, which determines the ranks that read the same data.
         parallel: the strategy; None for one process.
-        global_batch_size: samples per step, over all processes.
+        global_batch_size: samples per step, over all processes; with a token budget their mean, rounded.
         updates_per_epoch: steps in one epoch, the last one possibly of fewer micro-batches; None if the length is
             unknown.
         micro_batches_per_epoch: micro-batches of one process in one epoch, by the loader's count; None if unknown.
@@ -54,6 +54,8 @@ class Plan:
         leave_out_non_finite: the logged mean is over the finite losses if there are any.
         auto_find_batch_size: halve the micro-batch size after an out-of-memory.
         metric_for_best_model, greater_is_better: criterion of the best model; None if unused.
+        micro_batch_tokens: tokens per process in one training micro-batch, at most; None: they are counted in samples.
+        update_size: what a step takes on any number of processes: samples, or micro-batches with a token budget.
         notes: one sentence for each decision to report.
     """
 
@@ -89,6 +91,8 @@ class Plan:
     parallel: str | None = None
     shard_precision: str | None = None
     mesh: Mesh = field(default_factory=Mesh)
+    micro_batch_tokens: int | None = None
+    update_size: int = 0
     notes: tuple[str, ...] = ()
 
     def halved(self) -> Plan:
@@ -129,8 +133,7 @@ class Plan:
         most = "at most " if self.micro_batch_size * self.accumulation_steps * parts > self.global_batch_size else ""
         lines = [
             f"steps      {self.max_steps:,}{epochs}, {epoch}, warmup {self.warmup_steps:,}",
-            f"samples    {self.global_batch_size:,} per step = {most}{self.micro_batch_size} x "
-            f"{self.accumulation_steps} micro-batches{processes}",
+            f"samples    {self._batch(most)} x {self.accumulation_steps} micro-batches{processes}",
             *([self._processes()] if self.parallel is not None else []),
             f"numbers    {numbers}, {clip}, {seeds}",
             f"log        {self._interval('logging')}",
@@ -139,6 +142,11 @@ class Plan:
             *(f"note       {note}" for note in self.notes),
         ]
         return "\n".join(lines)
+
+    def _batch(self, most: str) -> str:
+        if self.micro_batch_tokens is not None:
+            return f"about {self.global_batch_size:,} per step = at most {self.micro_batch_tokens:,} tokens"
+        return f"{self.global_batch_size:,} per step = {most}{self.micro_batch_size}"
 
     def _processes(self) -> str:
         assert self.parallel is not None
@@ -193,8 +201,8 @@ def resolve(
         world_size: number of processes.
         micro_batches_per_epoch: training micro-batches of one process in one epoch; None if unknown.
         samples_per_epoch: training samples in one epoch over all processes; None if unknown.
-        resumed_batch_size: the global batch size of a run started on another number of processes; None takes that of
-            the arguments.
+        resumed_batch_size: the `update_size` of a run started on another number of processes; None takes that of the
+            arguments.
         local_size: processes per machine; None for all.
 
     Raises:
@@ -206,8 +214,9 @@ def resolve(
     derived = derived_values(args)
     mesh = resolve_mesh(args, world_size, local_size)
     check_packing_on(args, mesh)
-    accumulation_steps, global_batch_size = resolve_update(args, mesh.data_size, resumed_batch_size)
+    accumulation_steps, update_size = resolve_update(args, mesh.data_size, resumed_batch_size)
     train_size, eval_size = resolve_batches(args, mesh.data_size, notes)
+    train_size, size = mean_sizes(args, train_size, update_size, samples_per_epoch, micro_batches_per_epoch, mesh)
     duration = resolve_duration(args, micro_batches_per_epoch, accumulation_steps, notes)
     return Plan(
         **resolve_intervals(args, duration.max_steps, notes),
@@ -215,7 +224,7 @@ def resolve(
         eval_batch_size=eval_size,
         accumulation_steps=accumulation_steps,
         world_size=world_size,
-        global_batch_size=global_batch_size,
+        global_batch_size=size,
         updates_per_epoch=duration.updates_per_epoch,
         micro_batches_per_epoch=micro_batches_per_epoch,
         max_steps=duration.max_steps,
@@ -225,6 +234,8 @@ def resolve(
         warmup_steps=note_warmup(args, duration.max_steps, notes),
         parallel=resolve_parallel(args, world_size, local_size),
         mesh=mesh,
+        micro_batch_tokens=tokens_of(args),
+        update_size=update_size,
         precision=precision_of(args),
         shard_precision=resolve_shard_precision(args, mesh),
         max_grad_norm=args.max_grad_norm,
@@ -314,8 +325,11 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
 
 
 def resolve_update(args: Options, data_size: int, resumed_batch_size: int | None) -> tuple[int, int]:
-    """Returns (micro-batches per process, global batch size) of one optimizer step."""
-    at_once = global_micro_batch_size(args.accelerator_config, args.per_device_train_batch_size, data_size)
+    """Returns (micro-batches per process, `update_size`) of one optimizer step."""
+    if tokens_of(args) is None:
+        at_once = global_micro_batch_size(args.accelerator_config, args.per_device_train_batch_size, data_size)
+    else:
+        at_once = data_size
     if resumed_batch_size is not None:
         return math.ceil(resumed_batch_size / at_once), resumed_batch_size
     return args.gradient_accumulation_steps, at_once * args.gradient_accumulation_steps
@@ -334,6 +348,16 @@ def resolve_batches(args: Options, data_size: int, notes: list[str]) -> tuple[in
         most = f"{'at most ' if asked[0] % data_size else ''}{train_size}"
         notes.append(f"split_batches=True: {asked[0]} samples in a micro-batch of all processes, {most} on each.")
     return train_size, eval_size
+
+
+def mean_sizes(
+    args: Options, train_size: int, update_size: int, samples: int | None, micro_batches: int | None, mesh: Mesh
+) -> tuple[int, int]:
+    """Returns the samples of a micro-batch and of an optimizer step: with a token budget their means, at least 1."""
+    if tokens_of(args) is None:
+        return train_size, update_size
+    mean = (samples or 0) / ((micro_batches or 1) * mesh.data_size)
+    return max(round(mean), 1), max(round(mean * update_size), 1)
 
 
 def resolve_duration(args: Options, micro_batches: int | None, accumulation_steps: int, notes: list[str]) -> Duration:

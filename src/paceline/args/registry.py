@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SamplerEntry:
-    """A value of `train_sampling_strategy`.
+    """An order of training samples: a value of `train_sampling_strategy`, or that of another option.
 
     Attributes:
         factory: location of `SamplerRequest -> sampler`; see `paceline.pytorch.data.sampling`.
@@ -43,6 +43,11 @@ SAMPLERS = {
     "sequential": SamplerEntry("paceline.pytorch.data.sampling:make_sequential", takes_streams=True),
     "group_by_length": SamplerEntry("paceline.pytorch.data.sampling:make_length_grouped"),
     "batch_rebalance": SamplerEntry("paceline.pytorch.data.sampling:make_rebalanced", makes_batches=True),
+}
+
+ORDERS = {
+    **SAMPLERS,  # values of train_sampling_strategy
+    "tokens": SamplerEntry("paceline.pytorch.data.token_batches:make_token_batches", makes_batches=True),
 }
 
 STRATEGIES = {

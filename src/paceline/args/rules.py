@@ -11,7 +11,7 @@ from paceline.args.choices import IntervalStrategy, SaveStrategy, SchedulerType
 from paceline.args.deepspeed_config import fill_config
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import check_mesh
-from paceline.args.packing import check_packing
+from paceline.args.packing import check_packing, check_tokens
 from paceline.args.places import is_url, staging_folder
 from paceline.args.sections import Options
 from paceline.args.sharding import is_asked, is_xla_asked, read_sharding, shard_precision_of, wants_shards
@@ -21,6 +21,7 @@ LIMITS: dict[str, tuple[float, float | None, bool]] = {
     "per_device_train_batch_size": (1, None, True),
     "per_device_eval_batch_size": (1, None, True),
     "packing_length": (2, None, True),
+    "per_device_train_tokens": (1, None, True),
     "gradient_accumulation_steps": (1, None, True),
     "num_train_epochs": (0, None, True),
     "learning_rate": (0, None, True),
@@ -343,6 +344,7 @@ CHECKS = (
     check_generation,
     check_parallel,
     check_packing,
+    check_tokens,
     check_xla,
     check_supported,
 )

@@ -573,7 +573,14 @@ class PacelineSection:
         PACKINGS,
     )
     packing_length: int | None = option(
-        None, "Tokens of a row for packing='pack'. Unset: the longest sample of each micro-batch."
+        None,
+        "Tokens of a row for packing='pack'. Unset: per_device_train_tokens, else the longest sample of each "
+        "micro-batch.",
+    )
+    per_device_train_tokens: int | None = option(
+        None,
+        "Most tokens in one training micro-batch, padding included, per process: samples of similar length, or, with "
+        "packing, whole rows. Unset: per_device_train_batch_size samples.",
     )
 
 

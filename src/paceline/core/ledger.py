@@ -37,6 +37,7 @@ ACTIVITIES = (
     "other",  # callbacks, the loop itself
 )
 PREFIX = "time/"  # of the keys in a row of logs
+NOT_TRAINING = {f"{PREFIX}{ACTIVITIES[activity]}" for activity in (SETUP, EVALUATE, SAVE)}
 RESOURCE_PREFIX = "resource/"  # of those of `paceline.core.resources`, which few runs load
 
 # (activities, wording) in a summary
@@ -157,6 +158,11 @@ class Ledger:
         """Returns the entries that were prepared, once."""
         row, self._row = self._row, {}
         return row
+
+
+def training_seconds(row: Mapping[str, float]) -> float:
+    """Returns the seconds in a row of logs, without those of setup, evaluations and saves."""
+    return sum(value for name, value in row.items() if name.startswith(PREFIX) and name not in NOT_TRAINING)
 
 
 def describe(seconds: Mapping[str, float], num_steps: int | None = None) -> str:

@@ -116,8 +116,8 @@ class Stages(Protocol):
         ...
 
 
-class FlopMeter(Protocol):
-    """Counts the floating-point operations of a run."""
+class Meter(Protocol):
+    """Counts something in the course of a run, such as its floating-point operations."""
 
     def row(self, times: Mapping[str, float]) -> dict[str, float]:
         """Returns the entries of a row of logs, given the times in it."""
@@ -158,7 +158,7 @@ class Run:
         begun: start of the run, in seconds of a monotonic clock.
         ledger: the time of the run by activity.
         resources: samples the machine; None: `log_resources` is off.
-        flops: counts operations; None: `log_flops` is off.
+        meters: add entries to the rows of logs.
     """
 
     plan: Plan
@@ -179,7 +179,7 @@ class Run:
     begun: float = field(default_factory=time.monotonic)
     ledger: Ledger = field(default_factory=Ledger)
     resources: resources.Resources | None = None
-    flops: FlopMeter | None = None
+    meters: tuple[Meter, ...] = ()
 
     def sample_resources(self) -> None:
         """Starts to sample the machine."""
@@ -188,8 +188,8 @@ class Run:
     def row_entries(self) -> dict[str, float]:
         """Returns what callbacks get in a training row beside its metrics; empty for any other row."""
         entries = self.ledger.take_row()
-        if entries and self.flops is not None:
-            entries.update(self.flops.row(entries))
+        for meter in self.meters if entries else ():
+            entries.update(meter.row(entries))
         if entries and self.resources is not None:
             entries.update(self.resources.take())
         return entries
@@ -438,8 +438,8 @@ class Session(ABC, Generic[RunType, FacadeType]):
         """
         seconds = self.time_spent = run.ledger.seconds
         logger.info("Time %s.", describe(seconds, num_steps))
-        if run.flops is not None and run.flops.describe():
-            logger.info("Model %s.", run.flops.describe())
+        for text in filter(None, (meter.describe() for meter in run.meters)):
+            logger.info("%s.", text)
         used = (
             goodput.goodput(run.folder, run.mark_now()) if self.args.should_save and len(run.mark.starts) > 1 else None
         )

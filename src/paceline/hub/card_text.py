@@ -117,11 +117,14 @@ def hyper_parameters(run: CardRun, facts: CardFacts) -> str:
     micro, accumulation = facts.micro_batch_size, options.gradient_accumulation_steps
     now = state.train_batch_size  # smaller after an out-of-memory
     most = "at most " if micro * accumulation * shares > facts.global_batch_size else ""
+    tokens = getattr(options, "per_device_train_tokens", None)
+    batch = f"{facts.global_batch_size} = {most}{micro} per device"
+    if tokens:
+        batch = f"about {facts.global_batch_size} samples = at most {tokens} tokens per device"
     lines = [
         f"learning_rate: {options.learning_rate}",
-        f"global batch size: {facts.global_batch_size} = {most}{micro} per device x {accumulation} accumulated x "
-        + f"{shares} {name if shares == 1 else plural(name)}"
-        + (f", in micro-batches of {now}" if now and now != micro else ""),
+        f"global batch size: {batch} x {accumulation} accumulated x {shares} {name if shares == 1 else plural(name)}"
+        + (f", in micro-batches of {now}" if now and now != micro and not tokens else ""),
         f"per_device_eval_batch_size: {options.per_device_eval_batch_size}",
         f"optimizer: {optimizer_line(options, facts.optimizer)}",
         f"weight_decay: {options.weight_decay}",

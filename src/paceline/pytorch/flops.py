@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.args.errors import UnsupportedOption
 from paceline.args.plan import Plan
 from paceline.core.contracts import Strategy
-from paceline.core.ledger import PREFIX
+from paceline.core.ledger import training_seconds
 from paceline.core.optional import LateModule
 from paceline.pytorch.model.objective import adapted
 
@@ -25,7 +25,6 @@ else:
 logger = logging.getLogger(__name__)
 
 MOST_SHAPES = 1000  # known at a time: ragged data has as many as it has lengths
-NOT_TRAINING = {f"{PREFIX}{name}" for name in ("setup", "evaluate", "save")}
 
 # part of a device's name -> dense TFLOP/s in (16 bits, TF32, float32), by the makers' data sheets; the first that fits.
 # None: the device is older than TF32 and bfloat16
@@ -178,7 +177,7 @@ class FlopMeter:
             times: seconds by activity since the row before, as in the row.
         """
         done, self._in_rows = self.operations - self._in_rows, self.operations
-        seconds = sum(value for name, value in times.items() if name.startswith(PREFIX) and name not in NOT_TRAINING)
+        seconds = training_seconds(times)
         self._seconds += seconds
         return self._rates(done, seconds)
 
@@ -191,14 +190,14 @@ class FlopMeter:
         return rates
 
     def describe(self) -> str:
-        """Returns the rates of the whole run in words; empty if nothing was counted."""
+        """Returns the rates of the whole run as a sentence; empty if nothing was counted."""
         rates = self._rates(self.operations, self._seconds)
         if not rates:
             return ""
         share = f", {100 * rates['mfu']:.1f} % of the peak of the device (MFU)" if "mfu" in rates else ""
         per_second = rates["model_flops_per_second"]
         rate = f"{per_second / 1e12:.3g} TFLOP/s" if per_second >= 1e12 else f"{per_second / 1e9:.3g} GFLOP/s"
-        return rate + share
+        return f"Model {rate}{share}"
 
 
 def shapes_of(batch: object) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.args.accelerator_config import check_batch, global_micro_batch_size, is_on
 from paceline.args.mesh import Mesh
+from paceline.args.packing import TokenBudget
 from paceline.core.contracts import Strategy
 from paceline.pytorch.data.columns import has_removable_columns
 from paceline.pytorch.data.data_shard import DataShard
@@ -31,13 +32,14 @@ class LoaderSettings:
     Attributes:
         train_batch_size, eval_batch_size: samples of a batch on one process.
         accumulation: micro-batches of an optimizer step.
-        sampling: the order of training samples: `random`, `sequential`, `group_by_length` or `batch_rebalance`.
-        eval_sampling: the order of evaluated samples, one of these.
+        sampling: the order of training samples, a name in `ORDERS` of `paceline.args.registry`.
+        eval_sampling: the order of evaluated samples, a name in `SAMPLERS`.
         seed: of both orders.
         length_column: the column with the length of each sample.
         model_input_name: the column whose length is measured without that one; None: the usual names.
         drop_last: leave an incomplete last batch out of training.
         accelerator: the settings of `accelerator_config`: what a batch size counts, and who reads the data.
+        budget: tokens of a training micro-batch; None: `train_batch_size` samples.
     """
 
     train_batch_size: int
@@ -50,6 +52,7 @@ class LoaderSettings:
     model_input_name: str | None
     drop_last: bool
     accelerator: Any
+    budget: TokenBudget | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -65,7 +68,8 @@ class LoaderFactory:
         filter_collator: `(collate, description) -> collate` that drops what the model does not take.
         filter_dataset: `(dataset, description) -> dataset` without the columns that the model does not take.
         kept: loaders of evaluations whose workers outlive them; None: none do.
-        resumed_batch_size: samples of an optimizer step, if a run is resumed on another number of processes.
+        resumed_batch_size: samples of an optimizer step, if a run is resumed on another number of processes; with a
+            budget, its micro-batches.
         find_packing: returns the packing of training batches; None without.
     """
 
@@ -128,7 +132,7 @@ class LoaderFactory:
         """Returns this process's shard of the data, if several read different shards, or reproduce such a run."""
         config = self.settings.accelerator
         at_once = global_micro_batch_size(config, batch_size, self.size)
-        if is_training and self.resumed_batch_size is not None:
+        if is_training and self.resumed_batch_size is not None and self.settings.budget is None:
             return DataShard.of_update(self.rank, self.size, math.ceil(at_once / self.size), self.resumed_batch_size)
         if self.size == 1:
             return None
@@ -149,6 +153,9 @@ class LoaderFactory:
             drop_last=settings.drop_last,
             num_ranks=self.size,
             rank=self.rank,
+            budget=settings.budget,
+            update_size=self.resumed_batch_size,
+            multiple=getattr(self.collate, "pad_to_multiple_of", None) or 1,
         )
 
     def eval_order(self, dataset: object) -> Any:
@@ -161,6 +168,29 @@ class LoaderFactory:
             seed=settings.seed,
             length_column=settings.length_column,
             model_input_name=settings.model_input_name,
+        )
+
+
+def check_train_loader(loader: Any, owner: str, packing: Packing | None, tokens: int | None) -> None:
+    """Checks that a training loader is what the options ask for.
+
+    Args:
+        loader: of the run.
+        owner: class of the Trainer, for the error.
+        packing: of the run; None without.
+        tokens: budget of a micro-batch; None: it is of samples.
+
+    Raises:
+        ValueError: it is a loader or an order of the user's.
+    """
+    if packing is not None:
+        packing.check_loader(loader, owner)
+    settings = getattr(getattr(loader, "batch_sampler", None), "settings", {})
+    if tokens is not None and settings.get("kind") != "tokens":
+        raise ValueError(
+            f"per_device_train_tokens={tokens}: the training loader or its sampler is {owner}'s own, and its "
+            "micro-batches are of samples. Leave per_device_train_tokens out, or let the Trainer make the loader and "
+            "its order."
         )
 
 

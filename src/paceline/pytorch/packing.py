@@ -44,15 +44,14 @@ class Packing:
         """The options that asked for it."""
         return self.kind, self.length
 
-    def collator(self, collate: Callable[[list[Any]], Any], length: int | None = None) -> PackingCollator:
+    def collator(self, collate: Callable[[list[Any]], Any]) -> PackingCollator:
         """Returns the collator of packed batches.
 
         Args:
             collate: the Trainer's; what it makes of samples is packed, and samples themselves where it is a default.
-            length: tokens of a row, of a sampler that filled it.
         """
         inner = None if type(collate) in DEFAULTS else collate
-        return PackingCollator(inner, self.form, self.kind, length or self.length)
+        return PackingCollator(inner, self.form, self.kind, self.length)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

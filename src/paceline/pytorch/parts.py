@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.args.packing import JOINING, packing_of, sampling_of
+from paceline.args.packing import JOINING, budget_of, order_of, packing_of, row_length_of, sampling_of, tokens_of
 from paceline.args.sharding import wants_shards
 from paceline.checkpoint.retention import Retention, retention_of
 from paceline.core.log_text import LogText
@@ -48,10 +48,13 @@ if TYPE_CHECKING:
     from paceline.checkpoint.remote_sync import Policy, RemoteSync
     from paceline.pytorch import packing
     from paceline.pytorch.checkpoint import sharded_format
+    from paceline.pytorch.data import token_counts
+    from paceline.pytorch.data.token_counts import PaddingCounter
     from paceline.pytorch.trainer import Trainer
 else:
     packing = LateModule("paceline.pytorch.packing")
     sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
+    token_counts = LateModule("paceline.pytorch.data.token_counts")
 
 # ---- the model
 
@@ -200,7 +203,7 @@ def loaders_of(trainer: Trainer) -> LoaderFactory:
         train_batch_size=args.train_batch_size,
         eval_batch_size=args.eval_batch_size,
         accumulation=args.gradient_accumulation_steps,
-        sampling=sampling_of(args),
+        sampling=order_of(args),
         # separate batches cannot be reordered
         eval_sampling=sampling_of(args) if args.eval_do_concat_batches else "sequential",
         seed=trainer._data_seed,
@@ -208,6 +211,7 @@ def loaders_of(trainer: Trainer) -> LoaderFactory:
         model_input_name=trainer._model_input_name,
         drop_last=args.dataloader_drop_last,
         accelerator=args.accelerator_config,
+        budget=budget_of(args),
     )
     return LoaderFactory(
         settings=settings,
@@ -229,13 +233,14 @@ def find_packing(trainer: Trainer) -> packing.Packing | None:
     kind = packing_of(args)
     if kind not in JOINING:
         return None
-    if known is not None and known.model is trainer.model and known.asked == (kind, args.packing_length):
+    length = row_length_of(args) if kind == "pack" else None
+    if known is not None and known.model is trainer.model and known.asked == (kind, length):
         return known
     trainer._packing = found = packing.find_packing(
         trainer.model,
         trainer.compute_loss,
         kind=kind,
-        length=args.packing_length,
+        length=length,
         pad_token_id=getattr(trainer.processing_class, "pad_token_id", None),
         is_compiled=args.torch_compile,
         is_half=trainer.strategy.precision.autocasts,
@@ -251,13 +256,25 @@ def find_packing(trainer: Trainer) -> packing.Packing | None:
 
 
 def measurer_of(trainer: Trainer) -> Measure | None:
-    """Returns `(micro-batches) -> (input tokens, operations)`; None if neither is counted."""
+    """Returns `(micro-batches) -> counts`; None if nothing is counted."""
+    padding = getattr(trainer.processing_class, "pad_token_id", None)
     count_tokens = token_counter(
         str(trainer.args.include_num_input_tokens_seen),
         getattr(trainer.model, "main_input_name", "input_ids"),
-        getattr(trainer.processing_class, "pad_token_id", None),
+        padding,
     )
-    return measurer(innermost(trainer.model), trainer.floating_point_ops, count_tokens)
+    return measurer(innermost(trainer.model), trainer.floating_point_ops, count_tokens, padding_counter_of(trainer))
+
+
+def padding_counter_of(trainer: Trainer) -> PaddingCounter | None:
+    """Returns `(batch) -> (useful tokens, tokens)`; None without packing and token budget."""
+    args, found = trainer.args, trainer._find_packing()
+    tokens = tokens_of(args)
+    if tokens is None and packing_of(args) is None:
+        return None
+    pad_token_id = getattr(trainer.processing_class, "pad_token_id", None)
+    name = getattr(trainer.model, "main_input_name", "input_ids")
+    return token_counts.PaddingCounter(name, pad_token_id, tokens, None if found is None else found.form)
 
 
 # ---- checkpoints

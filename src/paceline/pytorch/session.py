@@ -53,6 +53,7 @@ from paceline.pytorch.distributed.strategy import SingleDevice, choose_strategy
 from paceline.pytorch.distributed.watchdog import Watchdog, watching
 from paceline.pytorch.distributed.world import World, device_text
 from paceline.pytorch.engine import Engine
+from paceline.pytorch.loaders import check_train_loader
 from paceline.pytorch.members import TrainerMembers
 from paceline.pytorch.model.factory import check_trainable
 from paceline.pytorch.model.loss import LossNormalizer
@@ -62,6 +63,7 @@ from paceline.pytorch.optim.layerwise import check_run, steps_in_backward
 from paceline.pytorch.optim.modes import switch_optimizer
 from paceline.pytorch.optim.schedulers import follows_metrics
 from paceline.pytorch.output_store import finished_uploads
+from paceline.pytorch.padding_meter import PaddingMeter
 from paceline.pytorch.sync import LocalSync, ProcessSync, Sync, synchronized_control
 from paceline.pytorch.validation import check_evaluation, check_optimizer, declare_loss
 
@@ -88,11 +90,13 @@ class Run(core.Run):
         sync: communication of the ranks around an optimizer step.
         saves: the checkpoints of the run, written and being written.
         loaders: of its evaluations, whose workers are kept alive between them.
+        padding: counts the useful tokens.
     """
 
     sync: Sync = field(kw_only=True)
     saves: Saves = field(default_factory=Saves)
     loaders: KeptLoaders = field(default_factory=KeptLoaders)
+    padding: PaddingMeter = field(default_factory=PaddingMeter)
 
 
 class Session(core.Session[Run, TrainerMembers]):
@@ -170,10 +174,8 @@ class Session(core.Session[Run, TrainerMembers]):
             )
             self.facade._load_from_checkpoint(str(checkpoint))
         loader = self.facade.get_train_dataloader()
-        packing = self.facade._find_packing()
-        if packing is not None:
-            packing.check_loader(loader, type(self.facade).__name__)
-        plan = self.make_plan(loader)
+        packing, plan = self.facade._find_packing(), self.make_plan(loader)
+        check_train_loader(loader, type(self.facade).__name__, packing, plan.micro_batch_tokens)
         collect, device = adapted(self.facade.get_batch_samples, 3), self.world.device
         feed = StatefulDataIterator(
             loader,
@@ -269,7 +271,10 @@ class Session(core.Session[Run, TrainerMembers]):
         engine = self.make_engine(plan, sync, ledger, meter)
         self.callback_handler.train_dataloader = feed.loader
         assert self.run_mark is not None
-        return Run(plan, feed, engine, signals, self.run_mark, folder, sync=sync, ledger=ledger, flops=meter)
+        padding = PaddingMeter()
+        meters = (padding,) if meter is None else (padding, meter)
+        parts = (plan, feed, engine, signals, self.run_mark, folder)
+        return Run(*parts, sync=sync, ledger=ledger, meters=meters, padding=padding)
 
     def restore(self, run: Run, checkpoint: Path | None) -> Loop:
         progress = self.facade._make_checkpointer().restore(checkpoint) if checkpoint is not None else None
@@ -464,21 +469,20 @@ class Session(core.Session[Run, TrainerMembers]):
             record=keep_journal(run.retry_writer, folder, self.state.global_step, progress),
             snapshot=lambda: self.rollback(run, folder).take(),
             rewind=lambda snapshot, bad: self.rollback(run, folder).rewind(snapshot, bad),
-            count=self.counter(run.sync),
+            count=self.counter(run),
         )
 
-    def counter(self, sync: Sync) -> Callable[[Sequence[Any]], None] | None:
-        """Returns a function that adds up the input tokens and the operations of each window, over all ranks; None if
-        neither is counted.
-        """
+    def counter(self, run: Run) -> Callable[[Sequence[Any]], None] | None:
+        """Returns a function that adds up the counts of each window, over all ranks; None if nothing is counted."""
         measure = self.facade._make_measurer()
         if measure is None:
             return None
 
         def count(batches: Sequence[Any]) -> None:
-            tokens, operations = sync.measured(measure, batches)
-            self.state.num_input_tokens_seen += tokens
-            self.current_flos += operations
+            counted = run.sync.measured(measure, batches)
+            self.state.num_input_tokens_seen += counted.tokens
+            self.current_flos += counted.operations
+            run.padding.add(counted.useful, counted.elements)
 
         return count
 

@@ -30,12 +30,13 @@ from paceline.pytorch.distributed.watchdog import Watchdog
 from paceline.pytorch.distributed.window import Pass, PassRunner
 from paceline.pytorch.distributed.world import World
 from paceline.pytorch.model.loss import Counts, LossNormalizer
+from paceline.pytorch.model.operations import Counted
 from paceline.pytorch.model.reductions import OF_TARGETS, Observation
 from paceline.pytorch.optim.layerwise import steps_in_backward
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
 AccumulationWindow = tuple[list[Any], Any]
-Measure = Callable[[Sequence[Any]], tuple[int, int]]
+Measure = Callable[[Sequence[Any]], Counted]
 RunWindow = Callable[[PassRunner, list[Pass]], list[Tensor]]
 StepRow = tuple[float, float, float, bool]  # loss, grad_norm, learning_rate, True if there is a loss
 
@@ -138,11 +139,11 @@ class LocalSync:
         """True if smaller micro-batches may avoid this error."""
         return is_out_of_memory(error)
 
-    def measured(self, measure: Measure, batches: Sequence[Any]) -> tuple[int, int]:
-        """Returns the input tokens and the operations of a window.
+    def measured(self, measure: Measure, batches: Sequence[Any]) -> Counted:
+        """Returns the counts of a window.
 
         Args:
-            measure: `(micro-batches) -> (input tokens, operations)`.
+            measure: `(micro-batches) -> counts`.
             batches: of the window.
         """
         return measure(batches)
@@ -168,7 +169,7 @@ class ProcessSync:
         accumulation: maximum number of micro-batches in a window.
         signals: stop requests; one received by any process stops all.
         averages: divide losses by the weight over all processes; else by that of each process.
-        measure: `(micro-batches) -> (input tokens, operations)`; None disables counting.
+        measure: `(micro-batches) -> counts`; None disables counting.
         watchdog: is told the current stage of this process, and reports late processes.
         mesh: the layout of the ranks. Ranks that read the same data count once; None: all read different data.
         ledger: takes the time of waiting for other processes; None: one of its own.
@@ -182,7 +183,7 @@ class ProcessSync:
         is_informative: the processes agreed to probe the loss of the window.
         is_look_due: that probe must still run, before the first pass is scaled.
         num_batches: largest number of micro-batches of any process.
-        tokens, operations: totals of the window over all processes.
+        counted: totals of the window over all processes.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class ProcessSync:
         self.total = self.weight = 0.0
         self.num_batches = 0
         self.is_idle = self.is_informative = self.is_look_due = False
-        self.tokens = self.operations = 0
+        self.counted = Counted()
         self._counts: Sequence[Counts] = ()
         self._must_match = False  # an overridden compute_loss may run collectives: all processes call it equally often
         self._spare: Any = None  # the batch of dummy passes
@@ -233,7 +234,7 @@ class ProcessSync:
         batches, num_items = window
         counts = [self.normalizer.count(batch) for batch in batches]
         own_weight = sum(item.weight for item in counts)
-        tokens, operations = self.measure(batches) if self.measure is not None and batches else (0, 0)
+        measured = self.measure(batches) if self.measure is not None and batches else Counted()
         noted = self.signals.noted
         values = [
             own_weight * self._is_leader,
@@ -244,16 +245,15 @@ class ProcessSync:
             int(noted is not None),
             int(noted == signal.SIGINT),
             int(own_weight == 0 and self._spare is None),
-            tokens * self._is_leader,
-            int(operations) * self._is_leader,
+            *(int(number) * self._is_leader for number in measured),
             int(bool(counts) and self.normalizer.has_target(counts)),
             *(int(len(batches) > slot) for slot in range(self.accumulation)),
         ]
         with self._waiting("waiting for the others before an update", DATA):
             weight, *numbers = sum_floats(self.world, values)  # of numbers below 2**53: exact
-        (items, num_counting, samples, informative, asked, interrupted, lacking, tokens, operations, targets,
-         *slots) = map(int, numbers)  # fmt: skip
-        self.tokens, self.operations = tokens, operations
+        (items, num_counting, samples, informative, asked, interrupted, lacking, *rest) = map(int, numbers)  # fmt: skip
+        self.counted = Counted(*rest[: len(measured)])
+        targets, *slots = rest[len(measured) :]
         if asked:
             self.signals.agree(bool(interrupted))
         self.weight = weight if self.normalizer.reduction.unit in OF_TARGETS or targets else 0.0
@@ -425,9 +425,9 @@ class ProcessSync:
         """True if smaller micro-batches may avoid this error: only for one that was raised on all processes."""
         return isinstance(error, DistributedOutOfMemory)
 
-    def measured(self, measure: Measure, batches: Sequence[Any]) -> tuple[int, int]:
-        """Returns the input tokens and the operations of the window over all processes, counted by `synchronize`."""
-        return self.tokens, self.operations
+    def measured(self, measure: Measure, batches: Sequence[Any]) -> Counted:
+        """Returns the counts of the window over all processes, by `synchronize`."""
+        return self.counted
 
     def enter(self, stage: str) -> None:
         """Reports the current stage of this process to the watchdog."""

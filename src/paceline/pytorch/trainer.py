@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.args.adopt import adopt, apply_log_level
+from paceline.args.packing import tokens_of
 from paceline.args.plan import Plan, resolve_update
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.defaults import with_defaults
@@ -650,8 +651,11 @@ class Trainer(HubNames, ForSubclasses):
     # ---- processes
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Returns the samples per optimizer step: batch size times accumulation times processes."""
-        return resolve_update(args, self.strategy.mesh.data_size, None)[1]
+        """Returns the samples per optimizer step: batch size times accumulation times processes; with a token budget
+        about that, by the mean of the last run.
+        """
+        in_update = resolve_update(args, self.strategy.mesh.data_size, None)[1]
+        return in_update if tokens_of(args) is None else in_update * (self.state.train_batch_size or 1)
 
     def hyperparameter_search(
         self,

@@ -56,6 +56,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "packing": (is_off, "use train_sampling_strategy='group_by_length'"),
     "packing_length": (is_off, "leave it out, as packing is of the torch side"),
     "parallel": (is_off, ONE_PROGRAM),
+    "per_device_train_tokens": (is_off, "set per_device_train_batch_size; leave it out"),
     "parallelism_config": (is_off, ONE_PROGRAM),
     "pipeline_config": (is_off, ONE_PROGRAM),
     "profile": (is_off, "call tf.profiler.experimental.start and stop in a callback; leave it out"),

@@ -52,7 +52,7 @@ class LoopProgress:
             "skipped": sorted(loop.skipped),
             "unlogged": dataclasses.asdict(loop.unlogged),
             "length": {"planned": loop.plan.max_steps, "max_steps": loop.state.max_steps},
-            "update_size": loop.plan.global_batch_size,
+            "update_size": loop.plan.update_size,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
@@ -138,7 +138,7 @@ def restarted_from(checkpoint: Path) -> bool:
 def resumed_batch_size(
     checkpoint: Path, *, data_size: int, global_batch_size: int, arguments: Mapping[str, Any], reads_stream: bool
 ) -> int | None:
-    """Returns the global batch size of the original run, if it is resumed on another number of processes.
+    """Returns the `update_size` of the original run, if it is resumed on another number of processes.
 
     None if the number is the same; if the batch arguments were changed, which then win; or if the samples cannot be
     sharded evenly.
@@ -146,7 +146,7 @@ def resumed_batch_size(
     Args:
         checkpoint: of the original run.
         data_size: the number of processes that read different data now.
-        global_batch_size: that the present arguments ask for.
+        global_batch_size: the `update_size` that the present arguments ask for.
         arguments: the present ones, as plain values.
         reads_stream: the training data is a stream.
     """
@@ -154,36 +154,60 @@ def resumed_batch_size(
     before, kept = progress.get("data_size", progress.get("world_size")), progress.get("update_size")
     if before in (None, data_size) or not is_count(before) or not is_count(kept) or kept < 1:
         return None
-    saved = progress.get("arguments") or {}
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    changed = [f"{name}={arguments[name]}" for name in names if saved.get(name) != arguments[name]]
-    split, splits = ("'split_batches': True" in str(each.get("accelerator_config")) for each in (saved, arguments))
-    changed += [f"accelerator_config={{'split_batches': {splits}}}"] if split != splits else []
+    changed = changed_batch(progress.get("arguments") or {}, arguments)
     reason = f"{', '.join(changed)} was set" if changed else None
     accumulation = arguments["gradient_accumulation_steps"]
     micro_batch_size = math.ceil(global_batch_size / accumulation / data_size)
     shares = DataShard.of_update(0, data_size, micro_batch_size, kept)
-    if reads_stream and shares.each is None:
-        reason = f"of a stream, {kept} samples cannot be sharded evenly across {data_size} processes"
-    elif min(shares.slots) < data_size:
-        reason = f"{kept} samples are too few for {data_size} processes"
-    elif SAMPLERS[arguments["train_sampling_strategy"]].makes_batches:
-        reason = f"train_sampling_strategy={arguments['train_sampling_strategy']!r} makes its own micro-batches"
+    unit = "samples" if arguments.get("per_device_train_tokens") is None else "micro-batches"
+    reason = obstacle(arguments, shares, kept, unit, reads_stream=reads_stream) or reason
     if reason is not None and global_batch_size != kept:
         logger.warning(
-            "Each optimizer step now takes %d samples, not %d as before: %s.", global_batch_size, kept, reason
+            "Each optimizer step now takes %d %s, not %d as before: %s.", global_batch_size, unit, kept, reason
         )
         return None
     if global_batch_size == kept:
         return None
     logger.warning(
-        "Begun on %s processes, resuming on %d: each optimizer step takes the same %d samples, in %d micro-batches.",
+        "Begun on %s processes, resuming on %d: each optimizer step takes the same %d %s, in %d micro-batches.",
         before,
         data_size,
         kept,
+        unit,
         len(shares.slots),
     )
     return kept
+
+
+def obstacle(
+    arguments: Mapping[str, Any], shares: DataShard, kept: int, unit: str, *, reads_stream: bool
+) -> str | None:
+    """Returns why the processes cannot share an optimizer step of another number of them; None if they can.
+
+    Args:
+        arguments: the present ones, as plain values.
+        shares: of the present processes.
+        kept: samples, or micro-batches, of an optimizer step.
+        unit: "samples" or "micro-batches".
+        reads_stream: the training data is a stream.
+    """
+    if reads_stream and shares.each is None:
+        return f"of a stream, {kept} samples cannot be sharded evenly across {shares.size} processes"
+    if min(shares.slots) < shares.size:
+        return f"{kept} {unit} are too few for {shares.size} processes"
+    if unit == "micro-batches" and kept % shares.size:
+        return f"{kept} micro-batches cannot be dealt evenly to {shares.size} processes"
+    if SAMPLERS[arguments["train_sampling_strategy"]].makes_batches:
+        return f"train_sampling_strategy={arguments['train_sampling_strategy']!r} makes its own micro-batches"
+    return None
+
+
+def changed_batch(saved: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
+    """Returns the present values of the options for the size of an optimizer step that were other ones before."""
+    names = ("per_device_train_batch_size", "per_device_train_tokens", "gradient_accumulation_steps")
+    changed = [f"{name}={arguments[name]}" for name in names if saved.get(name) != arguments.get(name)]
+    split, splits = ("'split_batches': True" in str(each.get("accelerator_config")) for each in (saved, arguments))
+    return changed + ([f"accelerator_config={{'split_batches': {splits}}}"] if split != splits else [])
 
 
 def position_of_transformers(checkpoint: Path, loader: object, plan: Plan) -> dict[str, Any]:
@@ -304,6 +328,7 @@ class PositionRestorer:
         length, position, before = (progress.get(name) or {} for name in ("length", "feed", "arguments"))
         names = ("num_train_epochs", "max_steps", "gradient_accumulation_steps")
         is_as_before = all(name in before and resuming.is_same(before[name], self.arguments[name]) for name in names)
+        is_as_before &= before.get("per_device_train_tokens") == self.arguments.get("per_device_train_tokens")
         loader = self.feed.loader
         sizes = {"batch_size": global_micro_batch_size(loader), "num_samples": sample_count(loader)}
         if (

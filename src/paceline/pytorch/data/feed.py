@@ -398,7 +398,7 @@ class StatefulDataIterator:
         self.epoch = epoch
         own = consumed if saved is None or self._is_in_order else int(saved.get("own_consumed", consumed))
         self._reader = open_reader(self.loader, own, batches, saved)
-        self.consumed, self.batches, self._num_read = consumed, batches, own
+        self.consumed, self.batches, self._num_read = consumed, max(batches, 0), own  # an order with more may be left
 
     def draw(self) -> tuple[list[Any], Any]:
         """Returns the next accumulation window: (micro-batches, their count of items); no batches at the end of the
@@ -544,6 +544,9 @@ def place_in(loader: object, saved: Mapping[str, Any]) -> tuple[int, int]:
     length.
     """
     consumed, batches = int(saved["consumed"]), int(saved.get("batches", 0))
+    batches_after = getattr(getattr(loader, "batch_sampler", None), "batches_after", None)
+    if batches_after is not None:
+        return consumed, len(loader) - batches_after(saved)  # type: ignore[arg-type]
     batch_size = global_micro_batch_size(loader)
     if batch_size is None or batch_size == saved.get("batch_size"):
         return consumed, batches

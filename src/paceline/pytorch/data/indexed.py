@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from paceline.pytorch.data.data_shard import DataShard
 from paceline.pytorch.data.generators import seed_generators
-from paceline.pytorch.data.sampling import RebalancedBatches, skip_samples
+from paceline.pytorch.data.sampling import DealtBatches, skip_samples
 
 
 class SeededIndices(list[int]):
@@ -191,7 +191,7 @@ class IndexBatches(Sampler[list[int]]):
             sizes.append(len(batch))
             if self.is_seeded:
                 seeded = SeededIndices(batch)
-                seeded.key = (epoch, position)
+                seeded.key = (epoch, getattr(batch, "position", position))
                 position += len(batch)
                 batch = seeded
             yield batch
@@ -272,7 +272,8 @@ class IndexedLoader(DataLoader[Any]):
         options: dict[str, Any],
         data_shard: DataShard | None = None,
     ) -> None:
-        gives_batches = isinstance(sampler, BatchSampler | RebalancedBatches)
+        is_dealt = isinstance(sampler, DealtBatches)
+        gives_batches = is_dealt or isinstance(sampler, BatchSampler)
         if gives_batches:
             shape: dict[str, Any] = {"batch_sampler": sampler}
         else:
@@ -284,10 +285,8 @@ class IndexedLoader(DataLoader[Any]):
             sampler,
             None if gives_batches else batch_size,
             not gives_batches and drop_last,
-            bool(self.num_workers),
-            None
-            if isinstance(sampler, RebalancedBatches | DistributedSampler)
-            else data_shard,  # workers give each batch its own seed
+            bool(self.num_workers),  # workers give each batch its own seed
+            None if is_dealt or isinstance(sampler, DistributedSampler) else data_shard,
         )
         if data_shard is not None and getattr(sampler, "generator", self) is None:  # one order for all processes
             sampler.generator = torch.Generator(device="cpu").manual_seed(seed)

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler
 
-from paceline.args.registry import SAMPLERS
+from paceline.args.packing import TokenBudget
+from paceline.args.registry import ORDERS, SAMPLERS
 from paceline.core.lengths import GivenLengths, Lengths, find_lengths, length_grouped_order
 from paceline.core.optional import load
 from paceline.pytorch.data.rebalance import balance
@@ -144,7 +145,11 @@ def length_grouped_sampler(lengths: GivenLengths, batch_size: int, seed: int) ->
     return OrderedSampler(len(lengths), settings, order)
 
 
-class RebalancedBatches(Sampler[list[int]]):
+class DealtBatches(Sampler[list[int]]):
+    """Gives the micro-batches of one process, from a plan that is common to all."""
+
+
+class RebalancedBatches(DealtBatches):
     """Micro-batches of about equal padded cost, a fixed number of samples per step; see `pytorch.data.rebalance`.
 
     Args:
@@ -265,7 +270,7 @@ class RebalancedBatches(Sampler[list[int]]):
 
 @dataclass(frozen=True)
 class SamplerRequest:
-    """The facts that a training sampler is made of; the argument of each factory in `SAMPLERS`.
+    """The facts that a training sampler is made of; the argument of each factory in `ORDERS`.
 
     Attributes:
         size: number of samples.
@@ -277,6 +282,9 @@ class SamplerRequest:
         num_ranks: processes that read different samples. They share one order: of single indices, and of the batches of
             a `BatchSampler`, the loader gives each process its part.
         rank: this process.
+        budget: tokens of a micro-batch; None: `batch_size` counts.
+        update_size: micro-batches of an optimizer step over all processes, of a run on another number of them.
+        multiple: rows are padded to a multiple of so many tokens.
     """
 
     size: int
@@ -287,6 +295,9 @@ class SamplerRequest:
     drop_last: bool = False
     num_ranks: int = 1
     rank: int = 0
+    budget: TokenBudget | None = None
+    update_size: int | None = None
+    multiple: int = 1
 
 
 def make_random(request: SamplerRequest) -> OrderedSampler:
@@ -330,30 +341,39 @@ def make_train_sampler(
     drop_last: bool = False,
     num_ranks: int = 1,
     rank: int = 0,
+    budget: TokenBudget | None = None,
+    update_size: int | None = None,
+    multiple: int = 1,
 ) -> Sampler[Any] | None:
     """Returns the sampler of training samples: one order for all processes, each of which takes its shard.
 
     Args:
         dataset: anything with a length; None is returned for one without.
-        strategy: a name in `SAMPLERS` of `paceline.args.registry`.
+        strategy: a name in `ORDERS` of `paceline.args.registry`.
         batch_size: samples of one micro-batch, over all processes.
         accumulation: micro-batches per optimizer step.
         seed: of the order; epoch e is drawn with `seed + e`.
         lengths: of every sample, for the strategies that need them; else read from the column
             `length_column`, else measured on `model_input_name` of every sample.
-        drop_last, num_ranks, rank: as in `SamplerRequest`.
+        drop_last, num_ranks, rank, budget, update_size, multiple: as in `SamplerRequest`.
 
     Raises:
         ValueError: an unknown strategy, or lengths that cannot be found.
     """
     if dataset is None:
         return None
-    if strategy not in SAMPLERS:
+    if strategy not in ORDERS:
         raise ValueError(f"train_sampling_strategy={strategy!r} is unknown. Use one of {', '.join(SAMPLERS)}.")
-    entry = SAMPLERS[strategy]
-    if not has_length(dataset):
+    entry = ORDERS[strategy]
+    if not has_length(dataset) or (budget is not None and isinstance(dataset, IterableDataset)):
         if entry.takes_streams:
             return None
+        if budget is not None:
+            raise ValueError(
+                f"per_device_train_tokens={budget.tokens} is planned from the length of every sample, and the training "
+                "data is a stream. Use per_device_train_batch_size, with packing='flatten' against padding, or data "
+                "with an index: a list, or a datasets.Dataset."
+            )
         raise ValueError(
             f"train_sampling_strategy={strategy!r} needs to know every sample's length, and the training data has "
             "no len(). Use train_sampling_strategy='random', which leaves a stream in its own order."
@@ -367,6 +387,9 @@ def make_train_sampler(
         drop_last=drop_last,
         num_ranks=num_ranks,
         rank=rank,
+        budget=budget,
+        update_size=update_size,
+        multiple=multiple,
     )
     sampler: Sampler[Any] = load(entry.factory)(request)
     return sampler

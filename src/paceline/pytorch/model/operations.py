@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from paceline.core.methods import is_ours
+
+
+class Counted(NamedTuple):
+    """The counts of micro-batches.
+
+    Attributes:
+        tokens: input tokens, as `include_num_input_tokens_seen` counts them.
+        operations: of forward and backward passes.
+        useful: tokens without padding, of batches where these can be told apart.
+        elements: tokens of these batches with padding.
+    """
+
+    tokens: int = 0
+    operations: int = 0
+    useful: int = 0
+    elements: int = 0
 
 
 def operations_per_token(model: nn.Module) -> int:
@@ -37,24 +53,30 @@ def measurer(
     model: nn.Module,
     floating_point_ops: Callable[[Any], int],
     count_tokens: Callable[[Any], int] | None,
-) -> Callable[[Sequence[Any]], tuple[int, int]] | None:
-    """Returns `(micro-batches) -> (input tokens, operations)`; None if neither is counted.
+    count_padding: Callable[[Any], tuple[int, int]] | None = None,
+) -> Callable[[Sequence[Any]], Counted] | None:
+    """Returns `(micro-batches) -> counts`; None if nothing is counted.
 
     Args:
         model: without wrappers.
         floating_point_ops: the Trainer's, bound; asked only if it is overridden, or if the model has its own estimate.
         count_tokens: `(batch) -> input tokens`; None: they are not counted.
+        count_padding: `(batch) -> (useful tokens, tokens)`; None: they are not counted.
     """
     per_token = operations_per_token(model)  # counted once: going through all parameters takes a while
     asks = not is_ours(floating_point_ops) or callable(getattr(model, "floating_point_ops", None))
-    if count_tokens is None and not per_token and not asks:
+    if count_tokens is None and count_padding is None and not per_token and not asks:
         return None
 
-    def measure(batches: Sequence[Any]) -> tuple[int, int]:
+    def measure(batches: Sequence[Any]) -> Counted:
         tokens = sum(map(count_tokens, batches)) if count_tokens is not None else 0
+        padded = [count_padding(batch) for batch in batches] if count_padding is not None else []
+        useful, elements = (sum(column) for column in zip(*padded, strict=True)) if padded else (0, 0)
         if asks:
-            return tokens, sum(map(floating_point_ops, batches))
-        return tokens, per_token * sum(count_inputs(model, batch) for batch in batches) if per_token else 0
+            operations = sum(map(floating_point_ops, batches))
+        else:
+            operations = per_token * sum(count_inputs(model, batch) for batch in batches) if per_token else 0
+        return Counted(tokens, operations, useful, elements)
 
     return measure
 
