@@ -134,7 +134,7 @@ def test_a_process_that_has_nothing_left_is_lent_a_batch(monkeypatch: pytest.Mon
         assert [sync.is_idle for sync in both.syncs] == [False, True]
         assert batches[0]["labels"].tolist() == [[7, 8]]
         assert (int(num_items), num_samples, num_batches) == (2, 2, 2)
-        assert [(sync.tokens, sync.operations) for sync in both.syncs] == [(3, 20)] * 2
+        assert [sync.counted[:2] for sync in both.syncs] == [(3, 20)] * 2
         assert both.num_gathers == lent
         idle = both.syncs[1]
         [dummy] = idle.begin(batches, [idle.normalizer.count(batch) for batch in batches], STRATEGY, False)
