@@ -77,6 +77,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("module state", "compat/drop_in.py:*install"): "the record of what was replaced in other modules, to put it back",
     ("module state", "tensorflow/devices.py:the_only"): "strategies share a table of TensorFlow's process",
     ("environment variables", "pytorch/distributed/random.py:enable_full_determinism"): "libraries read them there",
+    (
+        "complexity",
+        "callbacks/flow.py:DefaultFlowCallback.on_step_end",
+    ): "a list of conditions; each call costs every step",
     ("complexity", "core/loop.py:Loop.run_epoch"): "an epoch, read top to bottom; each call would cost every step",
     ("complexity", "pytorch/engine.py:Engine.*"): "an optimizer step, read top to bottom; each call costs every step",
     (
@@ -93,6 +97,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("one owner", "callbacks/progress.py:*"): "a bar that the callback made",
     ("one owner", "core/events.py:*"): "the handler clears the flag whose event it fires; a decorator marks a function",
     ("one owner", "pytorch/parts.py:*"): "a second file of the facade",
+    ("one owner", "pytorch/lr_search.py:*"): "a callback answers through the control",
     ("one owner", "pytorch/replay.py:StopAfter.*"): "a callback answers through the control",
     ("one owner", "tensorflow/adapters.py:*"): "a callback answers through the control",
     ("one owner", "tensorflow/optim/following.py:*"): "a schedule sets the rate of its optimizer",

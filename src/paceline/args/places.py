@@ -5,10 +5,22 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 # at least two letters before ://, which excludes Windows drives
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+# of a run of which nothing remains: with a temporary `output_dir`, it saves, evaluates and reports nothing
+WITHOUT_OUTPUT: dict[str, Any] = {
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "metric_for_best_model": None,
+    "greater_is_better": None,
+    "report_to": "none",
+}
 
 
 def is_url(place: object) -> bool:

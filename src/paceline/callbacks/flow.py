@@ -23,7 +23,11 @@ class DefaultFlowCallback(TrainerCallback):
     ) -> TrainerControl:
         step = state.global_step
         is_last = step >= state.max_steps
-        if is_log_due(args, state):
+        interval = state.logging_steps if args.logging_strategy == "steps" else 0
+        # a run of fewer steps than the interval would end without a loss
+        if interval > 0 and (step % interval == 0 or (is_last and step < interval)):
+            control.should_log = True
+        if step == 1 and args.logging_first_step:
             control.should_log = True
         wants_evaluation = args.eval_strategy == "steps" and step >= args.eval_delay
         if wants_evaluation and (is_last or (state.eval_steps > 0 and step % state.eval_steps == 0)):
@@ -44,13 +48,3 @@ class DefaultFlowCallback(TrainerCallback):
         if args.save_strategy == "epoch":
             control.should_save = True
         return control
-
-
-def is_log_due(args: TrainingArguments, state: TrainerState) -> bool:
-    """True if a row of logs is due at the present step; at the last one also if none was due before it."""
-    step = state.global_step
-    if step == 1 and args.logging_first_step:
-        return True
-    if args.logging_strategy != "steps" or state.logging_steps <= 0:
-        return False
-    return step % state.logging_steps == 0 or (step >= state.max_steps and state.logging_steps > step)

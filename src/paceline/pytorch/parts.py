@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +17,14 @@ import torch
 
 from paceline.args.packing import JOINING, budget_of, order_of, packing_of, row_length_of, sampling_of, tokens_of
 from paceline.args.sharding import wants_shards
+from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint.retention import Retention, retention_of
+from paceline.core.events import CallbackHandler
 from paceline.core.log_text import LogText
 from paceline.core.methods import is_ours
 from paceline.core.optional import LateModule
 from paceline.core.outputs import EvalLoopOutput
+from paceline.core.state import TrainerControl
 from paceline.core.streaming import is_streaming
 from paceline.core.worker_watch import WorkerWatch
 from paceline.hub.described import CardFacts
@@ -379,3 +384,22 @@ def remote_sync_of(trainer: Trainer) -> RemoteSync | None:
         return retention, list(owner.state.log_history), owner.state.best_model_checkpoint, owner.run_mark
 
     return output_store.begin(args.output_store, Path(str(args.output_dir)), policy)
+
+
+def copy_of(trainer: Trainer, options: dict[str, Any], callbacks: list[Any]) -> Trainer:
+    """Returns a Trainer of the same model, data and methods, with parts of its own, for a run of which nothing remains.
+
+    Args:
+        options: that differ, a temporary `output_dir` among them.
+        callbacks: all of them.
+    """
+    made = copy.copy(trainer)
+    made.args = replace(trainer.args, **options)
+    made.memory_stages = MemoryStages(False, trainer.world.device.type)
+    made.remote_sync = None
+    made.lr_scheduler = None
+    made.strategy = made._make_session().make_strategy(made._plan())
+    made._read_model()
+    made.state, made.control = made._first_state(), TrainerControl()
+    made.callback_handler = CallbackHandler(callbacks, made.model, made.processing_class, made.optimizer)
+    return made

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.args.places import WITHOUT_OUTPUT
 from paceline.checkpoint import folders
 from paceline.core.events import TrainerCallback
 from paceline.core.journal import JOURNAL_FILE, UpdateRow, find_row, read_rows
@@ -20,17 +21,6 @@ if TYPE_CHECKING:
     from paceline.pytorch.trainer import Trainer
 
 logger = logging.getLogger(__name__)
-
-# of a replayed run, which writes into a temporary folder only and evaluates nothing
-OPTIONS: dict[str, Any] = {
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "eval_on_start": False,
-    "load_best_model_at_end": False,
-    "metric_for_best_model": None,
-    "greater_is_better": None,
-    "report_to": "none",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +95,7 @@ def replay(
     first = 1 if start is None else step_of(start) + 1
     say(f"Making updates {first:,} to {step:,} again, from {start.name if start is not None else 'the beginning'}.")
     with tempfile.TemporaryDirectory(prefix="paceline-replay-") as temporary:
-        options = {**OPTIONS, "output_dir": temporary}
+        options = {**WITHOUT_OUTPUT, "output_dir": temporary}
         trainer._train_with(options, StopAfter(step), str(start) if start is not None else None)
         if follows_metrics(trainer.lr_scheduler):
             raise ValueError("The learning rate of this run followed its evaluations, which a replay does not make.")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from paceline.args.packing import tokens_of
 from paceline.args.plan import Plan, resolve_update
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.defaults import with_defaults
+from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint.folders import make_output_folder
 from paceline.compat.hub_names import HubNames
@@ -30,6 +32,7 @@ from paceline.compat.subclassing import ForSubclasses
 from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.core.methods import is_ours, texts_in
 from paceline.core.metrics import StartTime
+from paceline.core.optional import LateModule
 from paceline.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
 from paceline.core.state import TrainerControl, TrainerState
 from paceline.core.streaming import StreamingMetric
@@ -58,7 +61,10 @@ from paceline.pytorch.session import Session
 from paceline.pytorch.sync import Measure
 
 if TYPE_CHECKING:
+    from paceline.pytorch import lr_search
     from paceline.pytorch.packing import Packing
+else:
+    lr_search = LateModule("paceline.pytorch.lr_search")
 
 logger = logging.getLogger(__name__)
 
@@ -435,6 +441,26 @@ class Trainer(HubNames, ForSubclasses):
             self.remove_callback(callback)
             self.reports_changes = True
             self.args = original
+
+    def find_lr(
+        self, lowest: float = 1e-7, highest: float = 1.0, num_steps: int = 100, divergence: float = 4.0
+    ) -> lr_search.RangeTest:
+        """Runs a learning rate range test, of which nothing remains; see docs/speed.md.
+
+        Args:
+            lowest, highest: learning rates of the first and the last step.
+            num_steps: optimizer steps at most.
+            divergence: the test ends at a loss of so many times the lowest, by moving averages.
+
+        Raises:
+            ValueError: the rates do not rise, or there are fewer than 10 steps.
+            UnsupportedOption: the model is sharded, or the optimizer has no learning rate of its own.
+        """
+        search = lr_search.make_search(lowest, highest, num_steps, divergence)
+        lr_search.check_support(self.strategy, self.optimizer)
+        with TemporaryDirectory() as folder, lr_search.unchanged(self.model, self.optimizer, self.train_dataset):
+            parts.copy_of(self, lr_search.options_of(folder, num_steps), [DefaultFlowCallback(), search]).train()
+        return search.result()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Runs forward and backward of one micro-batch; returns its detached contribution to the step's loss."""

@@ -159,7 +159,7 @@ def resumed_batch_size(
     accumulation = arguments["gradient_accumulation_steps"]
     micro_batch_size = math.ceil(global_batch_size / accumulation / data_size)
     shares = DataShard.of_update(0, data_size, micro_batch_size, kept)
-    unit = "samples" if arguments.get("per_device_train_tokens") is None else "micro-batches"
+    unit = "samples" if recorded(arguments, "per_device_train_tokens") is None else "micro-batches"
     reason = obstacle(arguments, shares, kept, unit, reads_stream=reads_stream) or reason
     if reason is not None and global_batch_size != kept:
         logger.warning(
@@ -202,10 +202,16 @@ def obstacle(
     return None
 
 
+def recorded(arguments: Mapping[str, Any], name: str) -> Any:
+    """Returns an option as a checkpoint records it; None if it was None, or not known yet."""
+    value = arguments.get(name)
+    return None if value == str(None) else value
+
+
 def changed_batch(saved: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
     """Returns the present values of the options for the size of an optimizer step that were other ones before."""
     names = ("per_device_train_batch_size", "per_device_train_tokens", "gradient_accumulation_steps")
-    changed = [f"{name}={arguments[name]}" for name in names if saved.get(name) != arguments.get(name)]
+    changed = [f"{name}={arguments[name]}" for name in names if recorded(saved, name) != recorded(arguments, name)]
     split, splits = ("'split_batches': True" in str(each.get("accelerator_config")) for each in (saved, arguments))
     return changed + ([f"accelerator_config={{'split_batches': {splits}}}"] if split != splits else [])
 
@@ -328,7 +334,8 @@ class PositionRestorer:
         length, position, before = (progress.get(name) or {} for name in ("length", "feed", "arguments"))
         names = ("num_train_epochs", "max_steps", "gradient_accumulation_steps")
         is_as_before = all(name in before and resuming.is_same(before[name], self.arguments[name]) for name in names)
-        is_as_before &= before.get("per_device_train_tokens") == self.arguments.get("per_device_train_tokens")
+        tokens, past_tokens = (recorded(each, "per_device_train_tokens") for each in (self.arguments, before))
+        is_as_before &= tokens == past_tokens
         loader = self.feed.loader
         sizes = {"batch_size": global_micro_batch_size(loader), "num_samples": sample_count(loader)}
         if (

@@ -1,0 +1,264 @@
+"""The learning rate range test (arXiv:1506.01186): a short run with a rising rate, of which nothing remains.
+
+The rate rises by the same factor at each optimizer step, from far too low to far too high. The loss falls fastest at a
+rate that is a good highest rate of a schedule.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from paceline.args.errors import UnsupportedOption
+from paceline.args.places import WITHOUT_OUTPUT
+from paceline.core.events import TrainerCallback
+from paceline.core.optional import require
+from paceline.core.state import TrainerControl, TrainerState
+from paceline.pytorch.distributed.random import preserved_rng
+from paceline.pytorch.distributed.strategy import SingleDevice
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+logger = logging.getLogger(__name__)
+
+SMOOTHING = 0.9  # of the moving average of the losses
+LEAST_STEPS = 10
+CLEAR = 3.0  # standard deviations of the moving average, by which the loss has to fall
+OPTIONS: dict[str, Any] = {
+    **WITHOUT_OUTPUT,
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+    "logging_strategy": "no",
+    "push_to_hub": False,
+    "auto_find_batch_size": False,
+    "nonfinite_policy": "warn",
+}
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """The result of a learning rate range test.
+
+    Attributes:
+        rates: the learning rate of each optimizer step.
+        losses: of these, before the step.
+        smoothed: their moving average.
+        suggestion: the rate at which the average falls fastest; None if it never falls clearly.
+    """
+
+    rates: list[float]
+    losses: list[float]
+    smoothed: list[float] = field(default_factory=list)
+    suggestion: float | None = None
+
+    def plot(self, path: str | Path) -> Path:
+        """Draws the losses over the rates.
+
+        Args:
+            path: of the picture; its suffix names the format (.png, .svg, .pdf).
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        figure = require("matplotlib.figure", "plots").Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(self.rates, self.losses, color="0.8", label="loss")
+        axes.plot(self.rates, self.smoothed, label="moving average")
+        if self.suggestion is not None:
+            axes.axvline(self.suggestion, color="C1", linestyle="--", label=f"suggestion: {self.suggestion:.2g}")
+        axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
+        axes.set_ylim(*limits(self.smoothed))
+        axes.legend()
+        figure.savefig(path)
+        return Path(path)
+
+
+class RisingRate(TrainerCallback):
+    """Sets the learning rate of each optimizer step, and ends the run when the loss diverges.
+
+    Groups of parameters keep the ratios of their rates.
+
+    Args:
+        rates: of the steps, the highest of all groups.
+        divergence: ends the run at a moving average of so many times its minimum.
+    """
+
+    wants = frozenset({"loss"})
+
+    def __init__(self, rates: Sequence[float], divergence: float) -> None:
+        self.rates = rates
+        self.divergence = divergence
+        self.losses: list[float] = []
+        self._ratios: list[float] = []
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        highest = max(rates)
+        self._ratios = [rate / highest if highest else 1.0 for rate in rates]
+        self._set(optimizer, self.rates[0])
+
+    def on_step_end(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        loss: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.losses.append(math.nan if loss is None else float(loss))
+        averages = moving_average(self.losses)
+        is_diverged = not math.isfinite(averages[-1]) or averages[-1] > self.divergence * min(averages)
+        if is_diverged or len(self.losses) == len(self.rates):
+            control.should_training_stop = True
+        else:
+            self._set(optimizer, self.rates[len(self.losses)])
+
+    def result(self) -> RangeTest:
+        """Returns the result of the run."""
+        return evaluate(self.rates[: len(self.losses)], self.losses)
+
+    def _set(self, optimizer: Any, rate: float) -> None:
+        for group, ratio in zip(optimizer.param_groups, self._ratios, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate * ratio)
+            else:
+                group["lr"] = rate * ratio
+
+
+def make_search(lowest: float, highest: float, num_steps: int, divergence: float) -> RisingRate:
+    """Returns the callback of a range test.
+
+    Args:
+        lowest, highest: learning rates of the first and the last step.
+        num_steps: optimizer steps at most.
+        divergence: the run ends at a loss of so many times the lowest, by moving averages.
+
+    Raises:
+        ValueError: the rates do not rise, or there are fewer than 10 steps.
+    """
+    if not 0 < lowest < highest or num_steps < LEAST_STEPS:
+        raise ValueError(
+            f"find_lr: lowest={lowest}, highest={highest}, num_steps={num_steps}: give 0 < lowest < highest, and "
+            f"num_steps of {LEAST_STEPS} or more."
+        )
+    return RisingRate(np.geomspace(lowest, highest, num_steps).tolist(), divergence)
+
+
+def options_of(folder: str, num_steps: int) -> dict[str, Any]:
+    """Returns the options in which a range test differs from a run."""
+    return {**OPTIONS, "output_dir": folder, "max_steps": num_steps}
+
+
+def check_support(strategy: SingleDevice, optimizer: Any) -> None:
+    """Checks that a model can be restored and a rate be set.
+
+    Raises:
+        UnsupportedOption: the model is sharded, or the optimizer has no learning rate of its own.
+    """
+    if strategy.is_sharded or not strategy.mesh.is_data_only:
+        raise UnsupportedOption(
+            "find_lr changes and restores a model that each process holds as a whole. Run it on one process, or with "
+            'parallel="ddp".'
+        )
+    if any(group["lr"] is None for group in getattr(optimizer, "param_groups", ())):
+        raise UnsupportedOption(f"find_lr: {type(optimizer).__name__} computes its learning rate by itself.")
+
+
+@contextmanager
+def unchanged(model: nn.Module, optimizer: Any, data: Any) -> Iterator[None]:
+    """Restores trained parameters, buffers, modes, the optimizer's state, the data's position and random numbers."""
+    held = [tensor for tensor in model.parameters() if tensor.requires_grad]
+    values = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in [*held, *model.buffers()]]
+    modes = [(module, module.training) for module in model.modules()]
+    state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
+    position = data.state_dict() if can_rewind(data) else None
+    try:
+        with preserved_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+        for module, mode in modes:
+            module.training = mode
+        if optimizer is not None:
+            optimizer.load_state_dict(state)
+        if position is not None:
+            data.load_state_dict(position)
+        clear_gradients(model)
+
+
+def can_rewind(data: object) -> bool:
+    """True if a data set saves its position."""
+    return all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def clear_gradients(model: nn.Module) -> None:
+    """Drops all gradients."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def moving_average(losses: Sequence[float]) -> list[float]:
+    """Returns the exponential moving averages, without the bias of the start."""
+    averages, total = [], 0.0
+    for number, loss in enumerate(losses, 1):
+        total = SMOOTHING * total + (1 - SMOOTHING) * loss
+        averages.append(total / (1 - SMOOTHING**number))
+    return averages
+
+
+def evaluate(rates: Sequence[float], losses: Sequence[float]) -> RangeTest:
+    """Returns the result; without a suggestion if the loss does not fall by more than its noise."""
+    smoothed = moving_average(losses)
+    finite = np.isfinite(smoothed)
+    suggestion = steepest(np.asarray(rates)[finite], np.asarray(losses)[finite], np.asarray(smoothed)[finite])
+    if suggestion is None:
+        logger.warning(
+            "find_lr: the loss does not fall clearly at any rate from %g to %g. Give more steps, larger batches or "
+            "another range.",
+            rates[0],
+            rates[-1],
+        )
+    return RangeTest(list(rates), list(losses), smoothed, suggestion)
+
+
+def steepest(rates: Array, losses: Array, smoothed: Array) -> float | None:
+    """Returns the rate at which the average falls fastest before its minimum; None if it does not fall.
+
+    The first tenth of the steps, where the average is of few losses, is left out; slopes are over a tenth of the steps.
+    """
+    first = max(len(rates) // 10, LEAST_STEPS // 2)
+    half = max(len(rates) // 20, 1)
+    if len(rates) <= first + 2 * half:
+        return None
+    lowest = first + int(smoothed[first:].argmin())
+    noise = float(np.std(losses[: lowest + 1] - smoothed[: lowest + 1])) * math.sqrt((1 - SMOOTHING) / (1 + SMOOTHING))
+    if smoothed[first] - smoothed[lowest] <= CLEAR * noise:
+        return None
+    places = range(first + half, min(lowest, len(rates) - 1 - half) + 1)
+    falls = [
+        (smoothed[at + half] - smoothed[at - half]) / math.log(rates[at + half] / rates[at - half]) for at in places
+    ]
+    return float(rates[places[int(np.argmin(falls))]]) if falls else None
+
+
+def limits(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the range of the averages up to the first loss, with a margin: divergence is cut off."""
+    known = [value for value in values if math.isfinite(value)]
+    low, high = min(known), known[0]
+    margin = 0.1 * (high - low) or 0.1
+    return low - margin, high + 3 * margin
