@@ -596,14 +596,19 @@ def is_excepted(name: str, place: str) -> bool:
     return any(excepted == name and fnmatch.fnmatchcase(place, pattern) for excepted, pattern in EXCEPTIONS)
 
 
+@functools.cache
+def findings_of(name: str) -> list[tuple[str, str]]:
+    return list(RULES[name]())
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_rule(name: str) -> None:
-    findings = [f"{place}: {what}" for place, what in RULES[name]() if not is_excepted(name, place)]
+    findings = [f"{place}: {what}" for place, what in findings_of(name) if not is_excepted(name, place)]
     assert not findings, f"{name}:\n" + "\n".join(findings)
 
 
 def test_exceptions_are_needed() -> None:
-    found = {name: [place for place, _ in find()] for name, find in RULES.items()}
+    found = {name: [place for place, _ in findings_of(name)] for name in RULES}
     idle = [
         (name, pattern)
         for name, pattern in EXCEPTIONS

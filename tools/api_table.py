@@ -8,6 +8,7 @@ reasons that cannot be read off the package are kept by hand, in tools/api_reaso
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -135,8 +136,14 @@ def code(text: str) -> str:
 # ---- the rows, section by section
 
 
-def rows() -> Iterator[Row]:
+@functools.cache
+def rows() -> tuple[Row, ...]:
     """Every name of the list, with what was found out about it."""
+    return tuple(find_rows())
+
+
+def find_rows() -> Iterator[Row]:
+    """Finds out about every name of the list; takes some seconds."""
     surface: dict[str, Any] = yaml.safe_load(SURFACE.read_text(encoding="utf-8"))
     run = checks.small_run()
     yield from trainer_rows(surface, run)

@@ -77,6 +77,7 @@ def test_step_overhead(tmp_path: Path) -> None:
     assert result["rows"]["loop"]["calls_per_step"] is None
 
 
+@pytest.mark.slow
 def test_ledger(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "ledger", "--quick")
     assert list(result["rows"]) == ["without", "with"]
@@ -99,6 +100,7 @@ def test_import_time(tmp_path: Path) -> None:
     assert rows["import paceline"]["cpu_ms"]["median"] < rows["import torch"]["cpu_ms"]["median"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_eval_memory(tmp_path: Path) -> None:
     contenders = ["paceline, streaming", "paceline, whole set"]
@@ -112,6 +114,7 @@ def test_eval_memory(tmp_path: Path) -> None:
     assert "of logits" in page.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_resume_time(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "resume_time", "--quick", "--contenders", "paceline, stream", "paceline, map")
     rows = result["rows"]
@@ -123,6 +126,7 @@ def test_resume_time(tmp_path: Path) -> None:
     assert "GB/s" in page.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_gpt2_124m(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "gpt2_124m", "--smoke", "--contenders", "loop", "paceline")
     for row in result["rows"].values():
@@ -327,6 +331,7 @@ def test_shared_overhead(tmp_path: Path) -> None:
     assert "| fsdp |" in page.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_tf_step(tmp_path: Path) -> None:
     pytest.importorskip("tensorflow")
     result = run_for_result(tmp_path, "tf_step", "--quick")
@@ -340,6 +345,7 @@ def test_tf_step(tmp_path: Path) -> None:
     assert "2.7 M parameters, batches of 128" in page.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_run_growth(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "run_growth", "--quick", "--contenders", "paceline")
     rows = result["rows"]
