@@ -90,9 +90,7 @@ def choose_device(use_cpu: bool, local_rank: int | None = None) -> torch.device:
 
 def device_text(device: torch.device) -> str:
     """Returns a device's name for people: `cuda:0 (NVIDIA H200)`, `cpu`."""
-    if device.type == "cpu":
-        return str(device)
-    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    name = getattr(getattr(torch, device.type, None), "get_device_name", None)  # neither the CPU nor XLA has one
     return str(device) if name is None else f"{device} ({name(device)})"
 
 
