@@ -124,3 +124,14 @@ def test_a_model_of_transformers_is_run_without_data() -> None:
     assert found.total == real.total
     assert {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()} == before
     assert not model._forward_hooks
+
+
+def test_a_report_that_fails_takes_no_error_s_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("odd optimizer")
+
+    monkeypatch.setattr("paceline.pytorch.memory_report.count_memory", fail)
+    assert notes_of(tmp_path, Deep()) == ""
+    assert "could not be reported: KeyError" in caplog.text

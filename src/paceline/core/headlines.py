@@ -44,5 +44,6 @@ def header(plan: Plan, model: str, num_parameters: int, num_trainable: int, devi
     trained = "" if num_trainable == num_parameters else f", {num_trainable:,} of them trained"
     lines = [f"Training {model}: {num_parameters:,} parameters{trained}, on {device}", *plan.describe().splitlines()]
     if folder is not None:
-        lines.append(f"output     {folder}; to resume: train(resume_from_checkpoint=True)")
+        resume = "" if plan.save_strategy == "no" else "; to resume: train(resume_from_checkpoint=True)"
+        lines.append(f"output     {folder}{resume}")
     return "\n  ".join(lines)

@@ -120,7 +120,9 @@ class RisingRate(TrainerCallback):
     ) -> None:
         self.losses.append(math.nan if loss is None else float(loss))
         averages = moving_average(self.losses)
-        is_diverged = not math.isfinite(averages[-1]) or averages[-1] > self.divergence * min(averages)
+        least = min(averages)
+        # of a loss above zero: `divergence` times the least; one below zero has as far to rise
+        is_diverged = not math.isfinite(averages[-1]) or averages[-1] - least > (self.divergence - 1) * abs(least)
         if is_diverged or len(self.losses) == len(self.rates):
             control.should_training_stop = True
         else:
@@ -147,12 +149,12 @@ def make_search(lowest: float, highest: float, num_steps: int, divergence: float
         divergence: the run ends at a loss of so many times the lowest, by moving averages.
 
     Raises:
-        ValueError: the rates do not rise, or there are fewer than 10 steps.
+        ValueError: the rates do not rise, there are fewer than 10 steps, or the divergence is not above 1.
     """
-    if not 0 < lowest < highest or num_steps < LEAST_STEPS:
+    if not 0 < lowest < highest or num_steps < LEAST_STEPS or not divergence > 1:
         raise ValueError(
-            f"find_lr: lowest={lowest}, highest={highest}, num_steps={num_steps}: give 0 < lowest < highest, and "
-            f"num_steps of {LEAST_STEPS} or more."
+            f"find_lr: lowest={lowest}, highest={highest}, num_steps={num_steps}, divergence={divergence}: give "
+            f"0 < lowest < highest, num_steps of {LEAST_STEPS} or more, and a divergence above 1."
         )
     return RisingRate(np.geomspace(lowest, highest, num_steps).tolist(), divergence)
 
@@ -166,12 +168,12 @@ def check_support(strategy: SingleDevice, optimizer: Any) -> None:
     """Checks that a model can be restored and a rate be set.
 
     Raises:
-        UnsupportedOption: the model is sharded, or the optimizer has no learning rate of its own.
+        UnsupportedOption: there are several processes, or the optimizer has no learning rate of its own.
     """
-    if strategy.is_sharded or not strategy.mesh.is_data_only:
+    if strategy.world.is_distributed:
         raise UnsupportedOption(
-            "find_lr changes and restores a model that each process holds as a whole. Run it on one process, or with "
-            'parallel="ddp".'
+            f"find_lr runs on one process, and there are {strategy.world.world_size}. Run it on one, with "
+            "gradient_accumulation_steps for the same global batch size."
         )
     if any(group["lr"] is None for group in getattr(optimizer, "param_groups", ())):
         raise UnsupportedOption(f"find_lr: {type(optimizer).__name__} computes its learning rate by itself.")
@@ -258,7 +260,7 @@ def steepest(rates: Array, losses: Array, smoothed: Array) -> float | None:
 
 def limits(values: Sequence[float]) -> tuple[float, float]:
     """Returns the range of the averages up to the first loss, with a margin: divergence is cut off."""
-    known = [value for value in values if math.isfinite(value)]
+    known = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(known), known[0]
     margin = 0.1 * (high - low) or 0.1
     return low - margin, high + 3 * margin

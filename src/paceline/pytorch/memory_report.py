@@ -7,6 +7,7 @@ model without data (FakeTensors), so that the report itself takes no memory of t
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from paceline.core.optional import LateModule
 from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.distributed.memory import Memory, as_text, count_memory
 from paceline.pytorch.distributed.strategy import is_out_of_memory
+
+logger = logging.getLogger(__name__)
 
 fake_tensor: Any = LateModule("torch._subclasses.fake_tensor")
 
@@ -243,6 +246,16 @@ def report_out_of_memory(
     """
     if not is_out_of_memory(error):
         return
+    try:
+        error.add_note(make_report(model, optimizer, options, batches, precision, world_size))
+    except Exception as failure:  # nothing may take the place of the error itself
+        logger.warning("The memory of the run could not be reported: %s: %s", type(failure).__name__, failure)
+
+
+def make_report(
+    model: nn.Module, optimizer: object, options: Any, batches: Sequence[Any], precision: Any, world_size: int
+) -> str:
+    """Returns the report on a run; the arguments are those of `report_out_of_memory`."""
     device = next(model.parameters()).device
     largest = max(batches, key=batch_size_of, default=None)
     activations = half = None
@@ -262,4 +275,4 @@ def report_out_of_memory(
         activations=activations,
         half_activations=half,
     )
-    error.add_note(describe(situation))
+    return describe(situation)

@@ -453,8 +453,8 @@ class Trainer(HubNames, ForSubclasses):
             divergence: the test ends at a loss of so many times the lowest, by moving averages.
 
         Raises:
-            ValueError: the rates do not rise, or there are fewer than 10 steps.
-            UnsupportedOption: the model is sharded, or the optimizer has no learning rate of its own.
+            ValueError: the rates do not rise, there are fewer than 10 steps, or the divergence is not above 1.
+            UnsupportedOption: there are several processes, or the optimizer has no learning rate of its own.
         """
         search = lr_search.make_search(lowest, highest, num_steps, divergence)
         lr_search.check_support(self.strategy, self.optimizer)

@@ -3,7 +3,8 @@
 import copy
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from small_models import Classifier, Tagger, classification, losses, make_traine
 from torch import nn
 
 from paceline import Adafactor, Trainer, TrainerCallback, UnsupportedOption
-from paceline.pytorch.lr_search import evaluate
+from paceline.pytorch.lr_search import check_support, evaluate
 
 DATA = classification(32)
 
@@ -156,12 +157,15 @@ def test_a_stream_that_knows_its_position_is_rewound(tmp_path: Path) -> None:
 
 def test_wrong_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_trainer(tmp_path, Classifier(), DATA)
-    for options in ({"lowest": 1.0, "highest": 0.1}, {"lowest": 0.0}, {"num_steps": 3}):
+    for options in ({"lowest": 1.0, "highest": 0.1}, {"lowest": 0.0}, {"num_steps": 3}, {"divergence": 1.0}):
         with pytest.raises(ValueError, match="find_lr: lowest="):
             trainer.find_lr(**options)
     model = Classifier()
     with pytest.raises(UnsupportedOption, match="computes its learning rate by itself"):
         make_trainer(tmp_path, model, DATA, optimizers=(Adafactor(model.parameters()), None)).find_lr()
+    several = SimpleNamespace(world=SimpleNamespace(is_distributed=True, world_size=2))
+    with pytest.raises(UnsupportedOption, match="find_lr runs on one process, and there are 2"):
+        check_support(cast(Any, several), None)
     noise = torch.randn(100, generator=torch.Generator().manual_seed(0)).tolist()
     assert evaluate([1.1**step for step in range(100)], noise).suggestion is None
     assert evaluate([1e-3, 1e-2, 1e-1], [3.0, 2.0, 1.0]).suggestion is None
@@ -178,6 +182,16 @@ def test_a_loss_that_is_not_finite_ends_it(tmp_path: Path) -> None:
     found = make_trainer(tmp_path, Bursting(), tagging(32)).find_lr(num_steps=50)
     assert len(found.losses) < 20
     assert not math.isfinite(found.losses[-1])
+
+
+def test_a_loss_below_zero_is_searched_to_the_end(tmp_path: Path) -> None:
+    class Below(Tagger):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            outputs = super().forward(*args, **kwargs)
+            return {**outputs, "loss": outputs["loss"] - 9}
+
+    found = make_trainer(tmp_path, Below(), tagging(32)).find_lr(highest=1e-3, num_steps=12)
+    assert len(found.losses) == 12
 
 
 @pytest.mark.slow  # matplotlib comes with packages of the slow tests

@@ -146,7 +146,32 @@ def length_grouped_sampler(lengths: GivenLengths, batch_size: int, seed: int) ->
 
 
 class DealtBatches(Sampler[list[int]]):
-    """Gives the micro-batches of one process, from a plan that is common to all."""
+    """Gives the micro-batches of one process, from a plan that is common to all.
+
+    Attributes:
+        lengths: of every sample.
+        settings: what the micro-batches of an epoch depend on.
+        epoch: of the samples that come next.
+        position: samples of the epoch that are skipped, over all processes.
+    """
+
+    lengths: Any
+    settings: dict[str, Any]
+    epoch = 0
+    position = 0
+    _current: dict[str, Any]  # the settings of the epoch in progress, which a resume may have brought
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of an epoch."""
+        self.epoch, self.position, self._current = epoch, 0, self.settings
+
+    def set_position(self, consumed: int) -> None:
+        """Skips the first `consumed` samples, counted over all processes, until another is set."""
+        self.position = consumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the settings that the micro-batches of the epoch in progress depend on."""
+        return {**self._current, "size": len(self.lengths)}
 
 
 class RebalancedBatches(DealtBatches):
@@ -195,18 +220,6 @@ class RebalancedBatches(DealtBatches):
         self.epoch = 0
         self.position = 0
         self._current = self.settings
-
-    def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of an epoch."""
-        self.epoch, self.position, self._current = epoch, 0, self.settings
-
-    def set_position(self, consumed: int) -> None:
-        """Skips the first `consumed` samples, counted over all processes, until another is set."""
-        self.position = consumed
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the settings that the batches of the epoch in progress depend on."""
-        return {**self._current, "size": len(self.lengths)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Finishes the epoch in progress in the batches it was begun in."""

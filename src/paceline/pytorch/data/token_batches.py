@@ -189,18 +189,6 @@ class TokenBatches(DealtBatches):
         self._partition: tuple[tuple[int, ...], Lengths, Partition] | None = None  # with the settings it is of
         self._sequence: tuple[Any, Lengths, Lengths] | None = None
 
-    def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of an epoch."""
-        self.epoch, self.position, self._current = epoch, 0, self.settings
-
-    def set_position(self, consumed: int) -> None:
-        """Skips the first `consumed` samples, counted over all processes, until another is set."""
-        self.position = consumed
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the settings that the micro-batches of the epoch in progress depend on."""
-        return {**self._current, "size": len(self.lengths)}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Finishes the epoch in progress in the micro-batches it was begun in."""
         self._current = finish_in(state, self.settings, len(self.lengths))
