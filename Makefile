@@ -25,6 +25,9 @@ SETUP := $(PYTHON) tools/environment.py $(SETUP_FLAGS)
 # modules are run with -m: tools that came with a kept torch's environment have no script here
 VENV := .venv/bin
 
+# else every process that a test starts would compile the package anew
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo digits environment environment-slow environment-xla test test-slow test-xla lint docs clean
 
 help:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 import os
 import random
 import tempfile
@@ -68,7 +69,10 @@ def _seed() -> Iterator[None]:
     np.random.seed(0)
     torch.manual_seed(0)
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    ours = logging.getLogger("paceline")
+    level = ours.level
     yield
+    ours.setLevel(level)
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(False)

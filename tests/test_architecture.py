@@ -68,7 +68,7 @@ FILE_LINES, FUNCTION_LINES, NESTING, COMPLEXITY = 400, 50, 4, 16
 FILE_LINES_OF = {"pytorch/trainer.py": 500}
 MOST_ASSIGNED = 3
 MOST_ANY = 0.10
-MOST_MODULES = 210  # of the package, which the import of the Trainer loads
+MOST_MODULES = 198  # of the package, which the import of the Trainer loads
 
 # Every exception to a rule, with its reason; * stands for any text. One that is no longer needed fails.
 EXCEPTIONS: dict[tuple[str, str], str] = {

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from paceline.callbacks.reporters.tensorboard import TensorBoardCallback
     from paceline.callbacks.reporters.wandb import WandbCallback
     from paceline.checkpoint.folders import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
+    from paceline.core.contracts import StreamingMetric
     from paceline.core.events import CallbackHandler, TrainerCallback
     from paceline.core.metrics import default_compute_objective, speed_metrics
     from paceline.core.outputs import BestRun, EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
     from paceline.core.state import ExportableState, TrainerControl, TrainerState
-    from paceline.core.streaming import StreamingMetric
     from paceline.pytorch.data.collate_classification import (
         DataCollatorForMultipleChoice,
         DataCollatorForTokenClassification,
@@ -157,7 +157,7 @@ _HOMES = {
     "Seq2SeqTrainingArguments": "paceline.args.seq2seq",
     "ShardSampler": "paceline.pytorch.data.samplers",
     "ShuffleBuffer": "paceline.pytorch.data.shuffle",
-    "StreamingMetric": "paceline.core.streaming",
+    "StreamingMetric": "paceline.core.contracts",
     "TFTrainer": "paceline.tensorflow.trainer",
     "TFTrainingArguments": "paceline.tensorflow.arguments",
     "TensorBoardCallback": "paceline.callbacks.reporters.tensorboard",

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.contracts import StreamingMetric
 from paceline.core.intervals import percentiles, poisson_weights, wilson_interval
 from paceline.core.outputs import EvalPrediction
 from paceline.core.streaming import (
@@ -21,7 +22,6 @@ from paceline.core.streaming import (
     MetricGroup,
     Perplexity,
     Regression,
-    StreamingMetric,
     SumMetric,
     is_streaming,
 )

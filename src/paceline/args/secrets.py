@@ -5,79 +5,14 @@ Values in memory are unchanged; output to files, trackers, logs and errors is ma
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 MASK = "<MASKED>"
 
-_WORDS = (
-    r"password|passwd|passphrase|secret|connection[_-]?string|(?:access|auth|refresh)[_-]?token"
-    r"|(?<![A-Za-z0-9])(?:hub|hf|huggingface|api|bot|csrf|deploy|github|gitlab|id|jwt|login|private|secret|security"
-    r"|session|slack|user|wandb)[_-]token"
-    r"|(?:api|access|account|secret|auth|private)[_-]?key(?:[_-]?id)?"
-)
-# `hub_token`, `--api-key`, `password`; not `include_num_input_tokens_seen` or `max_new_tokens`
-_SECRET_NAME = re.compile(rf"(?:^|[_\-.])(?:credentials?|authorization|{_WORDS})$|(?:^|\.|^--?)token$", re.IGNORECASE)
-# other tokens: those of a vocabulary are text, and those that let somebody in look as if a machine had made them
-_TOKEN_NAME = re.compile(r"[_-]token$", re.IGNORECASE)
-# Every repetition below has an end, so that no text makes the search quadratic.
-_QUOTE = r"\\{0,3}['\"]"
-_SIGN = r"(?:[^\s&'\",;)<>\]}\\]|\\(?!['\"]))"
-_VALUE = rf"(?!none\b|null\b|true\b|false\b){_SIGN}+"
-_MADE = rf"(?={_SIGN}{{0,64}}[0-9])(?={_SIGN}{{0,64}}[A-Za-z]){_SIGN}{{8}}{_SIGN}*"
-_MADE_VALUE = re.compile(_MADE)
-_ANY_TOKEN = r"(?<![\w-])(?:--?)?[A-Za-z0-9][\w-]{0,40}[_-]token"
-_JOINT = rf"(?:{_QUOTE})?\s{{0,9}}[=:]\s{{0,9}}(?:{_QUOTE})?"
-# name and value, however they are joined: a command line, JSON, YAML, a URL, an exception
-_PAIR = re.compile(rf"((?:{_WORDS}){_JOINT}){_VALUE}", re.IGNORECASE)
-_TOKEN_PAIR = re.compile(rf"({_ANY_TOKEN}{_JOINT}){_MADE}", re.IGNORECASE)
-# an option and its value in a text; of a sentence about the option, the next word is no value
-_PROSE = (
-    r"(?!(?:an?|and|are|argument|as|at|by|can|does|environment|flag|for|from|given|has|if|in|instead|is|it|may|must|needs?"
-    r"|not|of|on|only|option|or|set|that|the|to|too|value|was|which|will|with|you|your)\b)"
-)
-_SPACED = re.compile(
-    rf"((?<![\w-])--(?:(?:[A-Za-z0-9][\w-]{{0,40}}[_-])?(?:{_WORDS})|token)\s{{1,3}}(?:{_QUOTE})?)(?!-){_PROSE}{_VALUE}",
-    re.IGNORECASE,
-)
-# addresses that are a secret as a whole: of a hook, to which anybody who knows it may write
-_HOOK = re.compile(
-    r"(\b(?:hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks"
-    r"|(?:webhook|outlook)\.office(?:365)?\.com/webhook(?:b2)?)/|\bapi\.telegram\.org/bot)[^\s'\"<>?#]{8,}",
-    re.IGNORECASE,
-)
-# words that are common in texts are secrets only in `name=value` and with the value in quotes; `sig=0.5` also occurs
-# in folder names
-_COMMON_PAIR = re.compile(
-    r"((?<![\w-])(?:--?)?(?:x-(?:amz|goog)-(?:signature|credential|security-token)|signature|credentials?|pwd|token"
-    rf"|aws\w{{0,20}}key\w{{0,20}}|googleaccessid|(?<=[?&])(?:key|sig|sas|auth|jwt|code(?==[\w%./~+-]{{10}}))|(?:sig|sas)(?==[\w%+-]{{16}}))"
-    rf"(?:=(?:{_QUOTE})?|(?:{_QUOTE})?\s{{0,9}}:\s{{0,9}}{_QUOTE}))"
-    rf"{_VALUE}",
-    re.IGNORECASE,
-)
-_HEADER = re.compile(
-    rf"(\bBearer\s{{1,9}}|\bauthorization(?:{_QUOTE})?\s{{0,9}}[=:]\s{{0,9}}(?:{_QUOTE})?(?:(?:Basic|Token)\s{{1,9}})?)"
-    r"(?!Bearer\b|Basic\b|Token\b)[^\s'\",;<>]{6,}",
-    re.IGNORECASE,
-)
-# a command line as an exception shows it: `'--hub_token', 'x'`
-_LISTED = r"['\"],\s{0,3}['\"])(?!--)"
-_OPTION = re.compile(
-    rf"(['\"]--?(?:(?:[A-Za-z0-9][\w-]{{0,40}}[_-])?(?:{_WORDS})|token){_LISTED}{_VALUE}", re.IGNORECASE
-)
-_TOKEN_OPTION = re.compile(rf"(['\"]{_ANY_TOKEN}{_LISTED}{_MADE}", re.IGNORECASE)
-_URL_PASSWORD = re.compile(r"(?<=://)(?:[^/\s:@]{0,99}:[^/\s@]{1,999}|[^/\s:@]{16,999})(?=@)")
-_FORMS = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|(?:npm|r8|dop_v1|[sr]k_live|[sr]k_test)_[A-Za-z0-9]{16,}|pypi-[\w-]{32,}|sk-[\w-]{16,}"
-    r"|xox[abprs]-[\w-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|ya29\.[\w-]{20,}"
-    r"|eyJ[\w-]{8,2000}\.[\w-]{8,2000}\.[\w-]{8,2000})"
-    r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?:[^-]{0,9999}-----END [A-Z ]{0,40}PRIVATE KEY-----|[^-]{0,9999})"
-)
-_VARIABLE = re.compile(r"(?i)(?:^|_)(?:secret|token|password|passwd|credentials?|\w*key|key_id|sas|connection_string)$")
 _LEAST_VALUE = 8  # characters of a variable's value; shorter ones may be ordinary words
 
 
@@ -97,9 +32,10 @@ def masked(value: object, name: str = "") -> Any:
 
 def is_secret(name: str, value: str) -> bool:
     """True if a value of this name is a secret."""
-    if _SECRET_NAME.search(name) is not None:
+    patterns = _patterns()
+    if patterns.SECRET_NAME.search(name) is not None:
         return True
-    return _TOKEN_NAME.search(name) is not None and _MADE_VALUE.match(value) is not None
+    return patterns.TOKEN_NAME.search(name) is not None and patterns.MADE_VALUE.match(value) is not None
 
 
 def mask_command(command: Sequence[str]) -> list[str]:
@@ -157,20 +93,26 @@ def has_handlers(name: str) -> bool:
     return False
 
 
+def _patterns() -> Any:
+    return importlib.import_module("paceline.args.secret_patterns")
+
+
 def _secret_variables() -> list[str]:
+    variable = _patterns().VARIABLE
     return [
         value
         for name, value in os.environ.items()
-        if len(value) >= _LEAST_VALUE and _VARIABLE.search(name) and not os.path.exists(value)
+        if len(value) >= _LEAST_VALUE and variable.search(name) and not os.path.exists(value)
     ]
 
 
 def _mask(text: str, known: list[str]) -> str:
     for secret in known:
         text = text.replace(secret, MASK)
-    text = _FORMS.sub(MASK, text)
-    text = _URL_PASSWORD.sub(MASK, text)
-    for pattern in (_HOOK, _HEADER, _OPTION, _TOKEN_OPTION, _COMMON_PAIR, _PAIR, _TOKEN_PAIR, _SPACED):
+    patterns = _patterns()
+    text = patterns.FORMS.sub(MASK, text)
+    text = patterns.URL_PASSWORD.sub(MASK, text)
+    for pattern in patterns.WITH_VALUES:
         text = pattern.sub(rf"\1{MASK}", text)
     return text
 

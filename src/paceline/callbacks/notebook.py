@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import html
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.args.secrets import mask_text
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.speed import format_seconds, length_of
 from paceline.core.events import TrainerCallback, ignores_keywords
-from paceline.core.optional import is_installed, require
+from paceline.core.optional import LateModule, is_installed, require
 from paceline.core.state import TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    import html
+else:
+    html = LateModule("html")
 
 NO_VALUE = "No log"
 _UNSHOWN = re.compile(r"(^total_flos|^epoch|_runtime|_per_second|_preparation_time|_mem_.*)$")

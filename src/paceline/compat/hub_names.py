@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.args.training import TrainingArguments
 from paceline.compat.trainer_names import TrainerNames
-from paceline.hub.card import CardOptions, write_card
-from paceline.hub.described import CardFacts, CardRun, CheckpointForm, Hyperparameters
-from paceline.hub.publishing import HubHooks, HubSettings, Publisher, PushTarget
+from paceline.core.optional import LateModule
+
+if TYPE_CHECKING:
+    from paceline.hub import card, described, publishing
+    from paceline.hub.described import CardFacts, CheckpointForm
+else:
+    card = LateModule("paceline.hub.card")
+    described = LateModule("paceline.hub.described")
+    publishing = LateModule("paceline.hub.publishing")
 
 
 class HubNames(TrainerNames):
     """A Trainer that pushes to the hub. A framework supplies `_card_facts`, `_checkpoint_form` and `save_model`."""
 
-    _own_push_target: PushTarget | None = None
+    _own_push_target: publishing.PushTarget | None = None
     train_dataset: Any
 
     if TYPE_CHECKING:
@@ -34,18 +40,18 @@ class HubNames(TrainerNames):
     # ---- the parts of the hub
 
     @property
-    def _push_target(self) -> PushTarget:
+    def _push_target(self) -> publishing.PushTarget:
         if self._own_push_target is None:
-            self._own_push_target = PushTarget()
+            self._own_push_target = publishing.PushTarget()
         return self._own_push_target
 
-    def _make_publisher(self) -> Publisher:
-        return Publisher(
+    def _make_publisher(self) -> publishing.Publisher:
+        return publishing.Publisher(
             self._push_target,
             hub_settings(self.args),
             self._absolute_output_dir(),
             is_main_process=self.is_world_process_zero(),
-            hooks=HubHooks(
+            hooks=publishing.HubHooks(
                 init_hf_repo=self.init_hf_repo,
                 create_model_card=self.create_model_card,
                 save_model=self.save_model,
@@ -57,9 +63,10 @@ class HubNames(TrainerNames):
             ),
         )
 
-    def _card_run(self) -> CardRun:
-        return CardRun(
-            options=Hyperparameters(**{one.name: getattr(self.args, one.name) for one in fields(Hyperparameters)}),
+    def _card_run(self) -> described.CardRun:
+        options = {one.name: getattr(self.args, one.name) for one in fields(described.Hyperparameters)}
+        return described.CardRun(
+            options=described.Hyperparameters(**options),
             state=self.state,
             train_dataset=self.train_dataset,
             is_training=self.is_in_train,
@@ -135,10 +142,10 @@ class HubNames(TrainerNames):
         """
         if not self.is_world_process_zero():
             return
-        options = CardOptions(
+        options = card.CardOptions(
             language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args
         )
-        write_card(self._absolute_output_dir(), self._card_run(), self._card_facts(), options)
+        card.write_card(self._absolute_output_dir(), self._card_run(), self._card_facts(), options)
 
     def push_to_hub(
         self,
@@ -177,9 +184,9 @@ class HubNames(TrainerNames):
         self._push_target.wait()
 
 
-def hub_settings(args: TrainingArguments) -> HubSettings:
+def hub_settings(args: TrainingArguments) -> publishing.HubSettings:
     """Returns the options for the hub of a run's arguments."""
-    return HubSettings(
+    return publishing.HubSettings(
         is_enabled=args.push_to_hub,
         name=args.hub_model_id,
         strategy=str(args.hub_strategy),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from paceline.core.journal import UpdateRow
+from paceline.core.outputs import EvalPrediction
 
 
 @runtime_checkable
@@ -20,6 +21,27 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+@runtime_checkable
+class StreamingMetric(Protocol):
+    """The interface of a `compute_metrics` object that the Trainer updates batch by batch."""
+
+    def reset(self) -> None:
+        """Resets the state; called before each evaluation."""
+        ...
+
+    def update(self, prediction: EvalPrediction, /) -> None:
+        """Adds one batch."""
+        ...
+
+    def merge(self, other: object, /) -> None:
+        """Merges the state of another metric of the same type."""
+        ...
+
+    def compute(self) -> dict[str, float]:
+        """Returns the values so far; an empty dict without samples."""
+        ...
 
 
 @dataclass(slots=True)

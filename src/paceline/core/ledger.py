@@ -10,7 +10,6 @@ so the activities add up to the wall time. A note is two calls of C functions, a
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -210,7 +209,7 @@ def slow_processes(times: Sequence[Mapping[str, float]]) -> list[str]:
         times: seconds by activity of each process, by rank.
     """
     work = [sum(seconds.get(ACTIVITIES[index], 0.0) for index in OWN_WORK) for seconds in times]
-    typical = statistics.median_low(work)
+    typical = sorted(work)[(len(work) - 1) // 2]  # of an even number, the lower one in the middle
     told = []
     for rank, (own, seconds) in enumerate(zip(work, times, strict=True)):
         wall = sum(value for name, value in seconds.items() if name != ACTIVITIES[SETUP])

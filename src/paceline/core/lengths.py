@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 MEGABATCHES = 50  # batches sorted by length together, as in the Hugging Face Trainer
 
-Lengths = npt.NDArray[np.int64]
+Lengths = np.ndarray[Any, np.dtype[np.int64]]
 GivenLengths = Sequence[int] | Lengths
 
 

@@ -12,38 +12,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.core.intervals import percentiles, poisson_weights, wilson_interval
+from paceline.core.contracts import StreamingMetric
+from paceline.core.optional import LateModule
 from paceline.core.outputs import EvalPrediction
+
+if TYPE_CHECKING:
+    from paceline.core import intervals
+else:
+    intervals = LateModule("paceline.core.intervals")
 
 Array = np.ndarray[Any, Any]
 IGNORE_INDEX = -100
 # logits converted to float64 at once: small compared with the batch
 CHUNK_ELEMENTS = 1 << 20
-
-
-@runtime_checkable
-class StreamingMetric(Protocol):
-    """The interface of a `compute_metrics` object that the Trainer updates batch by batch."""
-
-    def reset(self) -> None:
-        """Resets the state; called before each evaluation."""
-        ...
-
-    def update(self, prediction: EvalPrediction, /) -> None:
-        """Adds one batch."""
-        ...
-
-    def merge(self, other: object, /) -> None:
-        """Merges the state of another metric of the same type."""
-        ...
-
-    def compute(self) -> dict[str, float]:
-        """Returns the values so far; an empty dict without samples."""
-        ...
 
 
 def is_streaming(metric: object) -> bool:
@@ -119,7 +104,7 @@ class SumMetric(ABC):
         rows = np.asarray(self.rows(prediction), dtype=np.float64)
         resampled = None
         if self.confidence is not None:
-            weights = poisson_weights(self.next_sample, len(rows), self.replicates, self.seed)
+            weights = intervals.poisson_weights(self.next_sample, len(rows), self.replicates, self.seed)
             resampled = weights.T.astype(np.float64) @ rows
         self._add(rows.sum(0), resampled)
         self.next_sample += len(rows)
@@ -165,7 +150,7 @@ class SumMetric(ABC):
     def interval(self, name: str, value: float, resampled: Array) -> tuple[float, float]:
         """Returns the confidence interval of one value, from its replicates."""
         assert self.confidence is not None
-        return percentiles(resampled, self.confidence)
+        return intervals.percentiles(resampled, self.confidence)
 
     def settings(self) -> tuple[Any, ...]:
         """Returns the settings that must be equal for a merge."""
@@ -232,7 +217,7 @@ class Accuracy(SumMetric):
         assert self.confidence is not None
         if self.sums[2] > 0 or self.sums[1] == 0:
             return super().interval(name, value, resampled)
-        return wilson_interval(float(self.sums[0]), float(self.sums[1]), self.confidence)
+        return intervals.wilson_interval(float(self.sums[0]), float(self.sums[1]), self.confidence)
 
     def settings(self) -> tuple[Any, ...]:
         return (*super().settings(), self.shifted, self.ignore_index, self.name)
@@ -425,7 +410,7 @@ class F1:
         for name, value in f1_values(right, actual, found, self.average).items():
             result[name] = float(value)
             if self.confidence is not None:
-                result[f"{name}_low"], result[f"{name}_high"] = percentiles(spread[name], self.confidence)
+                result[f"{name}_low"], result[f"{name}_high"] = intervals.percentiles(spread[name], self.confidence)
         return result
 
     def _resampled(self) -> dict[str, Array]:

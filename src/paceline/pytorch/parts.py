@@ -25,9 +25,7 @@ from paceline.core.methods import is_ours
 from paceline.core.optional import LateModule
 from paceline.core.outputs import EvalLoopOutput
 from paceline.core.state import TrainerControl
-from paceline.core.streaming import is_streaming
 from paceline.core.worker_watch import WorkerWatch
-from paceline.hub.described import CardFacts
 from paceline.pytorch import output_store
 from paceline.pytorch.checkpoint.checkpointer import Checkpointer, SaveHooks, SaveSettings
 from paceline.pytorch.checkpoint.full_format import FullFormat
@@ -44,21 +42,24 @@ from paceline.pytorch.model.operations import measurer, token_counter
 from paceline.pytorch.model.prepare import edited_for_evaluation
 from paceline.pytorch.model.reductions import LossReduction
 from paceline.pytorch.model.signature import innermost
-from paceline.pytorch.model_card import card_facts, optimizer_of
 from paceline.pytorch.optim.modes import evaluation_weights
 from paceline.pytorch.sync import Measure
 from paceline.pytorch.validation import ModelFacts, read_model
 
 if TYPE_CHECKING:
     from paceline.checkpoint.remote_sync import Policy, RemoteSync
-    from paceline.pytorch import packing
+    from paceline.core import streaming
+    from paceline.hub.described import CardFacts
+    from paceline.pytorch import model_card, packing
     from paceline.pytorch.checkpoint import sharded_format
     from paceline.pytorch.data import token_counts
     from paceline.pytorch.data.token_counts import PaddingCounter
     from paceline.pytorch.trainer import Trainer
 else:
+    model_card = LateModule("paceline.pytorch.model_card")
     packing = LateModule("paceline.pytorch.packing")
     sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
+    streaming = LateModule("paceline.core.streaming")
     token_counts = LateModule("paceline.pytorch.data.token_counts")
 
 # ---- the model
@@ -80,12 +81,12 @@ def model_facts_of(trainer: Trainer) -> ModelFacts:
 
 def card_facts_of(trainer: Trainer) -> CardFacts:
     """Returns the facts for the model's card."""
-    return card_facts(
+    return model_card.card_facts(
         trainer.strategy.unwrap(trainer.model),
         plan=trainer._plan(),
         num_shares=trainer.strategy.mesh.data_size,
         global_batch_size=trainer.get_total_train_batch_size(trainer.args),
-        optimizer=optimizer_of(trainer.optimizer),
+        optimizer=model_card.optimizer_of(trainer.optimizer),
         eval_dataset=trainer.eval_dataset,
     )
 
@@ -120,7 +121,7 @@ def evaluator_of(trainer: Trainer) -> Evaluator:
 def warn_of_gaps(trainer: Trainer, output: EvalLoopOutput, prefix: str) -> None:
     """Warns of results that the Trainer's options ask for and an evaluation lacks."""
     args = trainer.args
-    streams = args.batch_eval_metrics or is_streaming(trainer.compute_metrics)
+    streams = args.batch_eval_metrics or streaming.is_streaming(trainer.compute_metrics)
     wants_metrics = trainer.compute_metrics is not None and not args.prediction_loss_only and not streams
     predictor.warn_of_gaps(output, prefix, trainer.label_names or trainer.objective.label_names, wants_metrics)
 
@@ -169,7 +170,7 @@ def evaluation_options_of(trainer: Trainer) -> EvaluationOptions:
         dtype = torch.float16
     return EvaluationOptions(
         concatenate=args.eval_do_concat_batches,
-        streaming=args.batch_eval_metrics or is_streaming(trainer.compute_metrics),
+        streaming=args.batch_eval_metrics or streaming.is_streaming(trainer.compute_metrics),
         include=tuple(args.include_for_metrics or ()),
         host_every=args.eval_accumulation_steps or 1,
         dtype=dtype,

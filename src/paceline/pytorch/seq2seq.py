@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from paceline.args.adopt import adopt
 from paceline.args.choices import IntervalStrategy, SaveStrategy
 from paceline.args.seq2seq import Seq2SeqTrainingArguments
+from paceline.core.contracts import StreamingMetric
 from paceline.core.events import TrainerCallback
 from paceline.core.outputs import PredictionOutput, TrainOutput
-from paceline.core.streaming import StreamingMetric
 from paceline.pytorch import parts
 from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.data.sampling import make_train_sampler

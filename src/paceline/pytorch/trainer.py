@@ -29,14 +29,13 @@ from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint.folders import make_output_folder
 from paceline.compat.hub_names import HubNames
 from paceline.compat.subclassing import ForSubclasses
+from paceline.core.contracts import StreamingMetric
 from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.core.methods import is_ours, texts_in
 from paceline.core.metrics import StartTime
 from paceline.core.optional import LateModule
 from paceline.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
 from paceline.core.state import TrainerControl, TrainerState
-from paceline.core.streaming import StreamingMetric
-from paceline.hub.described import CardFacts, CheckpointForm
 from paceline.pytorch import parts, session, validation
 from paceline.pytorch.checkpoint.checkpointer import Checkpointer
 from paceline.pytorch.checkpoint.items import OPTIMIZER, PRECISION, SCHEDULER
@@ -54,17 +53,18 @@ from paceline.pytorch.model.loss import LabelSmoother, LossNormalizer
 from paceline.pytorch.model.operations import estimate_operations
 from paceline.pytorch.model.prepare import PreparedModel
 from paceline.pytorch.model.signature import innermost
-from paceline.pytorch.model_card import CHECKPOINT_FORM
 from paceline.pytorch.optim import optimizers as optimizer_registry
 from paceline.pytorch.optim.schedulers import follows_metrics, get_scheduler
 from paceline.pytorch.session import Session
 from paceline.pytorch.sync import Measure
 
 if TYPE_CHECKING:
-    from paceline.pytorch import lr_search
+    from paceline.hub.described import CardFacts, CheckpointForm
+    from paceline.pytorch import lr_search, model_card
     from paceline.pytorch.packing import Packing
 else:
     lr_search = LateModule("paceline.pytorch.lr_search")
+    model_card = LateModule("paceline.pytorch.model_card")
 
 logger = logging.getLogger(__name__)
 
@@ -707,4 +707,4 @@ class Trainer(HubNames, ForSubclasses):
         return parts.card_facts_of(self)
 
     def _checkpoint_form(self) -> CheckpointForm:
-        return CHECKPOINT_FORM
+        return model_card.CHECKPOINT_FORM

@@ -22,12 +22,12 @@ from paceline.callbacks.reporters import find_reporters
 from paceline.callbacks.reporters.tensorboard import TensorBoardCallback
 from paceline.checkpoint.folders import make_output_folder
 from paceline.compat.hub_names import HubNames
+from paceline.core.contracts import StreamingMetric
 from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.core.metrics import StartTime, speed_metrics
 from paceline.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
 from paceline.core.session import Run
 from paceline.core.state import TrainerControl, TrainerState
-from paceline.core.streaming import StreamingMetric
 from paceline.hub.described import CardFacts, CheckpointForm
 from paceline.tensorflow import parts
 from paceline.tensorflow.adapters import adapt_callbacks, adapt_writer

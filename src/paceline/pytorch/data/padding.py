@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from paceline.core.optional import require
 
-Row = NDArray[np.int64]
+Row = np.ndarray[Any, np.dtype[np.int64]]
 OPTIONS = {"padding", "max_length", "pad_to_multiple_of", "return_tensors"}
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -169,7 +168,7 @@ CONVERTERS: tuple[tuple[Any, Any], ...] = (
 )
 
 
-def fill_rows(rows: Sequence[Any], width: int, filler: int, side: str) -> NDArray[np.int64]:
+def fill_rows(rows: Sequence[Any], width: int, filler: int, side: str) -> Row:
     """Returns the rows as int64 of shape (rows, width), padded on `side`. The memory is new."""
     filled = np.full((len(rows), width), filler, dtype=np.int64)
     if side == "right":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from paceline.core.contracts import Strategy
 from paceline.core.disk_buffer import DiskBuffer
 from paceline.core.metrics import jsonable, prefix_metrics, speed_metrics
+from paceline.core.optional import LateModule
 from paceline.core.outputs import EvalLoopOutput, check_metrics
 from paceline.core.signals import Interrupted
-from paceline.core.streaming import is_streaming, with_last
 from paceline.pytorch.data.loading import batch_size_of, close_loader, loader_length, order_by_length, sample_count
 from paceline.pytorch.distributed.precision import narrow
 from paceline.pytorch.distributed.strategy import is_out_of_memory
@@ -35,6 +35,11 @@ from paceline.pytorch.evaluation.prediction_buffer import (
 from paceline.pytorch.loss_probe import LossProbe, Part
 from paceline.pytorch.model.loss import Counts, LossNormalizer
 from paceline.pytorch.model.reductions import Observation
+
+if TYPE_CHECKING:
+    from paceline.core import streaming
+else:
+    streaming = LateModule("paceline.core.streaming")
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +88,7 @@ class EvaluationLoop:
     expect: Callable[[Any], int | None] | None = None
 
     def __post_init__(self) -> None:
-        self.metric: Any = self.compute_metrics if is_streaming(self.compute_metrics) else None
+        self.metric: Any = self.compute_metrics if streaming.is_streaming(self.compute_metrics) else None
         if self.metric is not None:
             self.compute_metrics = None
         self._looks = False  # the batch in progress is probed
@@ -151,7 +156,7 @@ class EvaluationLoop:
 
     def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
         """Yields each batch, and True with the last. Raises Interrupted if the run was asked to stop."""
-        for batch, is_last in with_last(loader):
+        for batch, is_last in streaming.with_last(loader):
             if self.is_stopping():
                 raise Interrupted
             self._looks = self._is_due(self.name_inputs(batch), is_last)

@@ -8,16 +8,21 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from paceline.core.schedules import SCHEDULES, Multiplier, multiplier
+from paceline.core.optional import LateModule
 from paceline.core.spelling import nearest
 from paceline.pytorch.optim.adafactor import AdafactorSchedule
 from paceline.pytorch.optim.greedy import GreedyLR
+
+if TYPE_CHECKING:
+    from paceline.core import schedules
+else:
+    schedules = LateModule("paceline.core.schedules")
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +46,7 @@ class MultiplierLR(LambdaLR):
         KeyError: `last_epoch` is not -1 and a group lacks "initial_lr".
     """
 
-    def __init__(self, optimizer: Optimizer, factor: Multiplier, last_epoch: int = -1) -> None:
+    def __init__(self, optimizer: Optimizer, factor: schedules.Multiplier, last_epoch: int = -1) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"a learning-rate scheduler needs a torch.optim.Optimizer, not a {type(optimizer).__name__}"
@@ -150,7 +155,7 @@ def follows_metrics(scheduler: Any) -> bool:
 def _scheduled(name: str, optimizer: Optimizer, last_epoch: int = -1, **options: Any) -> MultiplierLR:
     rate = optimizer.defaults.get("lr") if isinstance(optimizer, Optimizer) else None
     lr_init = None if rate is None else float(rate)
-    return MultiplierLR(optimizer, multiplier(name, lr_init=lr_init, **options), last_epoch)
+    return MultiplierLR(optimizer, schedules.multiplier(name, lr_init=lr_init, **options), last_epoch)
 
 
 def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> MultiplierLR:
@@ -307,8 +312,8 @@ def get_scheduler(
     """
     name = str(getattr(name, "value", name))
     options = dict(scheduler_specific_kwargs or {})
-    if name not in SCHEDULES and name not in METRIC_SCHEDULES:
-        known = nearest(name, [*SCHEDULES, *METRIC_SCHEDULES])
+    if name not in schedules.SCHEDULES and name not in METRIC_SCHEDULES:
+        known = nearest(name, [*schedules.SCHEDULES, *METRIC_SCHEDULES])
         raise ValueError(f"lr_scheduler_type={name!r} is no known schedule; {known}")
     # schedule-free optimizers warm up themselves
     warms_up = any("warmup_steps" in group for group in optimizer.param_groups)

@@ -1,0 +1,76 @@
+"""The patterns of secrets in text, compiled when the first text is masked: they take 7 ms.
+
+Every repetition has an end, so that no text makes the search quadratic.
+"""
+
+from __future__ import annotations
+
+import re
+
+_WORDS = (
+    r"password|passwd|passphrase|secret|connection[_-]?string|(?:access|auth|refresh)[_-]?token"
+    r"|(?<![A-Za-z0-9])(?:hub|hf|huggingface|api|bot|csrf|deploy|github|gitlab|id|jwt|login|private|secret|security"
+    r"|session|slack|user|wandb)[_-]token"
+    r"|(?:api|access|account|secret|auth|private)[_-]?key(?:[_-]?id)?"
+)
+# `hub_token`, `--api-key`, `password`; not `include_num_input_tokens_seen` or `max_new_tokens`
+SECRET_NAME = re.compile(rf"(?:^|[_\-.])(?:credentials?|authorization|{_WORDS})$|(?:^|\.|^--?)token$", re.IGNORECASE)
+# other tokens: those of a vocabulary are text, and those that let somebody in look as if a machine had made them
+TOKEN_NAME = re.compile(r"[_-]token$", re.IGNORECASE)
+_QUOTE = r"\\{0,3}['\"]"
+_SIGN = r"(?:[^\s&'\",;)<>\]}\\]|\\(?!['\"]))"
+_VALUE = rf"(?!none\b|null\b|true\b|false\b){_SIGN}+"
+_MADE = rf"(?={_SIGN}{{0,64}}[0-9])(?={_SIGN}{{0,64}}[A-Za-z]){_SIGN}{{8}}{_SIGN}*"
+MADE_VALUE = re.compile(_MADE)
+_ANY_TOKEN = r"(?<![\w-])(?:--?)?[A-Za-z0-9][\w-]{0,40}[_-]token"
+_JOINT = rf"(?:{_QUOTE})?\s{{0,9}}[=:]\s{{0,9}}(?:{_QUOTE})?"
+# name and value, however they are joined: a command line, JSON, YAML, a URL, an exception
+PAIR = re.compile(rf"((?:{_WORDS}){_JOINT}){_VALUE}", re.IGNORECASE)
+TOKEN_PAIR = re.compile(rf"({_ANY_TOKEN}{_JOINT}){_MADE}", re.IGNORECASE)
+# an option and its value in a text; of a sentence about the option, the next word is no value
+_PROSE = (
+    r"(?!(?:an?|and|are|argument|as|at|by|can|does|environment|flag|for|from|given|has|if|in|instead|is|it|may|must|needs?"
+    r"|not|of|on|only|option|or|set|that|the|to|too|value|was|which|will|with|you|your)\b)"
+)
+SPACED = re.compile(
+    rf"((?<![\w-])--(?:(?:[A-Za-z0-9][\w-]{{0,40}}[_-])?(?:{_WORDS})|token)\s{{1,3}}(?:{_QUOTE})?)(?!-){_PROSE}{_VALUE}",
+    re.IGNORECASE,
+)
+# addresses that are a secret as a whole: of a hook, to which anybody who knows it may write
+HOOK = re.compile(
+    r"(\b(?:hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks"
+    r"|(?:webhook|outlook)\.office(?:365)?\.com/webhook(?:b2)?)/|\bapi\.telegram\.org/bot)[^\s'\"<>?#]{8,}",
+    re.IGNORECASE,
+)
+# words that are common in texts are secrets only in `name=value` and with the value in quotes; `sig=0.5` also occurs
+# in folder names
+COMMON_PAIR = re.compile(
+    r"((?<![\w-])(?:--?)?(?:x-(?:amz|goog)-(?:signature|credential|security-token)|signature|credentials?|pwd|token"
+    rf"|aws\w{{0,20}}key\w{{0,20}}|googleaccessid|(?<=[?&])(?:key|sig|sas|auth|jwt|code(?==[\w%./~+-]{{10}}))|(?:sig|sas)(?==[\w%+-]{{16}}))"
+    rf"(?:=(?:{_QUOTE})?|(?:{_QUOTE})?\s{{0,9}}:\s{{0,9}}{_QUOTE}))"
+    rf"{_VALUE}",
+    re.IGNORECASE,
+)
+HEADER = re.compile(
+    rf"(\bBearer\s{{1,9}}|\bauthorization(?:{_QUOTE})?\s{{0,9}}[=:]\s{{0,9}}(?:{_QUOTE})?(?:(?:Basic|Token)\s{{1,9}})?)"
+    r"(?!Bearer\b|Basic\b|Token\b)[^\s'\",;<>]{6,}",
+    re.IGNORECASE,
+)
+# a command line as an exception shows it: `'--hub_token', 'x'`
+_LISTED = r"['\"],\s{0,3}['\"])(?!--)"
+OPTION = re.compile(
+    rf"(['\"]--?(?:(?:[A-Za-z0-9][\w-]{{0,40}}[_-])?(?:{_WORDS})|token){_LISTED}{_VALUE}", re.IGNORECASE
+)
+TOKEN_OPTION = re.compile(rf"(['\"]{_ANY_TOKEN}{_LISTED}{_MADE}", re.IGNORECASE)
+URL_PASSWORD = re.compile(r"(?<=://)(?:[^/\s:@]{0,99}:[^/\s@]{1,999}|[^/\s:@]{16,999})(?=@)")
+FORMS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|(?:npm|r8|dop_v1|[sr]k_live|[sr]k_test)_[A-Za-z0-9]{16,}|pypi-[\w-]{32,}|sk-[\w-]{16,}"
+    r"|xox[abprs]-[\w-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|ya29\.[\w-]{20,}"
+    r"|eyJ[\w-]{8,2000}\.[\w-]{8,2000}\.[\w-]{8,2000})"
+    r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?:[^-]{0,9999}-----END [A-Z ]{0,40}PRIVATE KEY-----|[^-]{0,9999})"
+)
+VARIABLE = re.compile(r"(?i)(?:^|_)(?:secret|token|password|passwd|credentials?|\w*key|key_id|sas|connection_string)$")
+
+WITH_VALUES = (HOOK, HEADER, OPTION, TOKEN_OPTION, COMMON_PAIR, PAIR, TOKEN_PAIR, SPACED)
+"""Patterns whose group 1 is the name of a secret; the rest of the match is its value. The order counts."""
