@@ -155,6 +155,22 @@ def make_trainer(
     return cls(model=model, args=args, train_dataset=train, **for_trainer)
 
 
+class RecordGradient(Trainer):
+    """Keeps the gradient of each update, as the optimizer gets it: shape (number of parameters,)."""
+
+    gradients: list[Tensor]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        optimizer = super().create_optimizer(model)
+        self.gradients = []
+
+        def keep(*_: Any) -> None:
+            self.gradients.append(torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]))
+
+        optimizer.register_step_pre_hook(keep)
+        return optimizer
+
+
 def losses(trainer: Trainer) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 

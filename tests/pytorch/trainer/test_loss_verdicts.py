@@ -1,40 +1,18 @@
 """Losses of modules and functions, trained and evaluated in parts: right, or warned of; never wrong in silence."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_models import Tagger, losses, make_trainer, tagging
-from torch import Tensor, nn
+from floor_job import DATA, FLOORS, Floored, FlooredCount, Head
+from small_models import RecordGradient, Tagger, losses, make_trainer, tagging
+from torch import Tensor
 from torch.nn import functional
 
-from paceline import Trainer
-
-DATA = [sample for sample in tagging(40) if bool((sample["labels"] != -100).any())][:12]
 PARTS = [(6, 2), (3, 4), (2, 6), (1, 12)]
 CLASS_WEIGHTS = torch.linspace(0.1, 6, 11).double()
-
-
-class Head(nn.Module):
-    """Logits over token ids; `make_loss` makes what is returned of them."""
-
-    def __init__(self, zeros: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(11, 12), nn.Linear(12, 11)
-        if zeros:
-            nn.init.zeros_(self.head.weight)
-            nn.init.zeros_(self.head.bias)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.head(torch.tanh(self.embedding(input_ids)))
-        return {"loss": self.make_loss(logits, labels), "logits": logits}
-
-    def make_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(logits.mT, labels)
 
 
 class Ctc(Head):
@@ -152,19 +130,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], bool]] = {
 }
 
 
-class RecordGradient(Trainer):
-    gradient: Tensor | None = None
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        optimizer = super().create_optimizer(model)
-
-        def keep(*_: Any) -> None:
-            self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
-
-        optimizer.register_step_pre_hook(keep)
-        return optimizer
-
-
 @pytest.mark.parametrize("parts", PARTS, ids=lambda parts: f"{parts[0]} x {parts[1]}")
 @pytest.mark.parametrize("name", CASES)
 def test_right_or_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, parts: tuple[int, int]) -> None:
@@ -197,8 +162,7 @@ def test_right_or_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture, name:
         return [text for text in said if "loss_weight" in text]
 
     trainer.train()
-    assert trainer.gradient is not None
-    is_right = torch.allclose(trainer.gradient, gradient, rtol=1e-8, atol=1e-11)
+    is_right = torch.allclose(trainer.gradients[0], gradient, rtol=1e-8, atol=1e-11)
     is_right = is_right and losses(trainer)[0] == pytest.approx(loss.item(), rel=1e-8)
     assert is_right or warnings()
     if must_be_right and parts[0] > 1:
@@ -244,40 +208,6 @@ def test_looks_change_nothing_in_a_run(tmp_path: Path) -> None:
 # ---- divisors with a floor
 
 
-FLOORS: dict[str, Callable[[Tensor], Any]] = {
-    "clamp": lambda number: number.clamp(min=20),
-    "clamp, large": lambda number: number.clamp(min=45),
-    "clamp, small": lambda number: number.clamp(min=5),
-    "max": lambda number: max(int(number), 20),
-    "clamp, and epsilon": lambda number: number.clamp(min=20) + 1e-8,
-    "epsilon": lambda number: number + 1e-8,
-    "one more": lambda number: number + 1,
-    "clamp, beyond all": lambda number: number.clamp(min=1000),
-}
-
-
-class Floored(Head):
-    """A mean over the targets that the module counts, or over the count that it is given."""
-
-    takes_count = False
-
-    def __init__(self, floor: str) -> None:
-        super().__init__()
-        self.divisor = FLOORS[floor]
-
-    def make_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        total = functional.cross_entropy(logits.mT, labels, reduction="sum")
-        return total / self.divisor((labels != -100).sum())
-
-
-class FlooredCount(Floored):
-    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> dict[str, Tensor]:  # type: ignore[override]
-        logits = super().forward(input_ids, labels)["logits"]
-        number = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
-        total = functional.cross_entropy(logits.mT, labels, reduction="sum")
-        return {"loss": total / self.divisor(torch.as_tensor(number)), "logits": logits}
-
-
 # micro-batches have fewer targets than most of the floors, and the update more; no batch reaches the last one
 @pytest.mark.parametrize("floor", FLOORS)
 @pytest.mark.parametrize("make", [Floored, FlooredCount])
@@ -302,8 +232,7 @@ def test_a_floor_is_never_crossed_in_silence(
         learning_rate=0.0,
     )
     trainer.train()
-    assert trainer.gradient is not None
-    is_right = torch.allclose(trainer.gradient, gradient, rtol=1e-8, atol=1e-11)
+    is_right = torch.allclose(trainer.gradients[0], gradient, rtol=1e-8, atol=1e-11)
     assert is_right or "loss_weight" in caplog.text
     if floor in ("epsilon", "clamp, beyond all"):
         assert is_right

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging, weights
+from small_models import Classifier, RecordGradient, Tagger, classification, losses, make_trainer, tagging, weights
 from torch import Tensor
 from torch.nn import functional
 
-from paceline import Trainer, TrainerCallback
+from paceline import TrainerCallback
 
 DATA = tagging(24)
 ERRORS = {
@@ -42,20 +42,6 @@ class Narrow(Tagger):
 
             handle = self.embedding.weight.register_hook(fail)
         return outputs
-
-
-class RecordGradient(Trainer):
-    gradients: list[Tensor]
-
-    def create_optimizer(self, model: Any = None) -> Any:
-        optimizer = super().create_optimizer(model)
-        self.gradients = []
-
-        def keep(*_: Any) -> None:
-            self.gradients.append(torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]))
-
-        optimizer.register_step_pre_hook(keep)
-        return optimizer
 
 
 def run(folder: Path, model: Any, **options: Any) -> Any:

@@ -10,11 +10,9 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from small_models import Tagger, losses, make_trainer, tagging, weights
+from small_models import RecordGradient, Tagger, losses, make_trainer, tagging, weights
 from torch import Tensor, nn
 from torch.nn import functional
-
-from paceline import Trainer
 
 SAMPLES_PER_UPDATE = 12
 NUM_UPDATES = 20
@@ -36,23 +34,13 @@ def cut(splits: list[Split]) -> list[dict[str, Tensor]]:
     return batches
 
 
-class Given(Trainer):
+class Given(RecordGradient):
     """Trains on batches as they are given."""
 
     batches: list[dict[str, Tensor]]
-    gradient: Tensor | None = None
 
     def get_train_dataloader(self) -> Any:
         return self.batches
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        optimizer = super().create_optimizer(model)
-        optimizer.register_step_pre_hook(self.keep)
-        return optimizer
-
-    def keep(self, *_: Any) -> None:
-        if self.gradient is None:
-            self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
 
 
 def loss_of(model: nn.Module, inputs: Any) -> tuple[Tensor, Any]:
@@ -197,8 +185,7 @@ def run(splits: list[Split], protocol: str, dtype: torch.dtype, **more: Any) -> 
         )
         trainer.batches = cut(splits)
         trainer.train()
-    assert trainer.gradient is not None
-    return trainer.gradient, losses(trainer), weights(trainer.model)
+    return trainer.gradients[0], losses(trainer), weights(trainer.model)
 
 
 @cache

@@ -5,30 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging, weights
+from small_models import Classifier, RecordGradient, Tagger, classification, losses, make_trainer, tagging, weights
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline import Trainer
-
 DATA = tagging(24)
 SPLITS = [(24, 1), (12, 2), (4, 6), (1, 24), (5, 5), (7, 4)]
-
-
-class RecordGradient(Trainer):
-    """Keeps the gradient of the first update."""
-
-    gradient: Tensor | None = None
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        optimizer = super().create_optimizer(model)
-
-        def keep(*_: Any) -> None:
-            if self.gradient is None:
-                self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
-
-        optimizer.register_step_pre_hook(keep)
-        return optimizer
 
 
 def first_gradient(
@@ -47,8 +29,7 @@ def first_gradient(
         **options,
     )
     trainer.train()
-    assert trainer.gradient is not None
-    return trainer.gradient, losses(trainer)[0]
+    return trainer.gradients[0], losses(trainer)[0]
 
 
 @pytest.mark.parametrize("per_sample", [False, True], ids=["mean over targets", "mean over samples"])

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import losses, make_trainer, weights
-from torch import Tensor, nn
+from small_models import RecordGradient, losses, make_trainer, weights
+from torch import nn
 
-from paceline import Trainer, TrainerCallback
+from paceline import TrainerCallback
 
 pytest.importorskip("transformers")
 
@@ -17,21 +17,6 @@ from transformers_models import MODELS, gpt2, language
 
 # a causal model of transformers computes its loss in float32 whatever the type of its logits
 PRECISION = {"gpt2": 1e-6, "bert": 1e-10, "t5": 1e-10}
-
-
-class RecordGradient(Trainer):
-    gradient: Tensor | None = None
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        optimizer = super().create_optimizer(model)
-
-        def keep(*_: Any) -> None:
-            if self.gradient is None:
-                grads = [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
-                self.gradient = torch.cat(grads).clone()
-
-        optimizer.register_step_pre_hook(keep)
-        return optimizer
 
 
 class StopAt(TrainerCallback):
@@ -57,8 +42,7 @@ def test_any_split_gives_the_same_gradient(tmp_path: Path, kind: str, smoothing:
             max_grad_norm=0,
         )
         trainer.train()
-        assert trainer.gradient is not None
-        found.append((trainer.gradient, losses(trainer)[0]))
+        found.append((trainer.gradients[0], losses(trainer)[0]))
     for gradient, loss in found[1:]:
         torch.testing.assert_close(gradient, found[0][0], rtol=1e-10, atol=1e-12)
         assert loss == pytest.approx(found[0][1], rel=PRECISION[kind])
@@ -85,8 +69,7 @@ def test_the_gradient_is_that_of_the_mean_over_targets(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-6)
     trainer.train()
     expected = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
-    assert trainer.gradient is not None
-    torch.testing.assert_close(trainer.gradient, expected, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(trainer.gradients[0], expected, rtol=1e-5, atol=1e-8)
     assert losses(trainer)[0] == pytest.approx(loss.item(), rel=1e-6)
 
 
