@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ class Age:
 
     Attributes:
         commits: number of commits since; None if this clone does not have the commit.
-        is_stale: the measured code has changed since (also if uncommitted), or differed from the commit when it was
-            measured; None if unknown.
+        is_stale: the measured code has changed since (also if uncommitted; comments and docstrings do not count), or
+            differed from the commit when it was measured; None if unknown.
     """
 
     commits: int | None
@@ -80,6 +81,31 @@ def find_commit(root: Path = ROOT) -> dict[str, Any]:
     return {"commit": head.stdout.strip(), "is_clean": changed is not None and not changed.stdout.strip()}
 
 
+def code_of(source: str) -> str:
+    """Returns the code of a Python file without comments, docstrings and layout.
+
+    Raises:
+        SyntaxError: the source cannot be parsed.
+    """
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            has_docstring = ast.get_docstring(node, clean=False) is not None
+            node.body = node.body[has_docstring:]
+    return ast.dump(tree)
+
+
+def has_changed(name: str, commit: str, root: Path) -> bool:
+    """True if the code of a file, one that git calls changed, differs from that of a commit."""
+    before, path = git("show", f"{commit}:{name}", root=root), root / name
+    if before is None or before.returncode != 0 or not path.is_file() or path.suffix != ".py":
+        return True
+    try:
+        return code_of(before.stdout) != code_of(path.read_text(encoding="utf-8"))
+    except SyntaxError:
+        return True
+
+
 def find_age(result: dict[str, Any], root: Path = ROOT) -> Age:
     """Returns the age of a result by the history of this clone."""
     commit = result.get("commit")
@@ -87,10 +113,11 @@ def find_age(result: dict[str, Any], root: Path = ROOT) -> Age:
     if known is None or known.returncode != 0:
         return Age(None, None)
     count = git("rev-list", "--count", f"{commit}..HEAD", root=root)
-    difference = git("diff", "--quiet", commit, "--", *covered_paths(result["benchmark"]), root=root)
-    if count is None or difference is None or difference.returncode not in (0, 1):
+    difference = git("diff", "--name-only", commit, "--", *covered_paths(result["benchmark"]), root=root)
+    if count is None or difference is None or difference.returncode != 0:
         return Age(None, None)
-    return Age(int(count.stdout), difference.returncode == 1 or not result.get("is_clean"))
+    is_changed = any(has_changed(name, str(commit), root) for name in difference.stdout.splitlines())
+    return Age(int(count.stdout), is_changed or not result.get("is_clean"))
 
 
 def describe(result: dict[str, Any], age: Age) -> str:

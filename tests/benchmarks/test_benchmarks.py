@@ -197,6 +197,8 @@ def test_a_result_is_held_against_the_code_since_its_commit(tmp_path: Path) -> N
     assert age(commit="0" * 40) == age(commit=None) == (None, None)
     commit_all(tmp_path, other)
     assert age() == (1, False)
+    (tmp_path / covered).write_text('"""Prose."""\nline  # and a comment\n')
+    assert age() == (1, False)
     (tmp_path / covered).write_text("not committed\n")
     assert age() == (1, True)
     assert not history.find_commit(tmp_path)["is_clean"]
