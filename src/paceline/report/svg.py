@@ -1,15 +1,16 @@
-"""Draws a chart as SVG. The page's script redraws it for the part of the steps that a reader selects."""
+"""Draws a chart as SVG. The page's script redraws the chart when a reader zooms in."""
 
 from __future__ import annotations
 
 import math
 from html import escape
+from typing import Any
 
 import numpy as np
 
 from paceline.report.curves import Chart, Series
 
-WIDTH, HEIGHT = 640, 260  # of the view box, in its units
+WIDTH, HEIGHT = 640, 260  # size of the view box
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 30  # margins
 _NUM_TICKS = 5
 
@@ -18,6 +19,7 @@ def draw(chart: Chart, name: str) -> str:
     """Returns the SVG element of a chart.
 
     Args:
+        chart: the chart.
         name: the element's id.
     """
     x_low, x_high = limits([each.steps for each in chart.series], is_padded=False)
@@ -47,7 +49,7 @@ def describe(chart: Chart) -> str:
 
 
 def limits(arrays: list[np.ndarray], is_padded: bool = True) -> tuple[float, float]:
-    """Returns the range of all values, 5 % wider on each side if padded; never empty."""
+    """Returns the range of all values, 5 % wider on each side if padded. The range is never empty."""
     low = min(float(array.min()) for array in arrays)
     high = max(float(array.max()) for array in arrays)
     if low == high:
@@ -58,9 +60,11 @@ def limits(arrays: list[np.ndarray], is_padded: bool = True) -> tuple[float, flo
 
 
 def ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    """Returns round numbers between two limits, about five.
+    """Returns about five round numbers between two limits.
 
     Args:
+        low: the lower limit.
+        high: the upper limit.
         whole: True allows whole numbers only.
     """
     span = high - low
@@ -80,10 +84,10 @@ def number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1e4 or not float(value).is_integer() else f"{value:,.0f}"
 
 
-def place(value: float, low: float, high: float, is_x: bool) -> float:
-    """Returns the coordinate of a value in the view box."""
-    width = high / 2 - low / 2  # halves, since the difference may overflow
-    share = (value / 2 - low / 2) / width if width else 0.5  # of two denormal numbers it may vanish
+def place(values: Any, low: float, high: float, is_x: bool) -> Any:
+    """Returns the coordinates of values in the view box: of a number, or of an array of any shape."""
+    width = high / 2 - low / 2  # halves, because the difference may overflow
+    share = (values / 2 - low / 2) / width if width else values * 0 + 0.5  # 0 for denormal numbers
     if is_x:
         return LEFT + share * (WIDTH - LEFT - RIGHT)
     return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
@@ -99,11 +103,8 @@ def _tick(value: float, low: float, high: float, is_x: bool) -> str:
 
 
 def _line(series: Series, x_limits: tuple[float, float], y_limits: tuple[float, float]) -> str:
-    points = [
-        f"{place(step, *x_limits, is_x=True):.1f},{place(value, *y_limits, is_x=False):.1f}"
-        for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True)
-    ]
-    if len(points) == 1:  # a line of one point is invisible
-        across, down = points[0].split(",")
-        return f'<circle class="{series.style}" cx="{across}" cy="{down}" r="3"/>'
+    across, down = place(series.steps, *x_limits, is_x=True), place(series.values, *y_limits, is_x=False)
+    points = [f"{x:.1f},{y:.1f}" for x, y in zip(across.tolist(), down.tolist(), strict=True)]
+    if len(points) == 1:  # a line with one point would be invisible
+        return f'<circle class="{series.style}" cx="{across[0]:.1f}" cy="{down[0]:.1f}" r="3"/>'
     return f'<polyline class="{series.style}" points="{" ".join(points)}"/>'
