@@ -65,10 +65,10 @@ THIRD_PARTY = {
 DEFAULT_THIRD_PARTY = {"numpy", "safetensors", "torch", "yaml"}
 
 FILE_LINES, FUNCTION_LINES, NESTING, COMPLEXITY = 400, 50, 4, 16
-FILE_LINES_OF = {"pytorch/trainer.py": 500}
+FILE_LINES_OF = {"pytorch/trainer.py": 505}  # the facade: public methods of one line, and late imports
 MOST_ASSIGNED = 3
 MOST_ANY = 0.10
-MOST_MODULES = 198  # of the package, which the import of the Trainer loads
+MOST_MODULES = 138  # of the package, which the import of the Trainer loads
 
 # Every exception to a rule, with its reason; * stands for any text. One that is no longer needed fails.
 EXCEPTIONS: dict[tuple[str, str], str] = {
@@ -691,7 +691,7 @@ def loaded_stages() -> dict[str, list[str]]:
 
 
 def test_the_import_of_the_trainer_loads_nothing_heavy(loaded_stages: dict[str, list[str]]) -> None:
-    assert not heavy_of(loaded_stages["import"], ("safetensors", "numpy.typing", "numpy._typing"))
+    assert not heavy_of(loaded_stages["import"], ())
 
 
 def test_the_import_of_the_trainer_loads_no_part_that_only_some_runs_need(loaded_stages: dict[str, list[str]]) -> None:
@@ -705,7 +705,7 @@ def test_the_import_of_the_trainer_loads_no_part_that_only_some_runs_need(loaded
 
 def test_runs_load_what_a_loop_written_by_hand_loads(loaded_stages: dict[str, list[str]]) -> None:
     """A run, its checkpoints, a resume and an evaluation."""
-    assert not heavy_of(loaded_stages["runs"], ("numpy.ctypeslib", "torch.utils.serialization"))
+    assert not heavy_of(loaded_stages["runs"], ("safetensors", "numpy.ctypeslib", "torch.utils.serialization"))
 
 
 def test_public_names_are_sorted_and_all_there() -> None:

@@ -61,7 +61,7 @@ def test_without_accelerator_the_number_is_asked_for(
         (["--nproc-per-node=0", "job.py"], "expected a number of processes from 1 on"),
         (["--nproc-per-node=1", "--nnodes=2:1", "job.py"], "--nnodes=2:1 is invalid"),
         (["--nproc-per-node=1", "--max-restarts", "x", "job.py"], "invalid int value: 'x'"),
-        (["--nproc-per-node=1", "--rdzv-backend=foo", "job.py"], "torchrun refuses its options"),
+        (["--nproc-per-node=1", "--rdzv-backend=foo", "job.py"], "torchrun rejected its options"),
         (["--nproc-per-node=1"], "launch needs a script"),
         (["--nproc-per-node=1", "jbo.py"], "jbo.py cannot be read: there is no such script; did you mean 'job.py'?"),
         (["--nproc-per-node=1", "folder"], "folder is a folder; expected a script"),

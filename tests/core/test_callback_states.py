@@ -91,5 +91,5 @@ def test_lists_as_transformers_writes_them():
 
 @pytest.mark.parametrize("states", [{"Counter": {}}, {"Counter": 3}, {"Exportable": {"args": {"unknown": 1}}}])
 def test_a_state_that_does_not_fit_names_the_callback(states):
-    with pytest.raises(ValueError, match=f"Callback {next(iter(states))} could not take its state"):
+    with pytest.raises(ValueError, match=f"Callback {next(iter(states))} could not load its state"):
         restore_callback_states(CallbackHandler([Counter(), Exportable()]), states)

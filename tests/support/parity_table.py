@@ -70,7 +70,7 @@ DEFECTS: dict[str, Defect] = {
         "tests/pytorch/trainer/test_resume.py::test_a_finished_run_trains_no_more",
     ),
     "other batch size": Defect(
-        "The place in the data is counted in batches: with another batch size samples are left out or seen twice.",
+        "The place in the data is counted in batches: with another batch size samples are skipped or seen twice.",
         "The place is counted in samples.",
         "tests/pytorch/trainer/test_resume_matrix.py",
     ),

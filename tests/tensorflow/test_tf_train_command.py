@@ -155,10 +155,16 @@ def refused_with_torch(config: Path, run: Path, capsys: pytest.CaptureFixture[st
     """Checks that the commands for torch refuse a run of TensorFlow, and name the reason."""
     torch = ["train", str(config), "--framework", "torch", "--output_dir", str(config.parent / "other")]
     for words, message in (
-        (["export", str(run), str(config.parent / "out")], "checkpoint-8 is of TensorFlow: export writes safetensors"),
+        (
+            ["export", str(run), str(config.parent / "out")],
+            "checkpoint-8 is a TensorFlow checkpoint: export writes safetensors",
+        ),
         (["replay", str(run), "--step", "3"], "holds a run of TensorFlow: replay supports runs of torch only"),
         (["train", str(config), "--framework", "torch"], "holds a job of `paceline train --framework tf`"),
-        ([*torch, "--resume_from_checkpoint", str(run / "checkpoint-8")], "is of TensorFlow: give --framework tf"),
+        (
+            [*torch, "--resume_from_checkpoint", str(run / "checkpoint-8")],
+            "is a TensorFlow checkpoint: give --framework tf",
+        ),
         (torch, "gave a Sequential; an nn.Module is needed; a model of TensorFlow: give --framework tf"),
         ([*torch, "--model", str(run / "model.keras")], "is a Keras model: give --framework tf"),
     ):

@@ -17,8 +17,8 @@ class AcceleratorConfig:
 
     Attributes:
         split_batches: the batch size is global; each rank takes a shard of every batch.
-        dispatch_batches: rank 0 reads all data and sends the other ranks their batches. None does so only if a
-            user's own loader reads a stream.
+        dispatch_batches: rank 0 reads all data and sends the other ranks their batches. None does so only if the
+            user's loader reads a stream.
         even_batches: every rank gets the same number of samples.
         use_seedable_sampler: the order of the samples is a function of the seed.
         non_blocking: copies to the device are asynchronous.
@@ -52,7 +52,7 @@ class AcceleratorConfig:
         """Builds the settings from a dict.
 
         Raises:
-            ValueError: `settings` names one that does not exist.
+            ValueError: `settings` names a setting that does not exist.
         """
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(settings) - set(known))
@@ -168,7 +168,7 @@ def is_on(config: object, name: str) -> bool:
 
 
 def global_micro_batch_size(config: object, batch_size: int, num_parts: int) -> int:
-    """Returns the samples of a batch over all `num_parts` data-parallel ranks."""
+    """Returns the samples of one batch over all `num_parts` data-parallel ranks."""
     return batch_size if is_on(config, "split_batches") else batch_size * num_parts
 
 
@@ -193,7 +193,7 @@ def check_sharing(args: Any, num_parts: int) -> None:
 
 
 def check_batch(config: object, name: str, batch_size: int, num_parts: int) -> None:
-    """Checks that each data-parallel rank gets a sample of a batch.
+    """Checks that each data-parallel rank gets at least one sample of a batch.
 
     Raises:
         ValueError: there are fewer samples than ranks.

@@ -1,4 +1,4 @@
-"""Conversion of transformers' arguments to this package's, and the log level they set."""
+"""Converts transformers' arguments to this package's, and applies their log level."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paceline.args.training import TrainingArguments
 
 
 def adopt(args: Any) -> TrainingArguments:
-    """Returns the arguments themselves, or transformers' arguments converted.
+    """Returns this package's arguments unchanged, and transformers' arguments converted to them.
 
     Options that a user's subclass added are copied as attributes.
 
     Raises:
-        TypeError: `args` is neither.
+        TypeError: `args` is neither of these.
         ValueError, UnsupportedOption: as on construction of arguments.
     """
     if isinstance(args, TrainingArguments):
@@ -31,7 +31,7 @@ def adopt(args: Any) -> TrainingArguments:
     if hasattr(args, "predict_with_generate"):
         cls = importlib.import_module("paceline.args.seq2seq").Seq2SeqTrainingArguments
     own = [item.name for item in fields(args) if item.name in PacelineSection.__dataclass_fields__]
-    if own:  # they mean what the user's class says: `is_replaced`
+    if own:  # the user's class defines their meaning: see `is_replaced`
         replaced = [(name, Any, field(default=None)) for name in own]
         cls = make_dataclass(cls.__name__, replaced, bases=(cls,), repr=False, eq=False)
     known = {item.name for item in fields(cls)}
@@ -39,7 +39,7 @@ def adopt(args: Any) -> TrainingArguments:
     adopted = cls.from_dict({name: value for name, value in values.items() if name in known})
     for item in fields(args):
         if item.name.endswith("_token") and item.name in known:
-            setattr(adopted, item.name, getattr(args, item.name))  # written as a placeholder
+            setattr(adopted, item.name, getattr(args, item.name))  # `to_dict` returns a placeholder
         elif item.name == "generation_config" and item.name in known:
             setattr(adopted, item.name, getattr(args, item.name))  # the object knows which values were set explicitly
         elif item.name not in known and item.init:

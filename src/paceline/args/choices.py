@@ -15,7 +15,7 @@ class IntervalStrategy(StrEnum):
 
 
 class SaveStrategy(StrEnum):
-    """Interval of checkpoints; `best` writes one whenever an evaluation beats all before it."""
+    """Interval of checkpoints; `best` writes one whenever an evaluation beats all earlier ones."""
 
     NO = "no"
     STEPS = "steps"

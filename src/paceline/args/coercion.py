@@ -33,7 +33,7 @@ FALSE_WORDS = frozenset({"false", "no", "n", "f", "off", "0"})
 
 
 def plain_scalar(value: object) -> Any:
-    """Returns the Python number of a numpy scalar or a 0-d array or tensor; anything else as it is."""
+    """Converts a numpy scalar, a 0-d array or a 0-d tensor to a Python number; returns anything else unchanged."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
     return value
@@ -52,7 +52,7 @@ def to_bool(name: str, value: object) -> bool:
 
 
 def to_float(name: str, value: object) -> float:
-    """Converts to a number; an integer stays one (500 does not become 500.0). NaN is refused."""
+    """Converts to a number; an integer stays an integer (500 does not become 500.0). NaN is refused."""
     value = plain_scalar(value)
     if isinstance(value, str):
         text = value.strip().replace("_", "")
@@ -92,7 +92,7 @@ def to_str(name: str, value: object, choices: typing.Sequence[str] | None = None
 
 
 def to_choice(name: str, value: object, choices: typing.Iterable[str]) -> str:
-    """Converts to one of `choices`. YAML reads a bare `no` as false, so false means 'no' if that is a choice."""
+    """Converts to one of `choices`. YAML reads a bare `no` as false, so False means 'no' if 'no' is a choice."""
     allowed = [str(choice) for choice in choices]
     if isinstance(value, Enum):
         value = value.value
@@ -226,21 +226,21 @@ def to_accelerator_config(name: str, value: object) -> AcceleratorConfig:
 
 
 def to_optimizer(name: str, value: object) -> OptimizerNames:
-    """Converts an optimizer's name; the name of a retired implementation means its successor."""
+    """Converts an optimizer's name; a retired implementation is replaced by its successor."""
     if value == "adamw_hf":
         value = OptimizerNames.ADAMW_TORCH
     return OptimizerNames(to_choice(name, value, [member.value for member in OptimizerNames]))
 
 
 def to_folder(name: str, value: Any) -> str:
-    """Converts a folder, with ~ expanded, or a URL."""
+    """Converts a folder or a URL; ~ is expanded."""
     if is_url(value):
         return check_url(name, value)
     return os.path.expanduser("trainer_output" if value is None else to_str(name, value))
 
 
 def to_store(name: str, value: object) -> str | None:
-    """Converts the URL of a store."""
+    """Checks the URL of an object store; None stays None."""
     return None if value is None else check_url(name, to_str(name, value))
 
 
@@ -282,7 +282,7 @@ def list_or_empty(name: str, value: object) -> list[Any]:
 
 
 def to_precision_backend(name: str, value: object) -> str:
-    """Converts the backend of half precision; the several names of torch's autocast all mean "auto"."""
+    """Converts the backend of half precision; all names of torch's autocast become "auto"."""
     backend = "auto" if value is None else to_choice(name, value, CHOICES[name])
     return backend if backend == "apex" else "auto"
 
@@ -358,8 +358,7 @@ def coerce_option(cls: type, name: str, value: object) -> Any:
     """Converts `value` for the option `name` of the arguments class `cls`.
 
     In fields that a subclass adds, only text is converted, to the number, boolean or enum member of the type; other
-    values are kept, as are those of a field by which a subclass replaces an option that is not one of the Hugging Face
-    Trainer.
+    values are kept. A field by which a subclass replaces one of paceline's own options keeps its value.
     """
     if is_replaced(cls, name):
         return value

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.args.errors import did_you_mean
 from paceline.args.older_names import OLDER_NAMES, Retired, retired_values, translate
 
-GIVEN = "_given_by_name"  # attribute of an object that is being made: the keywords that it is made with
+GIVEN = "_given_by_name"  # attribute of an object under construction: the keywords that the caller passed
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def defaults_of(cls: type) -> dict[str, Any]:
 
 
 def checked_keywords(cls: Any, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns `given` under the names of `cls`, and the retired options among them.
+    """Returns the keywords `given` under their names in `cls`, and the retired options among them.
 
     Raises:
         TypeError: a name is unknown; the message contains the closest known one.
@@ -58,8 +58,8 @@ def checked_keywords(cls: Any, given: dict[str, Any]) -> tuple[dict[str, Any], d
 def replaced_object(cls: type, caller: FrameType) -> Any:
     """Returns the object that `dataclasses.replace` copies if it is the caller; None for any other call.
 
-    `replace` passes every field; the object tells which of them were changed. Python calls no method of the class
-    before 3.13 that would say so.
+    `replace` passes every field; a comparison with the object shows which fields were changed. Before 3.13, Python
+    calls no method of the class that would report this.
     """
     if caller.f_globals.get("__name__") != "dataclasses":
         return None
@@ -68,9 +68,10 @@ def replaced_object(cls: type, caller: FrameType) -> Any:
 
 
 def names_written(source: Any, given: dict[str, Any]) -> set[str]:
-    """Returns the options that a `dataclasses.replace` of `source` changes, and those that stand as they are.
+    """Returns the options that a `dataclasses.replace` of `source` sets explicitly.
 
-    An option that was derived from an older name is left out of `given` if that name is changed.
+    These are the changed fields, and the present names of unchanged fields under older names. If a field under an older
+    name is changed, the option that was derived from it is removed from `given`.
     """
     held = vars(source)
     changed = {name for name, value in given.items() if name not in held or held[name] is not value}
@@ -103,6 +104,6 @@ class ArgumentsMeta(type):
 
         @property
         def __signature__(cls) -> inspect.Signature:
-            """Returns the signature of `__init__`, which the `__call__` above would hide."""
+            """The signature of `__init__`, which the `__call__` above would hide."""
             signature = inspect.signature(cls.__init__)
             return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -1,4 +1,4 @@
-"""Checks DeepSpeed's configuration against the arguments and fills it. Imports neither torch nor DeepSpeed.
+"""Checks DeepSpeed's configuration against the arguments and fills it in. Imports neither torch nor DeepSpeed.
 
 The keys are those of https://www.deepspeed.ai/docs/config-json/. A setting that duplicates an argument must be equal to
 it, or "auto". Settings for tasks that paceline does itself are refused.
@@ -26,7 +26,7 @@ HANDED_ON = frozenset({
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "flops_profiler",
     "comms_logger", "timers", "aio", "disable_python_gc", "activation_checkpointing",
 })  # fmt: skip
-# settings that another component covers, or that are not supported; with the remedy
+# settings that another component covers, or that are not supported -> the remedy
 REFUSED = {
     "amp": "set bf16=True",
     "torch_autocast": "set bf16=True",
@@ -97,14 +97,14 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The filled configuration of `deepspeed`.
+    """The resolved configuration of `deepspeed`.
 
     Attributes:
-        config: for `deepspeed.initialize`; without the sections for optimizer and schedule, which paceline creates.
-        stage: ZeRO stage: 0 shards nothing; 1 optimizer state; 2 gradients too; 3 parameters too.
+        config: the config for `deepspeed.initialize`, without optimizer and schedule, which paceline creates.
+        stage: the ZeRO stage: 0 shards nothing; 1 optimizer state; 2 gradients too; 3 parameters too.
         wants_adam: True if the config has an optimizer section: Adam with decoupled weight decay.
-        schedule: name and settings of DeepSpeed's schedule, "auto" where it depends on the length of the run; None uses
-            the schedule of the arguments.
+        schedule: name and settings of DeepSpeed's schedule; settings that depend on the length of the run are "auto".
+            None uses the schedule of the arguments.
     """
 
     config: dict[str, Any]
@@ -146,11 +146,11 @@ def read_config(value: object) -> dict[str, Any]:
 
 
 def fill_config(args: Any, world_size: int | None = None, hidden_size: int | None = None) -> EngineConfig:
-    """Checks `args.deepspeed` and fills it from the other arguments.
+    """Checks `args.deepspeed` and fills it in from the other arguments.
 
     Args:
         args: the arguments.
-        world_size: None if unknown; train_batch_size is then not checked.
+        world_size: the number of ranks; None if unknown. train_batch_size is then not checked.
         hidden_size: the model's hidden size, for ZeRO's bucket sizes; None uses DeepSpeed's defaults.
 
     Raises:
@@ -183,7 +183,7 @@ def fill_config(args: Any, world_size: int | None = None, hidden_size: int | Non
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Refuses unknown settings, and those that another component covers."""
+    """Refuses unknown settings, and settings that another component covers."""
     for name, value in config.items():
         if name in REFUSED:
             if is_set(value):
@@ -202,7 +202,7 @@ def match(config: dict[str, Any], path: str, expected: object, argument: str) ->
     """Sets `expected` where the config has "auto" or nothing.
 
     Raises:
-        ValueError: it has another value.
+        ValueError: the config has another value.
     """
     *sections, name = path.split(".")
     for section in sections:
@@ -221,7 +221,7 @@ def match(config: dict[str, Any], path: str, expected: object, argument: str) ->
 
 
 def match_batches(config: dict[str, Any], args: Any, world_size: int | None) -> None:
-    """Fills the three batch sizes. DeepSpeed uses them for its counters only; paceline ends accumulation windows."""
+    """Fills in the three batch sizes. DeepSpeed uses them for its counters only; paceline ends accumulation windows."""
     size, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     argument = "per_device_train_batch_size"
     if is_on(args.accelerator_config, "split_batches"):
@@ -235,13 +235,13 @@ def match_batches(config: dict[str, Any], args: Any, world_size: int | None) -> 
     several = f"{argument} x gradient_accumulation_steps x {world_size} processes"
     match(config, "train_batch_size", size * steps * world_size, several)
     if (config.get("zero_optimization") or {}).get("offload_optimizer"):
-        # with 1 it accumulates nothing on the host; a resumed run may use more micro-batches than the arguments
+        # with 1 step DeepSpeed does not accumulate on the host, but a resumed run may have more micro-batches per step
         config["gradient_accumulation_steps"] = max(steps, 2)
         config["train_batch_size"] = size * max(steps, 2) * world_size
 
 
 def fill_precision(config: dict[str, Any], args: Any) -> None:
-    """Fills `bf16.enabled` and `fp16.enabled`."""
+    """Fills in `bf16.enabled` and `fp16.enabled`."""
     for name in ("bf16", "fp16"):
         if not isinstance(config.setdefault(name, {}), dict):
             raise ValueError(f"deepspeed[{name!r}]={config[name]!r} is invalid: expected {{'enabled': 'auto'}}.")
@@ -252,7 +252,7 @@ def fill_precision(config: dict[str, Any], args: Any) -> None:
 
 
 def fill_zero(config: dict[str, Any], hidden_size: int | None) -> int:
-    """Fills the ZeRO section. Returns the stage.
+    """Fills in the ZeRO section. Returns the stage.
 
     Raises:
         ValueError: an invalid stage.
@@ -285,7 +285,7 @@ def fill_zero(config: dict[str, Any], hidden_size: int | None) -> int:
 
 
 def check_keys_of_zero(zero: dict[str, Any]) -> None:
-    """Refuses unknown and unsupported ZeRO settings; removes former ones that are off."""
+    """Refuses unknown and unsupported ZeRO settings; removes former settings that are off."""
     for name, value in list(zero.items()):
         shown = f"deepspeed['zero_optimization'][{name!r}]={value!r}"
         if name in OLD_OFFLOADS:
@@ -315,10 +315,10 @@ def check_offload(zero: dict[str, Any], name: str) -> str | None:
 
 
 def check_optimizer(section: Any, args: Any) -> bool:
-    """True if the config has an optimizer, which must be that of the arguments.
+    """True if the config has an optimizer section, which must agree with the arguments.
 
     Raises:
-        ValueError: it contradicts them.
+        ValueError: the section contradicts the arguments.
         UnsupportedOption: an optimizer other than Adam with decoupled weight decay.
     """
     if not section:
@@ -349,10 +349,10 @@ def check_optimizer(section: Any, args: Any) -> bool:
 
 
 def fill_schedule(section: Any, args: Any) -> tuple[str, dict[str, Any]] | None:
-    """Returns DeepSpeed's schedule of the config, or None.
+    """Returns (name, settings) of the schedule in the config, or None.
 
     Raises:
-        ValueError: it contradicts the arguments.
+        ValueError: the schedule contradicts the arguments.
         UnsupportedOption: an unknown schedule.
     """
     if not section:
@@ -366,7 +366,7 @@ def fill_schedule(section: Any, args: Any) -> tuple[str, dict[str, Any]] | None:
     check_schedule(kind, settings, args)
     if settings.get("warmup_min_lr") == "auto":
         settings["warmup_min_lr"] = 0.0
-    if "warmup_max_lr" in settings or kind == "WarmupDecayLR":  # the others start from the learning rate of each group
+    if "warmup_max_lr" in settings or kind == "WarmupDecayLR":  # other schedules use each group's learning rate
         config = {"scheduler": {"params": settings}}
         match(config, "scheduler.params.warmup_max_lr", args.learning_rate, "learning_rate")
     settings.setdefault("warmup_num_steps", "auto")
@@ -376,10 +376,10 @@ def fill_schedule(section: Any, args: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def check_schedule(kind: str, settings: Mapping[str, Any], args: Any) -> None:
-    """Refuses a second schedule in the arguments, and unknown settings of DeepSpeed's.
+    """Refuses a second schedule in the arguments, and unknown settings of DeepSpeed's schedule.
 
     Raises:
-        ValueError: one of these.
+        ValueError: there is one of these.
     """
     shown = f"deepspeed['scheduler']['type']={kind!r}"
     for name, default in (("lr_scheduler_type", "linear"), ("lr_scheduler_kwargs", None)):
@@ -397,7 +397,7 @@ def finish_schedule(settings: Mapping[str, Any], num_updates: int, num_warmup: i
     """Returns the settings of a schedule for a run of known length.
 
     Raises:
-        ValueError: the config has another length; the message names both.
+        ValueError: the config gives another length; the message names both.
     """
     config: dict[str, Any] = {"scheduler": {"params": dict(settings)}}
     if "total_num_steps" in settings:

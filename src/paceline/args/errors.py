@@ -1,4 +1,4 @@
-"""Errors of refused options, and of JSON in them."""
+"""Errors about refused options and invalid JSON in options."""
 
 from __future__ import annotations
 

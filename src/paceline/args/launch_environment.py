@@ -1,6 +1,6 @@
-"""Configuration of `accelerate launch`: its environment variables, used for options that the arguments leave unset.
+"""Reads the environment variables of `accelerate launch` for options that the arguments leave unset.
 
-The names are those of accelerate's `utils/launch.py`. A variable at the launcher's own default has no effect.
+The names are those of accelerate's `utils/launch.py`. A variable with the launcher's default value has no effect.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DEEPSPEED: dict[str, tuple[str, str]] = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("offload_param", "device"),
     "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": ("", "stage3_gather_16bit_weights_on_model_save"),
 }
-DEEPSPEED_STAGE = 2  # DeepSpeed without a stage
+DEEPSPEED_STAGE = 2  # the ZeRO stage if none is given
 # variable of the mesh -> key of parallelism_config
 MESH = {f"PARALLELISM_CONFIG_{axis.upper()}_SIZE": f"{axis}_size" for axis in (
     "dp_replicate", "dp_shard", "tp", "cp", "sp"
@@ -50,12 +50,12 @@ LAUNCHER = "accelerate launch"
 
 @dataclass
 class LauncherConfig:
-    """The configuration from the launcher.
+    """The launcher's configuration.
 
     Attributes:
         values: option -> (value, variable).
-        fsdp_config: settings filled into `fsdp_config`; key -> (value, variable).
-        remarks: settings without an effect in this run.
+        fsdp_config: key of `fsdp_config` -> (value, variable).
+        remarks: remarks on settings that differ or have no effect in this run.
     """
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class LauncherConfig:
 
 
 def is_on(environment: Environment, name: str) -> bool:
-    """Returns the value of a switch. Raises: ValueError, if it is neither on nor off."""
+    """Returns the value of a boolean variable. Raises: ValueError, if it is neither true nor false."""
     text = environment.get(name, "").strip().lower()
     if text not in ("", "true", "1", "yes", "on", "y", "t", "false", "0", "no", "off", "n", "f", "none"):
         raise ValueError(f"{name}={environment[name]!r} is invalid: expected true or false; or unset it.")
@@ -72,7 +72,7 @@ def is_on(environment: Environment, name: str) -> bool:
 
 
 def read_launcher_config(environment: Environment) -> LauncherConfig:
-    """Reads the variables.
+    """Reads all variables of the launcher.
 
     Raises:
         ValueError: an invalid value.
@@ -146,7 +146,7 @@ def read_fsdp(environment: Environment, config: LauncherConfig) -> None:
     if is_on(environment, "FSDP_ACTIVATION_CHECKPOINTING"):
         config.values["activation_checkpointing"] = (True, "FSDP_ACTIVATION_CHECKPOINTING")
     if is_on(environment, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        # transformers reads it too: from_pretrained loads no weights on the other ranks
+        # transformers reads this variable too: from_pretrained then loads no weights on ranks other than 0
         config.fsdp_config["cpu_ram_efficient_loading"] = (True, "FSDP_CPU_RAM_EFFICIENT_LOADING")
     if int(environment.get("WORLD_SIZE", "1")) == 1 and "offload_params" not in config.fsdp_config:
         config.remarks[:] = ["FSDP is not used, as there is one process"]

@@ -11,7 +11,7 @@ from paceline.args.errors import UnsupportedOption, did_you_mean, parse_object, 
 from paceline.args.registry import STRATEGIES
 from paceline.args.sharding import is_asked, read_sharding
 
-# outermost first: ranks that differ in the last axis only are neighbours, on one machine where possible
+# outermost first: ranks that differ in the last axis only are adjacent, and on one machine where possible
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 # names of accelerate's ParallelismConfig -> ours
 ACCELERATE_SIZES = {f"{axis}_size": axis for axis in AXES if axis != "pp"}
@@ -28,7 +28,7 @@ class Mesh:
         dp_replicate: data parallelism: replicas of the full model that read different data.
         dp_shard: sharded data parallelism: ranks that hold a shard of every parameter and read different data.
         cp: context parallelism: ranks that hold a shard of every sequence and gather keys and values.
-        sp: sequence parallelism (Ulysses): the same, with an all-to-all of tokens and heads; not with cp.
+        sp: sequence parallelism (Ulysses): as cp, with an all-to-all of tokens and heads; excludes cp.
         tp: tensor parallelism: ranks that hold a shard of the matrices and compute on the same data.
     """
 
@@ -77,13 +77,13 @@ class Mesh:
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"], self.data_size
 
     def is_data_leader(self, rank: int) -> bool:
-        """True for the first of the ranks that read the same data, from which samples, weights and rows are taken."""
+        """True for the first of the ranks that read the same data. Samples, weights and rows are taken from it."""
         place = self.coordinates(rank)
         has_outputs = place["pp"] == self.pp - 1
         return has_outputs and place["tp"] == place["cp"] == place["sp"] == 0
 
     def rng_rank(self, rank: int) -> int:
-        """Returns the index of a rank's random stream; ranks that compute the same on the same tokens share one."""
+        """Returns the index of a rank's random stream. Ranks that compute the same on the same tokens share one."""
         place = self.coordinates(rank)
         part = place["cp"] * self.sp + place["sp"]
         return (place["pp"] * self.data_size + self.data_coordinates(rank)[0]) * self.num_parts + part
@@ -101,7 +101,7 @@ def read_parallel(name: str, value: object) -> str | dict[str, int] | None:
         value: a name, a mapping, JSON, or text such as "dp_shard=2,tp=2".
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is none of these.
     """
     if value is None:
         return None
@@ -188,10 +188,10 @@ def asked_sizes(options: Any) -> tuple[str, dict[str, int]] | None:
 
 
 def check_handler(config: Mapping[str, Any], name: str, setting: str, possible: str, reason: str) -> None:
-    """Refuses all but one value of a setting in one of accelerate's handlers.
+    """Refuses all values but `possible` of a setting in one of accelerate's handlers.
 
     Raises:
-        UnsupportedOption: another value.
+        UnsupportedOption: the setting has another value.
     """
     handler = config.get(name)
     value = handler.get(setting) if isinstance(handler, Mapping) else None
@@ -206,7 +206,7 @@ def fill_mesh(shown: str, sizes: Mapping[str, int], world_size: int) -> Mesh:
     """Returns the mesh of `world_size` processes.
 
     Raises:
-        ValueError: the sizes do not multiply to that number.
+        ValueError: the product of the sizes is not `world_size`.
     """
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:

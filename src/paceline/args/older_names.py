@@ -29,7 +29,8 @@ class Renamed:
         convert: converts an old value to a new one; None if the old value has no effect.
         read: converts a new value to an old one, for code that reads the old attribute.
         defaults_then: values of the new option that counted as "not set" when the old name was in use.
-        is_overruled: an explicit value of the new option silently overrides the old one (as it did then).
+        is_overruled: an explicit value of the new option overrides the old one without an error (as in the release
+            that renamed it).
         merge: merges the old option's value with an explicit new one.
     """
 
@@ -57,7 +58,7 @@ class Retired:
 
 
 def ratio_to_steps(value: object) -> float | None:
-    """Converts a ratio of all optimizer steps to `warmup_steps`. 1.0 must not be read as one step."""
+    """Converts a ratio of all optimizer steps to `warmup_steps`. 1.0 becomes slightly less: 1 would mean one step."""
     ratio = to_float("warmup_ratio", value)
     if not 0 <= ratio <= 1:
         raise wrong_value("warmup_ratio", value, "expected a ratio of all steps, from 0 to 1; or use warmup_steps")
@@ -65,7 +66,7 @@ def ratio_to_steps(value: object) -> float | None:
 
 
 def when_true(name: str, new_value: object) -> Callable[[Any], Any]:
-    """Returns a converter for a switch that is now one value of another option."""
+    """Returns a converter for a boolean option that is now one value of another option."""
     return lambda value: new_value if value is not None and to_bool(name, value) else None
 
 
@@ -219,10 +220,10 @@ def translate(given: dict[str, Any], known: Mapping[str, Any], owner: str) -> di
 def act_on_fields(
     values: Mapping[str, Any], known: Mapping[str, Any], owner: str, given: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The options that a class's own fields under older names ask for, under today's names.
+    """Returns the changes that a class's own fields under older names cause, by present option name.
 
     Args:
-        values: of all fields.
+        values: the values of all fields.
         known: all fields, with their defaults.
         owner: name of the class, for messages.
         given: names of the options that the caller wrote.
@@ -240,7 +241,7 @@ def act_on_fields(
         if new_value is None:
             continue
         is_changed = value == known[name] and found[entry.new] != known[entry.new]
-        if not is_changed and (name in given or entry.new not in given):  # else the option was given, not the field
+        if not is_changed and (name in given or entry.new not in given):  # else the caller set the present option
             found[entry.new] = settle(name, new_value, entry, found, known)
     return {name: value for name, value in found.items() if value is not values[name]}
 

@@ -1,4 +1,4 @@
-"""Reading of files with options: YAML and JSON. An error names the file, the line, and what was expected there."""
+"""Reads option files in YAML and JSON. An error names the file, the line, and the expected content."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 16 << 20  # files of options have some kB; a file of weights given by mistake is not read as a whole
+MOST_BYTES = 16 << 20  # option files have a few kB; the limit avoids reading a whole weights file given by mistake
 EXPECTED = "expected names and values of options"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
-# what the parser of JSON reports -> what was expected
+# message of the JSON parser -> the expected content
 _EXPECTED_OF_JSON = {
     "Expecting value": "expected a value: a number, true, false, null, a text in double quotes, a list or an object",
     "Expecting property name enclosed in double quotes": "expected a name in double quotes, without a comma before it "
@@ -31,15 +31,15 @@ _EXPECTED_OF_JSON = {
 
 
 class _Repeated(ValueError):
-    """An object of JSON that has a name twice."""
+    """A JSON object has a duplicate name."""
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Reads a file of options as text in UTF-8.
+    """Reads an option file as UTF-8 text.
 
     Raises:
-        OSError: the file is missing or unreadable, or a folder.
-        ValueError: it is too large, or not text; the message names the file and the line.
+        OSError: the file is missing, unreadable or a folder.
+        ValueError: the file is too large, or not text; the message names the file and the line.
     """
     with open(path, "rb") as file:
         content = file.read(MOST_BYTES + 1)
@@ -61,8 +61,8 @@ def parse_json(text: str) -> Any:
     """Parses JSON.
 
     Raises:
-        ValueError: invalid JSON, a name given twice, or deep nesting; the message gives line, column and what was
-            expected.
+        ValueError: invalid JSON, a duplicate name, or deep nesting; the message gives line, column and the expected
+            content.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique)
@@ -77,7 +77,7 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"{where}{name!r} is given twice in one object; expected it once") from None
     except RecursionError:
         raise ValueError("values are nested too deeply; expected names and values") from None
-    except ValueError:  # an integer beyond Python's limit of digits
+    except ValueError:  # an integer exceeds Python's limit of digits
         raise ValueError("a number has too many digits") from None
 
 
@@ -90,14 +90,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_mapping(path: str | os.PathLike[str], is_json: bool | None = None) -> dict[str, Any]:
-    """Reads the dict in a file of YAML or JSON. An empty YAML file is an empty dict.
+    """Reads a dict from a YAML or JSON file. An empty YAML file gives an empty dict.
 
     Args:
         path: the file.
         is_json: None decides by the suffix .json.
 
     Raises:
-        OSError: the file is missing or unreadable, or a folder.
+        OSError: the file is missing, unreadable or a folder.
         ValueError: the file is invalid, repeats a name, or does not hold a dict; the message names file and line.
     """
     text = read_text(path)

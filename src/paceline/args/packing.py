@@ -1,4 +1,4 @@
-"""Validation of packing: batches without padding, and micro-batches of a number of tokens."""
+"""Validation of packing (batches without padding) and of micro-batches with a token budget."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh
 from paceline.args.sections import Options, is_replaced
 
-JOINING = ("pack", "flatten")  # several documents in a row
+JOINING = ("pack", "flatten")  # values that put several samples into one row
 
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """The tokens of a training micro-batch.
+    """The token budget of a training micro-batch.
 
     Attributes:
-        tokens: at most, padding included.
-        row_length: tokens of a packed row; None: a row for each sample.
+        tokens: the maximum number of tokens, padding included.
+        row_length: the tokens of a packed row; None if each sample is a row.
     """
 
     tokens: int
@@ -26,12 +26,12 @@ class TokenBudget:
 
 
 def packing_of(options: Options) -> str | None:
-    """Returns the requested packing; None if the arguments' class has a `packing` of its own."""
+    """Returns the requested packing; None if the arguments' class replaces the option `packing`."""
     return None if is_replaced(type(options), "packing") else options.packing
 
 
 def sampling_of(options: Options) -> str:
-    """Returns the order of the training samples: `train_sampling_strategy`, or that of `packing="group"`."""
+    """Returns the sampling strategy: `train_sampling_strategy`, or "group_by_length" for `packing="group"`."""
     return "group_by_length" if packing_of(options) == "group" else str(options.train_sampling_strategy)
 
 
@@ -41,17 +41,17 @@ def order_of(options: Options) -> str:
 
 
 def tokens_of(options: Options) -> int | None:
-    """Returns the tokens of a micro-batch; None: it is of samples."""
+    """Returns the token budget of a micro-batch; None if micro-batches have a number of samples."""
     return None if is_replaced(type(options), "per_device_train_tokens") else options.per_device_train_tokens
 
 
 def row_length_of(options: Options) -> int | None:
-    """Returns the tokens of a row for `packing="pack"`; None: the longest sample of each micro-batch."""
+    """Returns the tokens of a row for `packing="pack"`; None for the longest sample of each micro-batch."""
     return options.packing_length if options.packing_length is not None else tokens_of(options)
 
 
 def budget_of(options: Options) -> TokenBudget | None:
-    """Returns the token budget; None: micro-batches are of samples."""
+    """Returns the token budget; None if micro-batches have a number of samples."""
     tokens, packing = tokens_of(options), packing_of(options)
     if tokens is None:
         return None
@@ -59,7 +59,7 @@ def budget_of(options: Options) -> TokenBudget | None:
 
 
 def check_packing(options: Options) -> None:
-    """Checks the options of packing, alone and with others.
+    """Checks the packing options, alone and in combination with others.
 
     Raises:
         ValueError: they contradict each other.
@@ -101,7 +101,7 @@ def check_packing(options: Options) -> None:
 
 
 def check_tokens(options: Options) -> None:
-    """Checks the token budget with other options.
+    """Checks the token budget in combination with other options.
 
     Raises:
         ValueError: they contradict each other.
@@ -150,10 +150,10 @@ def check_tokens(options: Options) -> None:
 
 
 def check_packing_on(options: Options, mesh: Mesh) -> None:
-    """Checks packing with the processes of a run.
+    """Checks packing against the device mesh.
 
     Raises:
-        UnsupportedOption: the mesh divides the rows or the model.
+        UnsupportedOption: the mesh shards the rows or the model.
     """
     axes = [axis for axis in ("pp", "cp", "sp", "tp", "dp_shard") if getattr(mesh, axis) > 1]
     packing = packing_of(options)

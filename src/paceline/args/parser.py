@@ -1,6 +1,6 @@
-"""Parser of a command line, a dict or a file into dataclasses.
+"""Parses a command line, a dict or a file into dataclasses.
 
-It implements the interface of transformers' HfArgumentParser, for any dataclass or several at once.
+The parser implements the interface of transformers' HfArgumentParser, for one dataclass or several.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def string_to_bool(value: object) -> bool:
     """Converts the usual words for a boolean, for argparse.
 
     Raises:
-        ArgumentTypeError: it is none of them.
+        ArgumentTypeError: the value is none of them.
     """
     try:
         return to_bool("value", value)
@@ -75,7 +75,7 @@ class Shape:
 
 
 def readable_members(hint: object, name: str) -> list[Any]:
-    """Returns the types that one flag may hold: those of a union without None.
+    """Returns the types that one flag may hold: the members of a union except None.
 
     Raises:
         ValueError: the type is a union whose members one flag cannot distinguish.
@@ -168,10 +168,10 @@ class ArgumentsParser(ArgumentParser):
         """Parses a command line.
 
         Args:
-            args: the words; by default those of the process.
+            args: the words; None for the command line of the process.
             return_remaining_strings: return unused words rather than refuse them.
-            look_for_args_file: read the script's own `.args` file first, if it exists.
-            args_filename: read this file first instead.
+            look_for_args_file: read the script's `.args` file first, if it exists.
+            args_filename: the file to read first instead of the script's.
             args_file_flag: a flag that names more such files; words of the command line override them.
 
         Returns:
@@ -203,7 +203,7 @@ class ArgumentsParser(ArgumentParser):
     def _with_files(
         self, args: list[str] | None, look_for_file: bool, filename: str | None, flag: str | None
     ) -> list[str] | None:
-        """Returns the words of argument files and the command line; later ones override earlier ones."""
+        """Returns the words of argument files and the command line; later words override earlier ones."""
         files: list[Path] = []
         if filename:
             files.append(Path(filename))

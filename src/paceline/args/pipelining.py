@@ -35,7 +35,7 @@ def keep_pipelining(name: str, value: object) -> dict[str, Any] | None:
     """Converts `pipeline_config`, a mapping or JSON, to a plain dict.
 
     Raises:
-        ValueError: it is neither, or a setting is invalid.
+        ValueError: it is neither of these, or a setting is invalid.
         UnsupportedOption: a schedule that is not supported.
     """
     value = parse_object(name, value)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 # at least two letters before ://, which excludes Windows drives
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
-# of a run of which nothing remains: with a temporary `output_dir`, it saves, evaluates and reports nothing
+# options of a throwaway run in a temporary `output_dir`: it saves, evaluates and reports nothing
 WITHOUT_OUTPUT: dict[str, Any] = {
     "save_strategy": "no",
     "eval_strategy": "no",
@@ -50,9 +50,9 @@ def check_url(name: str, url: str) -> str:
 
 
 def staging_folder(url: str) -> str:
-    """Returns the local staging folder of a run whose output is stored at `url`; the same at each start.
+    """Returns the local staging folder of a run whose output is stored at `url`; it is the same at each start.
 
-    It is in the user's cache ($XDG_CACHE_HOME, else ~/.cache). The folder is not created.
+    The folder is in the user's cache ($XDG_CACHE_HOME, else ~/.cache). It is not created.
     """
     scheme, _, rest = url.partition("://")
     parts = [re.sub(r"[^\w.=@+-]", "_", part) for part in rest.split("/") if part]

@@ -27,35 +27,35 @@ class Plan:
     """The resolved configuration of one run. A step is one optimizer step.
 
     Attributes:
-        micro_batch_size: samples per process in one training micro-batch; with a token budget their mean, rounded.
+        micro_batch_size: samples per process in one training micro-batch; with a token budget the mean, rounded.
         eval_batch_size: samples per process in one evaluation batch.
         accumulation_steps: micro-batches per step.
         world_size: number of processes.
         mesh: the device mesh, which determines the ranks that read the same data.
         parallel: the strategy; None for one process.
-        global_batch_size: samples per step, over all processes; with a token budget their mean, rounded.
-        updates_per_epoch: steps in one epoch, the last one possibly of fewer micro-batches; None if the length is
-            unknown.
-        micro_batches_per_epoch: micro-batches of one process in one epoch, by the loader's count; None if unknown.
+        global_batch_size: samples per step, over all processes; with a token budget the mean, rounded.
+        updates_per_epoch: steps in one epoch, of which the last one may have fewer micro-batches; None if unknown.
+        micro_batches_per_epoch: micro-batches of one process in one epoch, as the loader counts; None if unknown.
         max_steps: steps of the run.
         num_epochs: maximum number of epochs; `sys.maxsize` if the length is unknown.
         num_train_epochs: epochs requested, or the equivalent of max_steps.
         samples_per_epoch: samples in one epoch, over all processes; None if unknown.
         warmup_steps: steps of warmup.
         logging_strategy, eval_strategy, save_strategy: intervals of logs, evaluations and checkpoints.
-        logging_steps, eval_steps, save_steps: steps between two of each; at least 1.
+        logging_steps, eval_steps, save_steps: steps between two logs, evaluations and checkpoints; at least 1.
         eval_on_start: evaluate before the first step.
         precision: "full" (no autocast), "bf16", "fp16", or "apex-" and the level of NVIDIA's Apex.
-        shard_precision: description of a sharded model's dtypes; None for those of its parameters.
+        shard_precision: description of a sharded model's dtypes; None for the dtypes of its parameters.
         max_grad_norm: L2 norm that gradients are clipped to; 0 disables clipping.
-        seed, data_seed: seed of all randomness, and of the order of the data.
+        seed, data_seed: seeds of all random generators, and of the order of the data.
         average_tokens_across_devices: losses are divided by the number of targets over all processes.
         nonfinite_policy: policy for a loss or gradient that is not finite.
         leave_out_non_finite: the logged mean is over the finite losses if there are any.
         auto_find_batch_size: halve the micro-batch size after an out-of-memory.
         metric_for_best_model, greater_is_better: criterion of the best model; None if unused.
-        micro_batch_tokens: tokens per process in one training micro-batch, at most; None: they are counted in samples.
-        update_size: what a step takes on any number of processes: samples, or micro-batches with a token budget.
+        micro_batch_tokens: maximum tokens per process in one training micro-batch; None without a token budget.
+        update_size: samples per step over all processes, or micro-batches with a token budget. A run resumed on
+            another number of processes keeps it.
         notes: one sentence for each decision to report.
     """
 
@@ -96,7 +96,7 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def halved(self) -> Plan:
-        """Returns the plan with twice as many micro-batches of half the size, rounded up: the same global batch size.
+        """Returns the plan with twice as many micro-batches of half the size (rounded up); the global batch size stays.
 
         Raises:
             ValueError: a micro-batch is one sample already.
@@ -172,14 +172,14 @@ class Duration:
 
 
 def precision_of(args: Any) -> str:
-    """Returns `Plan.precision` of these arguments."""
+    """Returns the value of `Plan.precision` for these arguments."""
     if args.fp16 and args.half_precision_backend == "apex":
         return f"apex-{args.fp16_opt_level}"
     return half_format(args.fp16, args.bf16) or "full"
 
 
 def half_format(fp16: bool, bf16: bool) -> str | None:
-    """Returns the 16-bit format that a pair of flags asks for, or None."""
+    """Returns the 16-bit format that the two flags request, or None."""
     if fp16:
         return "fp16"
     return "bf16" if bf16 else None
@@ -197,12 +197,12 @@ def resolve(
     """Resolves the plan of a run.
 
     Args:
-        args: the present arguments.
+        args: the arguments.
         world_size: number of processes.
         micro_batches_per_epoch: training micro-batches of one process in one epoch; None if unknown.
         samples_per_epoch: training samples in one epoch over all processes; None if unknown.
-        resumed_batch_size: the `update_size` of a run started on another number of processes; None takes that of the
-            arguments.
+        resumed_batch_size: the `update_size` of a run started on another number of processes; None computes it from
+            the arguments.
         local_size: processes per machine; None for all.
 
     Raises:
@@ -312,7 +312,7 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
         )
         if world_size == 1 and getattr(args, name) not in (None, False, "xla")
     ]
-    notes = [f"{', '.join(several)}: for several processes; this run has one."] if several else []
+    notes = [f"{', '.join(several)}: it has no effect with one process."] if several else []
     if args.liger_kernel_config and not args.use_liger_kernel:
         notes.append("liger_kernel_config: not read without use_liger_kernel=True.")
     if args.activation_checkpointing_kwargs and not args.activation_checkpointing:
@@ -353,7 +353,7 @@ def resolve_batches(args: Options, data_size: int, notes: list[str]) -> tuple[in
 def mean_sizes(
     args: Options, train_size: int, update_size: int, samples: int | None, micro_batches: int | None, mesh: Mesh
 ) -> tuple[int, int]:
-    """Returns the samples of a micro-batch and of an optimizer step: with a token budget their means, at least 1."""
+    """Returns the samples per micro-batch and per optimizer step. With a token budget they are means, at least 1."""
     if tokens_of(args) is None:
         return train_size, update_size
     mean = (samples or 0) / ((micro_batches or 1) * mesh.data_size)
@@ -383,7 +383,7 @@ def resolve_duration(args: Options, micro_batches: int | None, accumulation_step
     if args.max_steps < 0:
         max_steps = math.ceil(args.num_train_epochs * updates)
         if max_steps == 0:
-            notes.append("num_train_epochs=0: nothing is trained.")
+            notes.append("num_train_epochs=0: no optimizer step is run.")
         return Duration(updates, max_steps, math.ceil(args.num_train_epochs), float(args.num_train_epochs))
     epochs = args.max_steps / updates
     notes.append(
@@ -393,7 +393,7 @@ def resolve_duration(args: Options, micro_batches: int | None, accumulation_step
 
 
 def resolve_intervals(args: Options, max_steps: int, notes: list[str]) -> dict[str, Any]:
-    """Returns the fields of the Plan for the times of logs, evaluations and checkpoints."""
+    """Returns the fields of the Plan for the intervals of logs, evaluations and checkpoints."""
     logging_steps = resolve_interval("logging_steps", args.logging_steps, max_steps, notes)
     eval_steps, save_steps = resolve_eval_and_save(args, logging_steps, max_steps, notes)
     note_logging(args, logging_steps, max_steps, notes)
@@ -418,7 +418,7 @@ def resolve_interval(name: str, steps: float, max_steps: int, notes: list[str]) 
 
 
 def resolve_eval_and_save(args: Options, logging_steps: int, max_steps: int, notes: list[str]) -> tuple[int, int]:
-    """Returns the steps between evaluations and between checkpoints; for a best model, the latter is a multiple."""
+    """Returns the steps between evaluations and between checkpoints; for a best model the latter are a multiple."""
     if args.eval_steps:
         eval_steps = resolve_interval("eval_steps", args.eval_steps, max_steps, notes)
     else:
@@ -426,7 +426,7 @@ def resolve_eval_and_save(args: Options, logging_steps: int, max_steps: int, not
     save_steps = resolve_interval("save_steps", args.save_steps, max_steps, notes)
     is_tied = args.load_best_model_at_end and args.save_strategy == args.eval_strategy == IntervalStrategy.STEPS
     if is_tied and save_steps % eval_steps:
-        # Two ratios that divide each other need not do so once rounded to steps.
+        # A ratio may be a multiple of another one, and still not be so after rounding to steps.
         save_steps = eval_steps * max(1, round(save_steps / eval_steps))
         notes.append(f"Checkpoints every {save_steps} steps, so that each coincides with an evaluation.")
     return eval_steps, save_steps
@@ -438,7 +438,7 @@ def resolve_warmup(warmup_steps: float, max_steps: int) -> int:
 
 
 def note_logging(args: Options, logging_steps: int, max_steps: int, notes: list[str]) -> None:
-    """Adds a note if the loss is logged at the end alone."""
+    """Adds a note if the loss is logged only at the end."""
     if args.logging_strategy == IntervalStrategy.STEPS and logging_steps > max_steps > 0:
         notes.append(
             f"logging_steps={logging_steps} is more than the {max_steps} steps of the run: the training loss "
@@ -447,7 +447,7 @@ def note_logging(args: Options, logging_steps: int, max_steps: int, notes: list[
 
 
 def note_warmup(args: Options, max_steps: int, notes: list[str]) -> int:
-    """Returns the warmup steps; adds a note if they fill the run."""
+    """Returns the warmup steps; adds a note if they are a ratio or fill the run."""
     updates = resolve_warmup(args.warmup_steps, max_steps)
     if updates >= max_steps > 0:
         notes.append(f"warmup_steps={args.warmup_steps}: the learning rate is still rising when the run ends.")

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.args.errors import did_you_mean, wrong_value
 
 SWITCHES = ("memory", "stacks", "shapes")
-COUNTS = {"wait": 0, "warmup": 1, "active": 3, "repeat": 1}  # of a schedule, with their defaults
+COUNTS = {"wait": 0, "warmup": 1, "active": 3, "repeat": 1}  # settings of a schedule -> defaults
 SETTINGS = ("steps", "schedule", *COUNTS, *SWITCHES)
 DEFAULT = {"steps": "10-12"}
 RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -24,9 +24,11 @@ class Profiling:
     """The resolved `profile`.
 
     Attributes:
-        steps: first and last optimizer step of each trace, ascending, without overlap; empty: by the schedule.
-        wait, warmup, active, repeat: of the schedule: so many steps are left out, run with the profiler started and
-            thrown away, recorded; and so many times in all.
+        steps: first and last optimizer step of each trace, ascending, without overlap; empty to use the schedule.
+        wait: steps that each cycle of the schedule skips.
+        warmup: steps that each cycle profiles and discards.
+        active: steps that each cycle records.
+        repeat: number of cycles.
         memory: record allocations.
         stacks: record the Python stack of each operation.
         shapes: record the shapes of its inputs.
@@ -42,7 +44,7 @@ class Profiling:
     shapes: bool = False
 
     def ranges(self, first_step: int) -> tuple[tuple[int, int], ...]:
-        """Returns the first and last optimizer step of each trace, of a run that begins after `first_step`."""
+        """Returns the first and last optimizer step of each trace, for a run that begins after step `first_step`."""
         if self.steps:
             return self.steps
         period = self.wait + self.warmup + self.active
@@ -71,7 +73,7 @@ def keep_profile(name: str, value: object) -> dict[str, Any] | None:
 
 
 def settings_in(name: str, text: str) -> Any:
-    """Parses the text of the option: JSON, or settings separated by commas; True or False for a truth value."""
+    """Parses the text of the option: JSON, settings separated by commas, or a word for True or False."""
     if text.strip().lower() in (*TRUE, *FALSE):
         return text.strip().lower() in TRUE
     if text.lstrip().startswith("{"):
@@ -106,7 +108,7 @@ def read_profiling(config: Mapping[str, Any]) -> Profiling:
 
 
 def count_in(config: Mapping[str, Any], key: str, value: object) -> int:
-    """Returns a whole number of steps, at least 1 for those that are recorded."""
+    """Returns a count, which must be at least 1 for `active` and `repeat`. Raises: ValueError, for anything else."""
     least = 1 if key in ("active", "repeat") else 0
     text = str(value)
     if isinstance(value, bool) or not text.isdigit() or int(text) < least:
@@ -115,7 +117,7 @@ def count_in(config: Mapping[str, Any], key: str, value: object) -> int:
 
 
 def switch_in(config: Mapping[str, Any], key: str, value: object) -> bool:
-    """Returns a truth value."""
+    """Returns a boolean setting. Raises: ValueError, for anything else."""
     if str(value).lower() not in (*TRUE, *FALSE):
         raise wrong_value("profile", dict(config), f"{key} is True or False")
     return str(value).lower() in TRUE

@@ -1,6 +1,6 @@
-"""Registries of implementations that options name: each entry says where it is, and what the rules need to know of it.
+"""Registries of implementations that options select. An entry has the location and the properties that rules check.
 
-A location is `package.module:name`. It is imported by the runs that use it; reading the arguments imports no framework.
+A location is `package.module:name`. Only runs that use it import it; parsing the arguments imports no framework.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SamplerEntry:
-    """An order of training samples: a value of `train_sampling_strategy`, or that of another option.
+    """An order of training samples, selected by `train_sampling_strategy` or another option.
 
     Attributes:
-        factory: location of `SamplerRequest -> sampler`; see `paceline.pytorch.data.sampling`.
-        makes_batches: it yields micro-batches of indices, not single indices.
-        takes_streams: data without a length is left in its own order; else it is refused.
+        factory: location of a function `SamplerRequest -> sampler`; see `paceline.pytorch.data.sampling`.
+        makes_batches: True if the sampler yields micro-batches of indices rather than single indices.
+        takes_streams: True if data without a length keeps its own order; False refuses such data.
     """
 
     factory: str
@@ -25,12 +25,12 @@ class SamplerEntry:
 
 @dataclass(frozen=True)
 class StrategyEntry:
-    """A strategy of several processes.
+    """A strategy for several processes.
 
     Attributes:
-        strategy: location of the class, made of `(world, precision, args)`.
-        description: for the plan, as a continuation of "N processes, ".
-        is_option: `parallel` accepts its name; else the mesh or another option selects it.
+        strategy: location of the class, which is called with `(world, precision, args)`.
+        description: text for the plan that continues "N processes, ".
+        is_option: True if `parallel` accepts its name; False if the mesh or another option selects it.
     """
 
     strategy: str

@@ -129,7 +129,7 @@ def check_intervals(options: Options) -> None:
 
 
 def check_best_model(options: Options) -> None:
-    """Checks that a best model has evaluations, each with a checkpoint that it can be loaded from."""
+    """Checks that a run with a best model has evaluations, and a checkpoint at each of them."""
     is_never_evaluated = options.eval_strategy == IntervalStrategy.NO
     if options.save_strategy == SaveStrategy.BEST and is_never_evaluated:
         raise ValueError("save_strategy='best' needs evaluations: set eval_strategy to 'steps' or 'epoch'.")
@@ -362,17 +362,17 @@ def check(options: Options) -> None:
 
 
 def check_for_run(options: Options) -> None:
-    """Checks every rule, including those that arguments need not keep before there is a Trainer.
+    """Checks every rule, including those that apply only once there is a Trainer.
 
     Raises:
-        ValueError, UnsupportedOption: as `check`, and `check_best_metric`.
+        ValueError, UnsupportedOption: see `check` and `check_best_metric`.
     """
     check(options)
     check_best_metric(options)
 
 
 def derived_values(options: Options) -> dict[str, Any]:
-    """Returns the values that follow from other options if unset, which scripts and callbacks read."""
+    """Returns the values of unset options that follow from other options; scripts and callbacks read them."""
     values: dict[str, Any] = {}
     if options.eval_strategy != IntervalStrategy.NO:
         values["do_eval"] = True

@@ -1,6 +1,6 @@
-"""The patterns of secrets in text, compiled when the first text is masked: they take 7 ms.
+"""Regular expressions of secrets in text. Compiling them takes 7 ms, so this module is loaded with the first mask.
 
-Every repetition has an end, so that no text makes the search quadratic.
+Every repetition is bounded, so that no text makes the search quadratic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _WORDS = (
 )
 # `hub_token`, `--api-key`, `password`; not `include_num_input_tokens_seen` or `max_new_tokens`
 SECRET_NAME = re.compile(rf"(?:^|[_\-.])(?:credentials?|authorization|{_WORDS})$|(?:^|\.|^--?)token$", re.IGNORECASE)
-# other tokens: those of a vocabulary are text, and those that let somebody in look as if a machine had made them
+# other tokens: vocabulary tokens are text, access tokens look machine-generated (see `_MADE`)
 TOKEN_NAME = re.compile(r"[_-]token$", re.IGNORECASE)
 _QUOTE = r"\\{0,3}['\"]"
 _SIGN = r"(?:[^\s&'\",;)<>\]}\\]|\\(?!['\"]))"
@@ -24,10 +24,10 @@ _MADE = rf"(?={_SIGN}{{0,64}}[0-9])(?={_SIGN}{{0,64}}[A-Za-z]){_SIGN}{{8}}{_SIGN
 MADE_VALUE = re.compile(_MADE)
 _ANY_TOKEN = r"(?<![\w-])(?:--?)?[A-Za-z0-9][\w-]{0,40}[_-]token"
 _JOINT = rf"(?:{_QUOTE})?\s{{0,9}}[=:]\s{{0,9}}(?:{_QUOTE})?"
-# name and value, however they are joined: a command line, JSON, YAML, a URL, an exception
+# name and value in any notation: a command line, JSON, YAML, a URL, an exception
 PAIR = re.compile(rf"((?:{_WORDS}){_JOINT}){_VALUE}", re.IGNORECASE)
 TOKEN_PAIR = re.compile(rf"({_ANY_TOKEN}{_JOINT}){_MADE}", re.IGNORECASE)
-# an option and its value in a text; of a sentence about the option, the next word is no value
+# an option and its value in running text; these words after an option are prose, not a value
 _PROSE = (
     r"(?!(?:an?|and|are|argument|as|at|by|can|does|environment|flag|for|from|given|has|if|in|instead|is|it|may|must|needs?"
     r"|not|of|on|only|option|or|set|that|the|to|too|value|was|which|will|with|you|your)\b)"
@@ -36,13 +36,13 @@ SPACED = re.compile(
     rf"((?<![\w-])--(?:(?:[A-Za-z0-9][\w-]{{0,40}}[_-])?(?:{_WORDS})|token)\s{{1,3}}(?:{_QUOTE})?)(?!-){_PROSE}{_VALUE}",
     re.IGNORECASE,
 )
-# addresses that are a secret as a whole: of a hook, to which anybody who knows it may write
+# URLs that are secret as a whole: webhooks, to which anybody who knows the URL can write
 HOOK = re.compile(
     r"(\b(?:hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks"
     r"|(?:webhook|outlook)\.office(?:365)?\.com/webhook(?:b2)?)/|\bapi\.telegram\.org/bot)[^\s'\"<>?#]{8,}",
     re.IGNORECASE,
 )
-# words that are common in texts are secrets only in `name=value` and with the value in quotes; `sig=0.5` also occurs
+# these words are common in prose, so their values are secrets only in `name=value` or in quotes; `sig=0.5` also occurs
 # in folder names
 COMMON_PAIR = re.compile(
     r"((?<![\w-])(?:--?)?(?:x-(?:amz|goog)-(?:signature|credential|security-token)|signature|credentials?|pwd|token"

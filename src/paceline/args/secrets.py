@@ -26,7 +26,7 @@ def mask_text(text: str) -> str:
 
 
 def masked(value: object, name: str = "") -> Any:
-    """Masks the texts in a nest of mappings, lists and tuples; values of secret names are masked completely."""
+    """Masks the strings in nested mappings, lists and tuples; values of secret names are masked completely."""
     return _masked(value, name, _secret_variables())
 
 
@@ -41,7 +41,7 @@ def is_secret(name: str, value: str) -> bool:
 def mask_command(command: Sequence[str]) -> list[str]:
     """Masks the values of secret options (`--hub_token X`, `--api-key=X`) in the words of a command line."""
     words = []
-    option = ""  # the word before, where it is an option without a value
+    option = ""  # the previous word, if it is an option without a value
     for word in command:
         name, equals, value = word.partition("=")
         if option and not word.startswith("--") and is_secret(option, word):
@@ -79,12 +79,12 @@ class _MaskingHandler(logging.Handler):
             record.exc_text = mask_text(logging.Formatter().formatException(record.exc_info))
         last = logging.lastResort
         if last is not None and record.levelno >= last.level and not has_handlers(record.name):
-            last.handle(record)  # the fallback without handlers, which this one would disable
+            last.handle(record)  # logging's fallback for loggers without handlers, which this handler would disable
         return True
 
 
 def has_handlers(name: str) -> bool:
-    """True if a logger or one of its parents has a handler that emits records; that of `mask_logs` does not count."""
+    """True if a logger or one of its parents has a handler that emits records; `mask_logs`' handler does not count."""
     logger: logging.Logger | None = logging.getLogger(name)
     while logger is not None:
         if any(not isinstance(handler, _MaskingHandler) for handler in logger.handlers):

@@ -39,7 +39,7 @@ def option(default: object, text: str, choices: Sequence[str] | None = None, is_
     Args:
         choices: the strings it accepts, for the parser and for validation.
         is_switch: True if the flag may be given without a value, which means True. A plain `bool` always may; for other
-            types this is metadata, which transformers' parser reads too.
+            types this is stored as metadata, which transformers' parser reads too.
     """
     metadata: dict[str, Any] = {"help": text}
     if choices is not None:
@@ -615,9 +615,9 @@ class Options(
 
 
 def is_replaced(cls: type, name: str) -> bool:
-    """True if an arguments class declares a field of its own by the name of one of paceline's additions.
+    """True if an arguments class redeclares one of paceline's own options.
 
-    Such a field means what its class says, as `packing` of TRL's SFTConfig; paceline's option is then unset.
+    The class then defines the field's meaning, as TRL's SFTConfig does for `packing`; paceline's option is unset.
     """
     if name not in PacelineSection.__dataclass_fields__:
         return False

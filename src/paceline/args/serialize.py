@@ -32,13 +32,13 @@ def options_to_dict(options: Options) -> dict[str, Any]:
 
 
 def as_written(values: dict[str, Any]) -> dict[str, Any]:
-    """Values as numbers, truth values and text only, secrets masked."""
+    """Converts values to numbers, booleans and text only; secrets are masked."""
     plain = masked(values)
     return {name: item if type(item) in (bool, int, float, str) else str(item) for name, item in plain.items()}
 
 
 def without_placeholders(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` less the secrets that were replaced when they were written; a text with a masked part is named."""
+    """Returns `values` without placeholders of secrets; a warning names values with a masked part."""
     parts = [name for name, value in values.items() if MASK in str(value)]
     if parts:
         logger.warning(

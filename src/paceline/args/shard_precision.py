@@ -22,7 +22,7 @@ class ShardPrecision:
         parameters: dtype of the gathered parameters, and so of the computation.
         gradients: dtype of the gradient reduction.
         outputs: dtype that the model's outputs are cast to.
-        casts_inputs: floating-point inputs are cast to the dtype of the parameters.
+        casts_inputs: True casts floating-point inputs to the dtype of the parameters.
     """
 
     parameters: str | None = None
@@ -32,12 +32,12 @@ class ShardPrecision:
 
     @property
     def is_short(self) -> bool:
-        """True if any computation of the model may be in 16 bits."""
+        """True if the model may compute in 16 bits."""
         return not {self.parameters, self.outputs} <= {None, "float32"}
 
     @property
     def exchanges_short(self) -> bool:
-        """True if gradients are reduced in 16 bits, in which they must not be accumulated over micro-batches."""
+        """True if gradients are reduced in 16 bits. They must not be accumulated over micro-batches in 16 bits."""
         return (self.gradients or self.parameters) not in (None, "float32")
 
     def describe(self) -> str:
@@ -51,7 +51,7 @@ class ShardPrecision:
             )
             if name is not None
         ]
-        inputs = [] if self.casts_inputs or self.parameters is None else ["inputs as they come"]
+        inputs = [] if self.casts_inputs or self.parameters is None else ["inputs not cast"]
         return ", ".join(parts + inputs)
 
 
@@ -92,7 +92,7 @@ def check_settings(shown: str, settings: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: an unknown key.
-        UnsupportedOption: buffers in another type than float32.
+        UnsupportedOption: `buffer_dtype` is not float32.
     """
     known = (*FIELDS, "cast_forward_inputs")
     for key, item in settings.items():
@@ -114,7 +114,7 @@ def fields_of(shown: str, policy: object) -> dict[str, Any]:
     """Returns the settings of a MixedPrecisionPolicy.
 
     Raises:
-        ValueError: it is another object.
+        ValueError: `policy` is another object.
     """
     names = (*FIELDS, "cast_forward_inputs")
     if not all(hasattr(policy, name) for name in names):
@@ -147,7 +147,7 @@ def check_policy_fits(policy: ShardPrecision | None, value: object, options: Any
     Args:
         policy: the policy as read.
         value: its original value, for the message.
-        options: with `bf16`, `fp16` and the two `*_full_eval`.
+        options: the arguments: `bf16`, `fp16` and the two `*_full_eval`.
 
     Raises:
         ValueError: they contradict each other, or fp16 comes without loss scaling.

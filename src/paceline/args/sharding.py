@@ -43,9 +43,9 @@ STRATEGIES: dict[str, tuple[bool, bool]] = {
 
 # settings of XLA's partitioner, as in transformers; the second and third require the first
 XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
-# settings that the partitioner determines itself
+# settings that XLA's partitioner determines itself
 NOT_XLA = ("reshard_after_forward", "sharding_strategy", "offload_params", "cpu_offload", "replicate", PRECISION)
-FROM_FIRST = ("cpu_ram_efficient_loading", "sync_module_states")  # either broadcasts the values of rank 0
+FROM_FIRST = ("cpu_ram_efficient_loading", "sync_module_states")  # either one broadcasts the values of rank 0
 
 
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
@@ -58,14 +58,14 @@ class Sharding:
     Attributes:
         reshard: parameters are freed after the forward pass and gathered again for the backward pass.
         offload: parameters, gradients and optimizer state are kept in host memory.
-        replicas: groups of processes that each hold the sharded model; 0 for one per machine.
+        replicas: number of process groups that each hold the sharded model; 0 for one group per machine.
         layer_classes: class names of the layers that become units.
         least_parameters: minimum number of parameters of modules that become units; 0 disables this criterion.
         is_whole: the model is a single unit.
-        is_xla: sharded over the XLA devices of one process, by XLA's partitioner.
+        is_xla: the model is sharded over the XLA devices of one process, by XLA's partitioner.
         checkpoints_units: with XLA, activations of the units are recomputed in the backward pass.
-        from_first: the values of rank 0 are broadcast to all ranks, which may have none.
-        precision: dtypes of gathered parameters, reduced gradients and outputs; None for those of the parameters.
+        from_first: rank 0 broadcasts its values; other ranks need not have loaded any.
+        precision: dtypes of gathered parameters, reduced gradients and outputs; None for the parameters' dtypes.
     """
 
     reshard: bool = True
@@ -152,7 +152,7 @@ def read_strategy(settings: Mapping[str, Any], words: Sequence[str]) -> tuple[bo
 
     Raises:
         ValueError: an unknown strategy, or two that contradict each other.
-        UnsupportedOption: the strategy shards nothing.
+        UnsupportedOption: the strategy is one without sharding.
     """
     said: dict[str, bool] = {}
     hybrid = [f"fsdp={word!r}" for word in words if word.startswith("hybrid")]
@@ -241,7 +241,7 @@ def check_policy(settings: Mapping[str, Any]) -> None:
     """Refuses a wrap policy that is unknown, lacks its setting, or comes with the setting of another one.
 
     Raises:
-        ValueError: one of these.
+        ValueError: the policy is one of these.
     """
     policy = settings.get("auto_wrap_policy")
     if policy in (None, ""):
@@ -260,7 +260,7 @@ def check_policy(settings: Mapping[str, Any]) -> None:
 
 
 def check_xla(settings: Mapping[str, Any], words: Sequence[str]) -> None:
-    """Refuses inconsistent settings of XLA, and those that its partitioner does not support."""
+    """Refuses inconsistent XLA settings, and settings that XLA's partitioner does not support."""
     if not is_true(settings, "xla"):
         for name in XLA[1:]:
             if is_true(settings, name):
@@ -302,7 +302,7 @@ def wants_shards(args: Any) -> bool:
 
 
 def split_words(fsdp: object) -> list[Any]:
-    """Returns the words of `fsdp`, which is text or a list."""
+    """Splits `fsdp`, a text or a list, into words."""
     return list(fsdp) if isinstance(fsdp, list | tuple) else str(fsdp).replace(",", " ").split()
 
 

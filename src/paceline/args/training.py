@@ -55,7 +55,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         UnsupportedOption: an option that this version does not support.
     """
 
-    # options that a command line passes as JSON; a subclass of another library adds its own names to the list
+    # options that a command line passes as JSON; subclasses in other libraries add their own names to the list
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         "accelerator_config",
         "fsdp_config",
@@ -129,7 +129,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
             return
         entry = OLDER_NAMES.get(name)
         if isinstance(entry, Renamed):
-            if name in self.__dict__:  # a subclass's own field of that name
+            if name in self.__dict__:  # a subclass has its own field of that name
                 self.__dict__[name] = coerce_option(type(self), name, value)
             if entry.read(getattr(self, entry.new)) != value:
                 new_value = entry.convert(value)
@@ -185,7 +185,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         """Returns the warmup steps in a run of `num_training_steps` optimizer steps."""
         return resolve_warmup(self.warmup_steps, num_training_steps)
 
-    # The device and the processes: the first access initialises them.
+    # Device and processes; the first access initialises them.
 
     def _world(self) -> World:
         from paceline.pytorch.distributed.world import (
@@ -261,8 +261,8 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
     def get_process_log_level(self) -> int:
         """Returns the logging level of this process, as a number of the `logging` module.
 
-        "passive" means the package's own level, or if unset that of transformers: scripts set its verbosity, and pass
-        the result to their own loggers.
+        "passive" means the level of this package's logger or, if unset, of transformers' logger, whose verbosity
+        scripts set. Scripts pass the result to their own loggers.
         """
         level = LOG_LEVELS[self.log_level if self.should_log else self.log_level_replica]
         if level != -1:
@@ -275,8 +275,8 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         """Runs the block on the main process before all others.
 
         Args:
-            local: the main process of each machine rather than that of the run.
-            desc: the work, for the log.
+            local: True uses the main process of each machine, False that of the run.
+            desc: description of the work for the log.
         """
         from paceline.pytorch.distributed.world import first_before_others  # The one sanctioned upward call.
 
@@ -292,7 +292,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
     # To and from plain values.
 
     def _dict_dtype_to_str(self, d: dict[str, Any]) -> None:
-        """Replaces each `dtype` in a nest of dicts by its name ("float32"), in place. For an overridden `to_dict`."""
+        """Replaces each `dtype` in nested dicts by its name ("float32"), in place. For overridden `to_dict` methods."""
         if d.get("dtype") is not None:
             d["dtype"] = str(d["dtype"]).removeprefix("torch.")
         for value in d.values():
@@ -300,7 +300,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
                 self._dict_dtype_to_str(value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all options in plain types; secrets as placeholders."""
+        """Returns all options in plain types; placeholders replace secrets."""
         return serialize.options_to_dict(self)
 
     def to_json_string(self) -> str:
@@ -338,8 +338,8 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         """Builds arguments from a YAML file."""
         return cls.from_dict(read_mapping(path))
 
-    # Setters: a group of options in one call, which returns the arguments. Options that are not given are set to the
-    # default shown, as in transformers.
+    # Setters: each sets a group of options and returns the arguments. As in transformers, options that are not given
+    # are reset to the default shown.
 
     def set_training(
         self,

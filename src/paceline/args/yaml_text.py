@@ -1,17 +1,17 @@
-"""Reading and writing of YAML. PyYAML takes 10 ms to import, so this module is imported only when needed."""
+"""Reads and writes YAML. PyYAML takes 10 ms to import, so this module is imported only when needed."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-import yaml  # type: ignore[import-untyped, unused-ignore]  # the stubs are a package of their own
+import yaml  # type: ignore[import-untyped, unused-ignore]  # the stubs are in a separate package
 
 _MOST_DEPTH = 100
 _MOST_SHARING = 100  # maximum ratio of a file's expanded size to its stored size
 _LEAST_VALUES = 10_000  # values; smaller files are not checked
 
-# the problem as the parser reports it -> what was expected at the place that it names
+# the parser's message -> the expected content at the position that it reports
 _EXPECTED = [
     (
         r"mapping values are not allowed",
@@ -41,7 +41,7 @@ _EXPECTED = [
     (r"expected the node content", "expected a value"),
     (r"found duplicate anchor '(.+)'", "expected a new name; the anchor &{0} exists"),
 ]
-# the same, where what is wrong begins at the place that the context names
+# as above, for errors that begin at the position of the message's context
 _EXPECTED_FROM = [
     (
         r"found unexpected (?:end of stream|document separator)",
@@ -53,7 +53,7 @@ _EXPECTED_FROM = [
 
 
 class _Refused(yaml.MarkedYAMLError):  # type: ignore[misc, unused-ignore]  # Any without the stubs
-    """Valid YAML that is refused here. The message says so."""
+    """Valid YAML that is refused here. The message gives the reason."""
 
     def __init__(self, message: str, mark: Any) -> None:
         super().__init__(problem=message, problem_mark=mark)
@@ -99,7 +99,7 @@ class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]  # An
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, KeyError, OverflowError) as error:  # a number, date or truth value that is none
+        except (ValueError, KeyError, OverflowError) as error:  # an invalid number, date or boolean
             kind = str(node.tag).rpartition(":")[2]
             text = f"expected a valid {kind}, or quotes around a text; this is none: {str(node.value)[:40]!r}"
             raise _Refused(text, node.start_mark) from error
@@ -113,11 +113,11 @@ def _nodes_in(node: object) -> list[Any]:
 
 
 def read(text: str) -> Any:
-    """Parses YAML text, of safe types only.
+    """Parses YAML text with safe types only.
 
     Raises:
         ValueError: invalid YAML, repeated names, aliases that expand out of proportion, or deep nesting; the message
-            gives line, column and what was expected.
+            gives line, column and the expected content.
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)
@@ -131,7 +131,7 @@ def read(text: str) -> Any:
 
 
 def _describe(error: Any) -> str:
-    """Returns the place of an error and what was expected there."""
+    """Returns the position of an error and the content that was expected there."""
     problem = f"{error.context or ''} {error.problem or ''}".strip()
     mark = error.problem_mark or error.context_mark
     expected = "" if not isinstance(error, _Refused) else str(error.problem)

@@ -26,11 +26,11 @@ DISPLAYS = (ProgressCallback, PrinterCallback, NotebookProgressCallback)
 
 
 def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any]:
-    """Returns the user's callbacks between the default ones; a display of the user's replaces the default one.
+    """Returns the default callbacks and the user's, in calling order; a user's display replaces the default display.
 
     Args:
-        callbacks: instances or classes.
-        args: `report_to`, `disable_tqdm`, `debug` and `profile` are read.
+        callbacks: the user's callbacks, instances or classes.
+        args: the arguments, of which `report_to`, `disable_tqdm`, `debug` and `profile` are read.
 
     Raises:
         TypeError: `callbacks` is not a list, or an element has no event method.

@@ -60,7 +60,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             return
         key = name if name.startswith("eval_") else f"eval_{name}"
         if key not in metrics:
-            if not self._has_warned:  # called for each of several evaluation sets, one of which has the metric
+            if not self._has_warned:  # with several evaluation sets, often only one of them has the metric
                 self._has_warned = True
                 logger.warning(
                     "early stopping required metric_for_best_model, but did not find %s in this evaluation, which "
@@ -76,7 +76,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def check_metric_value(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metric_value: float
     ) -> None:
-        """Increments the counter of evaluations without an improvement, or resets it."""
+        """Increments the counter of evaluations without an improvement, or resets it after an improvement."""
         best = state.best_metric
         if best is None:
             is_progress = not math.isnan(metric_value)

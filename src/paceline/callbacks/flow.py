@@ -13,8 +13,8 @@ class DefaultFlowCallback(TrainerCallback):
     """Sets the control's flags by the `*_strategy` and `*_steps` options.
 
     `state.max_steps` and `state.*_steps` are read at each step, so that another callback can change them during
-    training; 0 means never. With the strategy "steps" there is always an evaluation, or a checkpoint, at the last step;
-    a run of fewer steps than `logging_steps` logs once, at its last step.
+    training; 0 means never. With `eval_strategy="steps"` the last step is always evaluated, and with
+    `save_strategy="steps"` it is always saved. A run of fewer steps than `logging_steps` logs once, at its last step.
     """
 
     @ignores_keywords

@@ -1,4 +1,4 @@
-"""A checkpoint on a stop signal, also with `save_strategy="no"`."""
+"""Writes a checkpoint on a stop signal, also with `save_strategy="no"`."""
 
 from __future__ import annotations
 

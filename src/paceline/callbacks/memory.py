@@ -26,7 +26,7 @@ def process_bytes() -> int | None:
 def accelerator_bytes() -> int | None:
     """Returns torch's allocated memory on the current accelerator in bytes; None without one.
 
-    Does not synchronize, and does not import torch: there is nothing to count if it is not loaded.
+    Does not synchronize. Does not import torch: if torch is not loaded, it has allocated no memory.
     """
     torch = sys.modules.get("torch")
     if torch is None:

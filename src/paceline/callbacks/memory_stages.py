@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from paceline.callbacks.memory import process_bytes
 from paceline.core.optional import require
 
-SAMPLE_SECONDS = 0.01  # a sample takes about 10 us, a thousandth of the time
+SAMPLE_SECONDS = 0.01  # a sample takes about 10 us, so sampling costs 0.1 % of the time
 _STATUS = "/proc/self/status"
 
 
@@ -20,8 +20,8 @@ class MemoryStages:
     """Measures the memory of the stages init, train, eval and test; a nested stage is ignored.
 
     For each stage, in bytes: `alloc_delta` is the memory at its end minus that at its start, and `peaked_delta` is its
-    peak minus that at its end. Their sum is the memory that the stage needed. On the CPU a thread samples the resident
-    memory of the process every 10 ms, and the kernel's peak counts too; on a GPU it is torch's allocated memory.
+    peak minus that at its end. Their sum is the memory that the stage needed. CPU memory is the resident memory of the
+    process, sampled every 10 ms by a thread, and the kernel's peak; GPU memory is torch's allocated memory.
 
     Args:
         is_on: False disables every call.
@@ -54,7 +54,7 @@ class MemoryStages:
                 self._unreported["before_init_mem_gpu"] = self._device.first
 
     def stop(self, stage: str) -> dict[str, int]:
-        """Ends a stage. Returns its metrics, and those of `init` with the first; {} if another stage is running."""
+        """Ends a stage and returns its metrics; {} if another stage is running. The first stage's include `init`'s."""
         if not self.is_on or self.current != stage:
             return {}
         self.current = None
@@ -86,7 +86,7 @@ class MemoryStages:
                 self.current = None
 
     def __del__(self) -> None:
-        """Ends the thread of a stage that was not ended, as when a Trainer's constructor raised."""
+        """Ends the thread of an unfinished stage, for instance if a Trainer's constructor raised."""
         sampler = vars(self).get("_sampler")
         if sampler is not None:
             sampler.end()
@@ -150,7 +150,7 @@ class Sampler:
         self._is_over.set()
 
     def stop(self) -> int:
-        """Ends the thread. Returns the peak in bytes, of the samples or the kernel."""
+        """Ends the thread. Returns the peak in bytes, from the samples or the kernel."""
         self.end()
         self._thread.join()
         self._look()

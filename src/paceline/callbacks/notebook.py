@@ -247,7 +247,7 @@ class NotebookProgressCallback(TrainerCallback):
 
 
 def html_table(table: Sequence[Sequence[Any]]) -> str:
-    """Returns rows as an HTML table, the first one as its head; floats with 6 decimals."""
+    """Returns rows as an HTML table with the first row as its head; floats have 6 decimals."""
     head = "".join(f"<th>{html.escape(str(name))}</th>" for name in table[0])
     body = "".join("<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in row) + "</tr>" for row in table[1:])
     return f"<table border='1' class='dataframe'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,4 +1,4 @@
-"""Logs as lines on the standard output."""
+"""Prints logs as lines on the standard output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.core.ledger import PREFIX as TIME_PREFIX
 from paceline.core.ledger import RESOURCE_PREFIX
 from paceline.core.state import TrainerControl, TrainerState
 
-FOR_TRACKERS = (TIME_PREFIX, RESOURCE_PREFIX)  # entries of a row that nobody reads in a terminal
+FOR_TRACKERS = (TIME_PREFIX, RESOURCE_PREFIX)  # prefixes of entries for trackers, which a terminal does not show
 
 
 class PrinterCallback(TrainerCallback):
@@ -26,7 +26,7 @@ class PrinterCallback(TrainerCallback):
 
 
 def readable_logs(logs: Mapping[str, Any], max_str_len: int | None = None) -> dict[str, Any]:
-    """Formats a row for display: floats with 4 digits, long texts by their length, secrets masked.
+    """Formats a row for display: floats get 4 digits, long texts are replaced by their length, secrets are masked.
 
     `total_flos`, the times of activities and the use of resources are left out.
     """

@@ -1,4 +1,4 @@
-"""Traces of optimizer steps by torch.profiler (`profile=`), and a table of what took longest."""
+"""Traces optimizer steps with torch.profiler (`profile=`) and prints a table of the slowest operations."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from paceline.core.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "profile"  # in output_dir
-ROWS = 10
+FOLDER = "profile"  # below output_dir
+ROWS = 10  # operations in the printed table
 
 
 class ProfileCallback(TrainerCallback):
-    """Writes `output_dir/profile/rank0-steps10-15.trace.json.gz`, which https://ui.perfetto.dev and chrome://tracing
-    open, one on each rank, and prints the operations that took longest on the first.
+    """Writes a trace file per rank and prints the slowest operations of rank 0.
 
-    A step is recorded from the end of the step before to its own end: data, forward, backward and optimizer, and a
-    log, an evaluation or a save in between. The step before a trace runs with the profiler started, and is thrown away.
+    The file `output_dir/profile/rank0-steps10-15.trace.json.gz` opens in https://ui.perfetto.dev and chrome://tracing.
+    A step is recorded from the end of the previous step to its own end: data, forward, backward and optimizer, and a
+    log, an evaluation or a save in between. The warmup steps before a trace are profiled and discarded.
 
     Args:
-        profiling: what is recorded.
+        profiling: the steps and the details to record.
     """
 
     def __init__(self, profiling: Profiling) -> None:
@@ -38,7 +38,7 @@ class ProfileCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._stop()  # of a run that an error ended
+        self._stop()  # the profiler of an earlier run that ended with an error
         self._first_step = state.global_step
         ranges = self.profiling.ranges(state.global_step)
         self._ranges = tuple((first, last) for first, last in ranges if first > state.global_step)
@@ -87,7 +87,7 @@ class ProfileCallback(TrainerCallback):
             profiler.stop()
 
     def _act(self, number: int) -> Any:
-        """Returns the profiler's action in a step, by its number in this run from 0."""
+        """Returns the profiler's action in a step, given the step's number in this run, from 0."""
         step = self._first_step + number + 1
         for first, last in self._ranges:
             if first <= step <= last:
@@ -97,7 +97,7 @@ class ProfileCallback(TrainerCallback):
         return self._action.NONE
 
     def _write(self, profile: Any, folder: Path, rank: int, state: TrainerState) -> None:
-        """Writes the trace of the range that has ended, or that the end of the run cut short."""
+        """Writes the trace of the current range, which is complete or was cut short by the end of the run."""
         first = max(begin for begin, _ in self._ranges if begin <= max(state.global_step, self._ranges[0][0]))
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{rank}-steps{first}-{state.global_step}.trace.json.gz"

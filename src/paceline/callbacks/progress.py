@@ -1,4 +1,4 @@
-"""A progress bar in a terminal; periodic lines if the output is a file."""
+"""Shows progress: a bar in a terminal, periodic lines if the output is a file."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def make_bar(
 
 
 class ProgressCallback(TrainerCallback):
-    """Shows step, loss, learning rate, tokens (or samples) per second, remaining time and memory, and each row of logs.
+    """Shows step, loss, learning rate, tokens (or samples) per second, remaining time and memory, and each log row.
 
-    On a terminal it is a bar; elsewhere (a file, a pipe) a line every `seconds_between_lines`, so that logs of a
-    cluster job stay readable. Only rank 0 shows anything.
+    The display is a bar on a terminal, and a line every `seconds_between_lines` elsewhere (a file, a pipe), so that the
+    logs of a cluster job stay readable. Only rank 0 displays anything.
 
     Args:
-        max_str_len: longer strings in a row of logs are shown by their length.
-        seconds_between_lines: interval without a terminal.
-        write_logs: True also writes each row of logs as a line above the bar.
+        max_str_len: longer strings in a log row are replaced by their length.
+        seconds_between_lines: interval between lines without a terminal.
+        write_logs: True also writes each log row as a line above the bar.
 
     Attributes:
         training_bar: the bar of the training, or None.
@@ -169,7 +169,7 @@ class ProgressCallback(TrainerCallback):
             self._memory, self._next_memory = describe_memory(), now + 4 * REFRESH_SECONDS
         self._speed.mark(state)
         bar.total = state.max_steps  # live: a callback may have changed it
-        if state.global_step < state.max_steps:  # after the last step it would be that of a step that is never run
+        if state.global_step < state.max_steps:  # after the last step the optimizer has the rate of a step never run
             self._rate = _learning_rate(self._optimizer)
         parts = [self._loss, self._rate, self._speed.describe(), self._memory]
         bar.set_postfix_str(", ".join(part for part in parts if part), refresh=False)

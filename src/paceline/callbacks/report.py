@@ -15,8 +15,8 @@ from paceline.core.state import TrainerControl, TrainerState
 class ReportCallback(TrainerCallback):
     """Writes `report.html` to the output folder at the end of a training: curves, evaluations, configuration.
 
-    A default callback; `trainer.remove_callback(ReportCallback)` leaves the report out. `paceline report RUN` writes it
-    at any time, also for a run that was interrupted.
+    This is a default callback; `trainer.remove_callback(ReportCallback)` disables it. `paceline report RUN` writes the
+    report at any time, also for an interrupted run.
     """
 
     may_fail = True

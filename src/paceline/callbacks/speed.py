@@ -59,7 +59,7 @@ class Speedometer:
 
 
 def global_batch_size(args: TrainingArguments, state: TrainerState) -> int:
-    """Returns the global batch size in samples, by the arguments."""
+    """Returns the global batch size in samples, computed from the arguments."""
     per_process: int | None = state.train_batch_size or getattr(args, "per_device_train_batch_size", None)
     accumulation: int = getattr(args, "gradient_accumulation_steps", 1)
     world_size: int = getattr(args, "world_size", 1)

@@ -1,4 +1,4 @@
-"""torch_xla's metrics at the end of each epoch: compilations, executions, operations that ran on the host."""
+"""Prints torch_xla's metrics at the end of each epoch: compilations, executions, operations that ran on the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.core.optional import require
 
 
 class XlaMetricsCallback(TrainerCallback):
-    """`debug="tpu_metrics_debug"`: prints torch_xla's report. Many compilations indicate varying shapes."""
+    """Prints torch_xla's report, for `debug="tpu_metrics_debug"`. Many compilations indicate varying shapes."""
 
     def on_epoch_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:

@@ -87,9 +87,9 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
 
 def own_checkpoints(output_dir: str | os.PathLike[str]) -> tuple[list[Path], list[Path]]:
-    """Returns the checkpoints of the run last started or resumed in a folder, and those of others; lowest step first.
+    """Returns the checkpoints of the run last started or resumed in a folder, and of other runs; lowest step first.
 
-    Without a record of a run (`run.json`) all belong to it.
+    Without a record of a run (`run.json`), all checkpoints count as the run's.
     """
     run = run_in(Path(output_dir))
     own: list[Path] = []
@@ -100,7 +100,7 @@ def own_checkpoints(output_dir: str | os.PathLike[str]) -> tuple[list[Path], lis
 
 
 def report_others(own: Sequence[Path], others: Sequence[Path], report: Callable[[str], None]) -> None:
-    """Reports in one sentence the skipped checkpoints of other runs whose step is higher than that of the run's own."""
+    """Reports in one sentence the skipped checkpoints of other runs with a higher step than the run's newest."""
     later = [path for path in others if not own or step_of(path) > step_of(own[-1])]
     if later:
         names = ", ".join(path.name for path in later)
@@ -119,8 +119,8 @@ def sort_checkpoints(
     """Returns the paths of the folders `PREFIX-NUMBER` in `output_dir`, oldest first: by number or modification time.
 
     Other names with this prefix (`checkpoint-12-copy`) are not checkpoints. `best_model_checkpoint` is moved to the
-    second last place unless it is last. Modification times within one second of each other are considered unreliable,
-    and the numbers decide.
+    second last place unless it is last. If all modification times are within one second, they are considered
+    unreliable, and the numbers decide.
     """
     found: list[tuple[int, str]] = []
     try:
@@ -156,9 +156,9 @@ def rotate_checkpoints(
 ) -> list[str]:
     """Deletes the oldest checkpoints until `save_total_limit` are left; None or a number below 1 deletes none.
 
-    The newest and the best are never deleted, so with a limit of 1 both may stay. The best is recognised by any
-    spelling of its path, and by its name alone if the run folder was moved. `pinned` paths stay too, and count only if
-    they are among the newest.
+    The newest and the best checkpoint are never deleted, so with a limit of 1 both may stay. The best one is recognised
+    by any spelling of its path, and by its name alone if the run folder was moved. `pinned` paths stay too, and count
+    towards the limit only if they are among the newest.
 
     Returns: the deleted paths. A failed deletion is logged.
     """
@@ -196,8 +196,10 @@ def surplus(checkpoints: Sequence[str], limit: int, best: str | None, pinned: Co
     """Returns the checkpoints that may be deleted, in order, and the number of deletions that a limit requires.
 
     Args:
-        best: stays, as the newest does; both count.
-        pinned: stay too, and count only if they are among the newest.
+        checkpoints: all checkpoints, oldest first.
+        limit: the number of checkpoints to keep.
+        best: the best checkpoint. It is kept, as the newest is; both count towards the limit.
+        pinned: further checkpoints to keep; they count only if they are among the newest.
     """
     protected = {checkpoints[-1], best} - {None}
     limit -= sum(path in pinned for path in checkpoints[-limit:])
@@ -230,7 +232,7 @@ def make_output_folder(folder: str | os.PathLike[str]) -> None:
     """Creates the output folder of a run.
 
     Raises:
-        OSError: it cannot be created or written to; the message names the option.
+        OSError: the folder cannot be created or written to; the message names the option.
     """
     try:
         _make_folders(Path(folder))
@@ -251,7 +253,7 @@ def _make_folders(folder: Path) -> None:
 
 
 def begin(final: str | os.PathLike[str]) -> Path:
-    """Creates the hidden folder in which `final` is written; `publish` completes it. `staged` does both.
+    """Creates the hidden folder in which `final` is written. `publish` completes it; `staged` does both.
 
     Raises: NotADirectoryError, if `final` exists and is not a folder.
     """
@@ -307,7 +309,7 @@ def recover(output_dir: str | os.PathLike[str], report: Callable[[str], None], *
 
     A replaced folder whose successor was not published is restored. Unfinished files and folders and partly deleted
     folders are removed, except those of another process that is alive. `report` gets one sentence for each. Failures
-    are reported, not raised. `only` limits it to the folder of that name.
+    are reported, not raised. `only` limits the cleanup to the folder of that name.
     """
     output_dir = Path(output_dir)
     try:
@@ -328,8 +330,8 @@ def recover(output_dir: str | os.PathLike[str], report: Callable[[str], None], *
 def newest_valid(output_dir: str | os.PathLike[str], report: Callable[[str], None]) -> Path | None:
     """Returns the valid checkpoint with the highest step of the run last started, or None.
 
-    `report` gets one sentence with the reason for each one skipped, and one for files in the returned one that its
-    manifest does not list. Reads the whole checkpoint once.
+    `report` gets one sentence with the reason for each skipped checkpoint, and one for files of the returned checkpoint
+    that its manifest does not list. Reads the whole checkpoint once.
     """
     own, others = own_checkpoints(output_dir)
     report_others(own, others, report)
@@ -356,13 +358,13 @@ def _recover_one(path: Path, final: Path, kind: str, pid: int, report: Callable[
     else:
         if path.is_dir():
             _discard(path)
-        else:  # the record of a run, truncated
+        else:  # an incomplete `run.json`
             path.unlink()
         report(f"{path} is removed: it was left by a crash")
 
 
 def _find(checkpoints: Sequence[str], wanted: str | os.PathLike[str] | None) -> str | None:
-    """Returns the one of `checkpoints` that is the folder `wanted`, or if that is gone, one of the same name."""
+    """Returns the checkpoint that is the folder `wanted` or, if that folder is gone, has the same name; else None."""
     if wanted is None:
         return None
     for path in checkpoints:

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"  # present in a complete checkpoint of any trainer
 
-# files of another trainer's checkpoint, which would be mistaken for the new one's own
+# files of another trainer's checkpoint, which would be mistaken for files of the new checkpoint
 _OF_OTHER_TRAINERS = (
     "model*.safetensors*", "pytorch_model*", "adapter_model*", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*",
     STATE_FILE, "training_args.bin", "global_step*/*", "latest",
@@ -24,7 +24,7 @@ def keep_files(final: Path, temporary: Path) -> None:
     """Copies the files that user code wrote to `final` into `temporary`, which is about to replace it.
 
     These are the files that no manifest lists and that `temporary` does not have. From a complete checkpoint of another
-    trainer only those are kept that no trainer writes.
+    trainer, only files are kept that no trainer writes.
 
     Raises:
         OSError: copying fails; `final` is unchanged.

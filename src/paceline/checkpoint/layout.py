@@ -1,16 +1,26 @@
-"""File and folder names of sharded checkpoints."""
+"""Names in checkpoints: their items, and the files and folders of sharded ones."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+MODEL = "model"
+OPTIMIZER = "optimizer"
+SCHEDULER = "scheduler"
+PRECISION = "precision"
+CALLBACKS = "callbacks"
+LOSS = "loss"
+RNG = "rng"
+DATA = "data"
+PROGRESS = "progress"
+
 METADATA_NAME = ".metadata"  # the index of a folder of torch.distributed.checkpoint
-MODEL_FOLDER = "pytorch_model_fsdp_0"  # both as accelerate names them
+MODEL_FOLDER = "pytorch_model_fsdp_0"  # accelerate's name, as is the next one
 OPTIMIZER_FOLDER = "optimizer_0"
-NOTES_NAME = "sharded.json"  # metadata that the folders of tensors cannot hold
-FULL_MODEL_NAME = "pytorch_model_fsdp.bin"  # of accelerate: the full model, and the optimizer state by parameter name
-FULL_OPTIMIZER_NAME = "optimizer.bin"
+NOTES_NAME = "sharded.json"  # metadata that torch.distributed.checkpoint's folders cannot hold
+FULL_MODEL_NAME = "pytorch_model_fsdp.bin"  # accelerate's file of the full model
+FULL_OPTIMIZER_NAME = "optimizer.bin"  # accelerate's file of the optimizer state by parameter name
 
 
 def is_sharded(folder: str | os.PathLike[str]) -> bool:

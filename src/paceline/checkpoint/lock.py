@@ -1,6 +1,6 @@
 """A lock file that admits one training at a time to an output folder, held by rank 0. Standard library only.
 
-The file names its holder and is touched every few seconds. A holder on this machine is looked up among its processes.
+The file names its holder and is touched every few seconds. A holder on this machine is looked up in the process table.
 A holder elsewhere counts as dead if the file is not touched for `PATIENCE` seconds by the clock of the waiting process,
 so no two clocks are compared. The file is created with O_EXCL, which also works on network file systems without locks.
 """
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 LOCK_NAME = ".paceline.lock"
 SECONDS_BETWEEN_SIGNS = 5.0
 PATIENCE = 30.0  # seconds without a heartbeat from a holder on another machine
-GRACE = 3.0  # seconds for a holder on this machine, which may just have been killed, to end
+GRACE = 3.0  # seconds to wait for a holder on this machine, which may just have been killed
 
 _STEP = 2 * 10**9  # nanoseconds, the coarsest resolution of file times
 
@@ -65,12 +65,12 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """True if its process would be visible to this one."""
+        """True if the process is on this machine and in this PID namespace, so that it can be looked up."""
         return os.name == "posix" and (self.host, self.machine) == (platform.node(), _machine())
 
     @property
     def is_this_process(self) -> bool:
-        """True if it is the current process."""
+        """True if the holder is the current process."""
         return self.is_here and self.pid == os.getpid() and self.started == _started(self.pid)
 
     def is_alive(self) -> bool:
@@ -83,7 +83,7 @@ class FolderLock:
     """A lock that this process holds until `release`.
 
     Attributes:
-        lost_to: the process that took the lock over after a long pause of this one.
+        lost_to: description of the process that took over the lock after a long pause of this process, or None.
     """
 
     def __init__(self, path: Path, holder: Holder, owns: bool = True) -> None:
@@ -94,7 +94,7 @@ class FolderLock:
             self._signs.start()
 
     def check(self) -> None:
-        """Raises FolderInUse if another process has taken the folder over."""
+        """Raises FolderInUse if another process has taken over the folder."""
         if self.lost_to is not None:
             raise FolderInUse(
                 f"{self.path.parent} was taken over by {self.lost_to} while this process did not respond (it was "
@@ -140,7 +140,7 @@ class _Signs(threading.Thread):
 def acquire(folder: Path) -> FolderLock | None:
     """Acquires the lock of an output folder. Returns None, with a warning, if no file can be created there.
 
-    The lock of a killed process is taken over: at once on the same machine, else after `PATIENCE` seconds.
+    The lock of a killed process is taken over at once on the same machine, else after `PATIENCE` seconds.
 
     Raises:
         FolderInUse: another process trains there.
@@ -171,7 +171,7 @@ def path_in(folder: Path) -> Path:
 
 
 def holder_in(folder: Path) -> str | None:
-    """Describes the process that trains in a folder, if known without waiting; None for none or this process."""
+    """Describes the other process on this machine that trains in a folder, without waiting; None if there is none."""
     path = path_in(folder)
     try:
         holder, _, _ = _read(path)
@@ -211,7 +211,7 @@ def _is_gone(path: Path, holder: Holder | None, content: bytes, before: int) -> 
         if now != content:
             return False
         if not is_here and changed != before:
-            is_here = True  # it is alive
+            is_here = True  # there was a heartbeat: the holder is alive
             break
     if is_here:
         raise FolderInUse(
@@ -241,7 +241,7 @@ def _create(path: Path) -> Holder | None:
 
 
 def _take_away(path: Path, content: bytes) -> None:
-    """Removes a stale lock; a newer lock of another process stays."""
+    """Removes a stale lock file with this content; a newer lock of another process stays."""
     aside = path.with_name(f"{LOCK_NAME}.{uuid.uuid4().hex}")
     with _alone(path.parent), suppress(FileNotFoundError):
         if path.read_bytes() != content:
@@ -289,7 +289,7 @@ def _read(path: Path) -> tuple[Holder | None, bytes, int]:
 
 
 def _is_signed_for(path: Path) -> bool:
-    """True if a training of this process holds the lock; False if one has ended without releasing it."""
+    """True if a training of this process holds the lock; False if a training ended without releasing it."""
     return any(isinstance(thread, _Signs) and thread.lock.path == path for thread in threading.enumerate())
 
 

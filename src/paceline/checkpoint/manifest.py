@@ -1,8 +1,8 @@
 """The manifest of a folder: its files with their sizes and checksums. Standard library only.
 
 `manifest.json` lists every file with its size and SHA-256. It is written in one canonical form and contains a digest of
-itself, so that `verify` detects a changed byte anywhere, the manifest included.
-It detects damage; it does not authenticate the author.
+itself, so that `verify` detects a changed byte anywhere, also in the manifest.
+A manifest detects damage; it does not authenticate the author.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _STATE_NAME = "trainer_state.json"
 _BYTES_FOR_THREADS = 16 << 20
 _SHARD = re.compile(r"-\d+-of-\d+")
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
-_MOST_JSON_BYTES = 1 << 28  # tokenizer vocabularies, the largest such files, take some 50 MB
+_MOST_JSON_BYTES = 1 << 28  # tokenizer vocabularies, the largest JSON files, have about 50 MB
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors' own reader
 _UNFINISHED_NAME = "checkpoint-is-incomplete.txt"
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 _ZIP_START = b"PK\x03\x04"
-# Errors of file systems without fsync for this kind of file; any other error is a failed write.
+# errors of file systems without fsync for this kind of file; any other error means a failed write
 _NO_FSYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}
 
 
@@ -63,7 +63,7 @@ class KnownFile:
 
 
 def entry_of(path: str | os.PathLike[str]) -> KnownFile | None:
-    """Returns the entry of a file just sealed in the manifest of its folder; None if it is not listed."""
+    """Returns the manifest's entry of a file whose folder was just sealed; None if the file is not listed."""
     path = Path(path)
     files = _read_manifest(path.parent)
     if isinstance(files, str) or path.name not in files:
@@ -80,7 +80,7 @@ def hash_and_sync(path: str | os.PathLike[str]) -> tuple[str, int]:
 
 
 def known_file(path: str | os.PathLike[str], sha256: str, size: int) -> KnownFile:
-    """Returns a hash computed by another process for a file on this machine. Raises: OSError, if it is incomplete."""
+    """Returns the entry of a file that another process wrote and hashed. Raises: OSError, if its size differs."""
     with open(path, "rb") as file:  # opening revalidates the cache of a network file system
         found = os.fstat(file.fileno())
     if found.st_size != size:
@@ -105,8 +105,8 @@ def _identity(path: str | os.PathLike[str]) -> tuple[int, int, int, int]:
 def seal(folder: str | os.PathLike[str], known: Mapping[str, KnownFile] | None = None) -> Path:
     """Hashes every file of `folder`, writes its manifest, and syncs files and folders to disk (fsync).
 
-    Costs one read of each file, from the page cache if it was just written. `known` files, by name, that have not
-    changed are not read: they were hashed and synced under another name.
+    Costs one read of each file, from the page cache if it was just written. Unchanged `known` files (by name) are not
+    read: they were hashed and synced before.
 
     Returns: the path of the manifest.
     Raises: OSError, if reading or writing fails.
@@ -131,7 +131,7 @@ def seal(folder: str | os.PathLike[str], known: Mapping[str, KnownFile] | None =
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Syncs the directory entries of `folder` to disk, if the system can (Windows cannot)."""
+    """Syncs the directory entries of `folder` to disk; does nothing on Windows, which cannot."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -144,9 +144,9 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 def verify(folder: str | os.PathLike[str]) -> list[str]:
     """Returns the problems of a checkpoint folder, one sentence each; an empty list means that it is valid.
 
-    With a manifest, each listed file must exist with its size and SHA-256 (`extra_files` names those not listed).
-    Weights that the user replaced by another format (shards with an index) are checked as without a manifest, with a
-    log line.
+    With a manifest, each listed file must exist with its size and SHA-256 (`extra_files` names the others).
+    If the user replaced the weights by another format (shards with an index), only their structure is checked, and
+    this is logged.
     Without a manifest (a checkpoint of another trainer) only the structure is checked: JSON parses, safetensors and zip
     files have the lengths in their headers, every shard of an index exists. Problems are returned, never raised.
     """
@@ -180,7 +180,7 @@ def _problems(folder: Path) -> list[str]:
 
 
 def _replaced_weights(folder: Path, files: Mapping[str, Any]) -> list[str]:
-    """Returns the listed weights that are missing while a complete unlisted set of weights in another format exists.
+    """Returns the listed weight files that are missing, if a complete unlisted set in another format exists.
 
     This happens after `save_pretrained(checkpoint, max_shard_size=...)` or a merge of the shards.
     """
@@ -199,7 +199,7 @@ def _replaced_weights(folder: Path, files: Mapping[str, Any]) -> list[str]:
 
 
 def extra_files(folder: str | os.PathLike[str]) -> list[str]:
-    """Returns the files in `folder` that its manifest does not list, sorted; all others if it cannot be read."""
+    """Returns the files in `folder` that its manifest does not list, sorted; all files if it cannot be read."""
     folder = Path(folder)
     files = _read_manifest(folder)
     listed = set() if isinstance(files, str) else set(files)

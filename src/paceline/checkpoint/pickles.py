@@ -1,4 +1,4 @@
-"""Safe unpickling: plain values, and calls of an allow-list of names. Nothing is imported.
+"""Safe unpickling: plain values, and calls to an allow-list of names. Nothing is imported.
 
 Python's own unpickler resolves names to live objects, and lets a file call them and set their attributes. Here a name
 becomes an inert `Name`, which only the caller's constructors interpret. Opcodes that no checkpoint needs are refused,
@@ -14,7 +14,7 @@ from typing import Any
 
 MOST_DEPTH = 200
 _MOST_SHARING = 100  # maximum ratio of a value's expanded size to its stored size
-_LEAST_LIMIT = 100_000  # values; smaller ones are not checked for sharing
+_LEAST_LIMIT = 100_000  # number of values; smaller expanded sizes are always allowed
 _MOST_COPIED = 16  # maximum ratio of the bytes that calls copy to the bytes of the pickle so far
 _LEAST_COPIED = 1 << 26  # bytes; smaller copies are not checked
 _MOST_KEY_ITEMS = 32  # values in a key that is a tuple of tuples
@@ -58,7 +58,7 @@ class Name:
         return self.construct(*values)
 
     def new(self, *values: Any) -> Any:
-        """Returns the result of an uninitialised construction by the pickle. Raises: Refused."""
+        """Returns the result of a construction by `__new__` in the pickle. Raises: Refused."""
         return self.call(*values)
 
 
@@ -73,7 +73,7 @@ class Buildable:
 _Unpickler: Any = pickle._Unpickler  # the Python implementation, whose opcode table can be replaced
 
 
-class DataUnpickler(_Unpickler):  # type: ignore[misc]  # the one in Python has no stub
+class DataUnpickler(_Unpickler):  # type: ignore[misc]  # the Python implementation has no stub
     """Reads one pickle after another from a file.
 
     Args:
@@ -125,7 +125,7 @@ class DataUnpickler(_Unpickler):  # type: ignore[misc]  # the one in Python has 
         return arguments, function
 
     def _count(self, given: Any) -> None:
-        """Limits repeated copies of the same values: a pickle references an existing value in two bytes."""
+        """Limits the bytes that calls copy: a pickle can reference an existing value again in two bytes."""
         parts = given if isinstance(given, tuple) else ()
         self._num_copied += sum(_weight(part) for part in parts)
         if self._num_copied > _LEAST_COPIED and self._num_copied > _MOST_COPIED * self._file.tell():
@@ -211,7 +211,7 @@ def _weight(value: object) -> int:
 
 
 def check_keys(keys: Iterable[Any]) -> None:
-    """Refuses deep and large tuples of tuples as keys: hashing recurses without a limit and crashes the process."""
+    """Refuses deep or large nested tuples as keys: hashing recurses without a limit and can crash the process."""
     for key in keys:
         num_items = 0
         pending: list[Iterable[Any]] = [key] if isinstance(key, tuple) else []

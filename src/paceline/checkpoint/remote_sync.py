@@ -1,8 +1,8 @@
 """Synchronisation of a run's folder to an object store: a thread uploads new files and deletes rotated checkpoints.
 
-The pending work is derived from the folder and the store each time, so an error, a kill or an outage loses nothing: the
-next pass continues. Checkpoints are uploaded first, the newest before older ones. Hard links protect each one during
-its upload from rotation and the next save.
+Each pass derives the pending work from the folder and the store, so an error, a kill or an outage loses nothing: the
+next pass continues. Checkpoints are uploaded first, the newest before older ones. Hard links protect a checkpoint
+during its upload from rotation and the next save.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 1.0  # each pass lists a few names on a local disk
 SECONDS_BETWEEN_FILES = 60.0  # between uploads of logs, each with one request per changed file
-SECONDS_BETWEEN_WORDS = 30.0
+SECONDS_BETWEEN_WORDS = 30.0  # between log lines while the end of a run waits
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between retries while the store is unreachable
 PATIENCE = 900.0  # seconds that the end of a run waits for an unreachable store
 
@@ -40,7 +40,7 @@ Policy = tuple[Retention, list[Mapping[str, Any]], str | None, RunMark | None]
 
 
 def keep_all() -> Policy | None:
-    """Returns None: no retention policy."""
+    """Returns a policy that keeps all checkpoints."""
     return Retention(), [], None, None
 
 
@@ -53,8 +53,8 @@ class RemoteSync:
         store: the destination.
         folder: the run's folder.
         policy: returns the current input of rotation: the policy, the rows logged so far, the path of the best
-            checkpoint, the run (None before the first training, when nothing is deleted). It returns None when the
-            Trainer that writes to the folder is gone: the thread then ends after a last pass.
+            checkpoint, and the run (None before the first training). It returns None once the Trainer that writes to
+            the folder is gone: the thread then ends after a last pass.
 
     Attributes:
         failure: the error of the last pass, if it failed.
@@ -80,10 +80,10 @@ class RemoteSync:
         Follower(self).start()
         self._wait_at_exit()
 
-    # ---- what the run asks for
+    # ---- called by the run
 
     def finish(self, patience: float = PATIENCE) -> bool:
-        """Uploads everything in the folder and waits for it. Returns: True if the store has it all.
+        """Uploads everything in the folder and waits for completion. Returns: True if the store is complete.
 
         Args:
             patience: seconds of retries while the store is unreachable.
@@ -119,10 +119,10 @@ class RemoteSync:
             pass
 
     def look(self, everything: bool = False) -> bool:
-        """Brings the store up to date. Returns: True if it is.
+        """Brings the store up to date. Returns: True on success.
 
         Args:
-            everything: upload the files next to the checkpoints too, however recent their last upload is.
+            everything: True also uploads the files next to the checkpoints, even if their last upload is recent.
         """
         with self._lock:
             try:
@@ -137,7 +137,7 @@ class RemoteSync:
             self._note(None)
             return True
 
-    # ---- one look
+    # ---- one pass
 
     def _begin(self) -> None:
         for name in self.store.clear_unfinished():
@@ -162,7 +162,7 @@ class RemoteSync:
         return has_changed
 
     def _send(self, held: Path, name: str) -> bool:
-        """Uploads a checkpoint unless the store has the same. Returns: True if it was uploaded."""
+        """Uploads a checkpoint unless the store has an identical one. Returns: True if it was uploaded."""
         digest = digest_of(held)
         assert digest is not None
         manifest = self.store.read(f"{name}/{MANIFEST_NAME}")
@@ -185,7 +185,7 @@ class RemoteSync:
         return None
 
     def _rotate(self, present: set[str]) -> None:
-        """Deletes the checkpoints that no policy keeps from the store, but none that is still in the folder."""
+        """Deletes from the store the checkpoints that no policy keeps, except those still in the folder."""
         policy = self.policy()
         if policy is None:
             return
@@ -224,13 +224,13 @@ class RemoteSync:
             shutil.rmtree(held, ignore_errors=True)
 
     def _clear_held(self) -> None:
-        """Removes the links of a killed run."""
+        """Removes the hard links that a killed run left."""
         for path in self.folder.glob(".upload-*"):
             match = _HELD.fullmatch(path.name)
             if match is not None and not folders.is_other_process(int(match[1])):
                 shutil.rmtree(path, ignore_errors=True)
 
-    # ---- words and time
+    # ---- log lines and waiting
 
     def _note(self, error: Exception | None) -> None:
         before, self.failure = self.failure, error
@@ -253,7 +253,7 @@ class RemoteSync:
             logger.warning(sentence)
 
     def _wait_at_exit(self) -> None:
-        """Brings the store up to date at interpreter exit: scripts write files after training too."""
+        """Brings the store up to date at interpreter exit, because scripts also write files after training."""
 
         def finish() -> None:
             if self._is_closed or os.getpid() != self._process:  # a forked worker does not inherit the thread
@@ -269,7 +269,7 @@ class RemoteSync:
 
 
 class Follower(threading.Thread):
-    """The thread of a `RemoteSync`: runs a pass at intervals, and a last one when the Trainer is gone."""
+    """The thread of a `RemoteSync`: runs a pass at intervals, and a last one once the Trainer is gone."""
 
     def __init__(self, remote_sync: RemoteSync) -> None:
         super().__init__(name="paceline-store", daemon=True)
@@ -287,7 +287,7 @@ class Follower(threading.Thread):
 
 
 def files_beside(folder: Path) -> dict[str, Path]:
-    """Returns the files of a run's folder by relative path, without checkpoints, hidden files and links out of it."""
+    """Returns the files of a run's folder by relative path, except checkpoints, hidden files and links out of it."""
     found: dict[str, Path] = {}
     for place, inner, names in os.walk(folder):
         inside = Path(place).relative_to(folder)

@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint: its selection, the initial state, and changed arguments."""
+"""Resuming from a checkpoint: its selection, the initial state, and a report of changed arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.core.state import TrainerState
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
-AUTO = "auto"  # value of resume_from_checkpoint: the newest valid checkpoint, or a fresh start without one
+AUTO = "auto"  # value of resume_from_checkpoint: the newest valid checkpoint, or a fresh start if there is none
 
 # options for paths and display, which do not change the run's results
 _INCIDENTAL = {
@@ -48,15 +48,16 @@ def newest_checkpoint(folder: Path, store: str | None) -> Path | None:
 
 
 def find_checkpoint(resume: str | bool | None, output_dir: str, store: str | None) -> Path | None:
-    """Returns the checkpoint to resume from: the one named, or the newest valid one (True; "auto": if there is any).
+    """Returns the checkpoint to resume from, or None.
 
     Args:
-        resume: a folder or URL, "auto", or a boolean, also as text; None and False: no checkpoint.
+        resume: a folder or URL; True for the newest valid checkpoint; "auto" for the same, or None if there is none;
+            None or False for no checkpoint. Booleans may be text.
         output_dir: the output folder.
-        store: the URL of the object store that mirrors it, or None.
+        store: the URL of the object store that mirrors the output folder, or None.
 
     Raises:
-        ValueError: none was found, or the one named is damaged; the message gives the reason.
+        ValueError: no checkpoint was found, or the named one is damaged; the message gives the reason.
     """
     folder = Path(output_dir)
     if isinstance(resume, str) and resume.lower() in ("true", "false"):
@@ -83,14 +84,14 @@ def find_checkpoint(resume: str | bool | None, output_dir: str, store: str | Non
 
 
 def check_named(named: Path, resume: str) -> None:
-    """Raises unless a folder is a whole checkpoint.
+    """Checks that a folder is a complete checkpoint.
 
     Args:
         named: the folder.
-        resume: as the user named it.
+        resume: the folder or URL as the user gave it.
 
     Raises:
-        ValueError: it is none, or damaged; the message gives the reason.
+        ValueError: it is not a checkpoint, or damaged; the message gives the reason.
     """
     problems = folders.verify(named) if named.is_dir() else ["it is not a folder"]
     if problems and not any((named / name).exists() for name in (folders.MANIFEST_NAME, STATE_FILE)):
@@ -103,7 +104,7 @@ def check_named(named: Path, resume: str) -> None:
 
 
 def _said_of_others(folder: Path) -> str:
-    """Returns the part of an error message on checkpoints of other runs than the last; empty without any."""
+    """Returns a part of an error message about checkpoints of other runs in a folder; empty if there are none."""
     _, others = folders.own_checkpoints(folder)
     if not others:
         return ""
@@ -123,14 +124,14 @@ def begin_state(
     is_world_process_zero: bool,
     is_trial: bool = False,
 ) -> TrainerState:
-    """Returns a fresh state, or the checkpoint's; the present arguments override the saved ones.
+    """Returns a fresh state, or the checkpoint's state; the plan overrides saved intervals and lengths.
 
     Args:
-        plan: of the run.
-        checkpoint: that it resumes from, or None.
-        is_local_process_zero: this process is the first of its machine.
-        is_world_process_zero: it is the first of all.
-        is_trial: the run is a trial of a hyper-parameter search.
+        plan: the plan of the run.
+        checkpoint: the checkpoint that the run resumes from, or None.
+        is_local_process_zero: True if this process has local rank 0.
+        is_world_process_zero: True if this process has rank 0.
+        is_trial: True if the run is a trial of a hyper-parameter search.
     """
     saved = checkpoint / STATE_FILE if checkpoint is not None else None
     state = TrainerState.load_from_json(str(saved)) if saved is not None and saved.is_file() else TrainerState()
@@ -165,7 +166,7 @@ def find_best(state: TrainerState, checkpoint: Path) -> str | None:
 
 
 def report_kept(folder: Path, run: RunMark) -> None:
-    """Logs the checkpoints of other runs in a folder, which this run neither counts nor deletes."""
+    """Logs a warning with the checkpoints of other runs in a folder, which this run neither counts nor deletes."""
     others = [path.name for path in folders.list_checkpoints(folder) if not is_of_run(run, path.name, mark_of(path))]
     if others:
         logger.warning(
@@ -212,8 +213,8 @@ def report_changes(checkpoint: Path, progress: Mapping[str, Any] | None, present
     """Logs, in one line, the options that have changed since the checkpoint was written.
 
     Args:
-        checkpoint: that a run resumes from.
-        progress: the contents of its `progress.json`.
+        checkpoint: the checkpoint that a run resumes from.
+        progress: the content of its `progress.json`.
         present: the present options in the form of `to_sanitized_dict`.
     """
     saved = (progress or {}).get("arguments")

@@ -1,6 +1,6 @@
 """Retention policies for checkpoints. Standard library only.
 
-Policies compose: a checkpoint is kept if any of them keeps it. The newest and the run's best are always kept.
+Policies compose: a checkpoint is kept if any of them keeps it. The newest and the run's best one are always kept.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ class Retention:
     """A retention policy; without any option, all checkpoints are kept.
 
     Attributes:
-        last: keep the N newest, including the run's best; None, with another policy set, keeps only the newest.
-        best: also keep the N best by `metric`.
-        every_steps: also keep those at multiples of N optimizer steps.
-        every_hours: also keep the first and then one per N hours of training.
-        metric: a metric of the evaluations, with or without `eval_`.
+        last: keep the N newest checkpoints, including the run's best; None, with another policy set, keeps only the
+            newest.
+        best: also keep the N best checkpoints by `metric`.
+        every_steps: also keep the checkpoints at multiples of N optimizer steps.
+        every_hours: also keep the first checkpoint, and then one per N hours of training.
+        metric: an evaluation metric, with or without `eval_`.
         greater_is_better: True if larger values are better.
     """
 
@@ -72,9 +73,9 @@ def rotate(
     """Deletes the checkpoints of a run that no policy keeps, oldest first; other runs' checkpoints are not touched.
 
     Args:
-        history: the rows logged so far; those of evaluations determine the best checkpoints.
+        history: the rows logged so far; rows of evaluations determine the best checkpoints.
         best: the run's best checkpoint.
-        run: the owner of the checkpoints; None counts all.
+        run: the run that owns the checkpoints; None includes all checkpoints.
 
     Returns: the deleted paths. A failed deletion is logged.
     """
@@ -100,7 +101,7 @@ def unwanted(
 
     Args:
         marks: maps names to marks.
-        history, best, run: as for `rotate`; the best by its name.
+        history, best, run: see `rotate`; `best` is a name here.
     """
     order = in_order(marks, run)
     if not retention.is_set or not order:
@@ -113,9 +114,9 @@ def unwanted(
 
 
 def in_order(marks: Mapping[str, RunMark | None], run: RunMark | None) -> list[str]:
-    """Returns the checkpoints of a run, oldest first: those after a step it was resumed from, then by step.
+    """Returns the checkpoints of a run, oldest first: discarded ones (after a resume step), then the rest, by step.
 
-    No file times are used, so the one just written is always last.
+    No file times are used, so the checkpoint that was just written is always last.
     """
     own = [path for path, mark in marks.items() if run is None or is_of_run(run, Path(path).name, mark)]
     return sorted(own, key=lambda path: (is_part(run, Path(path).name, marks[path]), step_of(path)))
@@ -130,11 +131,12 @@ def _on_the_way(
 
 
 def pinned_by(retention: Retention, seconds: Mapping[str, float | None], scores: Mapping[int, float]) -> set[str]:
-    """Returns the checkpoints that are kept independently of later ones.
+    """Returns the checkpoints that `best`, `every_steps` and `every_hours` keep.
 
     Args:
-        seconds: maps the path of each checkpoint to its seconds of training. A checkpoint with unknown seconds is kept
-            if time decides.
+        retention: the policy.
+        seconds: maps the path of each checkpoint to its seconds of training. `every_hours` keeps checkpoints with
+            unknown seconds.
         scores: maps steps to their evaluation metric.
     """
     by_step = {step_of(path): path for path in seconds}
@@ -154,11 +156,11 @@ def pinned_by(retention: Retention, seconds: Mapping[str, float | None], scores:
 
 
 def scores_of(history: Iterable[Mapping[str, Any]], metric: str) -> dict[int, float]:
-    """Maps steps to their evaluation metric; steps without it, or with NaN, are omitted."""
+    """Maps steps to their evaluation metric; steps without the metric, or with NaN, are omitted."""
     scores: dict[int, float] = {}
     key = metric if metric.startswith("eval_") else f"eval_{metric}"
     for row in history:
-        if key not in row:  # most rows are of training: this is all that they cost
+        if key not in row:  # skips training rows, which are most of the rows, cheaply
             continue
         try:
             value = best_metric_value({key: row[key]}, key)
@@ -172,7 +174,7 @@ def scores_of(history: Iterable[Mapping[str, Any]], metric: str) -> dict[int, fl
 def _best(
     retention: Retention, steps: Sequence[int], scores: Mapping[int, float], by_step: Mapping[int, str]
 ) -> list[str]:
-    """Returns the best ones; of equals, the earlier."""
+    """Returns the best checkpoints; ties are won by the earlier one."""
     left, chosen = list(steps), []
     for _ in range(min(retention.best, len(left))):
         top = left[0]

@@ -1,4 +1,4 @@
-"""Check of disk space and mount before a checkpoint is written. Standard library only."""
+"""Checks disk space and mount before a checkpoint is written. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
-# configuration, state, random numbers, manifest: about ten files of some kB each, rounded up to blocks of 4 kB
+# configuration, state, random number generators, manifest: about ten files of a few kB, rounded up to blocks of 4 kB
 SMALL_FILES_BYTES = 64 << 10
-HEADER_BYTES = 256  # of a tensor in a file: its name, type, shape and alignment
+HEADER_BYTES = 256  # per tensor in a file: its name, dtype, shape and alignment
 
 
 class Place:
@@ -22,10 +22,10 @@ class Place:
     def check(self, num_bytes: int) -> None:
         """Raises OSError if there is no space for a checkpoint, or if the file system has changed.
 
-        Args:
-            num_bytes: of its tensors with their headers; small files are added here.
-
         An unmounted disk leaves its empty mount point: writing there would fill another disk.
+
+        Args:
+            num_bytes: size of the checkpoint's tensors with their headers; small files are added here.
         """
         if _nearest(self.folder).stat().st_dev != self.device:
             raise OSError(

@@ -1,7 +1,8 @@
 """Object stores for runs: upload, download and completeness of checkpoints.
 
-A store has no rename, so a checkpoint's manifest is written last and deleted first: a checkpoint with one is complete.
-During uploads and deletions a marker object exists, by which the next run removes the remains of a killed one.
+A store has no rename, so a checkpoint's manifest is written last and deleted first: a checkpoint with a manifest is
+complete. A marker object exists during uploads and deletions, so that the next run can remove the remains of a killed
+one.
 Access is through fsspec, whose package for the scheme (s3fs, gcsfs, adlfs) is imported on first use.
 """
 
@@ -34,7 +35,7 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "ab
 
 _CHECKPOINT = re.compile(re.escape(folders.PREFIX_CHECKPOINT_DIR) + r"-[0-9]+")
 _NO_BUCKET = re.compile(r"(?i)(bucket|container)[^/]* (does not exist|not found)|NoSuchBucket|ContainerNotFound")
-# errors that a retry does not cure: wrong names, missing permissions
+# errors that a retry does not fix: wrong names, missing permissions
 _LASTING = ("NoCredentials", "PartialCredentials", "Forbidden", "Unauthorized", "InvalidAccessKeyId", "ClientAuth")
 
 
@@ -94,10 +95,10 @@ def is_lasting(error: BaseException) -> bool:
 class ObjectStore:
     """The objects of one run in a store. Names are paths below its URL, with forward slashes. Nothing is cached.
 
-    Every method raises StoreError if the store is unreachable or refuses.
+    Every method raises StoreError if the store is unreachable or refuses a request.
 
     Args:
-        url: such as `s3://bucket/run`.
+        url: the URL of the run, such as `s3://bucket/run`.
     """
 
     def __init__(self, url: str) -> None:
@@ -112,7 +113,7 @@ class ObjectStore:
             self.delete([".writable"])
 
     def checkpoints(self) -> dict[str, RunMark | None]:
-        """Maps the names of the complete checkpoints to their runs; None if a checkpoint has no mark."""
+        """Maps the names of the complete checkpoints to their run marks; None for a checkpoint without a mark."""
         found = {}
         for name in self._top():
             if _CHECKPOINT.fullmatch(name) is not None:
@@ -122,7 +123,7 @@ class ObjectStore:
         return found
 
     def clear_unfinished(self) -> list[str]:
-        """Deletes the remains of killed uploads and deletions. Returns: the names of these checkpoints."""
+        """Deletes the remains of interrupted uploads and deletions. Returns: the names of the deleted checkpoints."""
         cleared = []
         for name in self._top():
             if _CHECKPOINT.fullmatch(name) is None or self.read(f"{name}/{MARKER_NAME}") is None:
@@ -135,7 +136,7 @@ class ObjectStore:
         return cleared
 
     def names(self, below: str = "") -> list[str]:
-        """Returns every object below a name; an empty list if there is none."""
+        """Returns the names of all objects below a name; an empty list if there are none."""
         place = self._path(below)
         with self._asking(f"list {below or 'it'}"):
             try:
@@ -146,7 +147,7 @@ class ObjectStore:
         return sorted(str(path).strip("/")[start:] for path in found)
 
     def files_beside(self) -> list[str]:
-        """Returns every object that belongs to no checkpoint."""
+        """Returns the names of all objects that belong to no checkpoint."""
         names: list[str] = []
         for top in self._top():
             if _CHECKPOINT.fullmatch(top) is None and not top.startswith("."):
@@ -190,11 +191,11 @@ class ObjectStore:
         """Uploads the files of a checkpoint, the manifest last.
 
         Args:
-            folder: complete, and unchanged during the upload.
+            folder: a complete checkpoint, which must not change during the upload.
             name: the checkpoint's name; an existing one is replaced.
         """
         files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        self.write(f"{name}/{MARKER_NAME}", b"This checkpoint is being uploaded or deleted; it is no whole one.\n")
+        self.write(f"{name}/{MARKER_NAME}", b"This checkpoint is being uploaded or deleted; it is incomplete.\n")
         stale = set(self.names(name)) - {f"{name}/{file}" for file in files} - {f"{name}/{MARKER_NAME}"}
         self.delete([f"{name}/{MANIFEST_NAME}", *sorted(stale)])
         for file in files:
@@ -205,7 +206,7 @@ class ObjectStore:
 
     def delete_checkpoint(self, name: str) -> None:
         """Deletes a checkpoint, the manifest first, so that a partly deleted one never counts as complete."""
-        self.write(f"{name}/{MARKER_NAME}", b"This checkpoint is being uploaded or deleted; it is no whole one.\n")
+        self.write(f"{name}/{MARKER_NAME}", b"This checkpoint is being uploaded or deleted; it is incomplete.\n")
         own = {f"{name}/{MANIFEST_NAME}", f"{name}/{MARKER_NAME}"}
         rest = [found for found in self.names(name) if found not in own]
         self.delete([f"{name}/{MANIFEST_NAME}", *rest, f"{name}/{MARKER_NAME}"])
@@ -213,7 +214,7 @@ class ObjectStore:
     def download_checkpoint(self, name: str, folder: Path) -> list[str]:
         """Downloads a checkpoint into a hidden folder, verifies it and publishes it by one rename.
 
-        Returns: the problems found by its manifest's hashes; with any, no folder is created.
+        Returns: the problems that the verification found; if there are any, no folder is created.
         Raises: OSError, if writing fails.
         """
         found_names = self.names(name)
@@ -236,7 +237,7 @@ class ObjectStore:
         return f"{self._root}/{name}" if name else self._root
 
     def _top(self) -> list[str]:
-        """Returns the names directly below, of objects and of folders implied by their names."""
+        """Returns the names at the top level, of objects and of the folders that object names imply."""
         with self._asking("list it"):
             try:
                 found = self._files.ls(self._root, detail=False)
@@ -283,7 +284,7 @@ def newest_in_store(
 ) -> Path | None:
     """Returns the newest complete checkpoint: `local`, or a newer one downloaded from the store to `output_dir`.
 
-    Only checkpoints of the run in the record of `output_dir` (or else of the store) count; others are skipped.
+    Only checkpoints of the run that `run.json` in `output_dir` (or else in the store) names are considered.
 
     Raises: StoreError, OSError.
     """
@@ -324,9 +325,11 @@ def bring_named(url: str, own: str | None, output_dir: Path) -> Path:
     """Downloads the checkpoint of a URL and returns its local folder.
 
     Args:
-        own: URL of this run, whose checkpoints are downloaded to `output_dir`.
+        url: the URL of the checkpoint.
+        own: the URL of this run; its checkpoints are downloaded to `output_dir`, others to their staging folder.
+        output_dir: the output folder of this run.
 
-    Raises: StoreError, also if there is none or it is damaged.
+    Raises: StoreError, also if the checkpoint does not exist or is damaged.
     """
     parent, _, name = url.rstrip("/").rpartition("/")
     store = ObjectStore(parent)
@@ -354,7 +357,7 @@ def bring_run(url: str, output_dir: Path, report: Callable[[str], None]) -> Path
 
 
 def bring_best(store: ObjectStore, output_dir: Path, checkpoint: Path) -> None:
-    """Downloads the best checkpoint that this one names, if it is only in the store. Raises: StoreError, OSError."""
+    """Downloads the best checkpoint named by `checkpoint` if it is only in the store. Raises: StoreError, OSError."""
     try:
         state = json.loads((checkpoint / "trainer_state.json").read_bytes())
         name = Path(state["best_model_checkpoint"]).name
@@ -366,7 +369,7 @@ def bring_best(store: ObjectStore, output_dir: Path, checkpoint: Path) -> None:
 
 
 def is_below(checkpoint: str, name: str) -> bool:
-    """True if an object's name is that of a file of a checkpoint."""
+    """True if `name` is a valid name of a file in the checkpoint."""
     return name.startswith(f"{checkpoint}/") and is_inner_name(name.removeprefix(f"{checkpoint}/"))
 
 
@@ -379,7 +382,7 @@ def is_same_manifest(folder: Path, manifest: bytes) -> bool:
 
 
 def digest_of(folder: Path) -> str | None:
-    """Returns the digest of a checkpoint's manifest, which identifies one save of it; None without a manifest."""
+    """Returns the digest of a checkpoint's manifest, which identifies one save; None without a manifest."""
     try:
         return hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()
     except OSError:

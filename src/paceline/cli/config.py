@@ -1,4 +1,4 @@
-"""The configuration file of `paceline train`, and overrides from the command line.
+"""Reads the configuration file of `paceline train`, and overrides from the command line.
 
 model: a folder or name for transformers | {model_type: ..., ...} | package.module:factory
 tokenizer: a folder or name, or package.module:factory (default: the model's)
@@ -69,7 +69,7 @@ class JobConfig:
         return self.sections.get(name)
 
     def find_file(self, name: str) -> Path | None:
-        """Returns a named file or folder, in the configuration's folder, else in the current one; None if missing."""
+        """Returns a named file or folder in the configuration's folder, else in the current folder; None if missing."""
         for base in (self.folder, Path.cwd()):
             found = base / Path(name).expanduser()
             if found.exists():
@@ -78,7 +78,7 @@ class JobConfig:
 
 
 def read_job(words: Sequence[str]) -> tuple[JobConfig, bool]:
-    """Reads `paceline train CONFIG.yaml --option value ...`. Returns the job, and True if it starts over.
+    """Reads `paceline train CONFIG.yaml --option value ...`. Returns the job, and True if `--fresh` is given.
 
     Raises:
         UsageError: an unknown file, key or option.
@@ -138,7 +138,7 @@ def parse_value(where: str, text: str) -> Any:
 
 
 def plain_numbers(value: object) -> Any:
-    """Converts texts like `3e-4` in a nest to numbers."""
+    """Converts strings like `3e-4` in nested values to numbers."""
     if isinstance(value, dict):
         return {key: plain_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -150,7 +150,7 @@ def plain_numbers(value: object) -> Any:
 
 
 def make_config(content: Mapping[str, Any], path: Path) -> JobConfig:
-    """Sorts the keys of a configuration into sections and arguments, and checks the names known here."""
+    """Sorts the keys of a configuration into sections and arguments. Raises: UsageError, for an unknown key."""
     config = JobConfig(path)
     names = argument_names()
     for key, value in content.items():

@@ -1,4 +1,4 @@
-"""Terminal output of the commands: own lines, log lines above the bar, and one short line per evaluation."""
+"""Terminal output of the commands: printed lines, log lines above the bar, and one short line per evaluation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AboveBars(logging.StreamHandler[Any]):
     """Writes log lines above progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        bars = sys.modules.get("tqdm.std")  # if it is not imported there is no bar
+        bars = sys.modules.get("tqdm.std")  # if tqdm is not imported, there is no bar
         if bars is None:
             super().emit(record)
         else:

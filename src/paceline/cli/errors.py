@@ -27,7 +27,7 @@ def is_message(error: BaseException) -> bool:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean 'x'?` for the closest known name, else all names if they are few, else an empty text."""
+    """Returns `; did you mean 'x'?` for the closest known name, else up to 16 known names, else an empty text."""
     names = sorted(set(known))
     if hint := did_you_mean(name, names):
         return hint
@@ -38,7 +38,7 @@ def need(module: str, extra: str, why: str) -> ModuleType:
     """Imports an optional package.
 
     Raises:
-        UsageError: it is missing; the message gives the reason and the extra that installs it.
+        UsageError: the package is missing; the message gives the reason and the extra that installs it.
     """
     try:
         return require(module, extra)

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SHARD_SIZE = "50GB"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-# files of a checkpoint that do not belong to the model; its folders hold shards
 _WEIGHTS = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.distcp", ".metadata")
+# files of a checkpoint that are not copied, because they are weights or training state; neither are folders (shards)
 _LEFT = (
     "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.distcp", ".*",
     MANIFEST_NAME, "trainer_state.json", "progress.json", "sharded.json", "run.json", "journal.bin", "log.jsonl",
@@ -54,10 +54,10 @@ def run(words: Sequence[str]) -> int:
 
 
 def find(place: Path) -> Path:
-    """Returns the checkpoint, or the newest valid one of a run.
+    """Returns `place` if it is a checkpoint, or the newest valid checkpoint of a run's folder.
 
     Raises:
-        UsageError: there is none, or it is damaged.
+        UsageError: there is no checkpoint, or it is damaged.
     """
     if not place.is_dir():
         raise UsageError(f"{place} is not a folder")
@@ -80,9 +80,12 @@ def find(place: Path) -> Path:
 def export(checkpoint: Path, output: Path, *, max_shard_bytes: int, files_from: Path | None = None) -> None:
     """Writes the weights of a checkpoint and the files next to them to a new folder, atomically.
 
-    Uses the memory of the largest tensor. A failure (a full disk, Ctrl-C) leaves no files.
+    Peak memory is the size of the largest tensor. A failure (a full disk, Ctrl-C) leaves no files.
 
     Args:
+        checkpoint: the checkpoint folder.
+        output: the new folder.
+        max_shard_bytes: maximum bytes of one file.
         files_from: a folder whose configuration and tokenizer are used if the checkpoint has none.
 
     Raises:
@@ -94,8 +97,8 @@ def export(checkpoint: Path, output: Path, *, max_shard_bytes: int, files_from: 
         raise UsageError(f"{output} already exists: name a folder that is new or empty")
     if is_of_tensorflow(checkpoint):
         raise UsageError(
-            f"{checkpoint} is of TensorFlow: export writes safetensors of torch models. TFTrainer.save_model writes "
-            "the model (a run of `paceline train` has it as model.keras), and tf.train.Checkpoint reads the variables"
+            f"{checkpoint} is a TensorFlow checkpoint: export writes safetensors of torch models. TFTrainer.save_model "
+            "writes the model (a run of `paceline train` has model.keras), and tf.train.Checkpoint reads the variables"
         )
     streaming = load_part("paceline.pytorch.checkpoint.streaming")
     source = streaming.open_weights(checkpoint)
@@ -154,7 +157,7 @@ def parse_size(text: str) -> int:
     """Parses a size such as `5GB` to bytes.
 
     Raises:
-        UsageError: it is not a size.
+        UsageError: the text is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", str(text).lower())
     unit = (match[2].upper() if match else "?").replace("B", "")

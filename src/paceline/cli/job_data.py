@@ -1,4 +1,4 @@
-"""The data of a configuration in splits, and its preprocessing."""
+"""Loads the data of a configuration as splits, and preprocesses it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Splits:
     """The data of a job.
 
     Attributes:
-        train, eval, test: datasets, or None. `eval` may be a dict of several by name.
+        train, eval, test: datasets, or None. `eval` may be a dict of several datasets by name.
         is_lines: True if the rows are consecutive lines of text files.
     """
 
@@ -60,7 +60,7 @@ def load_data(config: JobConfig, tokenizer: object, seed: int) -> Splits:
     """Loads the section `data`.
 
     Raises:
-        UsageError: it is missing or wrong; the message names the key.
+        UsageError: the section is missing or invalid; the message names the key.
     """
     section = config.get("data")
     if section is None:
@@ -129,7 +129,7 @@ def load_files(config: JobConfig, section: Mapping[str, Any]) -> Splits:
 
 
 def find_paths(config: JobConfig, where: str, value: object) -> list[Path]:
-    """Returns the files or the folder of a name, a pattern (`part-*.jsonl`) or a list of them.
+    """Returns the files or the folder for a name, a pattern (`part-*.jsonl`), or a list of names and patterns.
 
     Raises:
         UsageError: there is no such file or folder.
@@ -154,7 +154,7 @@ def find_paths(config: JobConfig, where: str, value: object) -> list[Path]:
 
 
 def find_format(where: str, paths: Sequence[Path], given: object) -> str:
-    """Returns text, json, csv or parquet: as given, else by the files' suffixes."""
+    """Returns text, json, csv or parquet: the given format, else that of the files' suffixes."""
     kinds = sorted(set(FORMATS.values()))
     if given is not None:
         name = {"jsonl": "json", "tsv": "csv", "txt": "text"}.get(str(given), str(given))
@@ -174,7 +174,7 @@ def find_format(where: str, paths: Sequence[Path], given: object) -> str:
 
 
 def load_rows(datasets: Any, where: str, paths: Sequence[Path], kind: str) -> Any:
-    """Loads rows of files, cached by `datasets`. Text files give one row per line, with its line break."""
+    """Loads rows from files, cached by `datasets`. Text files give one row per line, with its line break."""
     options: dict[str, Any] = {}
     if kind == "text":
         options = {"keep_linebreaks": True}
@@ -211,7 +211,7 @@ def preprocess(config: JobConfig, splits: Splits, tokenizer: object) -> None:
     """Maps the section's function over every split, with the cache and the worker processes of `datasets.map`.
 
     Raises:
-        UsageError: the data is not of `datasets`, or a setting is invalid.
+        UsageError: a split is not a dataset of `datasets`, or a setting is invalid.
     """
     reference = require_reference("preprocess", config.get("preprocess"))
     reference, settings = split_settings(reference)
@@ -226,7 +226,7 @@ def preprocess(config: JobConfig, splits: Splits, tokenizer: object) -> None:
 
 
 def split_settings(reference: Reference) -> tuple[Reference, dict[str, Any]]:
-    """Returns the function with its own options, and the settings of `datasets.map` from among them."""
+    """Separates the options of the function from the settings of `datasets.map`. Returns (function, settings)."""
     settings = {key: value for key, value in reference.options.items() if key in MAP_KEYS}
     options = {key: value for key, value in reference.options.items() if key not in MAP_KEYS}
     return Reference(reference.where, reference.name, options), settings

@@ -1,4 +1,4 @@
-"""The torch model of a configuration."""
+"""Builds the torch model of a configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build_model(config: JobConfig, tokenizer: object) -> nn.Module:
     """Builds the model of the section `model`.
 
     Raises:
-        UsageError: it is missing, has an unknown key, cannot be loaded, or is not an `nn.Module`.
+        UsageError: the section is missing, has an unknown key, or the model cannot be loaded or is not an `nn.Module`.
     """
     section = config.get("model")
     if section is None:
@@ -49,7 +49,7 @@ def build_model(config: JobConfig, tokenizer: object) -> nn.Module:
 
 
 def build_transformers_model(config: JobConfig, section: Mapping[str, Any], tokenizer: object) -> nn.Module:
-    """Builds a model of transformers, with weights from a folder or name, or new ones from `model_type`."""
+    """Builds a model of transformers, with weights from a folder or name, or with new weights from `model_type`."""
     if ("path" in section) == ("model_type" in section):
         raise UsageError("model: give one of 'path' (a folder or name), 'model_type' (fresh weights), 'factory'")
     transformers = need("transformers", "transformers", "model")
@@ -86,7 +86,7 @@ def apply_settings(shape: Any, settings: Mapping[str, Any]) -> None:
     """Sets values of a model's configuration.
 
     Raises:
-        UsageError: an unknown value; the message names the closest known one.
+        UsageError: an unknown name; the message names the closest known one.
     """
     known = {*shape.to_dict(), *getattr(shape, "attribute_map", {})} - {"transformers_version", "architectures"}
     for name, value in settings.items():
@@ -96,7 +96,7 @@ def apply_settings(shape: Any, settings: Mapping[str, Any]) -> None:
 
 
 def find_class(transformers: Any, shape: Any, section: Mapping[str, Any]) -> Any:
-    """Returns the auto class of the task: as named, else that of the saved model, else causal language modelling."""
+    """Returns the auto class of the named task, else of the saved model's task, else of causal language modelling."""
     task = section.get("task")
     if task is None:
         saved = [_task_of(transformers, name) for name in shape.architectures or ()]

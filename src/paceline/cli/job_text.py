@@ -1,4 +1,4 @@
-"""Tokenisation of text data into rows or blocks of equal length."""
+"""Tokenises text data into rows, or into blocks of equal length."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def tokenize(
     split into blocks, and the labels are the tokens themselves.
 
     Args:
-        model: a model of any framework; only its `config`, if any, is read.
+        model: a model of any framework; only its `config` (if any) and its class name are read.
         inputs: the model's input columns; data with one of them is not tokenised.
-        makes_blocks: True if the model compares each output with the next label, or takes no labels.
+        makes_blocks: True if the model compares each output with the next label, or is a masked language model. Other
+            models need labels.
 
     Returns:
         True if the samples are blocks of equal length.
@@ -74,7 +75,7 @@ def tokenize(
 
 
 def check_labels(dataset: Any, name: str) -> None:
-    """Refuses labels that are text: a loss needs numbers.
+    """Refuses text labels, because a loss needs numbers.
 
     Raises:
         UsageError: the labels are text; the message names the column and the remedy.
@@ -88,7 +89,7 @@ def check_labels(dataset: Any, name: str) -> None:
 
 
 def find_text_column(dataset: object, wanted: object, inputs: Collection[str]) -> str | None:
-    """Returns the text column: as given, else `text`, else the only one of strings; None if there is nothing to do.
+    """Returns the text column: the given one, else `text`, else the only string column; None if there is none.
 
     Args:
         inputs: the model's input columns; data with one of them is not tokenised.
@@ -110,10 +111,10 @@ def find_text_column(dataset: object, wanted: object, inputs: Collection[str]) -
 
 
 def find_block_size(wanted: object, model: object, tokenizer: object) -> int:
-    """Returns the tokens per block: as given, else the maximum of model and tokenizer, at most 1,024.
+    """Returns the tokens per block: the given number, else the model's or tokenizer's maximum, at most 1,024.
 
     Raises:
-        UsageError: it is not a number above 1, or the model has fewer positions.
+        UsageError: the given number is not above 1, or the model has fewer positions.
     """
     shape = getattr(model, "config", None)
     positions = getattr(shape, "max_position_embeddings", None)
@@ -132,7 +133,7 @@ def ensure_padding(tokenizer: Any, model: object) -> None:
     """Sets a missing padding token, needed for rows of different lengths, to the end token, with a warning.
 
     Raises:
-        UsageError: the tokenizer has neither.
+        UsageError: the tokenizer has neither token.
     """
     if getattr(tokenizer, "pad_token", None) is None:
         if getattr(tokenizer, "eos_token", None) is None:
@@ -163,7 +164,7 @@ def make_blocks(
 
 
 def count_rows_per_call(dataset: Any, size: int) -> int:
-    """Returns the number of rows for about `BLOCKS_PER_CALL` blocks, estimated from the first hundred."""
+    """Returns the number of rows for about `BLOCKS_PER_CALL` blocks, estimated from the first 100 rows."""
     if not hasattr(dataset, "__len__"):
         return 1000
     lengths = [len(ids) for ids in dataset[: min(100, len(dataset))]["input_ids"]]

@@ -1,4 +1,4 @@
-"""The tokenizer or processor of a configuration."""
+"""Loads the tokenizer or processor of a configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def build_tokenizer(config: JobConfig) -> Any:
     """Returns the tokenizer (or processor) of the section, else the one saved with the model, else None.
 
     Raises:
-        UsageError: the one named cannot be loaded.
+        UsageError: the tokenizer cannot be loaded.
     """
     section = config.get("tokenizer")
     reference = read_reference("tokenizer", section)

@@ -1,4 +1,4 @@
-"""Construction of the Trainer of a job from the class, functions and callbacks of a configuration."""
+"""Builds the Trainer of a job from the class, functions and callbacks of a configuration."""
 
 from __future__ import annotations
 

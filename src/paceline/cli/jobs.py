@@ -1,4 +1,4 @@
-"""The folder of a job: its identity, its progress, and training in it until the end or Ctrl-C."""
+"""Manages the folder of a job: its identity, its progress, and training in it until the end or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Job:
         folder: the output folder.
         command: the command of the job, for instance `demo text`.
         identity: properties that must be equal at each start for the checkpoints to fit.
-        settings: decisions of the first start that the later ones reuse.
+        settings: decisions of the first start that later starts reuse.
         finished: the length of the finished run, or None.
         checkpoint: the checkpoint to resume from, or None.
     """
@@ -81,12 +81,15 @@ def open_job(
     say: Say,
     resume: str | bool | None = None,
 ) -> Job:
-    """Opens the folder of a job: a new one, or this job to resume; another job is an error.
+    """Opens the folder of a job, which is new or holds the same job to resume.
 
     Args:
-        fresh: start over; an existing folder is renamed, never deleted.
-        say: receives messages on renamed, repaired and skipped files.
-        resume: `resume_from_checkpoint` as given, which also permits the folder of another command.
+        folder: the output folder.
+        command: the command of the job.
+        identity: properties that must be equal at each start.
+        fresh: True starts over; an existing folder is renamed, never deleted.
+        say: receives messages about renamed, repaired and skipped files.
+        resume: `resume_from_checkpoint` as given; with it, the folder may hold a run that no command started.
 
     Raises:
         UsageError: the folder holds another job, or a process trains in it; the message names it.
@@ -133,7 +136,7 @@ def bring_job(args: Options, fresh: bool, say: Say) -> None:
 
 
 def resume_of(args: Options) -> str | bool | None:
-    """Returns `resume_from_checkpoint` for the commands: "auto" is their default, and a URL is downloaded.
+    """Returns `resume_from_checkpoint` for the commands: None for "auto", their default; a URL is downloaded first.
 
     Raises:
         UsageError: there is no valid checkpoint at that URL.
@@ -150,12 +153,12 @@ def resume_of(args: Options) -> str | bool | None:
 
 
 def asks_to_resume(resume: str | bool | None) -> bool:
-    """True if `resume_from_checkpoint` is set to anything but false (or the word)."""
+    """True if `resume_from_checkpoint` is set, and neither False nor the word "false"."""
     return resume is not None and str(resume).lower() != "false"
 
 
 def named_checkpoint(resume: str | bool | None) -> Path | None:
-    """Returns the checkpoint that `resume_from_checkpoint` names; None if it names none."""
+    """Returns the checkpoint that `resume_from_checkpoint` names; None for booleans and None."""
     return Path(str(resume)) if asks_to_resume(resume) and str(resume).lower() != "true" else None
 
 
@@ -168,7 +171,7 @@ def check_resume(resume: str | bool | None, folder: Path) -> None:
     """Checks that the named checkpoint can be loaded.
 
     Raises:
-        UsageError: it cannot; the message gives the reason.
+        UsageError: the checkpoint cannot be loaded; the message gives the reason.
     """
     if not asks_to_resume(resume):
         return
@@ -223,7 +226,7 @@ def check_same(job: Job, identity: Mapping[str, Any]) -> None:
     """Checks that the inputs of a job are unchanged.
 
     Raises:
-        UsageError: they have changed; the message names the change.
+        UsageError: an input has changed; the message names the change.
     """
     now = masked(json.loads(json.dumps(dict(identity), default=str)))
     for key, before in job.identity.items():
@@ -255,11 +258,14 @@ def move_aside(folder: Path, say: Say) -> None:
 def train_job(
     trainer: Trainer | TFTrainer, job: Job, length: Mapping[str, Any], say: Say, resume: str | bool | None = None
 ) -> int:
-    """Trains the job from its present step to its end, and records the end.
+    """Trains the job from its present step to its end, and records that it is finished.
 
     Args:
-        length: the options that determine the length of the run, recorded with the end.
-        resume: a checkpoint named by the user; None takes the job's newest.
+        trainer: the Trainer of the job.
+        job: the job.
+        length: the options that determine the length of the run; recorded at the end.
+        say: prints a message.
+        resume: a checkpoint named by the user; None takes the job's newest one.
 
     Returns:
         The exit code: 0 at the end of the run, 130 after Ctrl-C, 128 + the signal's number after a signal.
@@ -305,7 +311,7 @@ def write_results(trainer: Trainer | TFTrainer, job: Job, *, evaluates: bool = T
         The metrics; empty without an evaluation.
     """
     metrics = trainer.evaluate() if evaluates else {}
-    trainer.save_model(_internal_call=True)  # the push follows when the results exist too
+    trainer.save_model(_internal_call=True)  # does not push: the caller pushes once the results exist too
     if metrics:
         trainer.save_metrics("eval", metrics)
     trainer.save_state()
@@ -314,7 +320,7 @@ def write_results(trainer: Trainer | TFTrainer, job: Job, *, evaluates: bool = T
 
 
 def restore_finished(trainer: Trainer | TFTrainer, job: Job, say: Say) -> None:
-    """Loads the results of `write_results` and reports it."""
+    """Loads the model and the state that `write_results` wrote, and reports that the run is finished."""
     assert job.finished is not None
     steps = job.finished["global_step"]
     say(f"This run is finished: {steps:,} steps. Its results follow.  (--fresh starts over)")
@@ -323,11 +329,14 @@ def restore_finished(trainer: Trainer | TFTrainer, job: Job, say: Say) -> None:
 
 
 def train_or_restore(trainer: Trainer | TFTrainer, job: Job, given: Mapping[str, Any], say: Say, resume: Any) -> int:
-    """Trains a job to its end and writes its results, or loads those of a finished one. Returns the exit code.
+    """Trains a job to its end and writes its results, or loads the results of a finished job. Returns the exit code.
 
     Args:
-        given: the options as given, kept for `paceline replay`.
-        resume: as in `train_job`.
+        trainer: the Trainer of the job.
+        job: the job.
+        given: the options as given, stored for `paceline replay`.
+        say: prints a message.
+        resume: see `train_job`.
     """
     length = {"max_steps": trainer.args.max_steps, "num_train_epochs": trainer.args.num_train_epochs}
     if is_finished(job, length):
@@ -342,7 +351,7 @@ def train_or_restore(trainer: Trainer | TFTrainer, job: Job, given: Mapping[str,
 
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Context manager that records SIGTERM and SIGUSR1; the Trainer's handlers call these too."""
+    """Context manager that records SIGTERM and SIGUSR1; the Trainer's signal handlers call its handlers too."""
     noted: list[int] = []
     before: dict[int, Any] = {}
 
@@ -367,7 +376,7 @@ def say_stopped(trainer: Trainer | TFTrainer, job: Job, say: Say) -> None:
     say(f"\nStopped at step {state.global_step:,} of {state.max_steps:,}.")
     found, _ = folders.own_checkpoints(job.folder)
     if found:
-        say(f"{found[-1]} holds everything: run the same command again to resume from there.")
+        say(f"{found[-1]} is complete: run the same command again to resume from there.")
     else:
         say("No checkpoint was written (save_strategy): the next start begins from scratch.")
 

@@ -1,4 +1,4 @@
-"""`paceline launch`: runs a script on several processes, through torchrun."""
+"""`paceline launch`: runs a script on several processes with torchrun."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.cli.texts import LAUNCH
 # torchrun's options for several machines
 _RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--node_rank", "--standalone", "PET_NNODES", "PET_RDZV")
 _NUMBER = ("--nproc-per-node", "--nproc_per_node", "PET_NPROC")
-# values of --nproc-per-node that let torchrun count
+# values of --nproc-per-node with which torchrun counts the devices
 _KINDS = ("auto", "cpu", "gpu", "xpu")
 _VARIABLES = ("PET_NNODES", "PET_RDZV_ENDPOINT", "PET_NPROC_PER_NODE")
 
@@ -27,10 +27,10 @@ def run(words: list[str]) -> int:
     """Starts the processes and waits for them.
 
     Args:
-        words: torchrun's options, the script, and the script's own.
+        words: torchrun's options, the script, and the script's options.
 
     Returns:
-        0, or 1 if a process failed for good; torchrun has then reported which, and why.
+        0, or 1 if a process failed after all restarts; torchrun's report is then printed.
 
     Raises:
         UsageError: there is no script, or the number of processes is unknown.
@@ -46,20 +46,20 @@ def run(words: list[str]) -> int:
         print(error)
         return 1
     except (ValueError, AssertionError) as error:  # torchrun's own checks of its options
-        raise UsageError(f"torchrun refuses its options: {first_line(error)}") from error
+        raise UsageError(f"torchrun rejected its options: {first_line(error)}") from error
     return 0
 
 
 def parse(parser: Any, words: list[str]) -> Any:
-    """Parses torchrun's options, completed by the default ones.
+    """Parses torchrun's options, completed by `default_options`.
 
     Raises:
-        UsageError: an unknown option (the closest known one is named), or an invalid value.
+        UsageError: an unknown option (the message names the closest known one), or an invalid value.
     """
     known = [name for name in parser._option_string_actions if name.startswith("--")]
 
     def fail(message: str) -> NoReturn:
-        # torchrun's parser names the script and its arguments as one
+        # torchrun's message about a missing script also names the script's arguments, which are optional
         text = message.replace("the following arguments are required: training_script, training_script_args", "")
         raise UsageError(f"launch: {text}" if text else "launch needs a script")
 
@@ -86,7 +86,7 @@ def check_script(parsed: Any) -> None:
     """Checks that the script exists, before any process is started.
 
     Raises:
-        UsageError: it does not; the message names the closest one in its folder.
+        UsageError: it does not exist; the message names the closest script in its folder.
     """
     if parsed.module or parsed.no_python:
         return
@@ -102,9 +102,9 @@ def check_script(parsed: Any) -> None:
 
 
 def default_options(words: list[str]) -> list[str]:
-    """Returns the default options: one process per accelerator of this machine, and no other machine.
+    """Returns the default options that are not given: one process per accelerator, on this machine only.
 
-    Cluster operators set torchrun's own variables, such as PET_NNODES.
+    torchrun's environment variables, such as PET_NNODES, count as given; cluster operators set them.
     """
     script = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
     own = [*words[:script], *(name for name in _VARIABLES if name in os.environ)]

@@ -25,7 +25,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        words: the command line without the program; None for that of this process.
+        words: the command line without the program; None for the command line of this process.
 
     Returns:
         0 on success, 1 if the run failed, 2 for an invalid command line or configuration, 130 after Ctrl-C.
@@ -65,7 +65,8 @@ def dispatch(words: list[str]) -> int:
     command, *rest = words
     if command not in COMMANDS:
         raise UsageError(f"there is no command {command!r}{suggest(command, COMMANDS)}")
-    if any(word in HELP_WORDS[:2] for word in rest[: 1 if command == "launch" else None]):  # the script has its own
+    # after `launch`, only the first word can ask for paceline's help: a later --help belongs to the script
+    if any(word in HELP_WORDS[:2] for word in rest[: 1 if command == "launch" else None]):
         print(texts.help_on(command, rest))
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[AboveBars()])

@@ -1,4 +1,4 @@
-"""Parsing of `--name value` on a command line, without types."""
+"""Parses `--name value` on a command line, without types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Known:
 
     Attributes:
         positional: names of the positional values, in order.
-        own: the command's own options: name -> True for a switch, False for one with a value.
+        own: the command's own options: name -> True for a switch, False for an option with a value.
         sections: names that accept `--section.key value`.
     """
 
@@ -48,7 +48,7 @@ class Given:
 
 
 def argument_fields() -> dict[str, dataclasses.Field[Any]]:
-    """Returns the options of `TrainingArguments` by name, and those that `TFTrainingArguments` adds."""
+    """Returns the options of `TFTrainingArguments` by name, which include those of `TrainingArguments`."""
     return {item.name: item for item in dataclasses.fields(TFTrainingArguments)}
 
 
@@ -66,7 +66,7 @@ def read_framework(where: str, value: object) -> str:
     """Reads the framework: `torch` or `tf`.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: the value is neither.
     """
     if value not in FRAMEWORKS:
         raise UsageError(f"{where} {value}: expected one of {', '.join(FRAMEWORKS)}")
@@ -74,10 +74,10 @@ def read_framework(where: str, value: object) -> str:
 
 
 def check_framework(framework: str, names: Iterable[str]) -> None:
-    """Refuses TensorFlow's options for torch; torch's options are refused by TFTrainingArguments.
+    """Refuses TensorFlow's options for torch; TFTrainingArguments refuses torch's options.
 
     Raises:
-        UsageError: an option of TensorFlow with the framework torch.
+        UsageError: an option of TensorFlow is given with the framework torch.
     """
     for name in names:
         if framework != "tf" and is_option_of_tensorflow(name):
@@ -87,14 +87,14 @@ def check_framework(framework: str, names: Iterable[str]) -> None:
 def parse_options(words: Sequence[str], known: Known) -> Given:
     """Parses a command line.
 
-    Accepts `--name value`, `--name=value`, `--name` for a switch, `--no_name` for one that is on by default; `-` and
-    `_` in a name are equivalent. Options that hold lists take several values.
+    Accepts `--name value`, `--name=value`, `--name` for a switch, and `--no_name` to turn a switch off; `-` and `_` in
+    a name are equivalent. Options that hold lists take several values.
 
     Raises:
-        UsageError: an unknown option (the closest known one is named), a missing value, or a surplus value.
+        UsageError: an unknown option (the message names the closest known one), a missing value, or a surplus value.
     """
     given = Given()
-    # not the fields' own `type`, which transformers' parser replaces if a program has used it
+    # type hints rather than the fields' `type`, because transformers' parser overwrites the latter
     hints = {**hints_of(TFTrainingArguments), **own_hints()}
     rest = list(words)
     while rest:

@@ -20,12 +20,12 @@ KEY = "factory"
 
 @dataclass(frozen=True)
 class Reference:
-    """An object named in a configuration.
+    """A reference to an object in a configuration.
 
     Attributes:
-        where: its key, for messages.
+        where: the key of the configuration, for messages.
         name: `package.module:name`.
-        options: keyword arguments given with it.
+        options: keyword arguments given with the reference.
     """
 
     where: str
@@ -56,18 +56,18 @@ class Reference:
         return found
 
     def check(self) -> None:
-        """Checks that it exists and has a parameter for every option.
+        """Checks that the object exists and has a parameter for every option.
 
         Raises:
-            UsageError: it does not; the message names the closest match.
+            UsageError: a name or parameter is missing; the message names the closest match.
         """
         self._keywords(self.load(), {})
 
     def call(self, **offered: Any) -> Any:
-        """Calls it with its options, and with those of `offered` that it has a parameter for.
+        """Calls the object with the options, and with those of `offered` for which it has a parameter.
 
         Raises:
-            UsageError: it has no parameter for one of the options, or a required one is missing.
+            UsageError: the object has no parameter for an option, or a required argument is missing.
         """
         target = self.load()
         if not callable(target):
@@ -82,7 +82,7 @@ class Reference:
         return target(**keywords)
 
     def bind(self, **offered: Any) -> Any:
-        """Returns a callable: a class is instantiated, the options of a function are bound."""
+        """Returns a callable: an instance of a class, or a function with its options bound."""
         target = self.load()
         if isinstance(target, type):
             return self.call(**offered)
@@ -102,7 +102,7 @@ class Reference:
 
 
 def read_reference(where: str, value: object) -> Reference | None:
-    """Reads `package.module:name`, or a mapping with `factory:` and keyword arguments; returns None for others."""
+    """Reads `package.module:name`, or a mapping with `factory:` and keyword arguments; None for other values."""
     if isinstance(value, str):
         return Reference(where, value) if REFERENCE.fullmatch(value) else None
     if isinstance(value, Mapping) and KEY in value:
@@ -134,7 +134,7 @@ def is_of(value: object, packages: Collection[str]) -> bool:
 
 
 def read_signature(target: Any) -> inspect.Signature | None:
-    """Returns the signature of a callable, or None if it has none."""
+    """Returns the signature of a callable; None if it cannot be inspected."""
     try:
         return inspect.signature(target)
     except (TypeError, ValueError):

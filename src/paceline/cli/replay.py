@@ -85,7 +85,7 @@ def describe_samples(trainer: Trainer, replayed: Replayed, show: Show | None, sh
 
 
 def look(sample: object, show: Show | None) -> str:
-    """Describes a sample in a few lines: by its job's formatter, else by its fields."""
+    """Describes a sample in a few lines, with the job's formatter if it supports the sample, else field by field."""
     if show is not None:
         try:
             return _cut(show(sample))

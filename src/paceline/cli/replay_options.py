@@ -1,4 +1,4 @@
-"""Options of `paceline replay`, and the job that it reruns. Does not import torch."""
+"""Reads the options of `paceline replay` and the job that it reruns. Does not import torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def find_job(folder: Path) -> Job:
     """Returns the job of a folder.
 
     Raises:
-        UsageError: it cannot be rerun; the message gives the reason.
+        UsageError: the job cannot be rerun; the message gives the reason.
     """
     path = folder / JOB_NAME
     if not folder.is_dir():
@@ -87,13 +87,14 @@ def find_job(folder: Path) -> Job:
 
 
 def check_trust(job: Job, *, is_trusted: bool) -> None:
-    """Asks for confirmation before running code that the job's file names, because anyone with access could name any.
+    """Asks for confirmation before running the code that `job.json` names, because its writer could name any code.
 
-    The demonstrations run only this package's code. A job of `paceline train` runs other code even if it names none:
-    the folder of its configuration is first on Python's path.
+    The demonstrations run only this package's code. A job of `paceline train` can run other code even if it names none,
+    because the folder of its configuration is first on Python's path.
 
     Args:
-        is_trusted: True if `--trust` was given; nothing is asked.
+        job: the job.
+        is_trusted: True if `--trust` was given, which skips the confirmation.
 
     Raises:
         UsageError: the answer is no, or there is no terminal; the message names the code and the remedy.
@@ -108,14 +109,14 @@ def check_trust(job: Job, *, is_trusted: bool) -> None:
         f"{folder} and the current folder on its path"
     )
     if sys.stdin is None or not sys.stdin.isatty():
-        raise UsageError(f"{what}: give --trust where you know who wrote it")
+        raise UsageError(f"{what}: give --trust if you trust its author")
     print(mask_text(f"{what}. Go on? [y/N] "), end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise UsageError("nothing was run")
 
 
 def references_in(value: object) -> Iterator[str]:
-    """Yields every `package.module:name` in a nest of values."""
+    """Yields every `package.module:name` in nested values."""
     if isinstance(value, Mapping):
         for item in value.values():
             yield from references_in(item)

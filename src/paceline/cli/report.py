@@ -1,4 +1,4 @@
-"""`paceline report`: writes the report of a run, or one that compares several. Does not import torch."""
+"""`paceline report`: writes the report of a run, or a comparison of several runs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def run(words: Sequence[str]) -> int:
     """Writes a report and prints its path.
 
     Raises:
-        UsageError: no folder is named, or one holds no run.
+        UsageError: no folder is given, or a folder holds no run.
     """
     words = list(words)
     output: Path | None = None

@@ -141,7 +141,7 @@ TEXTS = {
 
 
 def help_on(command: str, words: Sequence[str]) -> str:
-    """Returns the help of a command, or, with words after `--help`, the options that contain one of them."""
+    """Returns the help of a command or, with words after `--help`, the options that contain one of the words."""
     if command in ("launch", "report", "verify", "replay"):
         return TEXTS[command]
     wanted = [word for word in words if not word.startswith("-") and word != "help"]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # framework -> the command in job.json
 COMMANDS = {"torch": "train", "tf": "train --framework tf"}
 STAGES = ("do_train", "do_eval", "do_predict")
-# sections that must not change for a checkpoint to fit; others may
+# sections that must not change between starts, so that checkpoints fit; other sections may change
 IDENTITY = ("model", "tokenizer", "data", "preprocess", "trainer")
 PREDICTIONS_FILE = "predictions.npz"
 
@@ -95,7 +95,7 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
 
 
 def load_framework(config: JobConfig) -> Any:
-    """Imports the module that builds a Trainer, of torch or of TensorFlow; the other one is not imported.
+    """Imports the module that builds a Trainer for the job's framework; the other framework is not imported.
 
     Raises:
         UsageError: the framework is not installed.
@@ -120,14 +120,14 @@ def check_checkpoint(framework: str, checkpoint: Path | None) -> None:
     """Refuses a named checkpoint of TensorFlow in a job of torch; TFTrainer refuses the reverse.
 
     Raises:
-        UsageError: the checkpoint is of TensorFlow.
+        UsageError: the checkpoint is a TensorFlow checkpoint.
     """
     if framework == "torch" and checkpoint is not None and is_of_tensorflow(checkpoint):
-        raise UsageError(f"resume_from_checkpoint: {checkpoint} is of TensorFlow: give --framework tf")
+        raise UsageError(f"resume_from_checkpoint: {checkpoint} is a TensorFlow checkpoint: give --framework tf")
 
 
 def choose_stages(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the stages by `do_train`, `do_eval`, `do_predict` if one is given; else train and evaluate."""
+    """Returns the stages that are switched on; if there is none, training and evaluation unless switched off."""
     given = [name for name in STAGES if name in arguments]
     if not any(str(arguments[name]).lower() in ("true", "1", "yes", "on") for name in given):
         left_out = set(given)
@@ -157,7 +157,7 @@ def check_splits(splits: Splits, args: TrainingArguments, stages: Sequence[str],
 
 
 def make_arguments(config: JobConfig) -> TrainingArguments:
-    """Builds the arguments; the default `output_dir` is `runs/NAME`, by the name of the file.
+    """Builds the arguments; the default `output_dir` is `runs/NAME`, where NAME is that of the configuration file.
 
     Raises:
         UsageError: an unknown option or an invalid value.
@@ -210,7 +210,10 @@ def report(trainer: Trainer | TFTrainer, split: str, metrics: dict[str, float]) 
 
 
 def load_weights(trainer: Trainer | TFTrainer, job: Job, resume: str | bool | None, say: Say) -> None:
-    """Loads the weights of a named checkpoint, else the job's result, else keeps the model's own; for no training."""
+    """Loads weights for a job without training: from the named checkpoint, else the job's result or newest checkpoint.
+
+    Without any of these the model's own weights are kept.
+    """
     source = named_checkpoint(resume)
     if source is None and (resume is None or asks_to_resume(resume)):
         source = job.folder if job.finished is not None else job.checkpoint
@@ -222,7 +225,7 @@ def load_weights(trainer: Trainer | TFTrainer, job: Job, resume: str | bool | No
 
 
 def predict(trainer: Trainer | TFTrainer, splits: Splits, folder: Path, say: Say) -> None:
-    """Predicts on the test set, and stores predictions and metrics."""
+    """Predicts on the test set, and saves predictions and metrics."""
     output = trainer.predict(splits.test)
     report(trainer, "test", output.metrics or {})
     kept = {**named_arrays("predictions", output.predictions), **named_arrays("label_ids", output.label_ids)}
@@ -231,7 +234,7 @@ def predict(trainer: Trainer | TFTrainer, splits: Splits, folder: Path, say: Say
 
 
 def named_arrays(name: str, value: object) -> dict[str, Any]:
-    """Returns the arrays of predictions or labels: `name`, or `name_0`, `name_KEY` for a tuple or a mapping."""
+    """Returns the arrays of predictions or labels by name: `name`, or `name_0` of a tuple, `name_KEY` of a mapping."""
     if isinstance(value, np.ndarray):
         return {name: value}
     if isinstance(value, tuple):
@@ -241,7 +244,7 @@ def named_arrays(name: str, value: object) -> dict[str, Any]:
 
 
 def show_finished(job: Job, args: TrainingArguments, say: Say) -> None:
-    """Reports a finished run: its results, and changed options that it was not trained with."""
+    """Reports the results of a finished run, and the options that have changed since."""
     assert job.finished is not None
     say(f"This run is finished: {job.finished['global_step']:,} steps, in {job.folder}/.  (--fresh starts over)")
     path = job.folder / "all_results.json"

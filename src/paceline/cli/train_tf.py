@@ -1,4 +1,4 @@
-"""The TensorFlow part of `paceline train --framework tf`: TFTrainer, model and data. Does not import torch."""
+"""Builds TFTrainer, model and data for `paceline train --framework tf`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REFUSALS = (UnsupportedOption,)
 def build_trainer(config: JobConfig, args: TFTrainingArguments) -> tuple[TFTrainer, Splits]:
     """Builds the Trainer from model, data, functions and callbacks. The seed is set before the model is created.
 
-    The model is created in the scope of `args.strategy`, so that it is placed on all of its devices.
+    The model is created in the scope of `args.strategy`, so that it is placed on all the strategy's devices.
 
     Raises:
         UsageError: the configuration is invalid.
@@ -56,7 +56,7 @@ def build_trainer(config: JobConfig, args: TFTrainingArguments) -> tuple[TFTrain
 
 
 def connect(args: TFTrainingArguments) -> Any:
-    """Returns the strategy. Several workers must connect before any computation, which a job's modules may run.
+    """Returns the strategy. Several workers must connect before any computation, and a job's modules may compute.
 
     Raises:
         UsageError: the devices that the arguments or TF_CONFIG name are not available.
@@ -68,10 +68,10 @@ def connect(args: TFTrainingArguments) -> Any:
 
 
 def find_model(config: JobConfig) -> Path | None:
-    """Returns the file that the section `model` names; None if it names a function, class or object.
+    """Returns the file that the section `model` names; None if the section names a function, class or object.
 
     Raises:
-        UsageError: it names none of these, or the file does not exist.
+        UsageError: the section names none of these, or the file does not exist.
     """
     section = config.get("model")
     if section is None:
@@ -94,7 +94,7 @@ def load_model(path: Path) -> Any:
     """Loads a model from a `.keras` file, with its compiled loss.
 
     Raises:
-        UsageError: it cannot be loaded.
+        UsageError: the model cannot be loaded.
     """
     try:
         return keras.saving.load_model(path)
@@ -109,7 +109,7 @@ def build_model(config: JobConfig, tokenizer: object) -> Any:
     """Returns the model from a function or class, or the named object itself.
 
     Raises:
-        UsageError: it is not a TensorFlow model.
+        UsageError: the object is not a TensorFlow model.
     """
     reference = read_reference("model", config.get("model"))
     assert reference is not None
@@ -129,7 +129,7 @@ def build_model(config: JobConfig, tokenizer: object) -> Any:
 
 
 def check_arrays(splits: Splits) -> None:
-    """Refuses `(features, labels)`, which would be read as (train, eval).
+    """Refuses a pair `(features, labels)`, which would be read as (train, eval).
 
     Raises:
         UsageError: a function returned such a pair.
@@ -152,13 +152,13 @@ def columns_in(splits: Splits) -> set[str]:
 
 
 def tokenize_text(config: JobConfig, splits: Splits, model: Any, tokenizer: Any, made: set[str]) -> None:
-    """Converts text to the token ids of the model's inputs; the tokenizer then returns only these, also when it pads.
+    """Converts text to token ids for the model's inputs. For a model with one input, the tokenizer returns ids only.
 
     Args:
         made: columns that `preprocess` added, which a model with unnamed inputs may take.
 
     Raises:
-        UsageError: as `tokenize`.
+        UsageError: see `tokenize`.
     """
     inputs = columns_of(model, None)
     first = getattr(tokenizer, "model_input_names", None)
@@ -175,7 +175,7 @@ def tokenize_text(config: JobConfig, splits: Splits, model: Any, tokenizer: Any,
 
 
 def check_text(splits: Splits, label_names: Sequence[str] | None) -> None:
-    """Refuses a data set without numeric inputs: text columns are dropped from batches.
+    """Refuses a data set without numeric inputs, because text columns are dropped from batches.
 
     Raises:
         UsageError: all columns except the labels are text.

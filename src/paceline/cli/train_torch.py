@@ -1,4 +1,4 @@
-"""The torch part of `paceline train`: Trainer, model and data."""
+"""Builds Trainer, model and data for `paceline train` with torch."""
 
 from __future__ import annotations
 

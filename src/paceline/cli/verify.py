@@ -24,7 +24,7 @@ def run(words: Sequence[str]) -> int:
         0 if all are valid, 1 if any is damaged.
 
     Raises:
-        UsageError: no folder is named, or one has no checkpoints.
+        UsageError: no folder is given, or a folder has no checkpoints.
     """
     unknown = [word for word in words if word.startswith("-")]
     if unknown or not words:
@@ -49,7 +49,7 @@ def verify_place(place: Path) -> int:
     for path in checkpoints:
         problems = folders.verify(path)
         size = num_bytes(path)
-        num_read += 0 if problems else size  # of a damaged one, most was not read
+        num_read += 0 if problems else size  # most of a damaged checkpoint was not read
         num_bad += bool(problems)
         if not problems and path not in others:
             good.append(path)
@@ -66,10 +66,11 @@ def verify_place(place: Path) -> int:
 
 
 def say_problems(problems: list[str], width: int) -> None:
-    """Prints the problems of a checkpoint after the first, which its own line shows.
+    """Prints the problems of a checkpoint except the first, which the checkpoint's own line shows.
 
     Args:
-        width: characters of the column before them.
+        problems: all problems of the checkpoint.
+        width: width of the column before the problems, in characters.
     """
     for problem in problems[1:_MOST_SHOWN]:
         say(f"{'':<{width}}           {problem}")

@@ -1,7 +1,7 @@
 """The members of accelerate's Accelerator that subclasses use on `trainer.accelerator`, over our world and strategy.
 
-A view for code written for transformers; nothing of paceline uses it. If accelerate can be imported, making the view
-starts its process state, which its loggers and its collective functions require.
+The view is for code written for transformers; paceline itself does not use it. If accelerate can be imported, creating
+the view initialises accelerate's process state, which its loggers and collectives require.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def start_states(use_cpu: bool, mixed_precision: str) -> Any:
-    """Starts the states that accelerate's functions read: the process's, which is returned, and its Accelerator's."""
+    """Initialises accelerate's process state and Accelerator state. Returns the former; None without accelerate."""
     found = process_state(use_cpu)
     if found is None:
         return None
@@ -50,7 +50,7 @@ def start_states(use_cpu: bool, mixed_precision: str) -> Any:
 
 
 class State:
-    """The process state of accelerate, `accelerator.state`, with none of its plugins in use."""
+    """The process state of accelerate, `accelerator.state`; all its plugins are None."""
 
     deepspeed_plugin = None
     fsdp_plugin = None
@@ -78,8 +78,8 @@ class GradientState:
     """The position of the run in its data, `accelerator.gradient_state`, under accelerate's names.
 
     Attributes:
-        num_steps: 1, as `gradient_accumulation_steps` of the view.
-        remainder: -1: no sample comes twice, so that none must be dropped.
+        num_steps: 1, equal to the view's `gradient_accumulation_steps`.
+        remainder: -1, because no sample is duplicated, so none must be dropped.
     """
 
     num_steps = 1
@@ -98,7 +98,7 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> Any:
-        """Returns the training loader while a run lasts."""
+        """Returns the training loader of the run in progress, or None."""
         run = self._view._trainer.run
         return run.feed.loader if run is not None else None
 
@@ -118,11 +118,11 @@ class GradientState:
 
 
 class AcceleratorView:
-    """A view that reads and forwards; it holds no state except attributes that a subclass sets.
+    """A view that forwards to the Trainer. It has no state except attributes that a subclass sets.
 
     Attributes:
-        gradient_accumulation_steps: 1: the divisor in `backward`. The Trainer weighs the losses itself.
-        even_batches: may be set, as with an Accelerator; it has no effect.
+        gradient_accumulation_steps: the divisor in `backward`; 1, because the Trainer weights the losses itself.
+        even_batches: may be set, as with an Accelerator; has no effect.
     """
 
     gradient_accumulation_steps = 1
@@ -152,7 +152,7 @@ class AcceleratorView:
 
     @property
     def num_processes(self) -> int:
-        """Returns the number of processes that train together."""
+        """Returns the world size."""
         return self._trainer.world.world_size
 
     @property
@@ -167,17 +167,17 @@ class AcceleratorView:
 
     @property
     def is_main_process(self) -> bool:
-        """True if this is the first process of all."""
+        """True on rank 0."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """True if this is the first process on its machine."""
+        """True on local rank 0."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """True if this is the last process of all."""
+        """True on the last rank."""
         return self.process_index == self.num_processes - 1
 
     @property
@@ -187,7 +187,7 @@ class AcceleratorView:
 
     @property
     def distributed_type(self) -> Any:
-        """Returns accelerate's DistributedType if it is installed, else its value, a string."""
+        """Returns a member of accelerate's DistributedType if accelerate is installed, else the member's name."""
         name = "NO"
         if self.use_distributed:
             kinds = {"cpu": "CPU", "cuda": "GPU"}
@@ -207,7 +207,7 @@ class AcceleratorView:
 
     @property
     def parallelism_config(self) -> Any:
-        """Returns the arguments' `parallelism_config`; None without one."""
+        """Returns the arguments' `parallelism_config`, or None."""
         return getattr(self._trainer.args, "parallelism_config", None)
 
     @property
@@ -217,20 +217,20 @@ class AcceleratorView:
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """True if the first process reads the data of all; None: only a stream of the user's own."""
+        """True if rank 0 reads the data for all ranks; None if it does so only for a stream in a user's loader."""
         asked: bool | None = getattr(self.dataloader_config, "dispatch_batches", None)
         return asked
 
     # ---- between processes
 
     def gather(self, tensor: object) -> Any:
-        """Gathers the tensors of all processes, joined along the first dimension, in which their sizes may differ."""
+        """Gathers tensors from all ranks, concatenated along the first dimension, in which their sizes may differ."""
         return gather_nest(self._trainer.world, tensor)
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
-        """Gathers as `gather`, but only from processes that read different data: no sample comes twice.
+        """Gathers as `gather` does, but only from ranks that read different data, so that no sample is duplicated.
 
-        Data without tensors is gathered as objects, joined to one list.
+        Data without tensors is gathered as objects and concatenated to one list.
         """
         world = self._trainer.world
         if not world.is_distributed:
@@ -241,11 +241,11 @@ class AcceleratorView:
         return gather_nest(world, input_data, self._speaks)
 
     def _speaks(self, rank: int) -> bool:
-        """True if a process is the first of those that read the same data."""
+        """True if a rank is the first of the ranks that read the same data."""
         return bool(self._trainer.strategy.mesh.is_data_leader(rank))
 
     def reduce(self, tensor: object, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Returns the sum or mean over the processes, times `scale` if it is a mean; unchanged for `none`."""
+        """Returns the sum over the ranks, or their mean times `scale`; `none` returns the tensor unchanged."""
         world = self._trainer.world
 
         def reduced(value: object) -> Any:
@@ -259,7 +259,7 @@ class AcceleratorView:
         return tree_map(reduced, tensor)
 
     def pad_across_processes(self, tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pads a tensor to the largest size along `dim` of any process."""
+        """Pads a tensor along `dim` to the largest size on any rank."""
         world = self._trainer.world
 
         def padded(value: object) -> Any:
@@ -274,11 +274,11 @@ class AcceleratorView:
         return tree_map(padded, tensor)
 
     def wait_for_everyone(self) -> None:
-        """Waits until all processes are here."""
+        """Waits until all ranks have reached this call (a barrier)."""
         wait_for_all(self._trainer.world)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorates `function` to do nothing on other processes than the first, where it returns None."""
+        """Decorates `function` to run on rank 0 only; it returns None on other ranks."""
         if function is None:
             return self.on_main_process
 
@@ -290,18 +290,18 @@ class AcceleratorView:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Runs the block on the first process before the others."""
+        """Runs the block on rank 0 before the other ranks."""
         with first_before_others(self._trainer.world, self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Runs the block on the first process of each machine before the others on it."""
+        """Runs the block on local rank 0 of each machine before the machine's other ranks."""
         with first_before_others(self._trainer.world, self.is_local_main_process):
             yield
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Prints, on the first process of the machine."""
+        """Prints on local rank 0."""
         if self.is_local_main_process:
             print(*values, **options)
 
@@ -312,11 +312,11 @@ class AcceleratorView:
         return self._trainer.strategy.forward_context()
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Accumulates the gradients of `loss` unscaled."""
+        """Accumulates the gradients of `loss` without dividing it."""
         self._trainer.strategy.backward(loss)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clips gradients to a total norm; returns the norm before."""
+        """Clips gradients to a total norm; returns the norm before clipping."""
         precision, optimizer = self._trainer.strategy.precision, self._trainer.optimizer
         if precision.scales and optimizer is not None:
             precision.unscale(optimizer)
@@ -339,13 +339,13 @@ class AcceleratorView:
         return self._trainer.strategy.micro_step(False)
 
     def accumulate(self, *models: Any) -> AbstractContextManager[Any]:
-        """Returns the context of one micro-batch, an empty one: the Trainer accumulates itself."""
+        """Returns an empty context, because the Trainer accumulates gradients itself."""
         return nullcontext()
 
     # ---- models and loaders
 
     def prepare(self, *items: Any, **options: Any) -> Any:
-        """Returns models on the device, loaders with an order given by seed and epoch, the rest unchanged."""
+        """Prepares models as `prepare_model` and loaders as `prepare_data_loader` does; returns the rest unchanged."""
         prepared = tuple(self._prepare(item) for item in items)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -355,14 +355,14 @@ class AcceleratorView:
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Returns a model beside the trained one (a reference, a teacher), on the device."""
+        """Moves a model other than the trained one (a reference model, a teacher) to the device and returns it."""
         has_own_devices = bool(getattr(model, "hf_device_map", None)) or getattr(model, "quantization_method", None)
         if device_placement is not False and not has_own_devices:
             put_on_device(model, self.device)
         return model
 
     def prepare_data_loader(self, data_loader: object, **options: Any) -> Any:
-        """Returns the loader, its random order a function of the seed and the epoch."""
+        """Returns this rank's shard of the loader; its random order is a function of the seed and the epoch."""
         return self._prepare_loader(data_loader)
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
@@ -376,19 +376,20 @@ class AcceleratorView:
         return getattr(self._trainer.strategy.precision, "scaler", None)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Returns the whole weights of a model. If it is sharded, all processes call it.
+        """Returns the full weights of a model. If the model is sharded, all ranks must call this method.
 
-        `unwrap=False` keeps the names of the wrappers for training.
+        `unwrap=False` keeps the names that the training wrappers add.
         """
         strategy = self._trainer.strategy
         return strategy.full_weights(strategy.unwrap(model) if unwrap else model)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Writes an object once: on the first process, or that of each machine with `save_on_each_node`.
+        """Writes an object on rank 0, or on local rank 0 of each machine with `save_on_each_node`.
 
         Args:
+            obj: the object to write.
             f: a path, or a file opened for writing bytes.
-            safe_serialization: write tensors by name as safetensors rather than with torch.save; tied ones once.
+            safe_serialization: True writes a dict of tensors as safetensors, tied tensors once; False uses torch.save.
         """
         if not (self.is_local_main_process if self._trainer.args.save_on_each_node else self.is_main_process):
             return
@@ -417,7 +418,7 @@ class AcceleratorView:
         if not getattr(self.dataloader_config, "use_seedable_sampler", True):
             return self._split(loader)
         holder, inner = loader, getattr(loader, "sampler", None)
-        if type(inner) is not RandomSampler:  # a batch sampler's own
+        if type(inner) is not RandomSampler:  # the sampler may be inside a batch sampler
             holder = getattr(loader, "batch_sampler", None)
             inner = getattr(holder, "sampler", None)
         if type(inner) is RandomSampler and not inner.replacement and inner.num_samples == len(inner.data_source):
@@ -428,7 +429,7 @@ class AcceleratorView:
         return self._split(loader)
 
     def _split(self, loader: Any) -> Any:
-        """Returns the shard of the loader's data for this process; `total_batch_size` is that of all."""
+        """Returns this rank's shard of the loader, with the batch size over all ranks as `total_batch_size`."""
         part = self._part_of(loader)
         batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         if not hasattr(part, "total_batch_size") and batch_size is not None:
@@ -457,14 +458,14 @@ def check_own_loader(loader: DataLoader[Any], config: object, size: int) -> None
     """Checks that a user's own loader can be sharded as requested.
 
     Raises:
-        ValueError: its batches are too small to be split.
-        UnsupportedOption: it makes its batches, or chooses its samples, in a way that cannot be sharded.
+        ValueError: the loader's batches are too small to be split.
+        UnsupportedOption: the loader makes batches or chooses samples in a way that cannot be sharded.
     """
     is_own = isinstance(loader.sampler, DistributedSampler)
     if is_on(config, "split_batches") and (loader.batch_size is None or is_own or is_stream(loader.dataset)):
         raise UnsupportedOption(
             "accelerator_config={'split_batches': True} with a loader of your own that has a batch sampler, a "
-            "DistributedSampler or a stream is not supported: its batches are not cut. Leave split_batches out."
+            "DistributedSampler or a stream is not supported: such batches cannot be split. Leave split_batches out."
         )
     if is_on(config, "dispatch_batches") and is_own:
         raise UnsupportedOption(

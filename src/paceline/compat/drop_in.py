@@ -1,12 +1,12 @@
-"""A replacement of transformers' classes under existing scripts and libraries; users import it as `paceline.drop_in`.
+"""Replaces transformers' classes under existing scripts and libraries; users import it as `paceline.drop_in`.
 
     from paceline import drop_in
     drop_in.install()                       # first thing in the script
     from trl import SFTTrainer              # now a subclass of paceline.Trainer
 
-It replaces every public name of paceline that transformers defines too: in transformers itself, at the top and in
-submodules, and in modules that have imported it from there; existing subclasses of its Trainer and callbacks get
-paceline's as their base.
+Every public name of paceline that transformers defines too is replaced: in transformers itself, at the top level and in
+submodules, and in modules that imported it from there. Existing subclasses of transformers' Trainer and callbacks get
+paceline's classes as their bases.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.pytorch.distributed.world import process_state
 
 logger = logging.getLogger(__name__)
 
-# submodules of public names; imported before anything is replaced, so that its own classes stay whole
+# submodules that define public names; imported before any replacement, so that transformers' own classes stay intact
 DEFINING_MODULES = (
     "trainer",
     "trainer_seq2seq",
@@ -49,7 +49,7 @@ DEFINING_MODULES = (
     "trainer_jit_checkpoint",
     "utils.notebook",
 )
-# classes without state of their own on the class: a class below one can be given another base
+# classes without class-level state, so that their subclasses can be given another base
 MOVABLE = ("Trainer", "Seq2SeqTrainer", "TrainerCallback")
 USAGE = "usage: python -m paceline.drop_in (script.py | -m module) [arguments of the script]"
 
@@ -60,9 +60,9 @@ class Replaced:
 
     Attributes:
         pairs: name -> (the object of transformers, ours).
-        names: (module, name, previous object), of modules outside transformers.
-        moved: (class, its bases before).
-        added: (module, name) that transformers does not export by itself.
+        names: (module, name, previous object) in modules outside transformers.
+        moved: (class, its previous bases).
+        added: (module, name) of names that transformers itself does not export.
     """
 
     pairs: dict[str, tuple[Any, Any]]
@@ -71,7 +71,7 @@ class Replaced:
     added: list[tuple[ModuleType, str]] = field(default_factory=list)
 
 
-_done: list[Replaced] = []  # empty, or the one installation in force
+_done: list[Replaced] = []  # empty, or the one active installation
 
 
 def is_installed() -> bool:
@@ -82,9 +82,9 @@ def is_installed() -> bool:
 def install() -> None:
     """Replaces transformers' names by paceline's. A second call changes nothing.
 
-    Call it before libraries that build on the Trainer are imported: their classes are then made on paceline's. Earlier
-    imports are converted if possible; one warning names the others: trainers that exist already, and classes that
-    Python gives no other base.
+    Call this function before libraries that build on the Trainer are imported, so that their classes derive from
+    paceline's. Earlier imports are converted if possible. One warning names the others: existing trainer objects, and
+    classes whose base Python cannot change.
 
     Raises:
         ImportError: transformers is not installed; the message names the extra.
@@ -110,7 +110,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restores transformers' own classes. Libraries first imported meanwhile keep paceline below their classes."""
+    """Restores transformers' own classes. Classes of libraries imported meanwhile stay derived from paceline's."""
     if not _done:
         return
     done = _done.pop()
@@ -125,7 +125,7 @@ def uninstall() -> None:
         cls.__bases__ = bases
     for theirs, ours in (done.pairs[name] for name in MOVABLE if name in done.pairs):
         for cls in ours.__subclasses__():
-            if cls.__module__.startswith("transformers."):  # of a module that was imported meanwhile
+            if cls.__module__.startswith("transformers."):  # a class in a module that was imported meanwhile
                 change_base(cls, ours, theirs)
 
 
@@ -159,11 +159,11 @@ def find_pairs() -> dict[str, tuple[Any, Any]]:
 
 
 def modules_but_ours() -> list[ModuleType]:
-    """Returns the modules imported so far, and those that they hold, without those of this package.
+    """Returns the modules imported so far and transformers' modules that they reference, except this package's.
 
-    transformers replaces its own module by a second one while it is imported; earlier importers keep the first.
+    transformers replaces its own module by a second one during import; earlier importers keep the first one.
     """
-    # by type(): reading the class of some objects warns
+    # type(), because reading __class__ of some objects causes a warning
     found = {id(module): module for module in list(sys.modules.values()) if issubclass(type(module), ModuleType)}
     for module in list(found.values()):
         held = [value for value in list(vars(module).values()) if issubclass(type(value), ModuleType)]
@@ -177,7 +177,7 @@ def is_of(module: ModuleType, package: str) -> bool:
 
 
 def replace_names(module: ModuleType, by_identity: dict[int, tuple[Any, Any]]) -> list[tuple[str, Any]]:
-    """Replaces objects among a module's names; returns (name, previous object). Loads nothing that is lazy."""
+    """Replaces objects in a module's namespace; returns (name, previous object). Does not trigger lazy imports."""
     changed = []
     for name, value in list(vars(module).items()):
         old, new = by_identity.get(id(value), (None, None))
@@ -188,7 +188,7 @@ def replace_names(module: ModuleType, by_identity: dict[int, tuple[Any, Any]]) -
 
 
 def move_subclasses(done: Replaced) -> list[str]:
-    """Gives subclasses of the replaced classes our base; returns those that had to stay, and why."""
+    """Gives subclasses of the replaced classes our base. Returns the classes that could not be moved, with reasons."""
     left = []
     replaced = {id(theirs) for theirs, _ in done.pairs.values()}
     for name in MOVABLE:
@@ -199,7 +199,7 @@ def move_subclasses(done: Replaced) -> list[str]:
             left.append(f"{name} objects that exist already")
         for cls in below:
             if cls.__module__.startswith("transformers.trainer"):
-                continue  # one that paceline has no counterpart of
+                continue  # a class without a counterpart in paceline
             if any(issubclass(kind, cls) for kind in alive):
                 left.append(f"{cls.__module__}.{cls.__qualname__} (objects of it exist already)")
                 continue
@@ -214,7 +214,7 @@ def move_subclasses(done: Replaced) -> list[str]:
 
 
 def living_classes() -> set[type]:
-    """Returns the classes that objects exist of."""
+    """Returns the classes of all existing objects."""
     return {type(item) for item in gc.get_objects()}
 
 

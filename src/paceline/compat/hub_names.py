@@ -1,4 +1,4 @@
-"""The hub's methods of a Trainer, the same words in every framework."""
+"""The hub-related methods of a Trainer, shared by all frameworks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class HubNames(TrainerNames):
 
     @property
     def hub_model_id(self) -> str | None:
-        """Returns the full id of the repository that is pushed to; None until it is created."""
+        """Returns the full id of the target repository; None until it is created."""
         return self._push_target.repo_id
 
     @hub_model_id.setter
@@ -104,7 +104,7 @@ class HubNames(TrainerNames):
 
     @property
     def push_in_progress(self) -> Any:
-        """Returns the pushes in progress, which tell `is_done()` and `wait_until_done()`; None before the first."""
+        """Returns the pushes in progress, with `is_done()` and `wait_until_done()`; None before the first push."""
         return self._push_target.pushes
 
     @push_in_progress.setter
@@ -114,7 +114,7 @@ class HubNames(TrainerNames):
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Creates the repository of `hub_model_id` if missing; `self.hub_model_id` is then its full id.
 
-        Raises: HubError, if that fails; the message says what to do.
+        Raises: HubError, if that fails; the message names the remedy.
         """
         self._make_publisher().init_repository(token, private)
 
@@ -133,12 +133,12 @@ class HubNames(TrainerNames):
         """Writes `README.md` into the output folder: data, hyper-parameters, results and versions of the run.
 
         Args:
-            language, license, tags: metadata of the hub.
-            model_name: the title; None: the name of the output folder.
-            finetuned_from: the id of the model that training started from; None: from the model's config.
-            tasks: ids of the hub such as "text-classification"; None: from the model's class.
-            dataset_tags: ids of data sets of the hub.
-            dataset, dataset_args: names of the data, and their load arguments.
+            language, license, tags: hub metadata.
+            model_name: the title; None for the name of the output folder.
+            finetuned_from: the id of the model that training started from; None takes it from the model's config.
+            tasks: hub task ids such as "text-classification"; None infers one from the model's class.
+            dataset_tags: hub ids of data sets.
+            dataset, dataset_args: names of the data sets, and their load arguments.
         """
         if not self.is_world_process_zero():
             return
@@ -159,12 +159,12 @@ class HubNames(TrainerNames):
         """Saves the model and its card, and uploads the output folder without its checkpoints in one commit.
 
         Args:
-            commit_message: of the commit.
-            blocking: wait for it; False: asynchronously, with the folder unchanged until then.
-            token, revision, private: instead of hub_token, hub_revision and hub_private_repo.
-            kwargs: for `create_model_card`.
+            commit_message: the commit message.
+            blocking: True waits for the commit; False pushes asynchronously: the folder must not change until then.
+            token, revision, private: override hub_token, hub_revision and hub_private_repo.
+            kwargs: arguments of `create_model_card`.
 
-        Returns: huggingface_hub's CommitInfo, or a Future of it; None on other processes than the first.
+        Returns: huggingface_hub's CommitInfo, or a Future of it; None on ranks other than 0.
         """
         return self._make_publisher().push_model(
             commit_message,
@@ -176,7 +176,7 @@ class HubNames(TrainerNames):
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Pushes a published checkpoint, as `hub_strategy` says."""
+        """Pushes a published checkpoint by `hub_strategy`."""
         self._make_publisher().push_checkpoint(Path(checkpoint_folder))
 
     def _finish_current_push(self) -> None:
@@ -185,7 +185,7 @@ class HubNames(TrainerNames):
 
 
 def hub_settings(args: TrainingArguments) -> publishing.HubSettings:
-    """Returns the options for the hub of a run's arguments."""
+    """Returns the hub options among a run's arguments."""
     return publishing.HubSettings(
         is_enabled=args.push_to_hub,
         name=args.hub_model_id,

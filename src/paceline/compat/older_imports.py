@@ -1,8 +1,7 @@
-"""Names of transformers 4 that libraries still import, restored while paceline is installed over it.
+"""Names of transformers 4 that libraries still import; they are restored while `drop_in` is installed.
 
-Most are in another module of transformers today. `transformers.trainer` also exports the names that the methods of
-paceline's Trainer use:
- libraries that patch a method by its source run the changed text with the names of that module.
+Most of them are in another module of transformers today. `transformers.trainer` also exports the names that the methods
+of paceline's Trainer use: libraries that patch a method's source run the changed source in that module's namespace.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from paceline.compat import private_names
 from paceline.pytorch import trainer
 from paceline.pytorch.optim.adamw_of_v4 import AdamW
 
-# helper functions and classes that transformers.trainer used to import
+# modules of helper functions and classes that transformers.trainer used to import
 SHOWN_BY_TRAINER = (
     "trainer_pt_utils", "trainer_utils", "training_args", "optimization", "pytorch_utils", "trainer_callback",
 )  # fmt: skip
@@ -38,7 +37,7 @@ MOVED_NAMES = {
 
 
 class ShardedDDPOption(Enum):
-    """Words of `sharded_ddp`, an option of version 4 that is not in use: trainers compare with them."""
+    """Values of `sharded_ddp`, an unused option of version 4; trainers compare with them."""
 
     SIMPLE = "simple"
     ZERO_DP_2 = "zero_dp_2"
@@ -48,7 +47,7 @@ class ShardedDDPOption(Enum):
 
 
 def module_of(suffix: str) -> ModuleType | None:
-    """Returns a module of transformers; None if this release has none of that name."""
+    """Returns a module of transformers; None if this release has no such module."""
     try:
         return importlib.import_module(f"transformers.{suffix}" if suffix else "transformers")
     except ImportError:
@@ -56,7 +55,7 @@ def module_of(suffix: str) -> ModuleType | None:
 
 
 def older_names() -> dict[tuple[str, str], Any]:
-    """Returns (module of transformers, name) -> the object to export, if it has none of that name."""
+    """Maps (module of transformers, name) to the object to export if the module lacks that name."""
     found: dict[tuple[str, str], Any] = {}
     for suffix in SHOWN_BY_TRAINER:
         module = module_of(suffix)

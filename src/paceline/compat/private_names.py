@@ -1,8 +1,9 @@
 """Private methods of the Hugging Face Trainer that no run of paceline calls.
 
-Libraries name them on the class (`functools.wraps(Trainer._inner_training_loop)`), call them from their own copies of
-the Hugging Face Trainer's methods, override them, and replace them on the class. So each is on the class. A call does
-the remaining work, or raises an error with the remedy; overriding or replacing one logs a warning that no run calls it.
+Libraries reference them on the class (`functools.wraps(Trainer._inner_training_loop)`), call them from their own copies
+of the Hugging Face Trainer's methods, override them, and replace them on the class. So the class defines each of them.
+A call does the equivalent work, or raises an error with the remedy. Overriding or replacing a method logs a warning
+that no run calls it.
 """
 
 from __future__ import annotations
@@ -84,17 +85,17 @@ UNCALLED: dict[str, str] = {
 
 
 def not_callable(name: str) -> NotImplementedError:
-    """Returns the error for a method that is a part of another loop."""
+    """Returns the error for a method that is part of the Hugging Face Trainer's loop."""
     return NotImplementedError(f"Trainer.{name} is a part of the Hugging Face Trainer's loop: {UNCALLED[name]}.")
 
 
 class PrivateNames:
     """Methods for code that was written for the Hugging Face Trainer. No run calls them."""
 
-    _told_of: frozenset[tuple[int, str]] = frozenset()  # (id of a class, method) that a warning has named
+    _told_of: frozenset[tuple[int, str]] = frozenset()  # (id of a class, method) of the warnings already logged
 
     def _tell_of_uncalled(self) -> None:
-        """Warns of methods that no run calls, if a subclass or a library overrides them; each once for a Trainer."""
+        """Warns once per Trainer of each overridden method that no run calls."""
         members = [(cls, cls.__qualname__, vars(cls)) for cls in type(self).__mro__]
         for cls, place, names in [(self, f"{type(self).__qualname__} object", vars(self)), *members]:
             for name in sorted(UNCALLED.keys() & names.keys()):
@@ -112,12 +113,12 @@ class PrivateNames:
         trial: Any = None,
         ignore_keys_for_eval: Any = None,
     ) -> Any:
-        """Trains, for copies of the Hugging Face Trainer's `train`, which call this.
+        """Trains. Copies of the Hugging Face Trainer's `train` call this method.
 
         Args:
-            batch_size: samples of a micro-batch on this process; None: as the arguments say.
+            batch_size: samples per micro-batch on this rank; None takes the arguments' value.
             args: the Trainer's own arguments, or None.
-            resume_from_checkpoint, trial, ignore_keys_for_eval: as for `train`.
+            resume_from_checkpoint, trial, ignore_keys_for_eval: see `train`.
 
         Raises:
             ValueError: `args` are not the Trainer's.
@@ -165,22 +166,22 @@ class PrivateNames:
         raise not_callable("_build_accelerator_args")
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Recreates the view `trainer.accelerator` when it is read next."""
+        """Discards the view `trainer.accelerator`; the next access creates a new one."""
         cast("Trainer", self).accelerator = None
 
     def _validate_args(self) -> None:
-        """Checks the rules between options, as a run does when it starts."""
+        """Checks the rules between options, as the start of a run does."""
         check(cast("Trainer", self).args)
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
-        """Sets the samples of a micro-batch on this process."""
+        """Sets the samples per micro-batch on this rank."""
         cast("Trainer", self)._train_batch_size = batch_size
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Does nothing: a run counts the tokens of every batch that it draws."""
+        """Does nothing, because a run counts the tokens of every batch itself."""
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Moves a model, unless its parts are placed already; tied parameters stay tied."""
+        """Moves a model to the device unless its parts are placed already; tied parameters stay tied."""
         if getattr(model, "hf_device_map", None) is None:
             put_on_device(model, device)
 
@@ -189,29 +190,29 @@ class PrivateNames:
         model: nn.Module,
         inputs: Any,
     ) -> tuple[Callable[[], AbstractContextManager[Any]], Any]:
-        """Returns (a function that makes an empty context, the inputs): the model shards sequences itself."""
+        """Returns (a function that makes an empty context, the inputs), because the model shards sequences itself."""
         return contextlib.nullcontext, inputs
 
     # ---- gradients
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clips the gradients of a model to `max_grad_norm`. Returns the norm before."""
+        """Clips the gradients of a model to `max_grad_norm`. Returns the norm before clipping."""
         trainer = cast("Trainer", self)
         return trainer.accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Returns the norm given, or that of the model's gradients."""
+        """Returns the given norm, or else the norm of the model's gradients."""
         if grad_norm is not None:
             return grad_norm
         return cast("Trainer", self).accelerator.clip_grad_norm_(model.parameters(), float("inf"))
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        """Returns True if the gradients are on several device meshes, or on one and on none."""
+        """Returns True if gradients are on different device meshes, or only some of them are on a mesh."""
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         return len({getattr(gradient, "device_mesh", None) for gradient in gradients}) > 1
 
     def _mixed_mesh_grad_norm(self, model: nn.Module, max_norm: float) -> Any:
-        """Clips the gradients of the model in training to `max_norm`. Returns the norm before."""
+        """Clips the gradients of the trained model to `max_norm`. Returns the norm before clipping."""
         return cast("Trainer", self).strategy.clip(max_norm)
 
     def _defer_fsdp_gradient_reduction(self) -> AbstractContextManager[Any]:
@@ -219,26 +220,26 @@ class PrivateNames:
         return cast("Trainer", self).accelerator.no_sync()
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        """Does nothing: the strategy keeps replicated parameters equal on all processes."""
+        """Does nothing, because the strategy keeps replicated parameters equal on all ranks."""
 
-    # ---- tensors of several processes
+    # ---- tensors of several ranks
 
     def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
-        """Gathers the tensors of all processes, joined along the first dimension; None for None."""
+        """Gathers tensors from all ranks, concatenated along the first dimension; None stays None."""
         return None if tensors is None else gather_nest(cast("Trainer", self).world, tensors)
 
     def _pad_across_processes(self, tensor: Any, pad_index: int = -100) -> Any:
-        """Pads along the second dimension to the largest size of any process."""
+        """Pads along the second dimension to the largest size on any rank."""
         return cast("Trainer", self).accelerator.pad_across_processes(tensor, dim=1, pad_index=pad_index)
 
     # ---- numbers and logs
 
     def _get_learning_rate(self) -> float:
-        """Returns the learning rate of the first parameter group. For subclasses: no run calls it."""
+        """Returns the learning rate of the first parameter group. For subclasses; no run calls this method."""
         return float(cast("Trainer", self).get_learning_rates()[0])
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
-        """Records the best metric, and returns True if it is this one. For subclasses: a run decides by itself."""
+        """Records the best metric. Returns True if it is this one. For subclasses; no run calls this method."""
         run = cast("Trainer", self).run
         loop = run.loop if run is not None else None
         return loop.note_best(metrics) if loop is not None else False
@@ -251,7 +252,7 @@ class PrivateNames:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Calls `evaluation_loop`, under its older name. No run calls it."""
+        """Calls `evaluation_loop` under its older name. No run calls this method."""
         trainer = cast("Trainer", self)
         return trainer.evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
@@ -260,11 +261,11 @@ class PrivateNames:
         args: TrainingArguments,
         dataloader: Any,
     ) -> tuple[int, int, int, float, int, int, int]:
-        """Returns the length of a run with `args` over the batches of `dataloader`. For subclasses: no run calls it.
+        """Returns the length of a run with `args` over the batches of `dataloader`. For subclasses; no run calls this.
 
-        Returns: (epochs begun; optimizer steps in an epoch; samples in an epoch; samples in the run; samples in an
-            optimizer step; micro-batches in an epoch; optimizer steps in the run). If the loader has no length, an
-            epoch is the whole run.
+        Returns: (number of epochs, rounded up; optimizer steps per epoch; samples per epoch; samples in the run;
+            samples per optimizer step; micro-batches per epoch; optimizer steps in the run). If the loader has no
+            length, the whole run counts as one epoch.
 
         Raises:
             ValueError: the loader is empty, or has no length while `max_steps` is not set.
@@ -287,9 +288,9 @@ class PrivateNames:
         training_args: TrainingArguments,
         trainer_state: TrainerState,
     ) -> None:
-        """Warns if intervals or the batch size of arguments differ from those of a saved state.
+        """Warns if intervals or the batch size of the arguments differ from those of a saved state.
 
-        For subclasses: a run that is resumed from a checkpoint compares all of its arguments by itself.
+        This method is for subclasses. A resumed run compares all its arguments itself.
         """
         pairs = [(f"{kind}_steps", f"{kind}_steps") for kind in ("logging", "eval", "save")]
         changes = []
@@ -298,14 +299,14 @@ class PrivateNames:
             if now is not None and before is not None and now != before:
                 changes.append(f"{option} is {now} and was {before}")
         if changes:
-            logger.warning("The arguments are not those of the checkpoint: %s.", "; ".join(changes))
+            logger.warning("The arguments differ from the checkpoint's: %s.", "; ".join(changes))
 
     # ---- checkpoints
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Warns of names that `load_state_dict` found missing or unexpected.
 
-        Missing names that the model never saves, because they are tied to others, are tied again.
+        If exactly the names are missing that the model never saves, its weights are tied again without a warning.
         """
         model: Any = cast("Trainer", self).model
         missing, unsaved = load_result.missing_keys, getattr(model, "_keys_to_ignore_on_save", None) or ()
@@ -317,7 +318,7 @@ class PrivateNames:
             logger.warning("There were unexpected keys in the checkpoint model loaded: %s.", unexpected)
 
     def _load_callback_state(self) -> None:
-        """Restores the callbacks' states in `state.stateful_callbacks`, if the arguments ask for it."""
+        """Restores the callbacks' states from `state.stateful_callbacks` if the arguments request it."""
         trainer = cast("Trainer", self)
         if trainer.args.restore_callback_states_from_checkpoint:
             states: Mapping[str, Any] = trainer.state.stateful_callbacks
@@ -358,11 +359,11 @@ class PrivateNames:
             trainer.hyperparameter_search()
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """Does nothing without a trial, as `_hp_search_setup`."""
+        """Does nothing without a trial; see `_hp_search_setup`."""
         self._hp_search_setup(trial)
 
     def _tune_save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Writes model, state, optimizer and schedule into `checkpoint-STEP` below a folder."""
+        """Writes model, state, optimizer and schedule to `checkpoint-STEP` in a folder."""
         trainer = cast("Trainer", self)
         folder = Path(checkpoint_dir, folders.checkpoint_name(trainer.state.global_step))
         trainer.save_model(str(folder), _internal_call=True)

@@ -1,7 +1,6 @@
-"""Members for subclasses of transformers' Trainer beside the documented methods, and their warnings.
+"""Undocumented members that subclasses of transformers' Trainer use, and their warnings.
 
-The attributes here are read by libraries; the methods are on the path that a run takes. Those that no run calls are
-in `paceline.compat.private_names`.
+Libraries read the attributes; runs call the methods. Methods that no run calls are in `paceline.compat.private_names`.
 """
 
 from __future__ import annotations
@@ -16,32 +15,36 @@ import torch
 from torch import nn
 
 from paceline.callbacks.memory_stages import MemoryTracker
-from paceline.compat.accelerate_view import AcceleratorView
 from paceline.compat.private_names import UNCALLED, PrivateNames
+from paceline.core.optional import LateModule
 from paceline.pytorch.model.compilation import compile_model
 from paceline.pytorch.model.signature import shifts_labels
 
 if TYPE_CHECKING:
     from paceline.args.training import TrainingArguments
+    from paceline.compat import accelerate_view
+    from paceline.compat.accelerate_view import AcceleratorView
     from paceline.core.state import TrainerState
     from paceline.pytorch.engine import Engine
     from paceline.pytorch.model.objective import Objective
     from paceline.pytorch.model.signature import ForwardSignature
     from paceline.pytorch.session import Run
     from paceline.pytorch.trainer import Trainer
+else:
+    accelerate_view = LateModule("paceline.compat.accelerate_view")
 
 logger = logging.getLogger(__name__)
 
 
 class ForSubclasses(PrivateNames):
-    """Attributes and methods of the Trainer that only code written for transformers' uses.
+    """Attributes and methods of the Trainer that only code written for transformers uses.
 
     Attributes:
-        hp_name, hp_search_backend, hp_space, compute_objective: of a hyper-parameter search.
-        use_apex, use_cuda_amp, use_cpu_amp: precisions of version 4 that are not in use.
-        sharded_ddp, fsdp, is_fsdp_xla_v1_enabled: sharding of version 4 that is not in use.
-        neftune_hook_handle: None: the noise is removed with the other changes of the model.
-        model_preparation_time: None: it is not measured.
+        hp_name, hp_search_backend, hp_space, compute_objective: settings of a hyper-parameter search.
+        use_apex, use_cuda_amp, use_cpu_amp: unused precision flags of version 4.
+        sharded_ddp, fsdp, is_fsdp_xla_v1_enabled: unused sharding flags of version 4.
+        neftune_hook_handle: always None; the noise is removed with the other changes to the model.
+        model_preparation_time: always None; it is not measured.
     """
 
     _total_loss_scalar = 0.0  # an overridden `_maybe_log_save_evaluate` adds to it; nothing here reads it
@@ -64,14 +67,14 @@ class ForSubclasses(PrivateNames):
     _gather: Any = None
 
     def _meet_subclass(self) -> None:
-        """Starts accelerate's states for a library's trainer, and warns of its methods that no run here calls."""
+        """Initialises accelerate's states for a library's trainer, and warns of its methods that no run calls."""
         self._tell_of_uncalled()
         if "accelerate" in sys.modules and not type(self).__module__.startswith("paceline."):
-            assert self.accelerator is not None  # its functions may be called before the view is read
+            assert self.accelerator is not None  # accelerate's functions may be called before the view is used
 
     @property
     def is_fsdp_enabled(self) -> bool:
-        """True if processes hold shards of the model, by `fully_shard`."""
+        """True if the model is sharded across ranks without DeepSpeed."""
         return bool(cast("Trainer", self).strategy.is_sharded) and not self.is_deepspeed_enabled
 
     @property
@@ -81,25 +84,25 @@ class ForSubclasses(PrivateNames):
 
     @property
     def deepspeed(self) -> Any:
-        """Returns DeepSpeed's engine, once a run has made it; else None."""
+        """Returns DeepSpeed's engine once a run has created it, else None."""
         return getattr(cast("Trainer", self).strategy, "engine", None)
 
     @property
     def is_fsdp_xla_enabled(self) -> bool:
-        """True if XLA devices hold shards of the model."""
+        """True if the model is sharded over XLA devices."""
         strategy = cast("Trainer", self).strategy
         return bool(strategy.is_sharded and strategy.is_spmd)
 
     @property
     def is_fsdp_xla_v2_enabled(self) -> bool:
-        """True if XLA devices hold shards of the model: there is no other version here."""
+        """True if the model is sharded over XLA devices; version 2 is the only one supported."""
         return self.is_fsdp_xla_enabled
 
     @property
     def accelerator(self) -> AcceleratorView:
         """Returns a view with the members of accelerate's Accelerator that subclasses use."""
         if self._view is None:
-            self._view = AcceleratorView(cast("Trainer", self))
+            self._view = accelerate_view.AcceleratorView(cast("Trainer", self))
         return self._view
 
     @accelerator.setter
@@ -126,17 +129,17 @@ class ForSubclasses(PrivateNames):
 
     @property
     def _memory_tracker(self) -> MemoryTracker:
-        """Returns a tracker of a stage's memory; a copy of `evaluate` or `predict` starts and stops it."""
+        """Returns a tracker of a stage's memory, which copies of `evaluate` and `predict` start and stop."""
         return MemoryTracker(cast("Trainer", self).memory_stages)
 
     @property
     def _trial(self) -> Any:
-        """Returns the trial of the run in progress, of a hyper-parameter search."""
+        """Returns the run's trial of a hyper-parameter search, or None."""
         return self.run.trial if self.run is not None else None
 
     @property
     def _initial_global_step(self) -> int:
-        """Returns the step that the run in progress began at."""
+        """Returns the step at which the run in progress began."""
         return self.run.first_step if self.run is not None else 0
 
     @property
@@ -156,7 +159,7 @@ class ForSubclasses(PrivateNames):
 
     @property
     def gather_function(self) -> Any:
-        """Returns the function with which evaluation gathers tensors. An overridden `evaluation_loop` may set it."""
+        """Returns the function that gathers tensors in evaluation. An overridden `evaluation_loop` may set it."""
         return self.accelerator.gather_for_metrics if self._gather is None else self._gather
 
     @gather_function.setter
@@ -167,8 +170,8 @@ class ForSubclasses(PrivateNames):
     def current_gradient_accumulation_steps(self) -> int:
         """Returns the micro-batches of the optimizer step in progress.
 
-        Setting it during an optimizer step divides the losses of its remaining micro-batches by that number instead, if
-        they are means (not with `loss_is_scaled_for_ga`); the next step counts again.
+        Setting it during an optimizer step divides the losses of the step's remaining micro-batches by that number
+        instead, if they are means (not with `loss_is_scaled_for_ga`). The next step uses its own count again.
         """
         if self.run is None:
             return self.args.gradient_accumulation_steps
@@ -184,7 +187,7 @@ class ForSubclasses(PrivateNames):
     def model_accepts_loss_kwargs(self) -> bool:
         """True if the loss is divided by `num_items_in_batch`, which is then counted and passed on.
 
-        Read from the model; setting it overrides that, for this Trainer.
+        The value is inferred from the model; setting it overrides this for this Trainer.
         """
         return self.signature.takes_num_items
 
@@ -195,7 +198,7 @@ class ForSubclasses(PrivateNames):
 
     @property
     def _train_batch_size(self) -> int:
-        """Returns the samples of a micro-batch on this process; smaller after an out-of-memory, if that is allowed."""
+        """Returns the samples per micro-batch on this rank; `auto_find_batch_size` may have lowered it."""
         return self.run.plan.micro_batch_size if self.run is not None else self.args.train_batch_size
 
     @_train_batch_size.setter
@@ -209,7 +212,7 @@ class ForSubclasses(PrivateNames):
 
     @property
     def _globalstep_last_logged(self) -> int:
-        """Returns the step of the last row of losses; an overridden `_maybe_log_save_evaluate` sets it."""
+        """Returns the step of the last logged loss; an overridden `_maybe_log_save_evaluate` sets it."""
         loop = self.run.loop if self.run is not None else None
         return self.state.global_step - (loop.unlogged.num_updates if loop is not None else 0)
 
@@ -227,41 +230,41 @@ class ForSubclasses(PrivateNames):
     def neftune_noise_alpha(self, value: float | None) -> None:
         self.args.neftune_noise_alpha = value
 
-    if not TYPE_CHECKING:  # a type checker would accept every name otherwise
+    if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
             """Raises for missing names; the error for a method that no run calls names its replacement."""
             if name in UNCALLED:
                 raise AttributeError(f"{type(self).__name__}.{name} does not exist: no run calls it; {UNCALLED[name]}.")
-            return object.__getattribute__(self, name)  # raises the original error, that of a property included
+            return object.__getattribute__(self, name)  # raises the original error, also if a property raised it
 
     @staticmethod
     def num_tokens(train_dl: Iterable[Mapping[str, Any]], max_steps: int | None = None) -> int:
         """Returns the input tokens, padding included, in one pass of a loader.
 
         Args:
-            train_dl: its batches hold `input_ids`; they are all read, or one of them with `max_steps`.
-            max_steps: count this many batches like the first instead.
+            train_dl: a loader whose batches hold `input_ids`. All are read, or only the first one with `max_steps`.
+            max_steps: if given, returns the tokens of this many batches of the first one's size.
         """
         if max_steps is not None:
             return max_steps * next((batch["input_ids"].numel() for batch in train_dl), 0)
         return sum(batch["input_ids"].numel() for batch in train_dl)
 
     def end(self) -> None:
-        """Leaves the process group, if there is one. No collective may follow."""
+        """Destroys the process group, if there is one. No collective may follow."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
     def get_sp_size(self) -> int:
-        """Returns the number of processes that shard each sequence, and exchange heads."""
+        """Returns the size of the sequence-parallel axis (all-to-all of heads)."""
         return int(cast("Trainer", self).strategy.mesh.sp)
 
     def get_cp_size(self) -> int:
-        """Returns the number of processes that shard each sequence, and gather keys and values."""
+        """Returns the size of the context-parallel axis (all-gather of keys and values)."""
         return int(cast("Trainer", self).strategy.mesh.cp)
 
     def get_tp_size(self) -> int:
-        """Returns the number of processes that shard each matrix."""
+        """Returns the size of the tensor-parallel axis."""
         return int(cast("Trainer", self).strategy.mesh.tp)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:

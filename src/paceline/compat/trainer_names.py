@@ -1,4 +1,4 @@
-"""Framework-independent members of a Trainer: rows of logs, written metrics, callbacks, process ranks."""
+"""Framework-independent members of a Trainer: logs, metrics files, callbacks, process ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class TrainerNames:
 
     Attributes:
         args: the arguments.
-        state, control: the loop's, live; replaced by each `train`.
-        callback_handler: the callbacks and whom each event calls.
-        memory_stages: memory of each stage, with `skip_memory_metrics=False`.
-        run: the run in progress; None outside of one.
-        run_mark: of the run that was last begun or resumed.
+        state, control: the loop's state and control, live; replaced by each `train`.
+        callback_handler: the callbacks and their dispatch table.
+        memory_stages: measures the memory of each stage, with `skip_memory_metrics=False`.
+        run: the run in progress, or None.
+        run_mark: the mark of the run that was last started or resumed.
         is_in_train: True while a run is in progress.
         time_spent: seconds of the last run by activity: data, forward, backward, optimizer, evaluate, save, ...; they
             add up to its wall time.
@@ -47,10 +47,10 @@ class TrainerNames:
     def _get_output_dir(self, trial: object) -> str:
         return str(self.args.output_dir)
 
-    # ---- rows of logs
+    # ---- log rows
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Stamps a row of numbers with epoch and tokens, adds it to `state.log_history`, and notifies the callbacks."""
+        """Adds epoch and token count to a row of metrics, appends it to `state.log_history`, and calls `on_log`."""
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
         if str(self.args.include_num_input_tokens_seen) != "no":
@@ -60,20 +60,20 @@ class TrainerNames:
                 seen = self.state.num_input_tokens_seen - first
                 logs.update(speed_metrics("train", start_time, num_tokens=seen))
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        # times go to the callbacks alone: the history of a resumed run stays equal to that of one that was not stopped
+        # times go to the callbacks only, so that a resumed run has the same history as an uninterrupted one
         entries = self.run.row_entries() if self.run is not None else {}
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, {**logs, **entries})
         self._share_control()
 
     def _share_control(self) -> None:
-        """Sets the control that a callback may have returned; the loop continues with it."""
+        """Passes a control that a callback may have returned on to the loop."""
         if self.run is not None and self.run.loop is not None:
             self.run.loop.control = self.control
 
-    # ---- written metrics
+    # ---- metrics files
 
     def save_state(self) -> None:
-        """Writes `trainer_state.json` into the output folder."""
+        """Writes `trainer_state.json` to the output folder."""
         if self.is_world_process_zero():
             self.state.save_to_json(os.path.join(self._get_output_dir(None), STATE_FILE))
 
@@ -88,7 +88,7 @@ class TrainerNames:
             print_metrics(split, self.metrics_format(metrics))
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Writes `{split}_results.json` into the output folder, and adds to `all_results.json` if `combined`."""
+        """Writes `{split}_results.json` to the output folder, and merges into `all_results.json` if `combined`."""
         if self.is_world_process_zero():
             save_metrics(Path(self._get_output_dir(None)), split, metrics, combined)
 
@@ -99,7 +99,7 @@ class TrainerNames:
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> TrainerCallback | None:
-        """Removes a callback and returns it; None if there is none of that class."""
+        """Removes a callback and returns it; returns None if there is no such callback."""
         popped: TrainerCallback | None = self.callback_handler.pop_callback(callback)
         return popped
 
@@ -108,9 +108,9 @@ class TrainerNames:
         self.callback_handler.remove_callback(callback)
 
     def is_local_process_zero(self) -> bool:
-        """True if this is the first process on its machine."""
+        """True on local rank 0."""
         return bool(self.world.local_process_index == 0)
 
     def is_world_process_zero(self) -> bool:
-        """True if this is the first process of all, the one that writes files."""
+        """True on rank 0, which writes files."""
         return bool(self.world.process_index == 0)

@@ -56,7 +56,7 @@ def restore_callback_states(handler: CallbackHandler, states: Mapping[str, Any],
             _restore(callback, name, saved.pop(name), with_arguments)
         except Exception as error:
             raise ValueError(
-                f"Callback {name} could not take its state from the checkpoint: {type(error).__name__}: {error}"
+                f"Callback {name} could not load its state from the checkpoint: {type(error).__name__}: {error}"
             ) from error
     if saved:
         names = ", ".join(sorted(saved))

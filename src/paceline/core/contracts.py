@@ -143,7 +143,7 @@ class Pending(Protocol):
 
 @dataclass(frozen=True)
 class Hooks:
-    """Callbacks of the loop, bound from the Trainer's instance at the start of each run, overrides included.
+    """Functions that the loop calls, bound from the Trainer's instance at the start of each run, overrides included.
 
     Attributes:
         log: `(logs, start_time)`: stamps, stores and reports one row of metrics.
@@ -167,10 +167,10 @@ class Hooks:
 
 
 class Strategy(Protocol):
-    """Placement and sharding of tensors on devices. One file per strategy; no other module names a backend.
+    """Places and shards tensors on devices. Each strategy has its own file; no other module names a backend.
 
-    It takes an optimizer *factory*, so that each strategy calls it when the parameters are final: before wrapping,
-    after sharding, or inside an engine's own initialisation.
+    `prepare` takes an optimizer *factory*, so that each strategy calls it when the parameters are final: before
+    wrapping, after sharding, or inside the initialisation of a backend's engine.
     """
 
     device: Any
@@ -179,12 +179,12 @@ class Strategy(Protocol):
     reduces_late: bool  # gradients are averaged by `reduce_gradients`, after all backward passes
     in_step: bool  # forward and backward run collectives, so all ranks must run the same number of passes
     is_sharded: bool  # parameters and optimizer state are sharded
-    runs_windows: bool  # it runs forward and backward of all micro-batches of an optimizer step itself
+    runs_windows: bool  # the strategy itself runs forward and backward of all micro-batches of an optimizer step
     is_spmd: bool  # tensors have no address, so aliases cannot be detected
     is_lazy: bool  # operations are deferred until `run_deferred`
     accepts_full_model: bool  # the full model is put on the device before `prepare`
     delays_grad_sync: bool  # `micro_step` has an effect; a single-process step may skip it otherwise
-    min_micro_batches: int  # of a window given to `run_window`; `divide` makes more of them
+    min_micro_batches: int  # the fewest micro-batches that `run_window` accepts; `divide` splits a window into more
     place: Callable[[Any], Any]  # returns the batch with its tensors on the device
 
     def prepare(self, model: Any, make_optimizer: Callable[[Any], Any] | None) -> Any: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, TypeGuard
 
-MOST = 2**53  # of steps, samples, tokens: larger integers are not exact as floats
+MOST = 2**53  # the largest valid number of steps, samples or tokens: larger integers are not exact as floats
 
 
 def is_count(value: object) -> TypeGuard[int]:
@@ -27,12 +27,12 @@ def shown(value: object) -> str:
 
 
 def is_json(value: Any, sequences: tuple[type, ...] = (list,), depth: int = 100) -> bool:
-    """True if JSON returns a nest unchanged: text keys only, no tuples, no sets, at most `depth` levels.
+    """True if a JSON round trip leaves nested values unchanged: text keys, no tuples or sets, at most `depth` levels.
 
     Args:
-        value: the nest.
-        sequences: what may stand for a list.
-        depth: see above.
+        value: nested dicts and lists.
+        sequences: types that count as a list.
+        depth: the maximum number of levels.
     """
     if type(value) is dict:
         held = list(value.values())

@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-# file systems whose files are held in memory: writing there frees none
+# file systems that hold their files in memory: writing there frees no memory
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 MOUNTS = Path("/proc/self/mounts")
 
@@ -20,9 +20,9 @@ MOUNTS = Path("/proc/self/mounts")
 class DiskBuffer:
     """Moves the rows of an evaluation to disk past a memory limit.
 
-    All collectors of one evaluation share one buffer, so that the limit is on their sum. It is a context manager: exit
-    closes the files. Arrays mapped over them stay valid: a file has no directory entry, and the system frees it with
-    the last array over it or at the end of the process.
+    All collectors of one evaluation share one buffer, so that the limit is on their sum. The buffer is a context
+    manager: exit closes the files. Arrays mapped over them stay valid: a file has no directory entry, and the system
+    frees it with the last array over it or at the end of the process.
 
     Args:
         limit: bytes that may be held in memory; None for no limit.
@@ -33,7 +33,7 @@ class DiskBuffer:
         self.limit = limit
         self.fallback = folder
         self.held = 0
-        self.announced = 0  # bytes announced to the user as kept
+        self.announced = 0  # expected bytes of collected predictions that were last logged
         self._files: list[IO[bytes]] = []
 
     @property
@@ -47,7 +47,7 @@ class DiskBuffer:
         return choose_folder(self.fallback)
 
     def announce(self, num_bytes: int) -> None:
-        """Notes the bytes that the user was told of."""
+        """Records the expected number of bytes that was logged last."""
         self.announced = num_bytes
 
     def open(self) -> SpillFile:
@@ -127,6 +127,6 @@ def is_in_memory(folder: Path, mounts: Path = MOUNTS) -> bool:
         if len(fields) < 3:
             continue
         place = Path(fields[1].replace("\\040", " "))
-        if folder.is_relative_to(place) and len(place.parts) >= found:  # of two on one place, the later one counts
+        if folder.is_relative_to(place) and len(place.parts) >= found:  # a later mount hides an earlier one
             found, kind = len(place.parts), fields[2]
     return kind in IN_MEMORY

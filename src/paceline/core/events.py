@@ -140,7 +140,7 @@ class TrainerCallback:
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
-        """The backward pass of a micro-batch, not the last of its accumulation window, is done."""
+        """The backward pass of a micro-batch is done. The last one of an accumulation window fires no such event."""
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -338,7 +338,7 @@ class CallbackHandler(TrainerCallback):
             self.rebuild()
             return
         super().__setattr__(name, value)
-        if name == "call_event":  # an own dispatch, put on this object: every event goes through it
+        if name == "call_event":  # user code replaced the dispatch on this object: every event goes through it
             super().__setattr__("fire", value)
         if name in _CONTEXT:
             self.kwargs[name] = value
@@ -355,7 +355,7 @@ class CallbackHandler(TrainerCallback):
     # ---- the list
 
     def add_callback(self, callback: Any) -> None:
-        """Adds a callback, or an instance of a callback class. A second one of a class is added with a warning."""
+        """Adds a callback, or an instance of a callback class. A second callback of the same class causes a warning."""
         added = callback() if isinstance(callback, type) else callback
         kind = _kind(added)
         if any(_kind(present) == kind for present in self.callbacks):
@@ -367,14 +367,14 @@ class CallbackHandler(TrainerCallback):
         self.callbacks.append(added)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Removes and returns this callback, or the first of this class; returns None if there is none."""
+        """Removes and returns this callback, or the first one of this class; returns None if there is no such one."""
         for index, present in enumerate(self.callbacks):
             if isinstance(present, callback) if isinstance(callback, type) else present == callback:
                 return self.callbacks.pop(index)
         return None
 
     def remove_callback(self, callback: Any) -> None:
-        """Removes this callback, or the first of this class.
+        """Removes this callback, or the first one of this class.
 
         Raises:
             ValueError: this callback was not added. (A class without instances is no error.)
@@ -407,7 +407,7 @@ class CallbackHandler(TrainerCallback):
                     )
                 wanted.update(wants)
         self.wanted = frozenset(wanted)
-        events = dict.fromkeys((*EVENTS, *self.table))  # with the events that a subclass of the Trainer added
+        events = dict.fromkeys((*EVENTS, *self.table))  # includes events that a subclass of the Trainer added
         self.table = {}
         for event in events:
             self._look_up(event)
@@ -436,7 +436,7 @@ class CallbackHandler(TrainerCallback):
     def fire(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **extra: Any
     ) -> TrainerControl:
-        """Calls the listeners of `event` in order. Returns the control, or the one that a callback returned instead."""
+        """Calls the listeners of `event` in order. Returns the control, or the last one that a callback returned."""
         listeners = self.table[event]
         if not listeners:
             return control
@@ -447,7 +447,7 @@ class CallbackHandler(TrainerCallback):
             logs = extra.get("logs")
         for listener in listeners:
             if logs is not None:
-                kwargs["logs"] = dict(logs)  # a copy each: some reporters remove keys
+                kwargs["logs"] = dict(logs)  # one copy per callback: some reporters remove keys
             result = listener(args, state, control, **kwargs)
             if result is not None:
                 control = result
@@ -461,7 +461,7 @@ class CallbackHandler(TrainerCallback):
             self._look_up(event)
         return CallbackHandler.fire(self, event, args, state, control, **kwargs)
 
-    # ---- the events, each with the flags that it lowers
+    # ---- the events; some reset flags of the control first
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

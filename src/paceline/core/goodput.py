@@ -1,4 +1,4 @@
-"""Goodput: of the time since a run was first started, the part that led to its weights. Standard library only."""
+"""Goodput: the share of the time since a run's first start that contributed to its weights. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Goodput(NamedTuple):
     """The use of the time since a run was first started.
 
     Attributes:
-        useful: seconds that led to the present weights, over all starts; steps that were lost and made again are not
-            among them.
-        wall: seconds since the first start, with the time in which nothing ran.
-        num_starts: of the run.
+        useful: seconds that contributed to the present weights, over all starts. Steps that were lost and repeated
+            count once.
+        wall: seconds since the first start, including the time in which nothing ran.
+        num_starts: the number of times that the run was started or resumed.
     """
 
     useful: float
@@ -27,11 +27,11 @@ class Goodput(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The useful part, from 0 to 1."""
+        """The useful fraction of the wall time, from 0 to 1."""
         return min(self.useful / self.wall, 1.0) if self.wall > 0 else 1.0
 
     def describe(self) -> str:
-        """Returns a sentence."""
+        """Returns a sentence for the log."""
         return (
             f"Goodput {self.share * 100:.0f} %: {self.useful:.0f} s of training led to these weights, in "
             f"{self.wall:.0f} s since the first of {self.num_starts} starts."
@@ -41,16 +41,16 @@ class Goodput(NamedTuple):
 def goodput(folder: Path, mark: RunMark, now: float | None = None) -> Goodput | None:
     """Returns the goodput of a run.
 
-    The useful time is that of the checkpoint the run was resumed from, and of the present start. The first start is
-    that of the run's first entry in `run.json`.
+    The useful time is the training time recorded in the checkpoint that the run was resumed from, plus that of the
+    present start. The time of the first start is read from the run's first entry in `run.json`.
 
     Args:
         folder: output folder of the run.
-        mark: as for a checkpoint that is written now.
-        now: `time.time()`; None: the present.
+        mark: the mark of a checkpoint written now.
+        now: a value of `time.time()`; None for the present.
 
     Returns:
-        None if the folder has no record of the run's first start, or the time before a resume is unknown.
+        The goodput; None if the folder has no record of the run's first start, or the time before a resume is unknown.
     """
     if mark.seconds is None:
         return None
@@ -66,11 +66,11 @@ def goodput(folder: Path, mark: RunMark, now: float | None = None) -> Goodput | 
 
 
 def _is_first_start(entry: Any, run_id: str) -> bool:
-    """True if an entry is of a run's first start; that of a run resumed from another folder is not in this one."""
+    """True if an entry records the run's first start. A run resumed from another folder has no such entry here."""
     mark = mark_from(entry.get(KEY))
     return mark is not None and mark.run_id == run_id and len(mark.starts) == 1
 
 
 def _begin(entry: Any) -> float:
-    """Returns the start of an entry in seconds of `time.time()`."""
+    """Returns the start time of an entry as a value of `time.time()`."""
     return datetime.datetime.fromisoformat(entry["started"]).timestamp()

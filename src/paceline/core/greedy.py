@@ -11,11 +11,11 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 LISTS = ("min_lrs", "max_lrs", "_last_lr", "_init_lrs")
-OF_SUBCLASSES = ("optimizer", "learning_rate")  # where the rates are
+OF_SUBCLASSES = ("optimizer", "learning_rate")  # attributes of subclasses that hold the learning rates
 
 
 def check_rule(factor: float, mode: str, threshold_mode: str, where: str = "") -> None:
-    """Checks options of a schedule that follows a metric; `where` begins the message. Raises ValueError."""
+    """Checks the options of a schedule that follows a metric. Raises ValueError; the message starts with `where`."""
     if not 0.0 < factor < 1.0:
         raise ValueError(f"{where}factor={factor} must lie between 0 and 1")
     if mode not in ("min", "max"):
@@ -123,7 +123,7 @@ class GreedyRule:
             self.num_bad_epochs, self.cooldown_counter = 0, self.cooldown
 
     def _smoothed(self, value: float) -> float:
-        # A running sum, not a recomputed one: the same rounding as in a saved state, at any window size.
+        # A running sum costs the same at any window size, and a resumed run rounds as an uninterrupted one does.
         self._window.append(value)
         self._sum += value
         if len(self._window) > self.window_size:

@@ -1,5 +1,5 @@
-"""The lines at the start of a run: for the log, in the wording of transformers, which scripts search for; and a header
-for people, on the standard output.
+"""Text at the start of a run: log lines in the wording of transformers, which scripts search for, and a header for
+people on the standard output.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ def headlines(plan: Plan, num_samples: int | None, num_trainable: int) -> list[s
     """Returns the log lines at the start of a run.
 
     Args:
-        num_samples: samples of one epoch; None if the data has no length, to show those of the whole run.
+        num_samples: samples of one epoch; None if the data has no length. The samples of the whole run are then shown.
         num_trainable: elements of the trainable parameters.
     """
     shown = plan.global_batch_size * plan.max_steps if num_samples is None else num_samples
@@ -32,14 +32,14 @@ def headlines(plan: Plan, num_samples: int | None, num_trainable: int) -> list[s
 
 
 def header(plan: Plan, model: str, num_parameters: int, num_trainable: int, device: str, folder: Path | None) -> str:
-    """Returns the header of a run, of some ten lines.
+    """Returns the header of a run, about ten lines.
 
     Args:
-        model: name of its class.
-        num_parameters: elements of its parameters.
-        num_trainable: those that are trained.
-        device: for people.
-        folder: where the run is saved; None if this process saves nothing.
+        model: the model's class name.
+        num_parameters: elements of all parameters.
+        num_trainable: elements of the trainable parameters.
+        device: description of the device for people.
+        folder: the output folder; None if this process saves nothing.
     """
     trained = "" if num_trainable == num_parameters else f", {num_trainable:,} of them trained"
     lines = [f"Training {model}: {num_parameters:,} parameters{trained}, on {device}", *plan.describe().splitlines()]

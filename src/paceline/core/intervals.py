@@ -31,7 +31,7 @@ def poisson_weights(first: int, count: int, replicates: int, seed: int) -> Array
     Returns:
         `(count, replicates)`, uint8.
     """
-    counters = -(-replicates // 16)  # one step of the counter gives 4 x 64 bits, and a weight takes 16
+    counters = -(-replicates // 16)  # one step of the counter yields 4 x 64 bits, and a weight takes 16 bits
     bits = np.random.Philox(key=seed, counter=first * counters)
     drawn = np.asarray(bits.random_raw(count * counters * 4), dtype="<u8").view("<u2")
     weights: Array = POISSON[drawn.reshape(count, counters * 16)[:, :replicates]]

@@ -1,7 +1,7 @@
 """The journal of a run: samples, loss, gradient norm and learning rate of every optimizer step.
 
-It takes 60 bytes a step, appended at each log. The samples of a step are stored as a range of positions in the order of
-its epoch. That order is a pure function of the seed, so the samples' ids need not be written.
+A step takes 60 bytes. Rows are appended at each log. The samples of a step are stored as a range of positions in the
+order of its epoch. That order is a pure function of the seed, so the samples' ids need not be written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.core.retry_writer import RetryWriter, append_whole, replace_whole,
 
 JOURNAL_FILE = "journal.bin"
 SKIPPED_FILE = "skipped_samples.jsonl"  # the samples skipped by a rewind
-NOT_COMPUTED = -1.0  # placeholder for a norm: no norm is negative
+NOT_COMPUTED = -1.0  # placeholder for a missing norm: no norm is negative
 
 
 class UpdateRow(NamedTuple):
@@ -84,7 +84,7 @@ def read_rows(path: Path) -> list[UpdateRow]:
 
 
 def truncate(path: Path, step: int) -> None:
-    """Removes the rows after `step`, from which the run is resumed.
+    """Removes the rows after `step`, the step that the run is resumed from.
 
     The file is truncated in one call, so that a crash here loses no other row.
 
@@ -103,12 +103,14 @@ def skipped_windows(progress: Mapping[str, Any]) -> set[tuple[int, int]]:
     pairs = progress.get("skipped") or []
     is_list = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
     if not is_list or not all(is_count(number) for pair in pairs for number in pair):
-        raise ValueError(f"{PROGRESS_FILE} is damaged: the windows that were left out are not pairs of whole numbers")
+        raise ValueError(f"{PROGRESS_FILE} is damaged: the skipped windows are not pairs of whole numbers")
     return {(epoch, first) for epoch, first in pairs}
 
 
 def truncate_skipped(path: Path, skipped: Collection[tuple[int, int]]) -> None:
-    """Removes the lines of windows skipped after the checkpoint that a run is resumed from; the run writes them again.
+    """Removes the lines of windows that were skipped after the checkpoint a run is resumed from.
+
+    The resumed run writes these lines again.
 
     Raises: OSError, if writing fails.
     """
@@ -137,12 +139,13 @@ def find_row(path: Path, step: int) -> UpdateRow | None:
 def keep_journal(
     retry_writer: RetryWriter, folder: Path | None, step: int, progress: Mapping[str, Any] | None = None
 ) -> Callable[[Sequence[UpdateRow]], None]:
-    """Truncates the journal and the skipped samples of `folder` after a step. Returns the function that appends rows.
+    """Truncates the journal and the skipped samples of `folder` after a step. Returns a function that appends rows.
 
     At step 0 the files of an earlier run are renamed. Failed writes are queued and retried with the next rows.
 
     Args:
-        folder: None writes nothing.
+        folder: output folder of the run; None writes nothing.
+        step: `global_step` at the start of the run.
         progress: the progress of the checkpoint at that step, which lists the windows skipped by then.
     """
     if folder is None:

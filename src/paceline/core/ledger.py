@@ -1,7 +1,8 @@
 """The time ledger of a run: every second of its wall time, attributed to one activity.
 
-Whoever ends an activity notes which one it was and when it ended. The time between two notes belongs to the later one,
-so the activities add up to the wall time. A note is two calls of C functions, about 0.1 us, and no Python call::
+The code that ends an activity notes its name and end time. The time between two notes belongs to the activity of the
+later one, so the activities add up to the wall time. A note is two calls of C functions, about 0.1 us, and no Python
+call::
 
     note, now = ledger.note, ledger.now
     batches = feed.draw()
@@ -23,23 +24,23 @@ import numpy as np
 ACTIVITIES = (
     "setup",  # before the loop: reading the checkpoint, placing the model
     "data",  # waiting for batches
-    "transfer",  # moving them to the device
+    "transfer",  # moving batches to the device
     "forward",
-    "backward",  # with what it communicates
-    "compute",  # forward and backward in one: an own training_step, a pipeline, a function of TensorFlow
-    "communication",  # waiting for the other processes before and after the passes
+    "backward",  # including its collectives
+    "compute",  # forward and backward together: an overridden training_step, a pipeline, a TensorFlow function
+    "communication",  # waiting for the other ranks before and after the passes
     "optimizer",  # clipping, optimizer and schedule
     "device",  # waiting for a device whose time cannot be measured on the device
     "log",
     "evaluate",
-    "save",  # as far as training waits for it
+    "save",  # only the time for which training waits
     "other",  # callbacks, the loop itself
 )
-PREFIX = "time/"  # of the keys in a row of logs
+PREFIX = "time/"  # prefix of the ledger's keys in a log row
 NOT_TRAINING = {f"{PREFIX}{ACTIVITIES[activity]}" for activity in (SETUP, EVALUATE, SAVE)}
-RESOURCE_PREFIX = "resource/"  # of those of `paceline.core.resources`, which few runs load
+RESOURCE_PREFIX = "resource/"  # prefix of the keys of `paceline.core.resources`, a module that few runs load
 
-# (activities, wording) in a summary
+# (activities, their wording in a summary)
 GROUPS = (
     ((FORWARD, BACKWARD, COMPUTE), "forward+backward"),
     ((DATA,), "waiting for data"),
@@ -53,9 +54,9 @@ GROUPS = (
     ((SETUP,), "setup"),
     ((OTHER,), "callbacks and the rest"),
 )
-LEAST_SHARE = 0.005  # of the wall time, for a part to be named in a summary
+LEAST_SHARE = 0.005  # a summary leaves out parts below this share of the wall time
 
-# (activity, share of the wall time from which on it is worth a remark, remedy)
+# (activity, share of the wall time above which advice is logged, remedy)
 REMEDIES = (
     (COMMUNICATION, 0.2, "the processes wait for each other: give them equal work and equal machines"),
     (EVALUATE, 0.3, "evaluate less often (eval_steps) or in larger batches (per_device_eval_batch_size)"),
@@ -64,9 +65,9 @@ REMEDIES = (
 )
 DATA_SHARE = 0.15
 
-OWN_WORK = (DATA, TRANSFER, FORWARD)  # in which a process waits for no other, unless its parameters are sharded
-SLOW_FACTOR = 1.2  # over the median process
-SLOW_SHARE = 0.05  # of the time without setup, that the others lose
+OWN_WORK = (DATA, TRANSFER, FORWARD)  # activities without waits for other ranks, unless parameters are sharded
+SLOW_FACTOR = 1.2  # a slow process takes at least this multiple of the median process's time
+SLOW_SHARE = 0.05  # and costs the others at least this share of the time without setup
 
 
 class Clock(Protocol):
@@ -77,7 +78,7 @@ class Clock(Protocol):
         ...
 
     def spans(self, first: Any, stamps: Sequence[Any]) -> Sequence[float]:
-        """Returns the seconds from each stamp to the next, from `first` on; waits until the last one has happened."""
+        """Returns the seconds between consecutive stamps, starting at `first`; waits until the last one was reached."""
         ...
 
 
@@ -87,47 +88,48 @@ class HostClock:
     now = staticmethod(time.perf_counter)
 
     def spans(self, first: float, stamps: Sequence[float]) -> Sequence[float]:
-        """Returns the seconds from each stamp to the next."""
+        """Returns the seconds between consecutive stamps, starting at `first`."""
         seconds: list[float] = np.diff(np.asarray(stamps), prepend=first).tolist()
         return seconds
 
 
 class Ledger:
-    """Seconds by activity.
+    """Adds up the seconds of each activity.
 
     Args:
-        clock: of the stamps; None: that of the host.
-        waits_unseen: the device works behind the host, and the clock sees the host only: the wait for the device, when
-            its results are read, is an activity of its own.
+        clock: the source of stamps; None for the host's clock.
+        waits_unseen: True if the device runs asynchronously and the clock measures the host only. The wait for the
+            device when its results are read then counts as the activity "device".
 
     Attributes:
         note: `((activity, stamp))`: ends an activity. A C function.
-        now: returns a stamp. On the host a C function.
+        now: returns a stamp. A C function for the host's clock.
     """
 
     def __init__(self, clock: Clock | None = None, waits_unseen: bool = False) -> None:
         self.clock: Clock = HostClock() if clock is None else clock
         self.reading = DEVICE if waits_unseen else LOG  # the activity of reading results back
-        self._notes: list[Any] = []  # activity, stamp, activity, stamp: floats cost the garbage collector nothing
+        # activity, stamp, activity, stamp ...: a flat list, because numbers cost the garbage collector nothing
+        self._notes: list[Any] = []
         self.note: Callable[[tuple[int, Any]], None] = self._notes.extend
         self.now: Callable[[], Any] = self.clock.now
         self._last: Any = None
         self._totals = np.zeros(len(ACTIVITIES))
-        self._in_rows = np.zeros(len(ACTIVITIES))  # of these, seconds that a row of logs has
+        self._in_rows = np.zeros(len(ACTIVITIES))  # the part of these seconds that is in log rows already
         self._row: dict[str, float] = {}
 
     def begin(self, setup: float = 0.0) -> None:
         """Starts the clock.
 
         Args:
-            setup: seconds that the run has taken so far.
+            setup: seconds that the setup of the run took.
         """
         self._totals[SETUP] += setup
         self._notes.clear()
         self._last = self.now()
 
     def settle(self) -> None:
-        """Adds up what was noted. On a device, waits until the last note has happened there."""
+        """Adds up the notes since the last call. With a device's clock, waits until the device reached the last one."""
         if not self._notes:
             return
         activities, stamps = self._notes[0::2], self._notes[1::2]
@@ -140,13 +142,13 @@ class Ledger:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds of each activity up to the last `settle`; those that took no time are left out."""
+        """The seconds of each activity up to the last `settle`, without activities that took no time."""
         return {name: float(value) for name, value in zip(ACTIVITIES, self._totals, strict=True) if value}
 
-    # ---- rows of logs
+    # ---- log rows
 
     def close_row(self) -> None:
-        """Prepares the entries of the next row: the seconds since the one before; what took none is left out."""
+        """Prepares the entries of the next log row: the seconds of each activity since the previous row, if not 0."""
         since = self._totals - self._in_rows
         self._in_rows = self._totals.copy()
         self._row = {
@@ -154,13 +156,13 @@ class Ledger:
         }
 
     def take_row(self) -> dict[str, float]:
-        """Returns the entries that were prepared, once."""
+        """Returns the prepared entries; a second call returns an empty dict."""
         row, self._row = self._row, {}
         return row
 
 
 def training_seconds(row: Mapping[str, float]) -> float:
-    """Returns the seconds in a row of logs, without those of setup, evaluations and saves."""
+    """Returns the seconds in a log row, without those of setup, evaluations and saves."""
     return sum(value for name, value in row.items() if name.startswith(PREFIX) and name not in NOT_TRAINING)
 
 
@@ -169,7 +171,7 @@ def describe(seconds: Mapping[str, float], num_steps: int | None = None) -> str:
 
     Args:
         seconds: by activity, as `Ledger.seconds`.
-        num_steps: optimizer steps of the run; named if given.
+        num_steps: optimizer steps of the run; None leaves them out of the text.
     """
     total = sum(seconds.values())
     if total <= 0:
@@ -184,11 +186,11 @@ def describe(seconds: Mapping[str, float], num_steps: int | None = None) -> str:
 
 
 def remedies(seconds: Mapping[str, float], data_remedy: str) -> list[str]:
-    """Returns advice for activities that take more of the wall time than they should; setup does not count.
+    """Returns advice for activities that take too large a share of the wall time without setup.
 
     Args:
         seconds: by activity, as `Ledger.seconds`.
-        data_remedy: what makes the data come faster.
+        data_remedy: advice on how to load the data faster.
     """
     total = sum(value for name, value in seconds.items() if name != ACTIVITIES[SETUP])
     if total <= 0:
@@ -203,10 +205,10 @@ def remedies(seconds: Mapping[str, float], data_remedy: str) -> list[str]:
 
 
 def slow_processes(times: Sequence[Mapping[str, float]]) -> list[str]:
-    """Returns a sentence for each process that the others wait for: its own work takes longer than the median.
+    """Returns a sentence for each slow process: its own work takes longer than the median, and the others wait for it.
 
     Args:
-        times: seconds by activity of each process, by rank.
+        times: the seconds by activity of each rank.
     """
     work = [sum(seconds.get(ACTIVITIES[index], 0.0) for index in OWN_WORK) for seconds in times]
     typical = sorted(work)[(len(work) - 1) // 2]  # of an even number, the lower one in the middle
@@ -216,7 +218,7 @@ def slow_processes(times: Sequence[Mapping[str, float]]) -> list[str]:
         if own >= SLOW_FACTOR * typical and own - typical >= SLOW_SHARE * wall:
             parts = ", ".join(f"{ACTIVITIES[index]} {seconds.get(ACTIVITIES[index], 0.0):.1f} s" for index in OWN_WORK)
             told.append(
-                f"Process {rank} is slow ({parts}): {own:.1f} s of work of its own, where the median process has "
+                f"Process {rank} is slow ({parts}): {own:.1f} s of its own work; the median process has "
                 f"{typical:.1f} s; the others wait for it."
             )
     return told

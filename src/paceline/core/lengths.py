@@ -24,7 +24,7 @@ def length_grouped_order(
 
     Args:
         lengths: the length of every sample.
-        batch_size: samples that are padded together.
+        batch_size: the number of samples that are padded together.
         permutation: a permutation of `range(len(lengths))`, a tensor or an array.
         num_batches: batches in a block; overrides the default of at most 50.
 
@@ -32,7 +32,7 @@ def length_grouped_order(
     """
     sizes = np.asarray(lengths)
     if sizes.dtype.kind not in "if":
-        sizes = sizes.astype(np.int64)  # unsigned ones have no negatives to sort by
+        sizes = sizes.astype(np.int64)  # unsigned integers cannot be negated for the sort below
     num_samples = len(sizes)
     order = np.array(permutation, dtype=np.int64)  # a copy, which is sorted in place
     if not num_samples:
@@ -48,7 +48,7 @@ def length_grouped_order(
 
 
 def find_lengths(dataset: Any, column: str = "length", model_input_name: str | None = None) -> Lengths:
-    """Returns the length of every sample, from a column of that name or else by reading the whole dataset once.
+    """Returns the length of every sample, from the column `column` or else by reading the whole dataset once.
 
     Returns: int64 of shape (len(dataset),).
     Raises:
@@ -72,7 +72,7 @@ def find_lengths(dataset: Any, column: str = "length", model_input_name: str | N
 
 
 def gather(lengths: Iterable[Any], size: int) -> Lengths:
-    """Returns numbers that are read one at a time as an array, int64 of shape (size,)."""
+    """Returns the lengths as an int64 array of shape (size,), reading them one at a time."""
     return np.fromiter((int(length) for length in lengths), dtype=np.int64, count=size)
 
 

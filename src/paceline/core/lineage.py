@@ -1,8 +1,8 @@
 """Ownership of checkpoints: maps the checkpoints of a folder to runs. Standard library only.
 
 A checkpoint lists the starts of its run that led to it: a new run has a new id, a resumed run adds a start. `run.json`
-of the output folder lists those of the run that was started or resumed there last. File times are not used, because
-they are meaningless once a clock has been set back.
+in the output folder lists the starts of the run that was started or resumed there last. File times are not used,
+because they are meaningless once a clock has been set back.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from paceline.core.retry_writer import replace_whole
 
 logger = logging.getLogger(__name__)
 
-RECORD_NAME = "run.json"  # of the output folder
-REPORT_FILE = "report.html"  # of the output folder
-PROGRESS_FILE = "progress.json"  # of a checkpoint
+RECORD_NAME = "run.json"  # in the output folder
+REPORT_FILE = "report.html"  # in the output folder
+PROGRESS_FILE = "progress.json"  # in a checkpoint
 KEY = "run"  # the key of the mark in both files
 
 _MOST_STARTS = 100_000
@@ -35,7 +35,7 @@ class RunMark:
     """The identity of a run and the history of its starts.
 
     Attributes:
-        starts: (id, first `global_step`) of each start in order; the first id is that of the run.
+        starts: (id, first `global_step`) of each start in order; the first id is the run's id.
         seconds: training time of all starts up to this checkpoint; None if it was not measured.
         unnamed: in a folder's record, names of the checkpoints without a mark that belong to other runs.
     """
@@ -72,7 +72,7 @@ class RunMark:
 
 
 def at(mark: RunMark, begun: float) -> RunMark:
-    """Returns the mark for a checkpoint written now by a start that began at `begun` of `time.monotonic()`."""
+    """Returns the mark for a checkpoint written now. `begun` is the `time.monotonic()` at which this start began."""
     seconds = None if mark.seconds is None else mark.seconds + time.monotonic() - begun
     return replace(mark, seconds=seconds, unnamed=frozenset())
 
@@ -111,7 +111,7 @@ def is_part(run: RunMark | None, name: str, mark: RunMark | None) -> bool:
     Args:
         run: None if unknown; every checkpoint then counts.
         name: the checkpoint's name.
-        mark: the checkpoint's mark. Without one it belongs to the run unless it existed when the run began.
+        mark: the checkpoint's mark, or None. A checkpoint without one is the run's unless it existed when that began.
     """
     if run is None:
         return True
@@ -143,7 +143,7 @@ def begin_run(folder: Path, checkpoint: Path | None, step: int, present: Iterabl
     elif goes_on and before is not None:  # another trainer has continued the run in between
         run = replace(before.resumed(step), seconds=None)
     left = before.unnamed if goes_on and before is not None else frozenset()
-    has_past = is_here and (goes_on or saved is None)  # earlier ones without a mark belong to the same run
+    has_past = is_here and (goes_on or saved is None)  # earlier checkpoints without a mark belong to the same run
     unnamed = {
         path.name
         for path in present
@@ -153,9 +153,10 @@ def begin_run(folder: Path, checkpoint: Path | None, step: int, present: Iterabl
 
 
 def claimed(run: RunMark, folder: Path, name: str) -> RunMark:
-    """The mark of a run that has just saved; a checkpoint without a mark, by user code, is this run's from now on.
+    """Returns the mark of a run that has just saved the checkpoint `name`.
 
-    The record says so too, unless it cannot be written, which is logged.
+    If user code wrote the checkpoint without a mark, the checkpoint belongs to this run from now on. `run.json` is
+    updated too; a failed write is logged.
     """
     if name not in run.unnamed or mark_of(folder / name) is not None:
         return run

@@ -1,9 +1,8 @@
-"""The text of a training state: `trainer_state.json`, with each row of its log encoded once.
+"""The text of a training state, `trainer_state.json`; each row of its log is encoded once.
 
-The file holds every row logged so far, in JSON, because every reader of such a file expects them there; no file can
-share them with another one. So a save writes them all, but it formats only the new ones: rows are kept as text in
-compressed chunks, some 45 bytes a row, beside the rows themselves. A chunk whose rows have changed since is encoded
-again.
+Every reader expects the file to hold all rows logged so far, in JSON. So each save writes them all, but it encodes only
+the new ones: older rows are also kept in memory as compressed text, in chunks, at about 45 bytes per row. A chunk is
+encoded again if its rows have changed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 from paceline.args.secrets import masked
 from paceline.core.metrics import jsonable
 
-CHUNK_ROWS = 256  # rows that are kept, compared and encoded together
+CHUNK_ROWS = 256  # number of rows that are encoded, compressed and compared together
 HISTORY = "log_history"
 FOLDER = "best_model_checkpoint"  # not masked: a resumed run looks for this folder
 
@@ -28,10 +27,10 @@ Row = Mapping[str, Any]
 
 
 class Chunk:
-    """Rows as text, compressed; encoded again if they have changed since.
+    """The compressed text of log rows. It is encoded again if the rows have changed.
 
     Args:
-        rows: of the log.
+        rows: consecutive rows of the log.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -42,7 +41,7 @@ class Chunk:
         """Returns the text of the rows as they are now.
 
         Args:
-            rows: those that the chunk was made of, or others in their places.
+            rows: the rows that the chunk was made of; they may have been changed or replaced.
         """
         digest = digest_of(rows)
         if digest is not None and digest == self._digest:
@@ -55,12 +54,12 @@ class Chunk:
 
 
 class StateText:
-    """A training state of one moment, ready to be written from any thread.
+    """A snapshot of a training state that any thread can write.
 
     Args:
-        values: all fields but the log, in plain values.
-        rows: the log; changes of its last rows from here on do not count.
-        chunks: of its first rows.
+        values: all fields except the log, as plain values.
+        rows: the log. Rows after the chunks are encoded now, so later changes to them have no effect.
+        chunks: the encoded chunks of the log's first rows.
     """
 
     def __init__(self, values: Mapping[str, Any], rows: Sequence[Row], chunks: Sequence[Chunk]) -> None:
@@ -68,7 +67,7 @@ class StateText:
         if FOLDER in values:
             shown[FOLDER] = values[FOLDER]
         text = json.dumps({**shown, HISTORY: []}, indent=2, sort_keys=True) + "\n"
-        # deeper keys are indented further, and texts hold no line breaks: this is the key of the state itself
+        # only a top-level key has this indentation, and JSON strings hold no line breaks
         self._head, name, self._tail = text.partition(f'\n  "{HISTORY}": ')
         self._head += name
         self._chunks = chunks
@@ -101,13 +100,13 @@ class StateText:
 
 
 class LogText:
-    """The chunks of a log from one save to the next."""
+    """Keeps the encoded chunks of a log between saves."""
 
     def __init__(self) -> None:
         self._chunks: list[Chunk] = []
 
     def chunks_of(self, rows: Sequence[Row]) -> tuple[Chunk, ...]:
-        """Returns the chunks of a log's first rows, all but at most the last 255; new ones are encoded here."""
+        """Returns the chunks of all rows but at most the last 255. New chunks are encoded here."""
         number = len(rows) // CHUNK_ROWS
         for index in range(len(self._chunks), number):
             self._chunks.append(Chunk(rows[index * CHUNK_ROWS : (index + 1) * CHUNK_ROWS]))
@@ -115,7 +114,7 @@ class LogText:
 
 
 def encode_rows(rows: Sequence[Row]) -> bytes:
-    """Returns rows as they stand between the brackets of the log: JSON, indented, secrets masked; empty without any."""
+    """Returns the rows as indented JSON without the enclosing brackets, secrets masked; empty without rows."""
     if not rows:
         return b""
     text = json.dumps(masked(jsonable(rows), HISTORY), indent=2, sort_keys=True)
@@ -124,7 +123,10 @@ def encode_rows(rows: Sequence[Row]) -> bytes:
 
 
 def digest_of(rows: Sequence[Any]) -> bytes | None:
-    """Returns a digest of the rows, None if they hold values that are not plain. It runs in one piece under the GIL."""
+    """Returns a digest of the rows; None if they hold values that marshal cannot encode.
+
+    Marshal holds the GIL throughout, so other threads cannot change the rows meanwhile.
+    """
     try:
         return hashlib.blake2b(marshal.dumps(list(rows), 2), digest_size=16).digest()
     except ValueError:

@@ -82,14 +82,14 @@ class Loop:
         self.ledger = ledger
         self.start_time = StartTime()
         self.guard = NonFiniteGuard(plan.nonfinite_policy)
-        self.unlogged = UpdateSummary()  # of the optimizer steps read since the last log
-        self.num_samples = 0  # that this run trained on
+        self.unlogged = UpdateSummary()  # optimizer steps read since the last log
+        self.num_samples = 0  # samples that this run trained on
         self.has_work = True  # the run was not complete before it began
         self.num_logged = 0  # optimizer steps with a loss that the logs of this run cover
-        self.logged_sum = 0.0  # of their losses
+        self.logged_sum = 0.0  # sum of the losses of these steps
         self.skipped: set[tuple[int, int]] = set()  # (epoch, first sample) of windows skipped by a rewind
-        self.num_allowed_for = 0  # of these, windows that the plan's length excluded from the start
-        self.is_heeded = False  # a request to stop was obeyed; the resumed run does what is left
+        self.num_allowed_for = 0  # skipped windows that `plan.max_steps` excludes already
+        self.is_heeded = False  # a request to stop was obeyed; a resumed run does the rest
         self._unread: list[tuple[int, int, int, int]] = []  # (step, epoch, first, count) of steps not yet read
         self._snapshot: Any = None  # the last good state, if the policy is rollback
         self._ends_epoch = False  # the epoch was to end at the snapshot
@@ -99,7 +99,7 @@ class Loop:
         self.batches_per_epoch = max(known if known is not None else state.max_steps * plan.accumulation_steps, 1)
 
     def resume(self, unlogged: UpdateSummary, skipped: set[tuple[int, int]]) -> None:
-        """Takes over the steps that no log has yet, and the skipped windows, from the run before."""
+        """Restores the steps that were not logged yet and the skipped windows from a checkpoint."""
         self.unlogged = unlogged
         self.skipped = skipped
         self.num_allowed_for = len(skipped) - (self.plan.max_steps - self.state.max_steps)
@@ -276,7 +276,7 @@ class Loop:
         if self.control.should_log and self.unlogged.num_updates:
             self.ledger.close_row()
             self.hooks.log(self.summarise(), self.start_time)
-            self.ledger.take_row()  # an own `log` may have dropped the row, and the next one is of an evaluation
+            self.ledger.take_row()  # an overridden `log` may not have taken it, and the next log row is an evaluation's
             note((LOG, now()))
         try:
             if self.control.should_evaluate:
@@ -351,10 +351,10 @@ class Loop:
         self.control.begin_step()
         self.control.should_epoch_stop = self._ends_epoch
         self.control.should_training_stop = self.signals.requested is not None
-        if self.args.max_steps <= 0:  # the epochs are that many steps shorter, and the last step must still be known
+        if self.args.max_steps <= 0:  # the epochs lose the skipped steps; max_steps must stay the last step
             num_lost = len(self.skipped) - self.num_allowed_for
             self.state.max_steps = min(self.state.max_steps, self.plan.max_steps - num_lost)
-        logger.warning("Rewound to step %d; %d samples are left out.", self.state.global_step, bad.num_samples)
+        logger.warning("Rewound to step %d; %d samples are skipped.", self.state.global_step, bad.num_samples)
 
     def evaluate(self, skip_scheduler: bool = False) -> None:
         """Evaluates and updates the best model."""
@@ -382,7 +382,7 @@ class Loop:
 
     def finish_pending(self) -> None:
         """Runs the evaluation that a signal interrupted before the checkpoint was written."""
-        logger.info("Step %d was left before its evaluation ended: evaluating now.", self.state.global_step)
+        logger.info("Step %d ended before its evaluation did: evaluating now.", self.state.global_step)
         self.control.begin_step()
         self.control.should_evaluate = True
         self.hooks.act()

@@ -1,4 +1,4 @@
-"""Telling the package's own methods from those that user code has put in their place, and what these name."""
+"""Inspects methods: tells the package's own from overrides by user code, and lists the strings in their code."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def is_ours(method: object) -> bool:
 
 
 def texts_in(function: object) -> Iterator[str]:
-    """The texts among the constants of a function's code; none of what it calls."""
-    function = getattr(function, "func", function)  # of a partial one
+    """Yields the strings among the constants of a function's code, nested functions included, but not its callees."""
+    function = getattr(function, "func", function)  # unwraps functools.partial
     holder = function if hasattr(function, "__code__") else vars(type(function)).get("__call__")
     pending = [getattr(holder, "__code__", None)]
     while pending:

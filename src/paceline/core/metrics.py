@@ -25,7 +25,7 @@ class StartTime(float):
         return float, (float(self),)  # the monotonic clock of another process has another origin
 
     def elapsed(self) -> float:
-        """Returns the seconds since."""
+        """Returns the seconds since the start."""
         return time.monotonic() - self._begun
 
 

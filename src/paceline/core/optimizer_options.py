@@ -56,7 +56,7 @@ def typed_options(
     options = split_options(text)
     for name, value in options.items():
         if name == "lr":
-            raise TypeError(f"optim_args: lr={value} belongs into learning_rate={value}")
+            raise TypeError(f"optim_args: lr={value} belongs in learning_rate={value}")
         if name not in defaults and not takes_anything:
             raise TypeError(f"optim_args: {optimizer} has no option {name!r}; {nearest(name, defaults)}")
         options[name] = _typed(name, value, defaults.get(name), optimizer)

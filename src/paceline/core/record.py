@@ -79,7 +79,7 @@ def write_run_record(
 
 
 def library_versions(names: Iterable[str] = _LIBRARIES) -> dict[str, str]:
-    """Returns the versions of those of `names` that are installed or imported already; imports none."""
+    """Returns the versions of the libraries in `names` that are installed or imported already; imports none."""
     versions = {}
     for name in names:
         try:
@@ -93,7 +93,10 @@ def library_versions(names: Iterable[str] = _LIBRARIES) -> dict[str, str]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Returns the commit of the repository around `folder` and if tracked files differ from it; None without one."""
+    """Returns the commit of the repository that contains `folder`, and whether tracked files differ from it.
+
+    Returns None without a repository.
+    """
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None

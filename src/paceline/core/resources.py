@@ -1,4 +1,4 @@
-"""Resource use of the machine, sampled on a thread for the rows of logs (`log_resources`)."""
+"""Samples the resource use of the machine on a thread, for the log rows (`log_resources`)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from paceline.core.optional import is_installed, require
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 1.0  # between two samples; one takes about a millisecond
+SECONDS = 1.0  # interval between samples; taking one costs about a millisecond
 MB, GB = 2**20, 2**30
 
 
 class Resources:
     """Samples the use of CPU, memory, disk, network and NVIDIA GPUs of this machine, until it is closed.
 
-    In a row, loads, rates and power are means since the row before, memory and temperatures the largest value:
+    In a log row, loads, rates and power are means since the previous row, memory and temperatures are maxima:
     `resource/cpu_percent` (of all cores), `resource/process_memory_gb`, `resource/memory_percent`,
     `resource/disk_read_mb_s`, `resource/disk_write_mb_s`, `resource/network_in_mb_s`, `resource/network_out_mb_s`; and
     for each GPU of the machine `resource/gpu0_percent`, `resource/gpu0_memory_gb`, `resource/gpu0_power_w`,
-    `resource/gpu0_celsius`. What the system does not tell is left out.
+    `resource/gpu0_celsius`. Values that the system does not report are left out.
 
     Args:
-        seconds: between two samples.
+        seconds: the interval between samples.
 
     Raises:
         ImportError: psutil is missing; the message names the extra.
@@ -44,7 +44,7 @@ class Resources:
         self._num_samples = 0
         self._counters = self._count()
         self._since = time.monotonic()
-        self._psutil.cpu_percent()  # the first call has no interval to speak of, and returns 0
+        self._psutil.cpu_percent()  # psutil measures between two calls: the first call returns 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="paceline-resources", daemon=True)
         self._thread.start()
@@ -57,7 +57,7 @@ class Resources:
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """Ends the sampling; a driver that is gone must not end the training."""
+        """Ends the sampling with a warning, because a failing driver must not end the training."""
         self._is_over.set()
         logger.warning("log_resources: no further samples are taken: %s: %s", type(error).__name__, error)
 
@@ -77,9 +77,9 @@ class Resources:
                 self._peaks[name] = max(self._peaks.get(name, value), value)
 
     def take(self) -> dict[str, float]:
-        """Returns the entries of a row, and begins the next; takes a sample if there is none yet.
+        """Returns the entries of a log row and starts the next; takes a sample if there is none yet.
 
-        After a sample has failed they are those of disks and network.
+        After a failed sample the entries are only those of disks and network.
         """
         if not self._num_samples and not self._is_over.is_set():
             try:
@@ -98,7 +98,7 @@ class Resources:
         return {RESOURCE_PREFIX + name: round(value, 3) for name, value in row.items()}
 
     def _count(self) -> dict[str, float]:
-        """Returns bytes since the start of the machine; those of disks only where the system counts them."""
+        """Returns the bytes transferred since boot; disk bytes are left out if the system does not count them."""
         counters: dict[str, float] = {}
         disk = self._psutil.disk_io_counters()
         if disk is not None:
@@ -116,7 +116,7 @@ class Resources:
 
 
 class Gpus:
-    """The NVIDIA GPUs of this machine, through nvidia-ml-py; none without it or without a driver."""
+    """Reads the NVIDIA GPUs of this machine through nvidia-ml-py. Without it or a driver, there are no GPUs."""
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
@@ -131,10 +131,10 @@ class Gpus:
         self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
 
     def loads(self) -> dict[str, float]:
-        """Returns use in percent and power in watts, by name."""
+        """Returns utilization in percent and power in watts, by name."""
         found: dict[str, float] = {}
         for index, handle in enumerate(self._handles):
-            with suppress(self._nvml.NVMLError):  # a part of a GPU has no use of its own, a laptop's no power
+            with suppress(self._nvml.NVMLError):  # a MIG slice reports no utilization, a laptop GPU no power
                 found[f"gpu{index}_percent"] = float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
             with suppress(self._nvml.NVMLError):
                 found[f"gpu{index}_power_w"] = self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000
@@ -152,7 +152,7 @@ class Gpus:
         return found
 
     def close(self) -> None:
-        """Lets go of the driver."""
+        """Releases the driver."""
         if self._handles:
             self._nvml.nvmlShutdown()
             self._handles = []

@@ -50,7 +50,7 @@ class RetryWriter:
         """Retries for the last time and logs the files that are incomplete."""
         self.retry()
         if self._waiting:
-            logger.error("The run ends, and this is not up to date: %s.", ", ".join(map(str, self._waiting)))
+            logger.error("The run has ended with incomplete files: %s.", ", ".join(map(str, self._waiting)))
             self._waiting.clear()
 
     def _write(self, path: Path) -> OSError | None:
@@ -67,7 +67,7 @@ class RetryWriter:
 
 
 def append_whole(path: Path, content: bytes) -> None:
-    """Appends to a file, all of it or nothing.
+    """Appends the whole content to a file, or nothing.
 
     Raises: OSError, if writing fails.
     """
@@ -84,7 +84,7 @@ def append_whole(path: Path, content: bytes) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Appends a line to a text file, all of it or nothing; first ends an incomplete last line, left by a crash.
+    """Appends a whole line to a text file, or nothing. Ends an incomplete last line, left by a crash, first.
 
     Raises: OSError, if writing fails.
     """

@@ -1,4 +1,4 @@
-"""Collection of prediction rows over batches: one row per sample, ragged ones padded or kept as they are.
+"""Collects prediction rows over batches: one row per sample; ragged rows are padded or kept as they are.
 
 Past a limit the rows are moved to files with the same result, so that memory does not grow with the number of samples.
 """
@@ -41,7 +41,7 @@ class RowCollector:
         self.concatenate = concatenate
         self.padding = padding
         self.disk_buffer = disk_buffer if disk_buffer is not None else DiskBuffer()
-        self._nest: Any = None  # the structure of one batch, with a store for each array and for each list of samples
+        self._nest: Any = None  # the structure of one batch, with a store in place of each array and list of samples
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +71,7 @@ class RowCollector:
                 stay as they are.
 
         Raises:
-            ValueError: a list that is not one of samples has another structure in one batch than in the first.
+            ValueError: a list without one entry per sample has another structure in one batch than in the first.
         """
         if isinstance(self._nest, Batches) and not self.concatenate:
             return self._nest.nests()
@@ -85,7 +85,7 @@ class Leaf:
     def __init__(self) -> None:
         self._held: list[Array] = []
         self._file: SpillFile | None = None
-        # of each batch in the file: samples, and (dtype, shape), of which there are few different ones
+        # per batch: the number of samples, and (dtype, shape), of which there are few different ones
         self._sizes: list[int] = []
         self._forms: list[tuple[np.dtype[Any], tuple[int, ...]]] = []
         self._known: dict[Any, tuple[np.dtype[Any], tuple[int, ...]]] = {}
@@ -139,7 +139,7 @@ class Leaf:
         return views
 
     def join(self, padding: float, disk_buffer: DiskBuffer, places: Array | None = None) -> Any:
-        """Returns one array with a row per sample, ragged ones padded; the list of batches if they have no rows."""
+        """Returns one array with a row per sample, ragged rows padded; the list of batches if they have no rows."""
         forms = self._known.values()
         has_rows = all(
             len(shape) > 0 and shape[0] == size for (_, shape), size in zip(self._forms, self._sizes, strict=True)
@@ -172,7 +172,7 @@ class Slot:
 
 
 class Batches:
-    """Nests of any structure, batch after batch. Their arrays are in leaves, so that these can be in files."""
+    """Stores nests of any structure, one per batch. Leaves hold their arrays, so that these can be moved to files."""
 
     def __init__(self) -> None:
         self._leaf, self._objects = Leaf(), Leaf()  # Python objects stay in memory
@@ -199,7 +199,7 @@ class Batches:
         return added
 
     def move_to(self, disk_buffer: DiskBuffer) -> int:
-        """As `Leaf.move_to`."""
+        """Moves the arrays in memory to a file. Returns the bytes freed."""
         return self._leaf.move_to(disk_buffer)
 
     def nests(self) -> list[Any]:
@@ -248,7 +248,7 @@ def has_rows(nest: Any, size: int) -> bool:
 
 
 def concatenate(arrays: list[Array], padding: float = PADDING) -> Any:
-    """Concatenates arrays along the first dimension, padding the others; returns the list if their ndim differ."""
+    """Concatenates arrays along the first dimension, padding the other dimensions; returns the list if ndim differs."""
     if len({array.ndim for array in arrays}) > 1:
         return arrays
     tails = {array.shape[1:] for array in arrays}
@@ -278,7 +278,7 @@ def put_back(rows: Array, places: Array, disk_buffer: DiskBuffer) -> Array:
 
 
 def common_form(dtypes: set[np.dtype[Any]], tails: set[tuple[int, ...]]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Returns the smallest dtype and trailing dimensions that hold all of these."""
+    """Returns the smallest dtype and trailing dimensions that can hold all the given ones."""
     return np.result_type(*dtypes), tuple(max(sizes) for sizes in zip(*tails, strict=True))
 
 
@@ -300,7 +300,7 @@ def filler_of(dtype: np.dtype[Any], padding: float) -> Any:
 
 
 def map_nest(function: Callable[[Any], Any], nest: object) -> Any:
-    """Applies `function` to each leaf of a nest of dicts, lists and tuples; None stays."""
+    """Applies `function` to each leaf of a nest of dicts, lists and tuples; None stays None."""
     if nest is None:
         return None
     if isinstance(nest, Mapping):
@@ -324,7 +324,7 @@ def pair_nests(leaves: object, nest: object) -> Iterator[tuple[Leaf | Batches, A
     """Yields each store with its value.
 
     Raises:
-        ValueError: the nest has another structure than that of the first batch.
+        ValueError: the nest's structure differs from that of the first batch.
     """
     if isinstance(leaves, Leaf | Batches):
         yield leaves, nest

@@ -1,8 +1,8 @@
-"""The life of a training run, in its order: start, open the data, prepare, restore, run, finish, close.
+"""The life cycle of a training run: start, open the data, prepare, restore, run, finish, close.
 
 A `Session` is made for each call and declares the attributes of the Trainer that it reads and writes: model, optimizer,
-strategy, state, control. A `Run` holds what lives as long as one training. Each framework's session makes the parts and
-hands every part what it works on. The facades, which users and subclasses see, forward to their session.
+strategy, state, control. A `Run` holds the objects that live as long as one training. Each framework's session creates
+these objects and connects them. The facades, which users and subclasses see, forward to their session.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-REMARK_SECONDS = 60.0  # a run that is shorter says little about where the time of a real one goes
+REMARK_SECONDS = 60.0  # advice from a shorter run is not logged as a warning: its times are not representative
 
 Value = TypeVar("Value")
 RunType = TypeVar("RunType", bound="Run")
@@ -50,10 +50,10 @@ FacadeType = TypeVar("FacadeType", bound="Facade")
 
 
 class Kept(Generic[Value]):
-    """An attribute of a session that its facade keeps, where users and subclasses read and replace it.
+    """An attribute of a session that is stored on its facade, so that users and subclasses can read and replace it.
 
     Args:
-        name: of the facade's attribute; None: the same as the session's.
+        name: the name of the facade's attribute; None for the same name as the session's.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -76,7 +76,7 @@ class Kept(Generic[Value]):
 
 
 class Facade(Protocol):
-    """The members of a facade that every session reads or calls, as its user or a subclass defines them.
+    """The members of a facade that every session reads or calls. Users and subclasses may redefine them.
 
     Attributes:
         log: `(logs, start_time)`: stamps, stores and reports one row of metrics.
@@ -95,8 +95,8 @@ class RunFacts:
         num_samples: samples of one epoch; None if unknown.
         record: further entries of `run.json`.
         lines: further log lines.
-        device: where the model is, for people.
-        model: name of its class.
+        device: description of the model's device for people.
+        model: the model's class name.
     """
 
     num_trainable: int
@@ -109,7 +109,7 @@ class RunFacts:
 
 
 class Stages(Protocol):
-    """Measurements of the memory of each stage."""
+    """Measures the memory of each stage."""
 
     def stop(self, stage: str) -> dict[str, float]:
         """Ends a stage; returns its metrics."""
@@ -117,14 +117,14 @@ class Stages(Protocol):
 
 
 class Meter(Protocol):
-    """Counts something in the course of a run, such as its floating-point operations."""
+    """Counts a quantity during a run, such as floating-point operations."""
 
     def row(self, times: Mapping[str, float]) -> dict[str, float]:
-        """Returns the entries of a row of logs, given the times in it."""
+        """Returns the entries of a log row, given the row's times."""
         ...
 
     def describe(self) -> str:
-        """Returns the rate of the whole run in words; empty if nothing was counted."""
+        """Returns the rate of the whole run in words; an empty text if nothing was counted."""
         ...
 
 
@@ -132,7 +132,7 @@ class Lock(Protocol):
     """The exclusive right of a run to write to its output folder."""
 
     def check(self) -> None:
-        """Raises if another process has taken it over."""
+        """Raises an error if another process has taken over the lock."""
 
 
 @dataclass
@@ -140,25 +140,25 @@ class Run:
     """The parts of one training run, while it lasts.
 
     Attributes:
-        plan: as it was at the start; the loop's own changes after an out-of-memory.
+        plan: the plan at the start; after an out-of-memory the loop replaces its own copy only.
         feed: yields the data.
         engine: runs the optimizer steps.
         signals: stop requests.
         mark: identifies the checkpoints of this run.
         folder: output folder of the run.
-        lock: of the output folder; None: another process holds it, or locks are unsupported.
-        trial: of a hyper-parameter search, or None.
+        lock: the lock of the output folder; None if another process of the run holds it, or locks are unsupported.
+        trial: the trial of a hyper-parameter search, or None.
         ignore_keys: output keys that evaluation leaves out.
         first_step: `global_step` at the start, more than 0 after a resume.
-        first_tokens: input tokens seen before it.
-        loop: decides when.
-        is_trained: the loop has ended.
+        first_tokens: input tokens seen before `first_step`.
+        loop: the training loop.
+        is_trained: True once the loop has ended.
         retry_writer: writes the journal and the record of the run.
-        log_text: the rows of the log as text, from one save to the next.
-        begun: start of the run, in seconds of a monotonic clock.
+        log_text: the encoded rows of the log, kept between saves.
+        begun: start of the run, a value of `time.monotonic()`.
         ledger: the time of the run by activity.
-        resources: samples the machine; None: `log_resources` is off.
-        meters: add entries to the rows of logs.
+        resources: samples the machine; None if `log_resources` is off.
+        meters: add entries to the log rows.
     """
 
     plan: Plan
@@ -182,11 +182,11 @@ class Run:
     meters: tuple[Meter, ...] = ()
 
     def sample_resources(self) -> None:
-        """Starts to sample the machine."""
+        """Starts sampling the machine's resources."""
         self.resources = resources.Resources()
 
     def row_entries(self) -> dict[str, float]:
-        """Returns what callbacks get in a training row beside its metrics; empty for any other row."""
+        """Returns the entries that are added to a training row for callbacks; empty for any other row."""
         entries = self.ledger.take_row()
         for meter in self.meters if entries else ():
             entries.update(meter.row(entries))
@@ -201,12 +201,12 @@ class Run:
         self.is_trained = True
 
     def begin_at(self, state: TrainerState) -> None:
-        """Takes the position of a state as the start of the run."""
+        """Sets the start of the run to the position of a state."""
         self.first_step = state.global_step
         self.first_tokens = state.num_input_tokens_seen
 
     def claim(self, checkpoint: str) -> RunMark:
-        """Marks a checkpoint that was just written as one of the run, if its writer did not; returns the mark."""
+        """Assigns a checkpoint that was just written without a mark to this run; returns the run's mark."""
         self.mark = claimed(self.mark, self.folder, checkpoint)
         return self.mark
 
@@ -216,25 +216,25 @@ class Run:
 
 
 class Session(ABC, Generic[RunType, FacadeType]):
-    """The parts of one Trainer, and the order of life of its runs.
+    """Runs the life cycle of one Trainer's trainings.
 
-    A session is made for each call and holds nothing itself: the facade keeps the attributes, so that a subclass may
-    define each as it likes, and its methods are looked up when they are called.
+    A session is made for each call and has no state: the facade holds the attributes, so that a subclass may redefine
+    each of them, and its methods are looked up when they are called.
 
     Args:
-        facade: the members that the session uses; a Trainer has them.
+        facade: the Trainer, with the members that the session uses.
 
     Attributes:
-        args: the arguments, as they are now.
+        args: the current arguments.
         state: the training state, live; replaced by each run.
-        callback_handler: the callbacks, and which of them each event calls.
+        callback_handler: the callbacks and their dispatch table.
         control: the flags of the callbacks, live.
-        memory_stages: the memory of each stage.
+        memory_stages: measures the memory of each stage.
         is_in_train: True while a run's loop is in progress.
         run: the run in progress, or None.
-        run_mark: of the run that was last started or resumed, or None.
-        time_spent: seconds of the last run by activity (`paceline.core.ledger.ACTIVITIES`); empty before.
-        data_remedy: what makes the data of this framework come faster.
+        run_mark: the mark of the run that was last started or resumed, or None.
+        time_spent: seconds of the last run by activity (`paceline.core.ledger.ACTIVITIES`); empty before the first run.
+        data_remedy: advice on how to load this framework's data faster.
     """
 
     data_remedy: ClassVar[str]
@@ -248,10 +248,10 @@ class Session(ABC, Generic[RunType, FacadeType]):
     run_mark: Kept[RunMark | None] = Kept()
     time_spent: Kept[Mapping[str, float]] = Kept()
 
-    def __init__(self, facade: Any) -> None:  # a Trainer: its methods are no variables, as those of a Protocol are
+    def __init__(self, facade: Any) -> None:  # Any: the Protocol declares attributes that a Trainer has as methods
         self.facade: FacadeType = facade
 
-    # ---- the order of life
+    # ---- the life cycle
 
     def train(
         self,
@@ -264,8 +264,8 @@ class Session(ABC, Generic[RunType, FacadeType]):
 
         Args:
             folder: output folder of the run.
-            resume: a checkpoint, True for the newest, or False or None as the framework defines them.
-            trial: of a hyper-parameter search, or None.
+            resume: a checkpoint, True for the newest, or False or None, whose meaning the framework defines.
+            trial: the trial of a hyper-parameter search, or None.
             ignore_keys: output keys that evaluation leaves out.
 
         Raises:
@@ -302,10 +302,12 @@ class Session(ABC, Generic[RunType, FacadeType]):
         return output
 
     def is_best(self, checkpoint: Path) -> bool:
-        """True if the present model is the best, and its own checkpoint could not be written.
+        """True if the present model is the best one and its own checkpoint could not be written.
+
+        Logs a warning in this case, and if a better model was lost.
 
         Args:
-            checkpoint: the best that was written; a warning says so if a better model is lost.
+            checkpoint: the best checkpoint that was written.
         """
         step = self.state.best_global_step
         if not step or checkpoint.name == f"checkpoint-{step}":
@@ -320,7 +322,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
         """Returns the loop over the parts of a run.
 
         Args:
-            hooks: what it calls.
+            hooks: functions that the loop calls.
             saves: checkpoints that are being written.
         """
         return Loop(
@@ -338,7 +340,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
         )
 
     def announce(self, run: RunType) -> None:
-        """Logs the plan of a run, and writes it beside the outputs as `run.json`."""
+        """Logs the plan of a run and writes the record `run.json` to the output folder."""
         facts = self.describe(run)
         for line in headlines(run.plan, facts.num_samples, facts.num_trainable):
             logger.info(line)
@@ -366,7 +368,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
         run.retry_writer.put(run.folder / RECORD_NAME, write)
 
     def show_header(self, run: RunType, facts: RunFacts) -> None:
-        """Prints a header for people on the first process, unless the log shows the same or no display is wanted."""
+        """Prints a header for people on rank 0, unless the log shows the same or the display is disabled."""
         is_wanted = self.args.log_level == "passive" and not self.args.disable_tqdm
         if not is_wanted or not self.state.is_world_process_zero or logger.isEnabledFor(logging.INFO):
             return
@@ -412,7 +414,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
         self.complete_saves(run)
         note((SAVE, now()))
         run.ledger.settle()
-        slow = slow_processes(self.gather_times(run.ledger.seconds))  # here, since a callback may raise on one of them
+        slow = slow_processes(self.gather_times(run.ledger.seconds))  # before a callback may raise on one rank
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None and is_complete and not self.is_best(Path(best)):
             self.load_best(Path(best))
@@ -425,11 +427,11 @@ class Session(ABC, Generic[RunType, FacadeType]):
         return TrainOutput(self.state.global_step, train_loss, metrics)
 
     def gather_times(self, seconds: Mapping[str, float]) -> list[Mapping[str, float]]:
-        """Returns the seconds by activity of each process, by rank."""
+        """Returns the seconds by activity of each rank."""
         return [seconds]
 
     def summarise_time(self, run: RunType, num_steps: int, slow: list[str]) -> None:
-        """Keeps the times of a run, and logs them in words; a long run is told what would make it shorter.
+        """Stores the times of a run and logs a summary and advice; the advice of a long run is a warning.
 
         Args:
             run: the run.
@@ -450,25 +452,23 @@ class Session(ABC, Generic[RunType, FacadeType]):
             logger.log(level, "%s", advice)
 
     def claim(self, run: RunType) -> None:
-        """Marks the checkpoint that was just written as one of the run, if its writer did not."""
+        """Assigns the checkpoint that was just written to the run, if it has no mark."""
         self.run_mark = run.claim(f"checkpoint-{self.state.global_step}")
 
-    # ---- what each framework makes of these
+    # ---- implemented for each framework
 
     @property
     @abstractmethod
     def world_size(self) -> int:
-        """The number of processes that stop together."""
+        """The number of processes that must agree to stop; 1 if a signal to one process ends the whole job."""
 
     @abstractmethod
     def lock(self, folder: Path) -> AbstractContextManager[Lock | None]:
-        """Locks the output folder: while entered, no other run trains in it."""
+        """Returns a context manager that locks the output folder, so that no other run trains in it."""
 
     @abstractmethod
     def start(self, trial: object) -> None:
-        """Checks the arguments against the data, seeds all randomness, and makes a fresh model if there is a
-        `model_init`.
-        """
+        """Checks the arguments against the data, seeds all random generators, and calls `model_init` if given."""
 
     @abstractmethod
     def find_checkpoint(self, resume: str | bool | None) -> Path | None:
@@ -476,11 +476,11 @@ class Session(ABC, Generic[RunType, FacadeType]):
 
     @abstractmethod
     def open_data(self, checkpoint: Path | None) -> tuple[Any, Plan]:
-        """Returns the feed of the training data, and the plan of a run over all of it."""
+        """Returns the iterator over the training data, and the plan of a run over all of it."""
 
     @abstractmethod
     def begin_state(self, plan: Plan, checkpoint: Path | None, trial: object) -> TrainerState:
-        """Returns a fresh state, or that of the checkpoint under the present arguments."""
+        """Returns a fresh state, or the checkpoint's state adapted to the present arguments."""
 
     @abstractmethod
     def begin_mark(self, folder: Path, checkpoint: Path | None) -> RunMark:
@@ -488,27 +488,27 @@ class Session(ABC, Generic[RunType, FacadeType]):
 
     @abstractmethod
     def restore_position(self, feed: Any, plan: Plan, checkpoint: Path) -> Plan:
-        """Moves the feed to the checkpoint's position; returns the plan of what remains."""
+        """Moves the data iterator to the checkpoint's position; returns the plan of the remaining run."""
 
     @abstractmethod
     def surroundings(self, plan: Plan) -> AbstractContextManager[None]:
-        """Edits the model for training and takes that back at the end; the end waits for uploads and pushes."""
+        """Adapts the model for training; the exit undoes that, and waits for uploads and pushes."""
 
     @abstractmethod
     def watch(self) -> AbstractContextManager[Any]:
-        """Watches the other processes, if there are any."""
+        """Returns a context manager that watches the other ranks, if there are any."""
 
     @abstractmethod
     def prepare(self, plan: Plan, feed: Any, signals: StopSignals, watchdog: Any, folder: Path) -> RunType:
-        """Hands the model to the strategy, creates optimizer and engine, and returns the parts of the run."""
+        """Prepares the model with the strategy, creates optimizer and engine, and returns the run."""
 
     @abstractmethod
     def restore(self, run: RunType, checkpoint: Path | None) -> Loop:
-        """Loads what the checkpoint holds beside weights and position; returns the loop of the run."""
+        """Loads the checkpoint's state other than weights and data position; returns the loop of the run."""
 
     @abstractmethod
     def describe(self, run: RunType) -> RunFacts:
-        """Returns the facts about a run that its log and its record name."""
+        """Returns the facts about a run for its log and its record."""
 
     @abstractmethod
     def open(self, run: RunType) -> AbstractContextManager[None]:
@@ -516,7 +516,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
 
     @abstractmethod
     def close(self, run: RunType) -> None:
-        """Waits for writes in progress and clears what an interrupted one left. Raises nothing."""
+        """Waits for writes in progress and removes the files of interrupted ones. Raises nothing."""
 
     @abstractmethod
     def settle(self, run: RunType, train_loss: float) -> float:
@@ -524,7 +524,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
 
     @abstractmethod
     def complete_saves(self, run: RunType) -> None:
-        """Waits until the checkpoints of a run are written, and applies the retention."""
+        """Waits until the checkpoints of a run are written, then deletes those beyond the retention limit."""
 
     @abstractmethod
     def load_best(self, checkpoint: Path) -> None:

@@ -20,9 +20,9 @@ class Interrupted(Exception):
 class StopSignals:
     """Context manager in which SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) set `requested`; exit restores the old handlers.
 
-    SIGTERM and SIGUSR1 let the run save and end normally, and the previous handler is called too. Ctrl-C does the same
-    and is raised as KeyboardInterrupt after the save; a second Ctrl-C is raised at once. Outside the main thread Python
-    allows no handlers: none is installed, and this is logged.
+    SIGTERM and SIGUSR1 let the run save and end normally, and the previous handler is called too. Ctrl-C also lets the
+    run save, then raises KeyboardInterrupt; a second Ctrl-C raises it at once. Python allows no handlers outside the
+    main thread: none is installed there, and this is logged.
 
     Args:
         enabled: False installs no handler.

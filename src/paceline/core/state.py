@@ -78,7 +78,7 @@ class TrainerControl(ExportableState):
         self.should_log = False
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Restores the saved flags that were requested and not acted on yet."""
+        """Restores the saved flags that were set and not acted on yet."""
         self.should_evaluate = bool(saved.get("should_evaluate", False))
         self.should_epoch_stop = bool(saved.get("should_epoch_stop", False))
 
@@ -116,7 +116,7 @@ class TrainerState:
         is_hyper_param_search: True if this run is a trial of a hyperparameter search.
         trial_name: the trial's name.
         trial_params: the trial's hyperparameters.
-        stateful_callbacks: states of callbacks by name; a list of `ExportableState` objects is converted to that.
+        stateful_callbacks: states of callbacks by name; a list of `ExportableState` objects is converted to this form.
     """
 
     epoch: float = 0
@@ -153,12 +153,12 @@ class TrainerState:
         self.best_model_checkpoint = checkpoint
 
     def record_callbacks(self, callbacks: Sequence[Any]) -> None:
-        """Sets the states of the callbacks, of those that have a `state()`."""
+        """Sets the states of the callbacks that have a `state()`."""
         stateful = [callback for callback in callbacks if callable(getattr(callback, "state", None))]
         self.stateful_callbacks = export_states(stateful)
 
     def copied(self) -> Self:
-        """Returns a copy of all fields; the rows of the log, which grow in number alone, are shared."""
+        """Returns a copy of all fields; the rows of the log are shared, because rows are only ever added."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         rows = list(fields.pop("log_history"))
         made = copy.copy(self)
@@ -168,7 +168,7 @@ class TrainerState:
         return made
 
     def take_back(self, saved: TrainerState) -> None:
-        """Restores all fields from a copy of this state, which is copied again."""
+        """Restores all fields from an earlier copy of this state. The copy stays independent."""
         again = saved.copied()
         for field in dataclasses.fields(saved):
             setattr(self, field.name, getattr(again, field.name))
@@ -178,10 +178,10 @@ class TrainerState:
         self.text().write(json_path)
 
     def text(self, log_text: LogText | None = None) -> StateText:
-        """Returns the state of this moment, which its `write` writes from any thread.
+        """Returns a snapshot of the state, which any thread can write by its `write`.
 
         Args:
-            log_text: of the run, so that rows are encoded once; it takes 7 us for each new one.
+            log_text: the run's encoded log, so that each row is encoded once, in 7 us; None encodes all rows.
         """
         names = [field.name for field in dataclasses.fields(self) if field.name != HISTORY]
         rows = list(self.log_history)
@@ -205,7 +205,7 @@ class TrainerState:
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            logger.info("%s: left out what this version does not know: %s.", path, ", ".join(unknown))
+            logger.info("%s: ignored unknown fields: %s.", path, ", ".join(unknown))
         for name, is_possible in _POSSIBLE.items():
             value = values.get(name, 0 if name in _NEVER_NULL else None)
             if (value is not None or name in _NEVER_NULL) and not is_possible(value):
@@ -241,7 +241,8 @@ def _is_number(value: object) -> bool:
 
 
 _NEVER_NULL = frozenset({"global_step"})
-# Valid values, in addition to null but for those. Others would fail only hours later.
+# Checks of the values read from a file; null is valid too, except for `_NEVER_NULL`. An invalid value would otherwise
+# fail only hours later.
 _POSSIBLE: dict[str, Callable[[Any], bool]] = {
     "epoch": is_amount,
     "global_step": is_count,

@@ -2,7 +2,7 @@
 
     trainer = Trainer(model, args, eval_dataset=data, compute_metrics=Perplexity())
 
-Most of them keep sums, over the samples, of a few numbers per sample; the value is a function of the sums. So any split
+Most metrics keep sums, over the samples, of a few numbers per sample; the value is a function of the sums. So any split
 into batches, and any order of merging shards, gives the same value, and sums over resampled samples give its confidence
 interval (`paceline.core.intervals`).
 """
@@ -32,7 +32,7 @@ CHUNK_ELEMENTS = 1 << 20
 
 
 def is_streaming(metric: object) -> bool:
-    """True if a `compute_metrics` is updated batch by batch. A callable with such methods is called instead.
+    """True if a `compute_metrics` is updated batch by batch. A callable with these methods counts as a function.
 
     Raises:
         TypeError: it has `update` but no `reset`, so a second evaluation would include the first.
@@ -50,7 +50,7 @@ def is_streaming(metric: object) -> bool:
 
 
 def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yields (batch, is last). It reads one batch ahead, so that it works for streams of unknown length."""
+    """Yields (batch, is last). Reads one batch ahead, so that it works for streams of unknown length."""
     iterator = iter(batches)
     try:
         held = next(iterator)
@@ -116,7 +116,9 @@ class SumMetric(ABC):
             ValueError: it has other settings, or both started at the same sample index.
         """
         if type(other) is not type(self) or other.settings() != self.settings():
-            raise ValueError(f"{self.settings()} cannot take in {other.settings()}: give both the same settings.")
+            raise ValueError(
+                f"{self.settings()} cannot be merged with {other.settings()}: give both the same settings."
+            )
         if other.sums is None:
             return
         if self.sums is not None and self.confidence is not None and self.first_sample == other.first_sample:
@@ -187,7 +189,7 @@ class Accuracy(SumMetric):
     """The share of correct predictions, over samples or over all their tokens.
 
     With one target per sample the interval is Wilson's (1927, "Probable inference"), which is valid at 0 and 1 too;
-    with several it is the bootstrap's over samples.
+    with several targets per sample it is a bootstrap interval over samples.
 
     Args:
         shifted: the output at i predicts the target at i + 1, as in a causal language model.
@@ -340,8 +342,8 @@ class F1:
 
     Args:
         num_classes: number of classes; targets are 0 to num_classes - 1.
-        average: `macro`: the mean over the classes; `weighted`: weighted by their number of targets; `micro`: over all
-            targets together; `binary`: of class 1. A class without targets and predictions counts 0.
+        average: `macro`: the mean over the classes; `weighted`: the mean weighted by their number of targets; `micro`:
+            over all targets together; `binary`: of class 1. A class without targets and predictions counts as 0.
         shifted: the output at i predicts the target at i + 1.
         ignore_index: the target value to ignore.
         confidence: level of the intervals `<name>_low` and `<name>_high`; None computes none.
@@ -393,7 +395,9 @@ class F1:
             ValueError: it has other settings.
         """
         if type(other) is not type(self) or other.settings() != self.settings():
-            raise ValueError(f"{self.settings()} cannot take in {other.settings()}: give both the same settings.")
+            raise ValueError(
+                f"{self.settings()} cannot be merged with {other.settings()}: give both the same settings."
+            )
         self.matrix = self.matrix + other.matrix
 
     def settings(self) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ class WorkerWatch:
     """
 
     def __init__(self) -> None:
-        self._since: dict[int, float] = {}  # process -> when it was first found stopped
+        self._since: dict[int, float] = {}  # process id -> time at which it was first found stopped
         self._named: set[int] = set()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="paceline-workers", daemon=True)

@@ -1,6 +1,6 @@
-"""The model card, `README.md`: metadata for the hub and a description of the training.
+"""Writes the model card, `README.md`: metadata for the hub and a description of the training.
 
-The generated text is between two comments. Text outside of them is kept, and so are metadata that neither the run nor
+The generated text is between two comments. Text outside of them is kept, and so is metadata that neither the run nor
 the caller provides.
 """
 
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 BEGIN = "<!-- paceline: this part is written anew at each push -->"
 END = "<!-- paceline: end of that part -->"
-TEMPLATE_MARK = "[More Information Needed]"  # marks template cards of libraries, of which only the metadata is kept
+TEMPLATE_MARK = "[More Information Needed]"  # occurs in template cards of libraries; only their metadata is kept
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(?:/[\w][\w.-]*)?")
-# suffix of a model class's name -> the hub's name of the task
+# suffix of a model's class name -> the hub's task name
 _TASKS = {
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
@@ -47,7 +47,7 @@ _TASKS = {
     "ForCTC": "automatic-speech-recognition",
     "ForImageTextToText": "image-text-to-text",
 }
-# builders of `datasets` for local files, which name no data set of the hub
+# builders of `datasets` for local files, which do not identify a data set on the hub
 _LOADERS = {"csv", "json", "pandas", "parquet", "text", "arrow", "generator", "imagefolder", "audiofolder", None}
 
 
@@ -67,12 +67,12 @@ class CardOptions:
 
 
 def write_card(folder: Path, run: CardRun, facts: CardFacts, options: CardOptions) -> None:
-    """Writes the card of a model into a folder, or renews the generated part of the existing one.
+    """Writes the card of a model to a folder, or regenerates the generated part of the existing card.
 
     Args:
         folder: the output folder; its name is the default title.
         run: the run that trained the model.
-        facts: the model.
+        facts: facts about the model.
         options: further metadata.
 
     Raises: ImportError, if huggingface_hub is missing; OSError.
@@ -84,13 +84,13 @@ def write_card(folder: Path, run: CardRun, facts: CardFacts, options: CardOption
     own = describe(run, facts, name, data.base_model, results_named(options, data.datasets))
     content = mask_text(f"---\n{data.to_yaml()}\n---\n\n{merged(text, own)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{CARD_NAME}.incomplete-{os.getpid()}")  # a push may be reading the existing one
+    temporary = path.with_name(f".{CARD_NAME}.incomplete-{os.getpid()}")  # a push may be reading the present file
     temporary.write_text(content, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def read_card(path: Path) -> tuple[dict[str, Any], str]:
-    """Returns metadata and text of a card; empty if there is none, or (with a warning) if it is unreadable."""
+    """Returns (metadata, text) of a card, empty if there is none. Drops unreadable metadata with a warning."""
     if not path.is_file():
         return {}, ""
     content = path.read_text(encoding="utf-8")
@@ -121,7 +121,7 @@ def merged(text: str, own: str) -> str:
 
 
 def make_metadata(run: CardRun, facts: CardFacts, options: CardOptions, earlier: dict[str, Any], name: str) -> Any:
-    """Builds huggingface_hub's ModelCardData from the existing card, the run and the caller; later ones override."""
+    """Builds huggingface_hub's ModelCardData from the existing card, the run and the caller, whose values win."""
     hub = require("huggingface_hub", "hub")
     values = {key: value for key, value in earlier.items() if key != "model-index"}
     base = options.finetuned_from or base_of(facts) or values.get("base_model")
@@ -144,7 +144,7 @@ def make_metadata(run: CardRun, facts: CardFacts, options: CardOptions, earlier:
 
 
 def evaluations(run: CardRun, options: CardOptions, tasks: list[str], datasets: list[str]) -> list[Any]:
-    """Returns the metrics of the evaluation that describes the model, as the hub's EvalResult."""
+    """Returns the metrics of the evaluation that describes the model, as the hub's EvalResult objects."""
     hub = require("huggingface_hub", "hub")
     dataset_names, arguments = listed(options.dataset), listed(options.dataset_args)
     dataset_type = datasets[0] if datasets else "unknown"
@@ -168,14 +168,14 @@ def results_named(options: CardOptions, datasets: object) -> list[str]:
 
 
 def listed(value: object) -> list[Any]:
-    """Returns one value or several as a list."""
+    """Returns one value or several values as a list."""
     if value is None or value == "":
         return []
     return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict)) else [value]
 
 
 def is_hub_id(name: object) -> bool:
-    """True if a name is a valid model id of the hub, which refuses cards with other names."""
+    """True if one or all names are valid hub model ids and no local paths. The hub refuses cards with other names."""
     names = listed(name)
     return bool(names) and all(
         isinstance(item, str) and _HUB_ID.fullmatch(item) and not Path(item).exists() for item in names
@@ -193,7 +193,7 @@ def task_of(kind: str) -> str | None:
 
 
 def builders_of(dataset: object) -> list[str]:
-    """Returns the data set of the hub that `datasets` loaded, if any."""
+    """Returns the hub id of the data set, if `datasets` loaded it from the hub; else an empty list."""
     if "datasets" not in sys.modules:
         return []
     name = getattr(getattr(dataset, "info", None), "builder_name", None)

@@ -12,7 +12,7 @@ from paceline.core.record import library_versions
 from paceline.hub.described import CardFacts, CardRun, Hyperparameters, OptimizerFacts
 from paceline.hub.history import describing, evaluations_of
 
-# distribution, which is also the import name -> display name
+# name of the distribution and of its module -> display name
 _LIBRARIES = {
     "paceline": "paceline",
     "torch": "PyTorch",
@@ -180,7 +180,7 @@ def history(run: CardRun) -> str:
 
 
 def versions() -> str:
-    """Lists the versions of the libraries used."""
+    """Lists the versions of the imported libraries."""
     used = library_versions([name for name in _LIBRARIES if name in sys.modules])
     lines = [f"- {_LIBRARIES[name]} {version}" for name, version in used.items()]
     return "\n".join([*lines, f"- Python {platform.python_version()}"])

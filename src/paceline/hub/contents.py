@@ -1,4 +1,4 @@
-"""The content of a push: files of the output folder and of a published checkpoint, linked during the upload."""
+"""Selects the files of a push from the output folder and a published checkpoint, hard-linked during the upload."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.hub.described import CheckpointForm
 logger = logging.getLogger(__name__)
 
 CARD_NAME = "README.md"
-LAST_CHECKPOINT = "last-checkpoint"  # name in the repository; scripts resume from it
+LAST_CHECKPOINT = "last-checkpoint"  # the checkpoint's name in the repository; scripts resume from it
 
 PUSHING_THREAD = "paceline-push"  # name of the threads that push
 
@@ -61,10 +61,10 @@ class Staged:
     """A checkpoint staged for a push. Its files are hard-linked, so that rotation may delete it during the upload.
 
     Attributes:
-        folder: a hidden folder in the output folder, removed by `drop`.
+        folder: a hidden folder in the output folder; `drop` removes it.
         output_dir: the output folder, whose files next to the checkpoints are pushed with the model.
-        form: distinguishes the files of the model.
-        model_files: additional files of the model.
+        form: the structure of the checkpoint, which identifies the model's files.
+        model_files: returns additional files of the model.
     """
 
     folder: Path
@@ -74,7 +74,7 @@ class Staged:
 
     @classmethod
     def take(cls, checkpoint: Path, output_dir: Path, form: CheckpointForm) -> Staged:
-        """Links the files of a published checkpoint. Raises: OSError."""
+        """Hard-links the files of a published checkpoint. Raises: OSError."""
         folder = Path(tempfile.mkdtemp(prefix=f".push-{os.getpid()}-", dir=output_dir))
         try:
             ignore = without_links_outside(checkpoint)
@@ -86,9 +86,9 @@ class Staged:
             raise
 
     def files(self, checkpoint_name: str | None) -> dict[str, Path]:
-        """Maps paths in the repository to files: the model, files next to it, and the checkpoint if named.
+        """Maps paths in the repository to files: the model, the files next to the checkpoints, and a named checkpoint.
 
-        The files next to it are copied, because the run continues to write its logs. Raises: OSError.
+        The files next to the checkpoints are copied, because the run continues to write its logs. Raises: OSError.
         """
         source = self.folder / "checkpoint"
         held = {path.relative_to(source).as_posix(): path for path in sorted(source.rglob("*")) if path.is_file()}
@@ -97,7 +97,7 @@ class Staged:
         chosen.update(self.model_files())
         for name, path in files_of_output(self.output_dir).items():
             if name != CARD_NAME and (name in chosen or _WEIGHTS.fullmatch(name)):
-                continue  # of an earlier save
+                continue  # weights of an earlier save
             copy = self.folder / "beside" / name
             copy.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -109,7 +109,7 @@ class Staged:
         return chosen
 
     def drop(self) -> None:
-        """Removes the links."""
+        """Removes the staging folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -122,7 +122,7 @@ def clear_staged(output_dir: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    if pid == os.getpid():  # in a container every run has the same id
+    if pid == os.getpid():  # in a container every run may have the same process id
         return any(thread.name == PUSHING_THREAD for thread in threading.enumerate())
     return is_other_process(pid)
 

@@ -1,4 +1,4 @@
-"""Input of the hub modules: the run and the model that a card describes, and the structure of checkpoints."""
+"""Input types of the hub modules: the run and the model that a card describes, and the structure of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.core.state import TrainerState
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The options of a run that its card names, as they are called in the arguments."""
+    """The options of a run that its card shows, under their names in the arguments."""
 
     learning_rate: float
     weight_decay: float
@@ -44,7 +44,7 @@ class CardRun:
         state: its progress and log history.
         train_dataset: the training data; None without training.
         is_training: True while it trains.
-        is_best_loaded: True if the run was to load its best model at the end, and has ended.
+        is_best_loaded: True if the run has ended with `load_best_model_at_end=True`.
     """
 
     options: Hyperparameters
@@ -59,8 +59,8 @@ class OptimizerFacts:
     """An optimizer in a model card.
 
     Attributes:
-        name: the name of its class; None before it is made.
-        settings: its settings, as "betas", "momentum", "eps" or "alpha"; None takes those of the options.
+        name: the optimizer's class name; None before it is created.
+        settings: its settings, such as "betas", "momentum", "eps" or "alpha"; None takes those of the options.
     """
 
     name: str | None
@@ -73,18 +73,18 @@ class CardFacts:
 
     Attributes:
         model: the model without wrappers.
-        kind: class name from which the task is inferred.
+        kind: the class name from which the task is inferred.
         origins: candidate names of the base model on the hub.
         library: the hub's name of the library that loads the model; None for a plain module.
         num_parameters, num_trained: numbers of elements of all and of the trainable parameters.
         shares: the number of data-parallel ranks or replicas.
-        share_name: the name of one of them ("process", "replica").
+        share_name: the word for one of these ranks or replicas ("process", "replica").
         micro_batch_size: samples per rank and micro-batch.
         global_batch_size: the global batch size in samples.
         precision: description of the precision.
         optimizer: the optimizer and its settings.
         num_samples: returns the size of a data set; None for a stream.
-        evaluation_sets: evaluation sets by name; a single one under "".
+        evaluation_sets: evaluation sets by name; a single set has the name "".
     """
 
     model: Any
@@ -108,7 +108,7 @@ class CheckpointForm:
     """The structure of a framework's checkpoints for pushes.
 
     Attributes:
-        resume_files: patterns of the files used only to resume; the others are the model.
+        resume_files: patterns of the files used only to resume; all other files belong to the model.
         model_files: `(staged checkpoint, empty folder) -> function`, called on the main thread at once. The function,
             called on the pushing thread, returns additional files of the model by their path in the repository.
     """

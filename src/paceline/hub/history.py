@@ -18,11 +18,11 @@ class Evaluation:
     """One evaluation.
 
     Attributes:
-        step: optimizer steps before it.
-        epoch: epochs before it.
-        training_loss: the last one logged before it, or None.
+        step: optimizer steps before the evaluation.
+        epoch: epochs before the evaluation.
+        training_loss: the last training loss logged before the evaluation, or None.
+        is_of_training: True for an evaluation during training, False after it.
         metrics: metrics by name, without the prefix.
-        is_of_training: True if made during training, not after it.
     """
 
     step: int
@@ -33,7 +33,7 @@ class Evaluation:
 
 
 def evaluations_of(history: list[dict[str, Any]]) -> list[Evaluation]:
-    """Returns the evaluations in a log history; those of several data sets at one step are merged."""
+    """Returns the evaluations in a log history. Evaluations of several data sets at one step are merged."""
     found: list[Evaluation] = []
     loss: float | None = None
     is_training = True
@@ -53,7 +53,7 @@ def evaluations_of(history: list[dict[str, Any]]) -> list[Evaluation]:
 
 
 def metrics_of(row: dict[str, Any]) -> dict[str, float]:
-    """Returns the metrics of an evaluation in a row of logs, the loss first."""
+    """Returns the evaluation metrics in a log row, the loss first."""
     return {
         name.removeprefix(_PREFIX): float(value)
         for name, value in sorted(row.items(), key=lambda item: item[0] != f"{_PREFIX}loss")
@@ -65,7 +65,7 @@ def metrics_of(row: dict[str, Any]) -> dict[str, float]:
 
 
 def describing(run: CardRun) -> Evaluation | None:
-    """Returns the evaluation of the present model: the last one, or that of the best model if it was loaded."""
+    """Returns the evaluation of the present model: the last one, or the best model's if that was loaded."""
     found = evaluations_of(run.state.log_history)
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""Pushes of a run: to the repository of its model, as the options of the hub say.
+"""Pushes a run to the repository of its model, by the hub options.
 
 The push of a checkpoint starts when the checkpoint is published, on rank 0 only. Its files are hard-linked, so that
 rotation and the next save do not affect the upload. Each push is one commit.
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HubSettings:
-    """The options of a run for the hub.
+    """The hub options of a run.
 
     Attributes:
         is_enabled: True if saves are pushed.
         name: the repository, as "name" or "owner/name"; None takes the name of the output folder.
         strategy: a HubStrategy: content and interval of the pushes.
         always_push: True if no push is skipped in favour of a newer one.
-        token: None takes that of the login.
+        token: the hub token; None takes the token of the login.
         is_private: visibility of a new repository; None takes the owner's default.
         revision: the branch; None for main.
         save_strategy: a SaveStrategy: the interval of checkpoints.
@@ -51,13 +51,13 @@ class HubSettings:
 
 @dataclass(frozen=True)
 class HubHooks:
-    """Methods of a Trainer that pushes call, bound from the instance: overrides count.
+    """Methods of a Trainer that pushes call. They are bound from the instance, so that overrides are used.
 
     Attributes:
         init_hf_repo: creates the repository.
         create_model_card: writes the card into the output folder; its arguments are those of CardOptions.
         save_model: saves the model to the output folder, on all ranks.
-        push_to_hub: pushes the model as it is now.
+        push_to_hub: pushes the present model.
         finish_current_push: waits for the pushes in progress.
         fire_push_begin: notifies the callbacks that a push starts.
         card_facts: returns the facts of the model for its card.
@@ -75,11 +75,11 @@ class HubHooks:
 
 
 class PushTarget:
-    """The repository that is pushed to, and the pushes in progress.
+    """The target repository and the pushes in progress.
 
     Attributes:
-        repo_id: the full id of the repository, as "owner/name"; None until it is created.
-        pushes: the pushes to it; None before the first.
+        repo_id: the full id of the repository, "owner/name"; None until it is created.
+        pushes: the pushes to the repository; None before the first push.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class PushTarget:
         self.repo_id = open_repository(name, token=token, private=private, revision=revision)
 
     def queue(self, finish: Callable[[], None]) -> Pushes:
-        """Returns the pushes to the repository; `finish` waits for those to another one before."""
+        """Returns the pushes to the repository. If it has changed, first waits, by `finish`, for the earlier pushes."""
         assert self.repo_id is not None
         if self.pushes is None or self.pushes.repo_id != self.repo_id:
             finish()
@@ -106,13 +106,13 @@ class PushTarget:
 
 @dataclass(eq=False)
 class Publisher:
-    """Pushes an output folder and its checkpoints. It holds no state and is made anew for each use.
+    """Pushes an output folder and its checkpoints. A Publisher has no state and is created for each use.
 
     Args:
         target: the repository and the pushes in progress.
-        settings: the options for the hub.
+        settings: the hub options.
         output_dir: the absolute path of the output folder, which is pushed and holds the card.
-        is_main_process: True on rank 0, the only one that pushes.
+        is_main_process: True on rank 0, the only rank that pushes.
         hooks: the methods that a user may override.
     """
 
@@ -141,10 +141,10 @@ class Publisher:
             )
 
     def init_repository(self, token: str | None, private: bool | None) -> None:
-        """Creates the repository and the branch if missing, and removes what a killed run had staged.
+        """Creates the repository and the branch if missing, and removes staging folders that a killed run left.
 
         Args:
-            token, private: instead of those of the settings.
+            token, private: override the values of the settings.
 
         Raises: HubError.
         """
@@ -158,7 +158,7 @@ class Publisher:
         )
         clear_staged(self.output_dir)
 
-    # ---- what the user asks for
+    # ---- pushes on request
 
     def push_model(
         self,
@@ -173,12 +173,12 @@ class Publisher:
         """Saves the model and its card, and uploads the output folder without its checkpoints in one commit.
 
         Args:
-            message: of the commit; None: "End of training".
-            is_blocking: wait for the commit.
-            token, revision, private: instead of those of the settings.
+            message: the commit message; None for "End of training".
+            is_blocking: True waits for the commit.
+            token, revision, private: override the values of the settings.
             card: arguments of `create_model_card`.
 
-        Returns: huggingface_hub's CommitInfo, or a Future of it; None on other processes than the first.
+        Returns: huggingface_hub's CommitInfo, or a Future of it; None on ranks other than 0.
         """
         token = token if token is not None else self.settings.token
         self.hooks.fire_push_begin()
@@ -212,7 +212,7 @@ class Publisher:
             self._queue().report("the saved model", error)
 
     def _write_card(self, options: dict[str, Any]) -> None:
-        """Writes the card with the name of the repository and the model's own tags, beside the given options."""
+        """Writes the card with the given options, the name of the repository, and the model's own tags."""
         name = str(self.target.repo_id or self.settings.name or self.output_dir.name).rpartition("/")[2]
         options = {**options, "model_name": options.get("model_name") or name}
         own = getattr(self.hooks.card_facts().model, "model_tags", None)
@@ -225,7 +225,7 @@ class Publisher:
     def _queue(self) -> Pushes:
         return self.target.queue(self.hooks.finish_current_push)
 
-    # ---- what training pushes
+    # ---- pushes during training
 
     def push_checkpoint(self, folder: Path) -> None:
         """Pushes the model of a published checkpoint, and the checkpoint itself by the strategy, asynchronously."""
@@ -257,7 +257,7 @@ class Publisher:
         pushes.start(Push(folder.name, send, staged.drop, can_be_skipped=not keeps_all))
 
     def finish_training(self) -> None:
-        """Waits for the pushes at the end of a training run: an exiting interpreter cannot finish them."""
+        """Waits for the pushes at the end of a training run, because an exiting interpreter cannot finish them."""
         if not self.settings.is_enabled or not self.is_main_process:
             return
         pushes = self.target.pushes
@@ -278,7 +278,7 @@ class Publisher:
 def send_checkpoint(
     repo_id: str, staged: Staged, name: str | None, message: str, *, token: str | None, revision: str | None
 ) -> Any:
-    """Commits the model, and the checkpoint under `name`; runs on the pushing thread."""
+    """Commits the model and, if `name` is given, the checkpoint under that name. Runs on the pushing thread."""
     return commit(repo_id, staged.files(name), message, token=token, revision=revision, owned=name)
 
 

@@ -28,9 +28,9 @@ class Push:
 
     Attributes:
         name: description of its content.
-        send: runs the push and returns the hub's answer.
+        send: runs the push and returns the hub's response.
         drop: called when the push has ended, with or without success.
-        can_be_skipped: a newer push may replace it while it waits.
+        can_be_skipped: True if a newer push may replace this one while it waits.
         result: future of the result or exception of `send`.
     """
 
@@ -61,7 +61,7 @@ class Pushes:
         self._waits_at_exit = False
 
     def start(self, push: Push) -> Future[Any]:
-        """Queues a push behind the earlier ones."""
+        """Queues a push after the earlier ones. Returns the future of its result."""
         skipped: list[Push] = []
         with self._lock:
             if push.can_be_skipped:
@@ -71,7 +71,7 @@ class Pushes:
                 self._waiting.append(push)
             else:
                 self._current = push
-                # a daemon, so that Ctrl-C can abandon it: an incomplete commit has no effect
+                # a daemon thread, so that Ctrl-C can abandon it: an incomplete commit has no effect
                 self._thread = threading.Thread(target=self._work, args=(push,), name=PUSHING_THREAD, daemon=True)
                 self._thread.start()
         self._wait_at_exit()
@@ -88,7 +88,7 @@ class Pushes:
     def wait_until_done(self) -> None:
         """Waits for all pushes and logs this periodically.
 
-        Raises: KeyboardInterrupt; the interpreter then does not wait for them at exit.
+        Raises: KeyboardInterrupt; the interpreter then does not wait for the pushes at exit.
         """
         try:
             self._wait()
@@ -133,7 +133,7 @@ class Pushes:
             logger.warning("%s could be pushed to %s again.", name, self.repo_id)
 
     def _wait_at_exit(self) -> None:
-        """Waits for the pushes at interpreter exit, unless Ctrl-C has ended the wait before."""
+        """Waits for the pushes at interpreter exit, unless Ctrl-C ended an earlier wait."""
         if self._waits_at_exit:
             return
         self._waits_at_exit = True

@@ -1,4 +1,4 @@
-"""Creation of and commits to a repository of the hub. All requests to the server are made here."""
+"""Creates hub repositories and commits to them. All requests to the server are made here."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
 
     Args:
         name: "owner/name", or "name" for a repository of the token's user.
-        token: None takes that of `hf auth login` or `HF_TOKEN`.
+        token: the hub token; None takes the token of `hf auth login` or `HF_TOKEN`.
         private: visibility of a new repository; None takes the owner's default.
         revision: the branch to push to; None for main.
 
-    Returns: its full id. Raises: HubError; ImportError, if huggingface_hub is missing.
+    Returns: the full id of the repository. Raises: HubError; ImportError, if huggingface_hub is missing.
     """
     hub = require("huggingface_hub", "hub")
     if require("huggingface_hub.constants", "hub").HF_HUB_OFFLINE:
@@ -36,7 +36,7 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
         )
     try:
         repo_id = str(hub.HfApi().create_repo(name, token=token, private=private, exist_ok=True).repo_id)
-    except Exception as error:  # of the HTTP library of the hub's client
+    except Exception as error:  # any error type of the HTTP library of the hub's client
         remedy = (
             "Log in with `hf auth login`, or set HF_TOKEN or hub_token to a token with write permission; "
             "hub_model_id='owner/name' names another repository."
@@ -51,7 +51,7 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """True if no server answered (refused connection, unknown host, timeout), by the errors of any HTTP library."""
+    """True if no server answered (refused connection, unknown host, timeout). Supports errors of any HTTP library."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool(names & {"ConnectError", "ConnectionError", "TimeoutException", "Timeout"})
 
@@ -85,9 +85,9 @@ def commit(
 
     Args:
         files: maps paths in the repository to files.
-        owned: a folder of the repository whose other files are deleted.
+        owned: a folder in the repository; its files that are not in `files` are deleted.
 
-    Returns: huggingface_hub's CommitInfo. Shards of an earlier push that none of the files belong to are deleted.
+    Returns: huggingface_hub's CommitInfo. If `files` has weights, weight shards of earlier pushes are deleted.
     """
     hub = require("huggingface_hub", "hub")
     api = hub.HfApi()
@@ -105,7 +105,7 @@ def commit(
 
 
 def in_words(error: BaseException) -> str:
-    """Returns type and first line of an error and of its cause."""
+    """Returns the type and first line of an error and of its cause, with secrets masked."""
     lines = [line.strip() for line in mask_text(str(error)).splitlines() if line.strip()]
     first = lines[0] if lines else ""
     words = f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,4 +1,4 @@
-"""Time on an accelerator, without waiting for it: events on its stream, read when a log is due."""
+"""Measures time on an accelerator without synchronizing: events on its stream are read when a log is due."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 
 from paceline.core.ledger import Ledger
 
-MEASURED = ("cuda", "xpu")  # devices whose events tell the time between them
+MEASURED = ("cuda", "xpu")  # devices whose events measure elapsed time
 
 
 class DeviceClock:
-    """A clock whose stamps are events on the current stream of an accelerator.
+    """A clock whose timestamps are events on the current stream of an accelerator.
 
-    The host runs ahead of the device, so its own clock shows when operations were queued. An event happens when the
-    device has come that far: the time between two of them is that in which the device worked on what was queued in
-    between, or had nothing to do. Recording one takes the host about 2 us, and waits for nothing.
+    The host runs ahead of the device, so the host clock only shows when operations were queued. An event completes
+    when the device reaches it: the time between two events is the time the device spent on the operations queued
+    between them, or idle. Recording an event takes the host about 2 us and does not block.
 
     Args:
-        make_event: returns an event that can tell the time.
+        make_event: returns an event with timing enabled.
     """
 
     def __init__(self, make_event: Callable[[], Any]) -> None:
         self._make_event = make_event
 
     def now(self) -> Any:
-        """Returns an event that was queued now."""
+        """Records an event on the current stream and returns it."""
         event = self._make_event()
         event.record()
         return event
@@ -45,7 +45,7 @@ class DeviceClock:
 def make_ledger(device: torch.device) -> Ledger:
     """Returns the ledger of a run on a device.
 
-    On devices without such events the host's clock is used, and what it sees of the device is the wait for its results.
+    Devices without timing events use the host clock, which only sees the time spent waiting for results.
     """
     if device.type == "cpu":
         return Ledger()

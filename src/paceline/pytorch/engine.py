@@ -1,4 +1,4 @@
-"""One optimizer step. The engine handles tensors; it knows no options, files or backends.
+"""Optimizer steps. The engine handles tensors; it is independent of options, files and backends.
 
 `Engine.step` counts the micro-batches of an accumulation window, accumulates their gradients (forward, scale,
 backward), clips, steps the optimizer and the schedule, and logs. The strategy runs the passes of the window and calls
@@ -45,6 +45,7 @@ class StepLog(list[tuple[Sequence[Tensor], Any, Any]]):
 
     def drain(self) -> list[tuple[float, float, float, bool]]:
         """Returns (loss, grad_norm, learning rate, True if there is a loss) of each step, and clears the log.
+
         Synchronizes with the device.
         """
         steps = list(self)
@@ -62,25 +63,26 @@ class Engine:
     """Makes optimizer steps.
 
     Args:
-        strategy: places tensors on devices, and runs the passes of a window.
+        strategy: places tensors on devices, and runs the passes of an accumulation window.
         normalizer: counts micro-batches and scales losses.
         sync: provides the weight of a window over all processes.
         model: the module to call, as the strategy prepared it.
-        optimizer: over its parameters.
-        scheduler: stepped once per optimizer step, unless `scheduler_follows_metrics` or the fp16 scaler skipped it.
+        optimizer: the optimizer of the model's parameters.
+        scheduler: stepped once per optimizer step, unless it follows metrics or the fp16 scaler skipped the step.
+        scheduler_follows_metrics: evaluations step the scheduler, not the engine.
         training_step: the Trainer's, bound: `(model, inputs, num_items_in_batch) -> contribution to the loss`.
         compute_loss: the Trainer's, bound: `(model, inputs) -> loss`; also takes `num_items_in_batch` if it accepts it.
         prepare_inputs: the Trainer's: moves a batch to the device.
         max_grad_norm: clipping threshold; infinity only computes the norm, 0 disables both.
         skips_non_finite: a step with a non-finite loss or gradient norm is not applied; the schedule still advances.
         empty_cache_every: steps between releases of cached device memory; None disables them.
-        ledger: takes the time of each activity.
+        ledger: records the time of each activity.
 
     Attributes:
         num_micro_steps: micro-batches of the window in progress.
-        own_divisor: the divisor that user code sets for the losses of the window; None if it sets none.
+        own_divisor: the divisor that user code sets for the losses of the window; None if not set.
         is_applied: the last step changed the parameters.
-        batches: micro-batches of the window in progress, or of the one that failed.
+        batches: micro-batches of the window in progress, or of the window that failed.
     """
 
     num_micro_steps = 1
@@ -114,20 +116,21 @@ class Engine:
         self.skips_non_finite = skips_non_finite
         self.empty_cache_every = empty_cache_every
         self._note, self._now = ledger.note, ledger.now
-        self._rest_of_pass = BACKWARD if is_ours(training_step) else COMPUTE  # an own one may be all of the pass
+        # an overridden training_step may run the whole pass itself
+        self._rest_of_pass = BACKWARD if is_ours(training_step) else COMPUTE
         self.log = StepLog()
         self.keep_outputs = False
         self.keep_batches = False  # user code may pop labels from a batch; a copy keeps the original for a retry
         must_match = sync.must_match(strategy, compute_loss)
         self._audit = LossAudit(strategy, normalizer, model, compute_loss, prepare_inputs, must_match, sync.is_any)
-        self._inner = strategy.unwrap(model)  # its training mode differs from the wrapper's if a user changed it
+        self._inner = strategy.unwrap(model)  # user code may have changed its training mode, but not the wrapper's
         # schedule-free optimizers keep two sets of weights and switch between them
         self._enter_train = getattr(optimizer, "train", None)
         self._run_window = sync.runner_of(strategy)
         self._asks_schedule = getattr(scheduler, "shows_rates", False)
         self._autocasts = strategy.precision.autocasts
-        # only the device knows that a fused optimizer skipped a step, so the schedule advances for every optimizer;
-        # with fp16 the result is read at each step anyway
+        # only the device knows if a fused optimizer skipped a step, so the schedule advances on skipped steps with
+        # every optimizer; with fp16 the result is read at each step anyway
         self._counts_skipped = skips_non_finite and not strategy.precision.scales
         self._passes_count = accepts(compute_loss, "num_items_in_batch")
         self._num_steps = 0
@@ -138,11 +141,11 @@ class Engine:
         self._emit: Emit | None = None
         self._current: Pass | None = None
         self._seen: Any = None  # the model's last outputs
-        self._kept: list[Any] = []  # outputs of its micro-batches, if a callback asks for them
+        self._kept: list[Any] = []  # outputs of the window's micro-batches, if a callback asks for them
 
     @property
     def is_last_micro_step(self) -> bool:
-        """True if the gradients are complete after the pass in progress; True between windows."""
+        """Returns True if the gradients are complete after the pass in progress; True between windows."""
         return self._current is None or self._current.is_last
 
     # ---- the contract of the loop
@@ -170,14 +173,14 @@ class Engine:
         if emit is not None:
             emit("on_optimizer_step")
         rate = self.optimizer.param_groups[0]["lr"]
-        if rate is None or self._asks_schedule:  # Adafactor computes its own rate, which its schedule reports
+        if rate is None or self._asks_schedule:  # Adafactor computes its own learning rate; its schedule reports it
             rate = self.scheduler.get_last_lr()[0]
         known_norm = norm if self.is_applied or not self.strategy.precision.has_rescaled else None
         self.log.append((losses, known_norm, rate if isinstance(rate, float) else float(rate)))
         if self.steps_scheduler and (self.is_applied or self._counts_skipped):
             self.scheduler.step()
         self.strategy.clear_gradients()
-        if self.strategy.is_lazy:  # after the gradients are dropped: all live tensors are computed
+        if self.strategy.is_lazy:  # run_deferred computes all live tensors, so the gradients are dropped first
             self.strategy.run_deferred()
         self._num_steps += 1
         if self.empty_cache_every is not None and self._num_steps % self.empty_cache_every == 0:
@@ -191,7 +194,7 @@ class Engine:
         return self.sync.mean_losses(self.log.drain())
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """True if smaller micro-batches may avoid this error, and no part of the step has been applied yet."""
+        """Returns True if smaller micro-batches may avoid this error and no part of the step has been applied yet."""
         return not steps_in_backward(self.optimizer) and self.sync.is_out_of_memory(error)
 
     def discard(self) -> None:
@@ -218,7 +221,7 @@ class Engine:
 
         Args:
             current: the pass.
-            model: the module to call; None for the engine's.
+            model: the module to call; None: the engine's model.
 
         Returns:
             The contribution to the window's loss, 0-dim, detached.
@@ -237,7 +240,11 @@ class Engine:
             self._kept.append(None)
 
     def end_pass(self, current: Pass | None) -> None:
-        """Fires the event between two passes; None if no pass is in progress."""
+        """Fires `on_substep_end` between two passes.
+
+        Args:
+            current: the pass in progress; None if there is none.
+        """
         self._current = current
         if self._emit is not None:
             self._emit("on_substep_end")
@@ -336,12 +343,12 @@ class Engine:
     # ---- after the passes
 
     def _is_bad(self, losses: Sequence[Tensor], norm: Tensor) -> Tensor:
-        """Returns True if the step is not finite on any process: 0-dim, on the device."""
+        """Returns a flag (0-dim, on the device) that is set if the step is not finite on any process."""
         return self.sync.on_any(~torch.isfinite(torch.stack([*losses, norm.detach()]).sum()))
 
     def _skip(self) -> StepOutput:
-        """Completes a step in which every target is ignored."""
-        logger.warning("Every target of this update is ignored: no step was made and no loss counted.")
+        """Completes a step in which every target is ignored: logs a warning and no loss."""
+        logger.warning("Every target of this optimizer step is ignored: the step was skipped and no loss logged.")
         self.batches = ()
         self.log.append(((), None, self.optimizer.param_groups[0]["lr"]))
         return StepOutput(())

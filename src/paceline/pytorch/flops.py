@@ -1,4 +1,4 @@
-"""The model's floating-point operations, counted once per shape of a batch, and their share of the device's peak."""
+"""Counts the model's floating-point operations once per batch shape, and computes the MFU."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ else:
 
 logger = logging.getLogger(__name__)
 
-MOST_SHAPES = 1000  # known at a time: ragged data has as many as it has lengths
+MOST_SHAPES = 1000  # cached shapes: ragged data has one shape per length
 
-# part of a device's name -> dense TFLOP/s in (16 bits, TF32, float32), by the makers' data sheets; the first that fits.
-# None: the device is older than TF32 and bfloat16
+# (part of a device's name, dense TFLOP/s in (16 bits, TF32, float32)), from the vendors' data sheets. The first match
+# applies. None: the device predates TF32 and bfloat16.
 PEAKS: tuple[tuple[str, tuple[float, float | None, float]], ...] = (
     ("B200", (2250.0, 1125.0, 75.0)),
     ("H200", (989.4, 494.7, 66.9)),
@@ -52,16 +52,16 @@ PEAKS: tuple[tuple[str, tuple[float, float | None, float]], ...] = (
     ("MI300X", (1307.4, 653.7, 163.4)),
 )
 WORD_ENDS = frozenset(" -/")
-VARIANTS = frozenset({"MIG", "Laptop", "Ti", "D", "NVL"})  # of a name: another peak than that of the name without
+VARIANTS = frozenset({"MIG", "Laptop", "Ti", "D", "NVL"})  # devices with these in their name have another peak
 
 
 def peak_of(name: str, precision: str, tf32: bool) -> float | None:
     """Returns the dense peak of a device in FLOP/s; None if it is unknown.
 
     Args:
-        name: of the device, as its driver gives it.
-        precision: of the forward pass: "bf16", "fp16", or else float32.
-        tf32: float32 matrices are multiplied in TF32.
+        name: the device name reported by its driver.
+        precision: the precision of the forward pass: "bf16", "fp16", or else float32.
+        tf32: float32 matrix products use TF32.
     """
     for part, peaks in PEAKS:
         start = name.find(part)
@@ -73,17 +73,18 @@ def peak_of(name: str, precision: str, tf32: bool) -> float | None:
         halves, with_tf32, singles = peaks
         found: float | None = with_tf32 if tf32 and with_tf32 is not None else singles
         if precision in ("bf16", "fp16"):
-            found = halves if precision == "fp16" or with_tf32 is not None else None  # TF32 and bf16 came together
+            # bf16 was introduced together with TF32
+            found = halves if precision == "fp16" or with_tf32 is not None else None
         return None if found is None else found * 1e12
     return None
 
 
 def precision_of(precision: str, shard_precision: str | None, model: nn.Module) -> str:
-    """Returns the precision of a model's matrix products: "bf16", "fp16", or "full".
+    """Returns the precision of a model's matrix products: "bf16", "fp16", or "full" (fp32).
 
     Args:
-        precision, shard_precision: of the plan.
-        model: whose weights decide, if neither does.
+        precision, shard_precision: the fields of the plan.
+        model: the dtype of its weights decides if neither field does.
     """
     if precision.startswith("apex"):
         return "fp16"
@@ -97,7 +98,7 @@ def precision_of(precision: str, shard_precision: str | None, model: nn.Module) 
 
 
 def device_peak(device: torch.device, precision: str) -> float | None:
-    """Returns the peak of a device in FLOP/s; None for a CPU and for devices that are not in the table."""
+    """Returns the dense peak of a device in FLOP/s; None for a CPU and for devices that are not in the table."""
     if device.type != "cuda":
         return None
     tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -105,22 +106,22 @@ def device_peak(device: torch.device, precision: str) -> float | None:
 
 
 class FlopMeter:
-    """Counts the operations of the passes of this process, and relates them to time and to the device's peak.
+    """Counts the operations of this process's passes, and computes the model FLOP/s and the MFU.
 
-    The first pass over a batch of new shapes runs under torch's FLOP counter, which changes none of its numbers; later
-    ones of these shapes count the same. With `linear_cross_entropy` that pass computes the model's logits. What torch
-    has no formula for (kernels of other packages) is not counted; what is recomputed in the backward pass is. A
-    compiled model, which the counter would break up, is estimated instead.
+    The first pass over a batch of new shapes runs under torch's FLOP counter, which does not change its results; later
+    passes with these shapes reuse the count. With `linear_cross_entropy` the counted pass computes the model's logits.
+    Kernels for which torch has no formula (those of other packages) are not counted; recomputation in the backward
+    pass is. A compiled model is estimated instead, because the counter would break its graph.
 
     Args:
         training_step: the Trainer's, bound: forward and backward of one micro-batch.
-        estimate: `(batch) -> operations`, 0 if unknown; used where nothing can be counted.
-        peak: of the device in FLOP/s; None: unknown.
+        estimate: `(batch) -> operations`, 0 if unknown; used if nothing can be counted.
+        peak: the peak of the device in FLOP/s; None: unknown.
         is_compiled: the model is compiled.
-        with_logits: returns a context in which the model computes its logits; entered where operations are counted.
+        with_logits: returns a context in which the model computes its logits; entered while operations are counted.
 
     Attributes:
-        operations: of all passes so far.
+        operations: operations of all passes so far.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class FlopMeter:
         self._seconds = 0.0
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Runs the Trainer's `training_step`, and counts its operations."""
+        """Runs the Trainer's `training_step` and counts its operations."""
         key = shapes_of(inputs)
         known = self._known.get(key)
         if known is not None:
@@ -151,7 +152,7 @@ class FlopMeter:
         if self._is_compiled:
             loss, counted = self._training_step(model, inputs, num_items_in_batch), 0
         else:
-            # the counter reads the outputs of all modules, and a loss by chunks has other operations
+            # the counter reads the outputs of all modules, and the chunked loss has another number of operations
             with self._with_logits(), flop_counter.FlopCounterMode(display=False) as counter:
                 loss = self._training_step(model, inputs, num_items_in_batch)
             counted = int(counter.get_total_flops())
@@ -171,10 +172,10 @@ class FlopMeter:
         self.operations += operations
 
     def row(self, times: Mapping[str, float]) -> dict[str, float]:
-        """Returns the entries of a row: `model_flops_per_second` and, where the peak is known, `mfu`.
+        """Returns the entries of a log row: `model_flops_per_second` and, if the peak is known, `mfu`.
 
         Args:
-            times: seconds by activity since the row before, as in the row.
+            times: seconds by activity since the last row.
         """
         done, self._in_rows = self.operations - self._in_rows, self.operations
         seconds = training_seconds(times)
@@ -201,7 +202,7 @@ class FlopMeter:
 
 
 def shapes_of(batch: object) -> Any:
-    """Returns the shapes of the tensors of a batch, hashable."""
+    """Returns the shapes of a batch's tensors as a hashable value."""
     if isinstance(batch, Tensor):
         return tuple(batch.shape)
     if isinstance(batch, Mapping):
@@ -212,10 +213,10 @@ def shapes_of(batch: object) -> Any:
 
 
 def check_countable(runs_windows: bool, is_lazy: bool) -> None:
-    """Raises where no pass of one micro-batch runs on this process.
+    """Raises if this process does not run whole micro-batches eagerly.
 
     Raises:
-        UnsupportedOption: a pipeline, or an XLA device.
+        UnsupportedOption: the strategy is a pipeline, or the device an XLA device.
     """
     if runs_windows or is_lazy:
         kind = "a pipeline, whose processes hold a part of the model each" if runs_windows else "an XLA device"
@@ -223,16 +224,16 @@ def check_countable(runs_windows: bool, is_lazy: bool) -> None:
 
 
 def meter_of(facade: Any, strategy: Strategy, plan: Plan, model: nn.Module) -> FlopMeter:
-    """Returns the meter of a run.
+    """Returns the FLOP meter of a run.
 
     Args:
         facade: its `training_step` and `floating_point_ops` are called.
-        strategy: that the model was handed to.
-        plan: of the run.
-        model: as the user gave it; a compiled part is seen.
+        strategy: the strategy that prepared the model.
+        plan: the plan of the run.
+        model: as the user gave it; compiled submodules are detected.
 
     Raises:
-        UnsupportedOption: as `check_countable`.
+        UnsupportedOption: see `check_countable`.
     """
     check_countable(strategy.runs_windows, strategy.is_lazy)
     precision = precision_of(plan.precision, plan.shard_precision, model)
@@ -246,5 +247,5 @@ def meter_of(facade: Any, strategy: Strategy, plan: Plan, model: nn.Module) -> F
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if a module was compiled, in place or as another module around it."""
+    """Returns True if a module was compiled, in place or by a wrapper."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

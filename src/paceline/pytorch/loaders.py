@@ -1,4 +1,4 @@
-"""The loaders of a run: their samples, order, and the batches of this process."""
+"""Makes the data loaders of a run: samples, order, and the batches of this process."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class LoaderSettings:
     """The settings of loaders, from the arguments.
 
     Attributes:
-        train_batch_size, eval_batch_size: samples of a batch on one process.
-        accumulation: micro-batches of an optimizer step.
+        train_batch_size, eval_batch_size: samples per batch on one process.
+        accumulation: micro-batches per optimizer step.
         sampling: the order of training samples, a name in `ORDERS` of `paceline.args.registry`.
-        eval_sampling: the order of evaluated samples, a name in `SAMPLERS`.
-        seed: of both orders.
+        eval_sampling: the order of evaluation samples, a name in `SAMPLERS`.
+        seed: the seed of both orders.
         length_column: the column with the length of each sample.
-        model_input_name: the column whose length is measured without that one; None: the usual names.
-        drop_last: leave an incomplete last batch out of training.
-        accelerator: the settings of `accelerator_config`: what a batch size counts, and who reads the data.
-        budget: tokens of a training micro-batch; None: `train_batch_size` samples.
+        model_input_name: the column to measure if there is no length column; None: the usual names.
+        drop_last: drop an incomplete last training batch.
+        accelerator: `accelerator_config`: what a batch size counts, and which process reads the data.
+        budget: tokens per training micro-batch; None: `train_batch_size` samples.
     """
 
     train_batch_size: int
@@ -60,17 +60,17 @@ class LoaderFactory:
     """Makes the loaders and samplers of a Trainer.
 
     Args:
-        settings: from the arguments.
+        settings: the settings from the arguments.
         world: the processes.
-        strategy: says which of them read the same data.
-        make_loader: `paceline.pytorch.data.loading.make_loader`, given the arguments.
-        collate: a list of samples to a batch.
-        filter_collator: `(collate, description) -> collate` that drops what the model does not take.
+        strategy: determines which processes read the same data.
+        make_loader: `paceline.pytorch.data.loading.make_loader`, bound to the arguments.
+        collate: `(samples) -> batch`.
+        filter_collator: `(collate, description) -> collate` that drops columns the model does not take.
         filter_dataset: `(dataset, description) -> dataset` without the columns that the model does not take.
-        kept: loaders of evaluations whose workers outlive them; None: none do.
-        resumed_batch_size: samples of an optimizer step, if a run is resumed on another number of processes; with a
-            budget, its micro-batches.
-        find_packing: returns the packing of training batches; None without.
+        kept: evaluation loaders whose workers are kept alive; None disables keeping them.
+        resumed_batch_size: global batch size in samples (with a token budget, in micro-batches) of a run that is
+            resumed on another number of processes; else None.
+        find_packing: returns the packing of training batches, or None.
     """
 
     settings: LoaderSettings
@@ -96,17 +96,17 @@ class LoaderFactory:
         make_sampler: Callable[[Any], Any] | None,
         is_training: bool,
     ) -> Any:
-        """Returns a loader of `dataset`; the cached one, in a run that keeps the workers of its evaluations.
+        """Returns a loader of `dataset`; a cached evaluation loader if its workers are kept alive.
 
         Args:
             dataset: may have columns that the model does not take.
-            description: its use, as "evaluation".
-            batch_size: samples of a batch, as in the arguments.
-            make_sampler: dataset -> sampler; None: the dataset's own order.
+            description: the use of the dataset, such as "evaluation".
+            batch_size: samples per batch, as in the arguments.
+            make_sampler: `(dataset) -> sampler`; None: the dataset's own order.
             is_training: True for training steps.
 
         Raises:
-            TypeError, ValueError: it is not a dataset, or holds no column that the model takes.
+            TypeError, ValueError: it is not a dataset, or has no column that the model takes.
         """
         check_dataset(dataset)
         packing = self.find_packing() if is_training else None
@@ -129,7 +129,9 @@ class LoaderFactory:
         return make() if is_training or self.kept is None else self.kept.get(given, description, make)
 
     def _data_shard(self, batch_size: int, is_training: bool) -> DataShard | None:
-        """Returns this process's shard of the data, if several read different shards, or reproduce such a run."""
+        """Returns this process's shard of the data; None with a single data rank, unless a run that is resumed on
+        another number of processes needs a shard to reproduce its global batches.
+        """
         config = self.settings.accelerator
         at_once = global_micro_batch_size(config, batch_size, self.size)
         if is_training and self.resumed_batch_size is not None and self.settings.budget is None:
@@ -172,16 +174,16 @@ class LoaderFactory:
 
 
 def check_train_loader(loader: Any, owner: str, packing: Packing | None, tokens: int | None) -> None:
-    """Checks that a training loader is what the options ask for.
+    """Checks that a training loader applies packing and the token budget.
 
     Args:
-        loader: of the run.
-        owner: class of the Trainer, for the error.
-        packing: of the run; None without.
-        tokens: budget of a micro-batch; None: it is of samples.
+        loader: the training loader of the run.
+        owner: class name of the Trainer, for the error message.
+        packing: the packing of the run, or None.
+        tokens: token budget of a micro-batch; None: micro-batches are counted in samples.
 
     Raises:
-        ValueError: it is a loader or an order of the user's.
+        ValueError: the loader or its sampler is the user's own.
     """
     if packing is not None:
         packing.check_loader(loader, owner)
@@ -195,7 +197,7 @@ def check_train_loader(loader: Any, owner: str, packing: Packing | None, tokens:
 
 
 def dispatcher_of(world: World, mesh: Mesh, is_asked: bool) -> BatchDispatcher | None:
-    """Returns the dispatcher if one of several processes reads for all; None if each reads for itself."""
+    """Returns the dispatcher if one process reads the data for all; None if each process reads its own."""
     if not (world.is_distributed and is_asked):
         return None
     parts = tuple(mesh.data_coordinates(rank)[0] for rank in range(world.world_size))

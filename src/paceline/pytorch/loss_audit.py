@@ -1,4 +1,4 @@
-"""Probes of the returned loss of an accumulation window, by extra forward passes before it is scaled."""
+"""Probes the loss of an accumulation window by extra forward passes, before the loss is scaled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.pytorch.model.loss import Counts, LossNormalizer
 from paceline.pytorch.model.objective import accepts
 from paceline.pytorch.model.reductions import Observation
 
-MAX_PARTS = 6  # micro-batches of a window that one probe chooses from
+MAX_PARTS = 6  # maximum number of micro-batches of a window in one probe
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class LossAudit:
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
-                    break  # no memory for another batch: the probe continues, as on the other processes
+                    break  # no memory for another batch: continue with fewer, as the other processes also probe
         owners = [self.prepare_inputs, self.compute_loss]
         probe = LossProbe(
             self.model,
@@ -97,14 +97,14 @@ class LossAudit:
         return probe.look(self.normalizer, parts, num_items) if parts else []
 
     def _copies(self, counts: Sequence[Counts]) -> int:
-        """Returns the micro-batches of a window, on all processes whose gradients are averaged."""
+        """Returns the number of micro-batches of a window over all processes whose gradients are averaged."""
         return len(counts) * round(self.normalizer.scaled_factor)
 
     def _prepare(self, places: Sequence[int], batches: Sequence[Any], counts: Sequence[Counts]) -> list[Part]:
         return [Part(self.prepare_inputs(copy.copy(batches[place])), counts[place]) for place in places]
 
     def _loss_of(self, inputs: object, num_items: object) -> Tensor | None:
-        """Returns the loss of a batch by the Trainer's method, without gradients, and without autocast if possible."""
+        """Returns the loss that `compute_loss` computes for a batch, without autocast if possible."""
         numbers = {"num_items_in_batch": num_items} if self._passes_count else {}
         if not self.strategy.precision.autocasts:
             return self.compute_loss(self.model, inputs, **numbers)
@@ -114,5 +114,5 @@ class LossAudit:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            with self.strategy.forward_context(), widened(self.model):  # a kernel that supports 16-bit types only
+            with self.strategy.forward_context(), widened(self.model):  # some kernels support 16-bit types only
                 return self.compute_loss(self.model, inputs, **numbers)

@@ -1,9 +1,9 @@
 """Extra forward passes without side effects that detect the reduction of a loss.
 
-They run without gradients, and restore the random generators, buffers and modes of the modules afterwards. None takes
-more rows than a training step (two, if micro-batches hold one sample; of a loss that looks like a sum, as many copies
-of a batch as take no more than the outputs that a step holds), and nothing of it is kept, so their memory is below that
-of the step's own forward and backward passes.
+The passes run without gradients, and restore the random generators, buffers and modes of the modules afterwards. A pass
+has at most as many rows as a training step (two, if micro-batches hold one sample). For a loss that looks like a sum, a
+pass takes several copies of a batch, limited by the bytes of outputs that a step holds. No outputs are kept, so a pass
+needs less memory than the step's own forward and backward passes.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ logger = logging.getLogger(__name__)
 
 LossOf = Callable[[Any, Any], Tensor | None]  # (batch, num_items_in_batch) -> loss
 MAX_PLACES = 32  # positions that are considered for splitting a batch
-MAX_CUTS = 6  # tried in one probe: some are uninformative, as when a part has no target
-SMALL = 2**25  # bytes that a look may take whatever a step takes
-OUTPUTS = 3  # as large as the largest one, that a pass without gradients holds at once
+MAX_CUTS = 6  # splits tried in one probe: some are uninformative, for instance if a part has no target
+SMALL = 2**25  # bytes that a probe may take regardless of the memory of a step
+OUTPUTS = 3  # estimated outputs of the largest size that a pass without gradients holds at once
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Samples for a forward pass, and their weights."""
+    """Samples for a forward pass, and their counts."""
 
     batch: Any
     counts: Counts
 
     def cut(self, start: int, stop: int) -> Part:
-        """Returns some of its samples."""
+        """Returns the samples from `start` up to `stop`."""
         labels = self.counts.labels
         cut_labels = None if labels is None else labels[start:stop]
         counts = Counts(stop - start, cut_labels, 0, self.counts.is_shifted)
@@ -55,7 +55,7 @@ class Part:
 
 @contextmanager
 def leaving_no_trace(model: nn.Module) -> Iterator[None]:
-    """Disables gradients; restores random generators, buffers and modes afterwards. Nothing is compiled inside."""
+    """Disables gradients and compilation; restores random generators, buffers and modes afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, buffer.detach().clone())
@@ -63,14 +63,14 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    # without gradients, a pass of DistributedDataParallel would broadcast buffers, and not in the step after it
+    # without gradients, a pass of DistributedDataParallel would broadcast buffers now instead of in the next step
     syncs = getattr(model, "require_forward_param_sync", None)
     if syncs is not None:
         model.require_forward_param_sync = False  # type: ignore[assignment]
     set_stance = getattr(torch.compiler, "set_stance", None)
     try:
         with preserved_rng(), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of activation checkpointing: no gradients are computed
+            warnings.simplefilter("ignore")  # activation checkpointing warns that no gradients are computed
             with set_stance("force_eager") if set_stance is not None else nullcontext():
                 yield
     finally:
@@ -92,7 +92,8 @@ class LossProbe:
         model: the module to call.
         loss_of: `(batch, num_items_in_batch) -> loss`, 0-dim, or None.
         rounds: batches that are split in one probe.
-        copies: of a batch, that have the targets of all that its loss is added to; 1: no copy can be made.
+        copies: number of copies of a batch with as many targets as all micro-batches whose losses are added up; 1
+            disables the test on copies.
         must_match: all processes must run the same number of passes, whatever their data.
         agree: `(flag) -> True if it is set on any process`; with `must_match`, called equally often on all.
         owners: objects that the loss calls beside the model; their counters and collections are restored.
@@ -120,7 +121,7 @@ class LossProbe:
         Args:
             rule: the reduction rule to test.
             parts: micro-batches; the first one's pass is always made.
-            num_items: the count that the loss function gets; None: none.
+            num_items: the count that is passed to the loss function, or None.
         """
         found: list[Observation] = []
         self._largest = max(part.counts.samples for part in parts)
@@ -140,7 +141,7 @@ class LossProbe:
         """Splits micro-batches where that separates most of the open reductions."""
         found: list[Observation] = []
         wanted = 1 if rule.trusts_class or rule.is_confirmed else self.rounds
-        # if memory ran out over two joined samples, the processes would make different numbers of passes
+        # if two joined samples ran out of memory, the processes would make different numbers of passes
         joins = not self.must_match or self._largest > 1
         cuts = find_cuts(parts, rule.candidates) if joins else []
         is_small_seen = False
@@ -167,7 +168,10 @@ class LossProbe:
         return found
 
     def _test_sum(self, parts: Sequence[Part], found: Sequence[Observation], num_items: object) -> list[Observation]:
-        """Tests what was a sum of parts of a batch on copies of it: a divisor with a floor makes a sum of all below."""
+        """Tests on copies of a batch a loss that looked like a sum over its parts.
+
+        A mean whose divisor has a lower bound looks like a sum as long as the number of targets is below that bound.
+        """
         is_sum = any(SUM in item.fits for item in found) and not any(SUM in item.misses for item in found)
         if self.copies == 1:
             return [Observation(is_open=True)] if is_sum else []
@@ -209,9 +213,9 @@ class LossProbe:
             loss = self.loss_of(copy.copy(part.batch), num_items)
         except Exception as error:
             if is_out_of_memory(error) and part.counts.samples <= self._largest and not self.must_match:
-                raise  # else the step itself will run out of memory, which the other processes learn of
+                raise  # with must_match, the step itself will run out of memory and tell the other processes
             self.failure = f"{type(error).__name__}: {error}"
-            logger.debug("A forward pass that looks at the loss failed: %s", self.failure)
+            logger.debug("A forward pass of the loss probe failed: %s", self.failure)
             return None
         if loss is None:
             return None
@@ -230,12 +234,12 @@ class LossProbe:
         return "scaled" if abs(ratio - 0.5) <= allowed else "partly"
 
     def _change_count(self, rule: LossNormalizer, part: Part, num_items: Any) -> Observation:
-        """Tests if another count gives another loss, with the same random numbers.
+        """Tests if the loss depends on the count, with the same random numbers.
 
         Args:
             rule: the reduction rule to test.
             part: the micro-batch.
-            num_items: its count; None: this process has none, and only takes part in the passes of the others.
+            num_items: its count; None: this process has no count, and only runs the passes that the others run.
         """
         first = self._repeatable(part, num_items)
         second = self._repeatable(part, None if num_items is None else num_items * 2)
@@ -254,12 +258,12 @@ class LossProbe:
             return self._loss(part, num_items)
 
     def _num_targets(self, rule: LossNormalizer, part: Part) -> int:
-        """Returns the targets of a micro-batch, over which a compute_loss without a count returns the mean."""
+        """Returns the number of targets of a micro-batch; `compute_loss` without a count returns the mean over them."""
         own = LossReduction("tokens", shifted=rule.shifts)
         return own.weigh(part.counts.labels, part.counts.samples, part.counts.is_shifted)
 
     def _compare(self, rule: LossNormalizer, cut: Cut, num_items: object) -> list[Observation]:
-        """Compares the loss of a micro-batch with those of its first samples and of the others."""
+        """Compares the loss of a micro-batch with the losses of its two parts."""
         whole, *others = cut.parts()
         if whole not in self._wholes or self.must_match:
             self._wholes[whole] = self._loss(whole, num_items)
@@ -291,10 +295,10 @@ class Cut:
     Attributes:
         whole: the micro-batch.
         place: the number of its samples before the split.
-        shares: the first part's share of the weight, under each reduction with a weight.
-        is_safe: both parts keep targets under any shift; else a loss may be a mean over nothing.
-        is_small: one part has no more targets than any micro-batch: a floor of the divisor would show.
-        uses: probes at other positions of this micro-batch.
+        shares: the first part's share of the weight, under each reduction in which the micro-batch has a weight.
+        is_safe: both parts keep targets under any shift; else a loss may be a mean over zero targets.
+        is_small: one part has no more targets than any micro-batch: a lower bound of the divisor would show.
+        uses: number of probes at other positions of this micro-batch.
     """
 
     whole: Part
@@ -310,15 +314,17 @@ class Cut:
         return self.whole, self.whole.cut(0, self.place), self.whole.cut(self.place, size)
 
     def tells(self, alive: Sequence[LossReduction]) -> bool:
-        """True if this split separates some of these reductions."""
+        """Returns True if this split distinguishes some of these reductions."""
         return len({self.shares.get(item) for item in alive}) > 1
 
     def rank(self, alive: Sequence[LossReduction], is_small_seen: bool) -> tuple[bool, bool, float]:
-        """Returns (it separates reductions, it is the first with a small part, its score): the best one comes last."""
+        """Returns the sort key (distinguishes reductions, is the first with a small part, score); larger is better."""
         return self.tells(alive), self.is_small and not is_small_seen, self.score(alive)
 
     def score(self, alive: Sequence[LossReduction]) -> float:
-        """Returns the informativeness of a probe: the number of separated reductions, and the distance."""
+        """Returns the informativeness of a probe: the number of distinguished reductions plus their largest distance,
+        discounted if the split is unsafe or its micro-batch was used before.
+        """
         shares = {self.shares.get(item, 0.0) for item in alive}
         balance = min(self.place, self.whole.counts.samples - self.place) / self.whole.counts.samples
         score = len(shares) + max(shares, default=0.0) - min(shares, default=0.0) + 0.01 * balance
@@ -326,7 +332,7 @@ class Cut:
 
 
 def is_enough(best: Cut | None, alive: Sequence[LossReduction], is_small_seen: bool, has_enough: bool) -> bool:
-    """True if no further probe is needed: `best` is None, or tells nothing new after enough of them."""
+    """Returns True if no further probe is needed: `best` is None, or adds nothing new after enough probes."""
     return best is None or (has_enough and not any(best.rank(alive, is_small_seen)[:2]))
 
 
@@ -348,7 +354,10 @@ def find_cuts(parts: Sequence[Part], candidates: Sequence[LossReduction]) -> lis
 
 
 def cuttable(parts: Sequence[Part]) -> Iterator[Part]:
-    """Yields micro-batches of several samples, and halves of two joined: no more samples than one of them, or two."""
+    """Yields the micro-batches of several samples, and joined halves of two neighbours.
+
+    A joined pair has no more samples than the larger micro-batch, or two samples.
+    """
     parts = [part for part in parts if is_of_rows(part)]
     yield from (part for part in parts if part.counts.samples > 1)
     for one, other in itertools.pairwise(parts):
@@ -358,7 +367,7 @@ def cuttable(parts: Sequence[Part]) -> Iterator[Part]:
 
 
 def is_of_rows(part: Part) -> bool:
-    """True if a batch has the same number of rows as of labels."""
+    """Returns True if the batch has one row per sample."""
     try:
         return batch_size_of(part.batch) == part.counts.samples
     except ValueError:

@@ -1,7 +1,7 @@
-"""The learning rate range test (arXiv:1506.01186): a short run with a rising rate, of which nothing remains.
+"""The learning rate range test (arXiv:1506.01186): a short run with a rising rate, whose effects are undone.
 
-The rate rises by the same factor at each optimizer step, from far too low to far too high. The loss falls fastest at a
-rate that is a good highest rate of a schedule.
+The rate rises by the same factor at each optimizer step, from far too low to far too high. The rate at which the loss
+falls fastest is a good peak rate for a schedule.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 logger = logging.getLogger(__name__)
 
-SMOOTHING = 0.9  # of the moving average of the losses
+SMOOTHING = 0.9  # decay of the moving average of the losses
 LEAST_STEPS = 10
-CLEAR = 3.0  # standard deviations of the moving average, by which the loss has to fall
+CLEAR = 3.0  # a clear fall of the loss, in standard deviations of the moving average
 OPTIONS: dict[str, Any] = {
     **WITHOUT_OUTPUT,
     "lr_scheduler_type": "constant",
@@ -51,8 +51,8 @@ class RangeTest:
 
     Attributes:
         rates: the learning rate of each optimizer step.
-        losses: of these, before the step.
-        smoothed: their moving average.
+        losses: the loss of each step, before the weights change.
+        smoothed: the moving average of the losses.
         suggestion: the rate at which the average falls fastest; None if it never falls clearly.
     """
 
@@ -62,10 +62,10 @@ class RangeTest:
     suggestion: float | None = None
 
     def plot(self, path: str | Path) -> Path:
-        """Draws the losses over the rates.
+        """Plots the losses over the learning rates.
 
         Args:
-            path: of the picture; its suffix names the format (.png, .svg, .pdf).
+            path: the file to write; its suffix names the format (.png, .svg, .pdf).
 
         Raises:
             ImportError: matplotlib is missing.
@@ -86,11 +86,11 @@ class RangeTest:
 class RisingRate(TrainerCallback):
     """Sets the learning rate of each optimizer step, and ends the run when the loss diverges.
 
-    Groups of parameters keep the ratios of their rates.
+    Parameter groups keep the ratios of their rates.
 
     Args:
-        rates: of the steps, the highest of all groups.
-        divergence: ends the run at a moving average of so many times its minimum.
+        rates: the highest rate of all parameter groups, for each step.
+        divergence: the run ends when the moving average exceeds `divergence` times its minimum.
     """
 
     wants = frozenset({"loss"})
@@ -121,7 +121,7 @@ class RisingRate(TrainerCallback):
         self.losses.append(math.nan if loss is None else float(loss))
         averages = moving_average(self.losses)
         least = min(averages)
-        # of a loss above zero: `divergence` times the least; one below zero has as far to rise
+        # for a positive loss, the threshold is `divergence * least`; a negative loss gets the same margin above `least`
         is_diverged = not math.isfinite(averages[-1]) or averages[-1] - least > (self.divergence - 1) * abs(least)
         if is_diverged or len(self.losses) == len(self.rates):
             control.should_training_stop = True
@@ -145,8 +145,8 @@ def make_search(lowest: float, highest: float, num_steps: int, divergence: float
 
     Args:
         lowest, highest: learning rates of the first and the last step.
-        num_steps: optimizer steps at most.
-        divergence: the run ends at a loss of so many times the lowest, by moving averages.
+        num_steps: maximum number of optimizer steps.
+        divergence: the run ends when the moving average of the loss exceeds `divergence` times its minimum.
 
     Raises:
         ValueError: the rates do not rise, there are fewer than 10 steps, or the divergence is not above 1.
@@ -160,15 +160,15 @@ def make_search(lowest: float, highest: float, num_steps: int, divergence: float
 
 
 def options_of(folder: str, num_steps: int) -> dict[str, Any]:
-    """Returns the options in which a range test differs from a run."""
+    """Returns the options that a range test overrides."""
     return {**OPTIONS, "output_dir": folder, "max_steps": num_steps}
 
 
 def check_support(strategy: SingleDevice, optimizer: Any) -> None:
-    """Checks that a model can be restored and a rate be set.
+    """Checks that the model can be restored and the learning rate can be set.
 
     Raises:
-        UnsupportedOption: there are several processes, or the optimizer has no learning rate of its own.
+        UnsupportedOption: there are several processes, or the optimizer computes its learning rate itself.
     """
     if strategy.world.is_distributed:
         raise UnsupportedOption(
@@ -181,7 +181,7 @@ def check_support(strategy: SingleDevice, optimizer: Any) -> None:
 
 @contextmanager
 def unchanged(model: nn.Module, optimizer: Any, data: Any) -> Iterator[None]:
-    """Restores trained parameters, buffers, modes, the optimizer's state, the data's position and random numbers."""
+    """Restores on exit trained parameters, buffers, modes, optimizer state, data position and random generators."""
     held = [tensor for tensor in model.parameters() if tensor.requires_grad]
     values = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in [*held, *model.buffers()]]
     modes = [(module, module.training) for module in model.modules()]
@@ -204,7 +204,7 @@ def unchanged(model: nn.Module, optimizer: Any, data: Any) -> Iterator[None]:
 
 
 def can_rewind(data: object) -> bool:
-    """True if a data set saves its position."""
+    """Returns True if a dataset can save and restore its position."""
     return all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -215,7 +215,7 @@ def clear_gradients(model: nn.Module) -> None:
 
 
 def moving_average(losses: Sequence[float]) -> list[float]:
-    """Returns the exponential moving averages, without the bias of the start."""
+    """Returns the bias-corrected exponential moving average of the losses."""
     averages, total = [], 0.0
     for number, loss in enumerate(losses, 1):
         total = SMOOTHING * total + (1 - SMOOTHING) * loss
@@ -224,7 +224,7 @@ def moving_average(losses: Sequence[float]) -> list[float]:
 
 
 def evaluate(rates: Sequence[float], losses: Sequence[float]) -> RangeTest:
-    """Returns the result; without a suggestion if the loss does not fall by more than its noise."""
+    """Returns the result of a range test; it has no suggestion if the loss does not fall by more than its noise."""
     smoothed = moving_average(losses)
     finite = np.isfinite(smoothed)
     suggestion = steepest(np.asarray(rates)[finite], np.asarray(losses)[finite], np.asarray(smoothed)[finite])
@@ -239,9 +239,10 @@ def evaluate(rates: Sequence[float], losses: Sequence[float]) -> RangeTest:
 
 
 def steepest(rates: Array, losses: Array, smoothed: Array) -> float | None:
-    """Returns the rate at which the average falls fastest before its minimum; None if it does not fall.
+    """Returns the rate at which the average falls fastest before its minimum; None if it does not fall clearly.
 
-    The first tenth of the steps, where the average is of few losses, is left out; slopes are over a tenth of the steps.
+    The first tenth of the steps is ignored, because the average covers few losses there. Slopes are measured over a
+    tenth of the steps.
     """
     first = max(len(rates) // 10, LEAST_STEPS // 2)
     half = max(len(rates) // 20, 1)
@@ -259,7 +260,7 @@ def steepest(rates: Array, losses: Array, smoothed: Array) -> float | None:
 
 
 def limits(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the range of the averages up to the first loss, with a margin: divergence is cut off."""
+    """Returns the y-axis limits: from the lowest average to the first one, with a margin; divergence is cut off."""
     known = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(known), known[0]
     margin = 0.1 * (high - low) or 0.1

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class TrainerMembers(Facade, Protocol):
-    """The members of a Trainer that a subclass may override and that its session uses; each is documented there.
+    """The members of a Trainer that a subclass may override and that its session uses; see `Trainer` for each.
 
     Attributes:
         train_dataset: the training data.
         eval_dataset: the evaluation data, or a dict of several.
-        model_init: makes a fresh model for each run; None: the model is trained further.
-        loss_is_scaled_for_ga: declared by a subclass; None: to be found out.
+        model_init: makes a fresh model for each run; None: each run continues to train the same model.
+        loss_is_scaled_for_ga: declared by a subclass; None: inferred.
         remote_sync: uploads the output folder; None without an `output_store`.
     """
 

@@ -1,7 +1,7 @@
-"""The report that an out-of-memory error in training carries: what held the memory, and which options would help.
+"""The report added to an out-of-memory error in training: what used the memory, and which options would help.
 
 Parameters, gradients and optimizer state are counted. Activations are found by a second forward pass of a copy of the
-model without data (FakeTensors), so that the report itself takes no memory of the device. Savings are estimates.
+model on FakeTensors, so the report itself takes no device memory. Savings are estimates.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 fake_tensor: Any = LateModule("torch._subclasses.fake_tensor")
 
-NUM_ROWS = 5  # modules and tensors that are named
-LEAST_SHARE = 0.02  # of all memory, below which a saving is not worth an option
+NUM_ROWS = 5  # modules and tensors that are listed
+LEAST_SHARE = 0.02  # options that save a smaller share of the memory are not listed
 
 
 @dataclass
@@ -36,8 +36,8 @@ class Activations:
     """Tensors that a forward pass keeps for the backward pass, in bytes.
 
     Attributes:
-        by_module: by the name of the innermost module.
-        tensors: (bytes, name of the module, shape, dtype) of each.
+        by_module: bytes by the name of the innermost module.
+        tensors: (bytes, name of the module, shape, dtype) of each tensor.
     """
 
     by_module: Counter[str] = field(default_factory=Counter)
@@ -45,11 +45,11 @@ class Activations:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Returns the bytes of all activations."""
         return self.by_module.total()
 
     def grouped(self) -> Counter[str]:
-        """Returns the bytes of equal modules of all layers together: `layers.*.mlp.act`."""
+        """Returns the bytes of each module summed over the layers, under names such as `layers.*.mlp.act`."""
         groups: Counter[str] = Counter()
         for name, size in self.by_module.items():
             groups[re.sub(r"\.\d+(?=\.|$)", ".*", name, count=1) or "(the model itself)"] += size
@@ -79,15 +79,15 @@ class Situation:
     """A run that is out of memory.
 
     Attributes:
-        memory: what the process holds besides activations.
+        memory: the memory of the process besides activations.
         batch_size: samples in a micro-batch; 0 if unknown.
         options: the options in force.
         world_size: processes that each hold all of the model; 1 if it is sharded.
         vocabulary: width of the logits; 0 if unknown.
         on_accelerator: the model is not on the CPU.
         by_adamw: the optimizer is torch's AdamW or Adam.
-        activations: of a micro-batch; None if no copy of the model could run.
-        half_activations: of the same under bfloat16; None if unknown, or if it is on.
+        activations: the activations of a micro-batch; None if no copy of the model could run.
+        half_activations: the activations under bfloat16; None if unknown, or if mixed precision is on.
     """
 
     memory: Memory
@@ -129,13 +129,13 @@ def describe(situation: Situation) -> str:
 
 
 def table(rows: Sequence[tuple[str, int]]) -> list[str]:
-    """Returns lines of names and sizes, aligned."""
+    """Returns aligned lines of names and sizes."""
     width = max(len(name) for name, _ in rows)
     return [f"  {name:<{width}}  {as_text(size):>14}" for name, size in rows]
 
 
 def estimates(situation: Situation) -> Iterator[tuple[str, int]]:
-    """Yields (option, bytes saved) for those that are not in use."""
+    """Yields (option, bytes saved) for each option that is not in use."""
     options, memory, activations = situation.options, situation.memory, situation.activations
     state = memory.optimizer or 0
     if situation.by_adamw:
@@ -165,14 +165,12 @@ def estimates(situation: Situation) -> Iterator[tuple[str, int]]:
 
 
 def find_activations(model: nn.Module, inputs: Mapping[str, Any], context: Any) -> Activations | None:
-    """Returns the tensors that a forward pass keeps for the backward pass.
-
-    None if the model does not run on tensors without data.
+    """Returns the tensors that a forward pass keeps for the backward pass; None if the model fails on FakeTensors.
 
     Args:
-        model: left as it is: a copy without data is run.
-        inputs: by name.
-        context: the precision of the pass.
+        model: the model; only a copy of FakeTensors is run.
+        inputs: the batch.
+        context: the precision context of the pass.
     """
     try:
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode, context:
@@ -184,13 +182,13 @@ def find_activations(model: nn.Module, inputs: Mapping[str, Any], context: Any) 
             }
             with recording(twin) as found:
                 twin(**fakes)
-    except Exception:  # a kernel, or a module that cannot be copied: there is no telling which error it raises
+    except Exception:  # kernels, and modules that cannot be copied, may raise any error
         return None
     return found
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Yields parameters, buffers and the tensors that modules hold beside them, such as cached masks."""
+    """Yields parameters, buffers, and tensors in other attributes of modules, such as cached masks."""
     yield from model.parameters()
     yield from model.buffers()
     for module in model.modules():
@@ -199,10 +197,10 @@ def tensors_of(model: nn.Module) -> Iterator[Tensor]:
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[Activations]:
-    """Records the tensors that the forward pass of a model keeps, each storage once; parameters are left out."""
+    """Records the tensors that a forward pass keeps, each storage once, without parameters and buffers."""
     found, names = Activations(), [""]
     seen = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
-    held = []  # or the place of a freed storage would be taken for one that was seen
+    held = []  # keeps the tensors alive, so that the address of a freed storage is not reused
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -233,22 +231,22 @@ def report_out_of_memory(
     precision: Any,
     world_size: int,
 ) -> None:
-    """Adds the report to an error in training, if it is one of memory: a traceback ends with it.
+    """Adds the report as a note to an out-of-memory error in training, so that the traceback ends with it.
 
     Args:
-        error: any error.
-        model: without the strategy's wrapper.
-        optimizer: of its parameters.
+        error: any error; others are left unchanged.
+        model: the model without the strategy's wrapper.
+        optimizer: the optimizer of its parameters.
         options: the options in force.
-        batches: micro-batches of the optimizer step that failed; empty if it was not in a step.
-        precision: of the strategy.
+        batches: micro-batches of the optimizer step that failed; empty if the error was raised outside of a step.
+        precision: the precision of the strategy.
         world_size: processes that each hold all of the model; 1 if it is sharded.
     """
     if not is_out_of_memory(error):
         return
     try:
         error.add_note(make_report(model, optimizer, options, batches, precision, world_size))
-    except Exception as failure:  # nothing may take the place of the error itself
+    except Exception as failure:  # a failing report must not replace the original error
         logger.warning("The memory of the run could not be reported: %s: %s", type(failure).__name__, failure)
 
 
@@ -271,7 +269,7 @@ def make_report(
         world_size=world_size,
         vocabulary=getattr(getattr(model, "config", None), "vocab_size", None) or 0,
         on_accelerator=device.type != "cpu",
-        by_adamw=isinstance(optimizer, torch.optim.Adam),  # AdamW is one
+        by_adamw=isinstance(optimizer, torch.optim.Adam),  # AdamW is a subclass
         activations=activations,
         half_activations=half,
     )

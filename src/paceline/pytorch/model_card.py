@@ -1,4 +1,4 @@
-"""Facts of a torch model for its card, and the checkpoint files that make up the model."""
+"""Collects the facts of a torch model for its model card, and names the checkpoint files that make up the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ else:
 
 
 def whole_weights(checkpoint: Path, folder: Path) -> dict[str, Path]:
-    """Returns the weights of a sharded checkpoint as safetensors; empty for another, which has them."""
+    """Writes the weights of a sharded checkpoint as safetensors, and returns the files by name.
+
+    Returns an empty dict for a checkpoint that is not sharded: it contains safetensors already.
+    """
     if not is_sharded(checkpoint / MODEL_FOLDER):
         return {}
     weights = streaming.open_weights(checkpoint)
@@ -35,7 +38,7 @@ def whole_weights(checkpoint: Path, folder: Path) -> dict[str, Path]:
 
 
 def weights_when_pushed(checkpoint: Path, folder: Path) -> Callable[[], dict[str, Path]]:
-    """Returns a function that does the same when it is called."""
+    """Returns a function that calls `whole_weights` when the checkpoint is pushed."""
     return partial(whole_weights, checkpoint, folder)
 
 
@@ -50,7 +53,7 @@ CHECKPOINT_FORM = CheckpointForm(
         PROGRESS_FILE,
         MANIFEST_NAME,
         f"{OPTIMIZER_FOLDER}/*",
-        f"{MODEL_FOLDER}/*",  # which is pushed as safetensors
+        f"{MODEL_FOLDER}/*",  # these weights are pushed as safetensors instead
         NOTES_NAME,
         FULL_OPTIMIZER_NAME,
     ),
@@ -70,12 +73,12 @@ def card_facts(
     """Returns the facts for a model's card.
 
     Args:
-        model: without wrappers.
-        plan: of its training.
-        num_shares: processes that read different data.
+        model: the model without wrappers.
+        plan: the plan of its training.
+        num_shares: number of data-parallel ranks.
         global_batch_size: in samples.
-        optimizer: its name and settings.
-        eval_dataset: one, several by name, or None.
+        optimizer: the name and settings of the optimizer.
+        eval_dataset: a dataset, a dict of several by name, or None.
     """
     inner: Any = getattr(model, "get_base_model", None)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
@@ -99,7 +102,7 @@ def card_facts(
 
 
 def precision_of(plan: Plan) -> str:
-    """Returns the precision in words."""
+    """Returns the precision as text for the model card."""
     formats = plan.shard_precision or ""
     words = ["mixed" if plan.precision != "full" or "16" in formats else "float32"]
     words += [plan.precision] if plan.precision != "full" else []
@@ -107,7 +110,7 @@ def precision_of(plan: Plan) -> str:
 
 
 def origins_of(model: torch.nn.Module) -> tuple[Any, ...]:
-    """Returns the names of the models that a model was made from."""
+    """Returns the names of the base models that a model was initialized from; None for an unknown one."""
     if has_adapters(model):
         configs: Any = model.peft_config
         return tuple(getattr(config, "base_model_name_or_path", None) for config in configs.values())
@@ -123,8 +126,8 @@ def library_of(model: torch.nn.Module) -> str | None:
 
 
 def optimizer_of(made: object) -> OptimizerFacts:
-    """Returns the name and the settings of an optimizer; None before it is made."""
-    while hasattr(made, "optimizer"):  # inside the wrappers of other libraries
+    """Returns the name and the settings of an optimizer; both are None if there is none yet."""
+    while hasattr(made, "optimizer"):  # unwrap the wrappers of other libraries
         made = made.optimizer
     settings = made.defaults if isinstance(made, torch.optim.Optimizer) else None
     return OptimizerFacts(None if made is None else type(made).__name__, settings)

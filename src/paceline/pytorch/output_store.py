@@ -1,4 +1,4 @@
-"""The mirror of the output folder in `output_store`: begun with the Trainer; a run ends with its last upload."""
+"""Mirrors the output folder to `output_store`, from the creation of the Trainer; a run ends after its last upload."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ else:
 
 
 def begin(url: str, folder: Path, policy: Callable[[], remote_sync.Policy | None]) -> remote_sync.RemoteSync:
-    """Starts mirroring the output folder.
+    """Checks the store, downloads missing logs and records from it, and starts mirroring the output folder to it.
 
     Args:
-        url: of the store.
+        url: the URL of the store.
         folder: the output folder.
-        policy: returns what is kept of the checkpoints; None when nothing is written any more.
+        policy: returns which checkpoints are kept; None once nothing is written anymore.
 
     Raises:
         ImportError: the package for the store is missing; the message names the extra.
-        StoreError: it cannot be reached or written to.
+        StoreError: the store cannot be reached or written to.
     """
     store = ObjectStore(url)
     patiently(store.check)
@@ -36,7 +36,7 @@ def begin(url: str, folder: Path, policy: Callable[[], remote_sync.Policy | None
 
 @contextmanager
 def finished_uploads(mirror: remote_sync.RemoteSync | None) -> Iterator[None]:
-    """Waits, at the end of a run or after an error, until the store has all files."""
+    """Waits at the end of a run, or after an error, until all files are uploaded."""
     try:
         yield
     except Exception:

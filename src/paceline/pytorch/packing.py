@@ -1,4 +1,4 @@
-"""Packing in a run: what a model takes, seen before the first batch, and the collator and the edits that follow."""
+"""Packing in a run: probes before the first batch how the model can isolate documents, then packs batches that way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.pytorch.side_effects import undoing
 
 logger = logging.getLogger(__name__)
 
-DEFAULTS = (DefaultDataCollator, DataCollatorWithPadding)  # pad inputs alone, and make no labels
+DEFAULTS = (DefaultDataCollator, DataCollatorWithPadding)  # these only stack or pad inputs, and make no labels
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Packing:
 
     Attributes:
         kind: "pack" or "flatten".
-        length: tokens of a row; None: the longest document of each batch.
-        model: it was seen with.
-        isolation: what keeps its documents apart.
-        form: of its batches.
+        length: maximum tokens per row; None: the length of the longest document of each batch.
+        model: the model that was probed.
+        isolation: how documents of a row are isolated from each other.
+        form: the format of packed batches.
     """
 
     kind: str
@@ -41,34 +41,35 @@ class Packing:
 
     @property
     def asked(self) -> tuple[str, int | None]:
-        """The options that asked for it."""
+        """Returns the options (kind, length) that this packing was made for."""
         return self.kind, self.length
 
     def collator(self, collate: Callable[[list[Any]], Any]) -> PackingCollator:
         """Returns the collator of packed batches.
 
         Args:
-            collate: the Trainer's; what it makes of samples is packed, and samples themselves where it is a default.
+            collate: the Trainer's collator. Its output is packed; with a default collator, the samples are packed
+                directly.
         """
         inner = None if type(collate) in DEFAULTS else collate
         return PackingCollator(inner, self.form, self.kind, self.length)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """While entered, the model keeps the documents of packed rows apart."""
+        """Isolates the documents of packed rows in the model while entered."""
         logger.info("Batches are packed; their documents are kept apart by %s.", self.isolation.way.name)
         with isolated(self.model, self.isolation.way):
             yield
 
     def check_loader(self, loader: Any, owner: str) -> None:
-        """Checks that a training loader packs.
+        """Checks that a training loader packs its batches.
 
         Args:
-            loader: of the run.
-            owner: class of the Trainer, for the error.
+            loader: the training loader of the run.
+            owner: class name of the Trainer, for the error message.
 
         Raises:
-            ValueError: it is a loader of the user's.
+            ValueError: the loader is the user's own, and does not pack.
         """
         collate = getattr(getattr(loader, "loader", loader), "collate_fn", None)
         while collate is not None and not isinstance(collate, PackingCollator):
@@ -91,18 +92,18 @@ def find_packing(
     is_half: bool,
     forward_context: Callable[[], AbstractContextManager[Any]],
 ) -> Packing:
-    """Returns the packing for a model, as a few forward passes without side effects show it.
+    """Returns the packing for a model, determined by a few forward passes without side effects.
 
     Args:
-        model: on its device.
+        model: the model, on its device.
         compute_loss: the Trainer's, bound: `(model, batch) -> loss`.
-        kind, length: as in `Packing`.
+        kind, length: see `Packing`.
         pad_token_id: fills the ends of rows; None: token 0.
         is_compiled: training passes are compiled.
         is_half, forward_context: the precision of the passes.
 
     Raises:
-        UnsupportedOption: the model cannot keep documents apart.
+        UnsupportedOption: the model cannot isolate documents.
     """
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Padding and useful tokens per second in the rows of logs."""
+"""Logs the padding ratio and useful tokens per second."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.core.ledger import training_seconds
 
 
 class PaddingMeter:
-    """Adds `pad_ratio` and `useful_tokens_per_second` to rows, over all processes; nothing if no token was counted."""
+    """Adds `pad_ratio` and `useful_tokens_per_second`, over all processes, to log rows if tokens were counted."""
 
     def __init__(self) -> None:
         self.useful = self.elements = 0
@@ -26,10 +26,10 @@ class PaddingMeter:
         self.elements += elements
 
     def row(self, times: Mapping[str, float]) -> dict[str, float]:
-        """Returns the entries of a row.
+        """Returns the entries of a log row.
 
         Args:
-            times: seconds by activity since the row before, as in the row.
+            times: seconds by activity since the last row.
         """
         useful, elements = self.useful - self._useful_in_rows, self.elements - self._elements_in_rows
         self._useful_in_rows, self._elements_in_rows = self.useful, self.elements

@@ -1,4 +1,4 @@
-"""The parts of a Trainer, each given what it works on."""
+"""Factories of the parts of a Trainer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from paceline.pytorch import output_store
 from paceline.pytorch.checkpoint.checkpointer import Checkpointer, SaveHooks, SaveSettings
 from paceline.pytorch.checkpoint.full_format import FullFormat
 from paceline.pytorch.checkpoint.items import Contents, Format
-from paceline.pytorch.checkpoint.model_files import ModelFiles
+from paceline.pytorch.checkpoint.model_files import ModelFiles, load_weights
 from paceline.pytorch.checkpoint.saves import Saves
 from paceline.pytorch.data.loading import make_loader
 from paceline.pytorch.evaluation import predictor
@@ -47,9 +47,11 @@ from paceline.pytorch.sync import Measure
 from paceline.pytorch.validation import ModelFacts, read_model
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from paceline.checkpoint.remote_sync import Policy, RemoteSync
     from paceline.core import streaming
-    from paceline.hub.described import CardFacts
+    from paceline.hub.described import CardFacts, CheckpointForm
     from paceline.pytorch import model_card, packing
     from paceline.pytorch.checkpoint import sharded_format
     from paceline.pytorch.data import token_counts
@@ -91,18 +93,23 @@ def card_facts_of(trainer: Trainer) -> CardFacts:
     )
 
 
+def checkpoint_form() -> CheckpointForm:
+    """Returns the files of a checkpoint that make up the model, and those that only a resume needs."""
+    return model_card.CHECKPOINT_FORM
+
+
 # ---- evaluation
 
 
 def evaluator_of(trainer: Trainer) -> Evaluator:
-    """Returns the evaluation of a loader."""
+    """Returns the evaluator of the Trainer's model."""
     args, run = trainer.args, trainer.run
     contexts: list[Callable[[], AbstractContextManager[Any]]] = [
         partial(evaluation_weights, trainer.optimizer, trainer.is_in_train)
     ]
-    if trainer.edits is None:  # else training has edited the model
+    if trainer.edits is None:  # otherwise training has already edited the model
         contexts.append(partial(edited_for_evaluation, trainer.model, args))
-    if run is None:  # a training has a watch of its own
+    if run is None:  # a training run has its own watch
         contexts.append(WorkerWatch)
 
     def keeps_workers(loader: object) -> bool:
@@ -119,7 +126,7 @@ def evaluator_of(trainer: Trainer) -> Evaluator:
 
 
 def warn_of_gaps(trainer: Trainer, output: EvalLoopOutput, prefix: str) -> None:
-    """Warns of results that the Trainer's options ask for and an evaluation lacks."""
+    """Warns about results that the Trainer's options request and the evaluation does not return."""
     args = trainer.args
     streams = args.batch_eval_metrics or streaming.is_streaming(trainer.compute_metrics)
     wants_metrics = trainer.compute_metrics is not None and not args.prediction_loss_only and not streams
@@ -127,7 +134,7 @@ def warn_of_gaps(trainer: Trainer, output: EvalLoopOutput, prefix: str) -> None:
 
 
 def evaluation_loop_of(trainer: Trainer) -> EvaluationLoop:
-    """Returns the loop over the batches of an evaluation, its hooks bound from the instance as it is now."""
+    """Returns the loop over the batches of an evaluation, with hooks bound to the instance's current methods."""
     options = evaluation_options_of(trainer)
     generates = getattr(trainer.args, "predict_with_generate", False)
     keeps_logits = is_ours(trainer.prediction_step) and not generates and trainer.preprocess_logits_for_metrics is None
@@ -180,7 +187,7 @@ def evaluation_options_of(trainer: Trainer) -> EvaluationOptions:
 
 
 def batch_predictor_of(trainer: Trainer) -> BatchPredictor:
-    """Returns the prediction step."""
+    """Returns the batch predictor that the default prediction step uses."""
     return BatchPredictor(
         objective=trainer.objective,
         label_names=trainer.label_names,
@@ -195,7 +202,7 @@ def batch_predictor_of(trainer: Trainer) -> BatchPredictor:
 
 
 def item_counter_of(trainer: Trainer) -> Callable[[Sequence[Any]], Any]:
-    """Returns `(batches) -> num_items_in_batch`, which is None if nothing divides by it."""
+    """Returns `(batches) -> num_items_in_batch`; that count is None if no loss is divided by it."""
     return lambda batches: trainer._get_num_items_in_batch(list(batches), trainer.world.device)
 
 
@@ -203,14 +210,14 @@ def item_counter_of(trainer: Trainer) -> Callable[[Sequence[Any]], Any]:
 
 
 def loaders_of(trainer: Trainer) -> LoaderFactory:
-    """Returns the maker of loaders and samplers."""
+    """Returns the factory of loaders and samplers."""
     args, run = trainer.args, trainer.run
     settings = LoaderSettings(
         train_batch_size=args.train_batch_size,
         eval_batch_size=args.eval_batch_size,
         accumulation=args.gradient_accumulation_steps,
         sampling=order_of(args),
-        # separate batches cannot be reordered
+        # predictions of separate batches cannot be restored to the dataset's order
         eval_sampling=sampling_of(args) if args.eval_do_concat_batches else "sequential",
         seed=trainer._data_seed,
         length_column=args.length_column_name,
@@ -234,7 +241,7 @@ def loaders_of(trainer: Trainer) -> LoaderFactory:
 
 
 def find_packing(trainer: Trainer) -> packing.Packing | None:
-    """Returns the packing of training batches, found out once for each model; None without."""
+    """Returns the packing of training batches, determined once per model; None without packing."""
     args, known = trainer.args, trainer._packing
     kind = packing_of(args)
     if kind not in JOINING:
@@ -253,7 +260,7 @@ def find_packing(trainer: Trainer) -> packing.Packing | None:
         forward_context=trainer.strategy.forward_context,
     )
     rule = trainer.loss_normalizer
-    if rule.known is None:  # of any other reduction, a row's loss would not have been that of its documents
+    if rule.known is None:  # find_packing checked that a row's loss is the token mean over its documents
         rule.know_of(LossReduction("tokens", shifted=found.form.shifts))
     return found
 
@@ -273,7 +280,7 @@ def measurer_of(trainer: Trainer) -> Measure | None:
 
 
 def padding_counter_of(trainer: Trainer) -> PaddingCounter | None:
-    """Returns `(batch) -> (useful tokens, tokens)`; None without packing and token budget."""
+    """Returns `(batch) -> (useful tokens, all tokens)`; None without packing or a token budget."""
     args, found = trainer.args, trainer._find_packing()
     tokens = tokens_of(args)
     if tokens is None and packing_of(args) is None:
@@ -287,7 +294,7 @@ def padding_counter_of(trainer: Trainer) -> PaddingCounter | None:
 
 
 def checkpointer_of(trainer: Trainer) -> Checkpointer:
-    """Returns the checkpointer of what the Trainer has now."""
+    """Returns the checkpointer of the Trainer's current state."""
     args, run = trainer.args, trainer.run
     saves = run.saves if run is not None else Saves()
     contents = Contents(
@@ -297,7 +304,7 @@ def checkpointer_of(trainer: Trainer) -> Checkpointer:
         is_training=trainer.is_in_train,
         save_only_model=args.save_only_model,
     )
-    is_sharded = run is not None and wants_shards(args)  # outside of a run it is full
+    is_sharded = run is not None and wants_shards(args)  # checkpoints outside of a run are full
     chosen: Format = FullFormat(contents, saves)
     if is_sharded:
         chosen = sharded_format.ShardedFormat(contents, saves, args.ddp_timeout_delta)
@@ -326,7 +333,7 @@ def checkpointer_of(trainer: Trainer) -> Checkpointer:
 
 
 def save_hooks_of(trainer: Trainer) -> SaveHooks:
-    """Returns the methods that a checkpoint is made of, as the instance has them now."""
+    """Returns the instance's current methods that write and load the parts of a checkpoint."""
 
     def fire_saved() -> None:
         run = trainer.run
@@ -352,11 +359,16 @@ def save_hooks_of(trainer: Trainer) -> SaveHooks:
     )
 
 
+def load_weights_of(trainer: Trainer, model: nn.Module | None, checkpoint: str) -> list[str]:
+    """Loads the weights of a checkpoint into a model; None: the Trainer's. Returns what there is to warn of."""
+    return load_weights(trainer.strategy, trainer.model if model is None else model, checkpoint)
+
+
 def model_files_of(trainer: Trainer) -> ModelFiles:
-    """Returns the writer of the Trainer's model."""
+    """Returns the writer of the Trainer's model files."""
     args, run, edits = trainer.args, trainer.run, trainer.edits
     processing_class = trainer.processing_class
-    if processing_class is None:  # the one that makes the batches
+    if processing_class is None:  # the tokenizer that pads the batches
         processing_class = getattr(trainer.data_collator, "tokenizer", None)
     return ModelFiles(
         model=trainer.model,
@@ -371,7 +383,7 @@ def model_files_of(trainer: Trainer) -> ModelFiles:
 
 
 def remote_sync_of(trainer: Trainer) -> RemoteSync | None:
-    """Starts mirroring the output folder, if there is a store and this process writes to it."""
+    """Starts mirroring the output folder if there is an `output_store` and this is the main process; else None."""
     args = trainer.args
     if args.output_store is None or not trainer.is_world_process_zero():
         return None
@@ -388,11 +400,11 @@ def remote_sync_of(trainer: Trainer) -> RemoteSync | None:
 
 
 def copy_of(trainer: Trainer, options: dict[str, Any], callbacks: list[Any]) -> Trainer:
-    """Returns a Trainer of the same model, data and methods, with parts of its own, for a run of which nothing remains.
+    """Returns a Trainer with the same model, data and methods but separate parts, for a run without lasting effects.
 
     Args:
-        options: that differ, a temporary `output_dir` among them.
-        callbacks: all of them.
+        options: the options to change, including a temporary `output_dir`.
+        callbacks: all callbacks of the copy.
     """
     made = copy.copy(trainer)
     made.args = replace(trainer.args, **options)

@@ -1,4 +1,4 @@
-"""Replaying one recorded optimizer step, bit for bit, to find the batch behind a spike."""
+"""Replays one recorded optimizer step, bit for bit, to find the batch behind a loss spike."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Replayed:
 
     Attributes:
         step: `global_step` after it.
-        sample_ids: indices in the training set of its samples, in order; if `is_indexed` is False, their positions in
-            the epoch (of a stream, for instance).
-
-        loss, grad_norm: as replayed; the norm is -1 if none is computed.
-        learning_rate: of the replayed step.
-        epoch: the epoch of its samples.
+        sample_ids: training set indices of the samples, in order; if `is_indexed` is False, their positions in the
+            epoch (of a stream, for instance).
+        loss, grad_norm: the replayed values; the norm is -1 if it is not computed.
+        learning_rate: the learning rate of the replayed step.
+        epoch: the epoch of the samples.
         recorded: the step as the run recorded it.
         started_from: the checkpoint that the replay started from; None: the beginning of the run.
+        is_indexed: the sample ids are indices.
     """
 
     step: int
@@ -51,7 +51,7 @@ class Replayed:
 
     @property
     def is_exact(self) -> bool:
-        """True if loss, norm and rate equal the recorded ones, to the last bit (NaN counts as NaN)."""
+        """Returns True if loss, norm and rate equal the recorded values bit for bit; two NaNs are equal."""
         pairs = [(getattr(self, name), getattr(self.recorded, name)) for name in ("loss", "grad_norm", "learning_rate")]
         return all(now == then or (now != now and then != then) for now, then in pairs)
 
@@ -73,17 +73,17 @@ def replay(
     run: str | Path | None = None,
     say: Callable[[str], None] = logger.info,
 ) -> Replayed:
-    """Trains from the newest good checkpoint before `step`, or from the beginning, up to it; the run is unchanged.
+    """Trains up to `step` from the newest valid checkpoint before it, or from the beginning; the run is unchanged.
 
     Args:
-        trainer: built as for the run: same model (as it was at the start), data and arguments.
+        trainer: built as for the run, with the same initial model, data and arguments.
         step: `global_step` after the optimizer step to replay.
         run: the run's output folder; None: the trainer's.
-        say: called with a message on the replayed steps.
+        say: called with a message that names the replayed steps.
 
     Raises:
-        ValueError: the run's journal does not hold this step; its learning rate followed an evaluation; or the step has
-            other samples with these arguments.
+        ValueError: the run's journal does not contain this step; the learning rate followed evaluations; or the step
+            has other samples with these arguments.
     """
     folder = Path(run if run is not None else trainer._get_output_dir(None))
     recorded = find_row(folder / JOURNAL_FILE, step)
@@ -93,7 +93,8 @@ def replay(
         raise ValueError(f"step={step} is not in {folder / JOURNAL_FILE}, which holds {held}.")
     start = newest_before(folder, step)
     first = 1 if start is None else step_of(start) + 1
-    say(f"Making updates {first:,} to {step:,} again, from {start.name if start is not None else 'the beginning'}.")
+    source = start.name if start is not None else "the beginning"
+    say(f"Replaying optimizer steps {first:,} to {step:,} from {source}.")
     with tempfile.TemporaryDirectory(prefix="paceline-replay-") as temporary:
         options = {**WITHOUT_OUTPUT, "output_dir": temporary}
         trainer._train_with(options, StopAfter(step), str(start) if start is not None else None)
@@ -115,12 +116,12 @@ def replay(
 
 
 def place_of(row: UpdateRow) -> str:
-    """Returns an optimizer step's samples in words."""
+    """Returns text that names the samples of an optimizer step."""
     return f"{row.num_samples} samples of epoch {row.epoch} from {row.first} on"
 
 
 def newest_before(folder: Path, step: int) -> Path | None:
-    """Returns the newest checkpoint of the run with fewer optimizer steps than `step` that verifies."""
+    """Returns the newest valid checkpoint of the run before `step`; None if there is none."""
     for checkpoint in reversed(folders.own_checkpoints(folder)[0]):
         if step_of(checkpoint) < step:
             problems = folders.verify(checkpoint)
@@ -131,5 +132,5 @@ def newest_before(folder: Path, step: int) -> Path | None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Returns `global_step` of a checkpoint, from its name."""
+    """Returns the `global_step` in a checkpoint's name."""
     return int(checkpoint.name.rsplit("-", 1)[1])

@@ -1,4 +1,4 @@
-"""Snapshots in memory of everything that training changes, for rewinding when a loss is not finite."""
+"""Takes in-memory snapshots of everything that training changes, to rewind to when a loss is not finite."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Rollback:
     """Takes snapshots, and restores them.
 
     Args:
-        items: with state that training changes, by name.
-        model: whose buffers are restored too.
-        state: of the Trainer.
-        feed: of the run, for the ids of the samples of a bad step.
+        items: objects whose state training changes, by name.
+        model: its buffers are restored too.
+        state: the state of the Trainer.
+        feed: the data iterator of the run; provides the sample ids of a bad step.
         retry_writer: writes the journal.
-        folder: for the journal and the ids; None: this process writes no files.
+        folder: the folder of the journal and the sample ids; None: this process writes no files.
     """
 
     items: Items
@@ -50,7 +50,7 @@ class Rollback:
     folder: Path | None
 
     def take(self) -> Snapshot:
-        """Copies everything that training changes: as much memory again as model and optimizer take."""
+        """Copies everything that training changes; takes as much memory as the model and the optimizer."""
         return Snapshot(
             items={name: copy.deepcopy(item.state_dict()) for name, item in self.items.items()},
             buffers=copy_buffers(self.model),
@@ -59,7 +59,7 @@ class Rollback:
 
     def rewind(self, snapshot: Snapshot, bad: UpdateRow) -> None:
         """Restores a snapshot, and writes the sample ids of the bad step."""
-        put_buffers(self.model, snapshot.buffers)  # first: the state is only loaded into buffers of its shapes
+        put_buffers(self.model, snapshot.buffers)  # first, because load_state_dict needs buffers of the saved shapes
         for name, item in self.items.items():
             item.load_state_dict(copy.deepcopy(snapshot.items[name]))
         self.state.take_back(snapshot.state)
@@ -73,12 +73,12 @@ class Rollback:
 
 
 def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Copies all buffers by name, also those that no checkpoint holds: training changes them all the same."""
+    """Returns copies of all buffers by name, including non-persistent ones."""
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
 def put_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Restores buffers; one that has another shape or dtype by now is replaced."""
+    """Restores buffers; a buffer whose shape or dtype has changed is replaced."""
     present = dict(model.named_buffers())
     for name, value in saved.items():
         buffer = present.get(name, value)

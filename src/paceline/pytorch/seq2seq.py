@@ -1,4 +1,4 @@
-"""Sequence-to-sequence training: a Trainer that evaluates and predicts on generated text."""
+"""Sequence-to-sequence training with evaluation and prediction on generated text."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ logger = logging.getLogger(__name__)
 
 
 class Seq2SeqTrainer(Trainer):
-    """A Trainer whose evaluation and prediction generate, as `predict_with_generate` asks.
+    """A Trainer that generates during evaluation and prediction, if `predict_with_generate` is set.
 
-    Generated token ids are the predictions for `compute_metrics` and of `predict`, int64 of shape (samples,
-    length). They and the labels are padded to the longest length that the settings of the generation name, so every
-    batch has the same width. With several sequences per sample, the shape is (samples, sequences, length).
+    The generated token ids are the predictions passed to `compute_metrics` and returned by `predict`, int64 of shape
+    (samples, length). They and the labels are padded to the maximum length of the generation settings, so every batch
+    has the same width. With several sequences per sample, the shape is (samples, sequences, length).
 
-    The settings of a generation, the first that names an option wins: keyword arguments of `evaluate` and `predict`,
-    `generation_max_length` and `generation_num_beams`, `generation_config` (which replaces the model's own),
-    the model's own generation config. They are checked when the Trainer is made.
+    Generation settings take effect in this order of precedence: keyword arguments of `evaluate` and `predict`,
+    `generation_max_length` and `generation_num_beams`, `generation_config` (which replaces the model's own), the
+    model's own generation config. They are checked when the Trainer is created.
 
     Args:
-        model, args, ...: as for `Trainer`; the arguments are `Seq2SeqTrainingArguments`, and with
-            `predict_with_generate=True` the model has a method `generate`. It need not be one of transformers.
+        model, args, ...: as for `Trainer`; `args` is a `Seq2SeqTrainingArguments`. With `predict_with_generate=True`
+            the model needs a method `generate`; it does not have to come from transformers.
 
     Raises:
-        TypeError: the arguments lack the options of generation.
+        TypeError: the arguments lack the generation options.
         UnsupportedOption: the model cannot generate, or not with these settings.
-        ValueError, OSError: a generation config that cannot be used or found.
+        ValueError, OSError: a generation config is invalid or not found.
     """
 
     args: Seq2SeqTrainingArguments
-    _gen_kwargs: dict[str, Any]  # of the evaluation in progress, once there was one; subclasses read and set it
+    _gen_kwargs: dict[str, Any]  # settings of the current or last evaluation; unset before; subclasses read and set it
     _model_settings: Mapping[str, Any] = {}  # for a model without a generation config
 
     def __init__(
@@ -69,7 +69,7 @@ class Seq2SeqTrainer(Trainer):
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         tokenizer: Any = None,
     ) -> None:
-        # all of the parameters above: locals() holds them before anything else is assigned
+        # locals() contains exactly the parameters above, as long as nothing else is assigned before
         options = {name: value for name, value in locals().items() if name not in ("self", "args", "__class__")}
         args = adopt(args) if args is not None else Seq2SeqTrainingArguments(output_dir="tmp_trainer")
         if not hasattr(args, "predict_with_generate"):
@@ -97,14 +97,16 @@ class Seq2SeqTrainer(Trainer):
 
         Raises:
             OSError: there is no such file or model.
-            ValueError: an option in it is unknown, or its value not possible.
+            ValueError: it contains an unknown option or an invalid value.
         """
         return generation.load_config(gen_config_arg)
 
     # ---- settings of a generation
 
     def _settings_of_arguments(self, gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the keyword arguments of a call, completed by `generation_max_length` and `generation_num_beams`."""
+        """Returns the keyword arguments of a call, with defaults from `generation_max_length` and
+        `generation_num_beams`.
+        """
         settings = dict(gen_kwargs)
         names_length = any(settings.get(name) is not None for name in ("max_length", "max_new_tokens"))
         if not names_length and self.args.generation_max_length is not None:
@@ -114,7 +116,7 @@ class Seq2SeqTrainer(Trainer):
         return settings
 
     def _settings_of_batch(self, gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of `generate` beside a batch."""
+        """Returns the keyword arguments of `generate` for a batch, without its inputs."""
         current = self._gen_kwargs if hasattr(self, "_gen_kwargs") else self._settings_of_arguments({})
         given = {
             name: value
@@ -163,7 +165,7 @@ class Seq2SeqTrainer(Trainer):
         """Trains as the arguments say; see `Trainer.train`.
 
         Raises:
-            ValueError: a generation config that the first evaluation or the first checkpoint could not use.
+            ValueError: the first evaluation could not use the generation config, or the first checkpoint not save it.
         """
         if self.args.predict_with_generate and self.args.eval_strategy != IntervalStrategy.NO:
             generation.check_start(self.model)
@@ -183,9 +185,9 @@ class Seq2SeqTrainer(Trainer):
         """Evaluates and returns the metrics; for a dict of datasets, each under `{prefix}_{name}`.
 
         Args:
-            eval_dataset: instead of the Trainer's.
-            ignore_keys: of the model's output, without generation.
-            metric_key_prefix: of the metrics' names.
+            eval_dataset: replaces the Trainer's.
+            ignore_keys: keys of the model's output to drop; unused with generation.
+            metric_key_prefix: prefix of the metric names.
             gen_kwargs: for `generate`: `max_length`, `max_new_tokens` (tokens), `num_beams`, ...
         """
         self._begin_generation("evaluate() was given", gen_kwargs)
@@ -205,12 +207,12 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "test",
         **gen_kwargs: Any,
     ) -> PredictionOutput:
-        """Predicts a row of generated token ids per sample; with labels, metrics too.
+        """Returns one row of generated token ids per sample, and metrics if there are labels.
 
         Args:
-            test_dataset: with or without labels.
-            ignore_keys: of the model's output, without generation.
-            metric_key_prefix: of the metrics' names.
+            test_dataset: a dataset with or without labels.
+            ignore_keys: keys of the model's output to drop; unused with generation.
+            metric_key_prefix: prefix of the metric names.
             gen_kwargs: for `generate`, as in `evaluate`.
         """
         self._begin_generation("predict() was given", gen_kwargs)
@@ -233,9 +235,9 @@ class Seq2SeqTrainer(Trainer):
         Args:
             model: computes the loss; `self.model` generates.
             inputs: the batch.
-            prediction_loss_only: generate nothing.
-            ignore_keys: of the model's output, without generation.
-            gen_kwargs: for `generate`, instead of those of the evaluation in progress.
+            prediction_loss_only: compute only the loss, without generation.
+            ignore_keys: keys of the model's output to drop; unused with generation.
+            gen_kwargs: for `generate`; replaces the settings of the evaluation in progress.
         """
         if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -255,7 +257,7 @@ class Seq2SeqTrainer(Trainer):
         """Returns the token ids that the model generates for a batch on the device."""
         given = generation.select_inputs(inputs, self.label_names or self.objective.label_names)
         if self.args.fp16_full_eval or self.args.bf16_full_eval:
-            # `generate` calls a model's encoder without its `forward`, where inputs are cast otherwise
+            # `generate` calls a model's encoder directly, without the model's `forward` that would cast the inputs
             given = narrow(given, torch.float16 if self.args.fp16_full_eval else torch.bfloat16, kept=())
         if self.strategy.in_step:
             settings = generation.go_on_together(self.model, settings)

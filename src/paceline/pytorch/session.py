@@ -1,4 +1,4 @@
-"""The session of a Trainer: the parts for torch, what each is made of, and what each is given."""
+"""The session of a Trainer for torch: creates the parts of a run and connects them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from paceline.args.plan import Plan, resolve, resolve_update
 from paceline.args.rules import derived_values
 from paceline.args.sharding import wants_shards
+from paceline.checkpoint import layout as names
 from paceline.checkpoint.lock import FolderLock
 from paceline.checkpoint.resuming import begin_state
 from paceline.core import session as core
@@ -30,7 +31,6 @@ from paceline.core.optional import LateModule
 from paceline.core.session import Kept, RunFacts
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerState
-from paceline.pytorch.checkpoint import items as names
 from paceline.pytorch.checkpoint.distributed_resume import begin_for_all, find_for_all, locked
 from paceline.pytorch.checkpoint.items import CallbackStates, Items, RandomStates
 from paceline.pytorch.checkpoint.resume_state import LoopProgress, PositionRestorer, restore_loop, resumed_batch_size
@@ -79,18 +79,18 @@ else:
 
 logger = logging.getLogger(__name__)
 
-LAST_LAZY_PROBE = 2  # each probe reads the device, which then has nothing to do until the host has built a graph
+LAST_LAZY_PROBE = 2  # each probe synchronizes with the device, which then idles until the host has built a graph
 
 
 @dataclass
 class Run(core.Run):
-    """The parts of one training run, while it lasts, with those of torch.
+    """The parts of a training run in progress, including those specific to torch.
 
     Attributes:
         sync: communication of the ranks around an optimizer step.
         saves: the checkpoints of the run, written and being written.
-        loaders: of its evaluations, whose workers are kept alive between them.
-        padding: counts the useful tokens.
+        loaders: evaluation loaders whose workers are kept alive between evaluations.
+        padding: counts useful and padding tokens.
     """
 
     sync: Sync = field(kw_only=True)
@@ -100,19 +100,19 @@ class Run(core.Run):
 
 
 class Session(core.Session[Run, TrainerMembers]):
-    """The parts of a Trainer, and how they are made for torch.
+    """Creates the parts of a Trainer for torch.
 
     Attributes:
-        world: the processes and the device of this one.
+        world: the processes, and the device of this process.
         model: the model as the user gave it, or as `model_init` made it last.
         model_wrapped: the model as the strategy and torch.compile have wrapped it.
-        optimizer, lr_scheduler: of the user, or made for the last run; None before.
+        optimizer, lr_scheduler: given by the user, or created by the last run; None before the first run.
         strategy: places the tensors; recreated by each run.
         loss_normalizer: scales the losses of micro-batches.
-        edits: changes of the model by training, while it lasts.
+        edits: changes that training made to the model; None outside of training.
         is_prepared: True once training or an evaluation has prepared the model, so that its memory is known.
         reports_changes: log the arguments that have changed since the checkpoint.
-        created_lr_scheduler: the schedule was made here, with the length of one run.
+        created_lr_scheduler: the session created the schedule, for the length of one run.
         resumed_batch_size: global batch size of a run that is resumed on another number of processes; else None.
         current_flos: operations since `state.total_flos` was last updated.
     """
@@ -136,7 +136,7 @@ class Session(core.Session[Run, TrainerMembers]):
     def world_size(self) -> int:
         return self.world.world_size
 
-    # ---- the order of life
+    # ---- the stages of a run, in order
 
     def lock(self, folder: Path) -> AbstractContextManager[FolderLock | None]:
         return locked(self.world, folder)
@@ -186,7 +186,7 @@ class Session(core.Session[Run, TrainerMembers]):
         return feed, plan
 
     def make_plan(self, loader: object) -> Plan:
-        """Returns the plan of a run over a loader, the same on all ranks, of which one may have more batches."""
+        """Returns the plan of a run over a loader; all ranks use the length of the longest loader."""
         if self.world.is_distributed and not is_split(loader):
             logger.warning(
                 "The training loader is %s's own, and each of the %d processes reads all of it: pass it through "
@@ -301,7 +301,7 @@ class Session(core.Session[Run, TrainerMembers]):
 
     @contextmanager
     def open(self, run: Run) -> Iterator[None]:
-        self.strategy.clear_gradients()  # of the user, or of an update that an error cut short
+        self.strategy.clear_gradients()  # left by user code, or by an optimizer step that an error interrupted
         self.model_wrapped.train()
         switch_optimizer(self.optimizer, "train")
         try:
@@ -343,15 +343,17 @@ class Session(core.Session[Run, TrainerMembers]):
     # ---- the parts
 
     def make_strategy(self, plan: Plan) -> SingleDevice:
-        """Returns the strategy of the runs with these arguments."""
+        """Returns the strategy for the current arguments."""
         precision = make_precision(plan.precision, self.world.device)
         return choose_strategy(self.world, precision, self.args, plan.parallel)
 
     def prepare_model(self, plan: Plan) -> None:
-        """Hands the model to a new strategy, which creates optimizer and scheduler when the parameters are final."""
+        """Prepares the model with a new strategy, which creates optimizer and scheduler once the parameters are
+        final.
+        """
         self.strategy = strategy = self.make_strategy(plan)
         self.is_prepared = True
-        if self.created_lr_scheduler:  # its length belonged to the run before
+        if self.created_lr_scheduler:  # it has the length of the previous run
             self.lr_scheduler, self.created_lr_scheduler = None, False
 
         def make_optimizer(model: torch.nn.Module) -> Any:
@@ -380,10 +382,10 @@ class Session(core.Session[Run, TrainerMembers]):
         watchdog: Watchdog | None,
         ledger: Ledger,
     ) -> Sync:
-        """Returns the sync of a run; with several ranks, each draws its windows together with the others.
+        """Returns the sync of a run; with several ranks, it synchronizes their accumulation windows.
 
         Args:
-            watchdog: None: there is one process.
+            watchdog: None with a single process.
         """
         if watchdog is None:
             return LocalSync(self.loss_normalizer)
@@ -401,15 +403,15 @@ class Session(core.Session[Run, TrainerMembers]):
         sync.is_served = isinstance(feed.loader, DispatchedLoader) and not self.world.is_first
         feed.synchronize_with(sync.synchronize, partial(sync.draw, feed.collect))
         rng_rank = plan.mesh.rng_rank(self.world.process_index)
-        if rng_rank:  # the same weights everywhere, but not the same dropout
+        if rng_rank:  # ranks with the same weights draw different dropout masks
             set_seed(plan.seed + rng_rank)
         return sync
 
     def make_engine(
         self, plan: Plan, sync: Sync, ledger: Ledger | None = None, meter: flops.FlopMeter | None = None
     ) -> Engine:
-        """Returns the engine of a run, or of a `training_step` outside of one."""
-        max_norm = plan.max_grad_norm or math.inf  # without clipping the norm is logged all the same
+        """Returns the engine of a run, or of a `training_step` outside of a run."""
+        max_norm = plan.max_grad_norm or math.inf  # the norm is logged even without clipping
         return Engine(
             self.strategy,
             self.loss_normalizer.begin(LAST_LAZY_PROBE if self.strategy.is_lazy else None),
@@ -432,7 +434,7 @@ class Session(core.Session[Run, TrainerMembers]):
         return self.make_engine(self.plan_without_data(), LocalSync(self.loss_normalizer))
 
     def items(self) -> Items:
-        """Returns everything with state that a run is resumed from, by name: a new item joins here."""
+        """Returns all stateful objects that a run is resumed from, by name; add new items here."""
         run = self.run
         found: dict[str, Stateful | None] = {
             names.MODEL: self.model,
@@ -448,17 +450,17 @@ class Session(core.Session[Run, TrainerMembers]):
         return {name: item for name, item in found.items() if item is not None}
 
     def rollback(self, run: Run, folder: Path | None) -> rollback.Rollback:
-        """Returns the rollback of everything that training changes; the loop rewinds itself."""
+        """Returns the rollback of everything that training changes, except the loop, which rewinds itself."""
         items = {name: item for name, item in self.items().items() if name != names.PROGRESS}
         return rollback.Rollback(items, self.model, self.state, run.feed, run.retry_writer, folder)
 
-    # ---- what the loop calls
+    # ---- hooks of the loop
 
     def hooks(self, run: Run, progress: Mapping[str, Any] | None) -> Hooks:
         """Returns the hooks of a run's loop.
 
         Args:
-            progress: of the checkpoint that it resumes from.
+            progress: loop progress of the checkpoint that the run is resumed from; None for a new run.
         """
         folder = run.folder if self.args.should_save else None
         return Hooks(
@@ -473,7 +475,7 @@ class Session(core.Session[Run, TrainerMembers]):
         )
 
     def counter(self, run: Run) -> Callable[[Sequence[Any]], None] | None:
-        """Returns a function that adds up the counts of each window, over all ranks; None if nothing is counted."""
+        """Returns a function that accumulates the counts of each window over all ranks; None if nothing is counted."""
         measure = self.facade._make_measurer()
         if measure is None:
             return None
@@ -487,13 +489,13 @@ class Session(core.Session[Run, TrainerMembers]):
         return count
 
     def act(self, run: Run) -> None:
-        """Logs, evaluates and saves if due, through `_maybe_log_save_evaluate`, which may be overridden."""
+        """Logs, evaluates and saves if due, through `_maybe_log_save_evaluate`, which users may override."""
         loop, act = run.loop, self.facade._maybe_log_save_evaluate
         assert loop is not None
         if run.lock is not None:
             run.lock.check()
         is_own = not is_ours(act)
-        if is_own and (bad := loop.collect()) is not None:  # an own one may log by itself: what it is given is read
+        if is_own and (bad := loop.collect()) is not None:  # an override may log by itself, so it gets collected losses
             loop.rewind(bad)
             return
         past = loop.unlogged
@@ -509,12 +511,12 @@ class Session(core.Session[Run, TrainerMembers]):
         )
 
     def evaluate_in_run(self, run: Run, skip_scheduler: bool) -> dict[str, float]:
-        """Evaluates in the course of a run."""
+        """Evaluates during a run, and returns the metrics."""
         run.sync.enter("evaluating")
         return self.facade._evaluate(run.trial, run.ignore_keys, skip_scheduler=skip_scheduler)
 
     def save_in_run(self, run: Run) -> bool:
-        """Writes a checkpoint; returns True if it is complete, False if it is being written in the background."""
+        """Saves a checkpoint; returns True if it is complete, False if it is still being written asynchronously."""
         run.sync.enter("saving a checkpoint")
         run.saves.expect()
         self.facade._save_checkpoint(self.model_wrapped, run.trial)

@@ -1,9 +1,8 @@
-"""Undoing the side effects of an extra call of user code: counters, lists of metrics, sums.
+"""Undoes the side effects of an extra call of user code: counters, lists of metrics, sums.
 
-An overridden `compute_loss`, loss function, hook or module may count its calls or collect numbers of them, and log
-these. A pass that only probes the loss must not be among them. Numbers, strings, lists, dicts, sets, deques and small
-tensors are restored that user code can reach by the attributes of its own objects and classes, by its closures and its
-globals.
+An overridden `compute_loss`, loss function, hook or module may count its calls, or collect values to log. A pass that
+only probes the loss must not be counted. Restored are numbers, strings, lists, dicts, sets, deques and small tensors
+that user code reaches through attributes of its own objects and classes, through its closures, and through its globals.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
-MAX_DEPTH = 4  # depth of containers in containers
-MAX_ITEMS = 1000  # length of a container whose items are visited; a longer one is only copied
-MAX_NUMEL = 4096  # elements of a tensor that is copied
-# the state of their objects is not the user's, wrappers of modules must keep the effects of a pass, and other threads
-# may be using a queue
+MAX_DEPTH = 4  # maximum nesting of containers
+MAX_ITEMS = 1000  # items of longer containers are not visited; the container itself is still restored
+MAX_NUMEL = 4096  # larger tensors are not restored
+# objects of these libraries are skipped: their state is not the user's, module wrappers must keep the effects of a
+# pass, and other threads may be using a queue
 LIBRARIES = {"paceline", "torch", "transformers", "tokenizers", "datasets", "accelerate", "deepspeed", "numpy"}
 LIBRARIES |= sys.stdlib_module_names - {"types"}
-INTERNAL = {"training", "_parameters", "_buffers", "_modules"}  # of modules: restored elsewhere, or not changed
+INTERNAL = {"training", "_parameters", "_buffers", "_modules"}  # of modules: restored elsewhere, or unchanged
 CONTAINERS = (list, dict, set, deque)
-PLAIN = (int, float, str, type(None), Tensor, *CONTAINERS)  # the recorded values of a class
+PLAIN = (int, float, str, type(None), Tensor, *CONTAINERS)  # class attributes of these types are recorded
 Undo = Callable[[], None]
 
 
 @contextmanager
 def undoing(owners: Iterable[Any]) -> Iterator[None]:
-    """Restores afterwards the plain values of these objects, functions and modules, and of those they own."""
+    """Restores on exit the plain values of these objects, functions and modules, and of objects they own."""
     memory = Memory()
     for owner in owners:
         memory.add_owner(owner)
@@ -83,7 +82,7 @@ class Memory:
 
         def undo() -> None:
             if type(owner) is not kind:
-                return  # a lazy module that has become another one
+                return  # a lazy module was initialized and changed its class
             for name in attributes.keys() - before.keys() - INTERNAL:
                 del attributes[name]
             for name, value in before.items():
@@ -156,7 +155,7 @@ class Memory:
 
 
 def restore(container: Any, items: list[Any]) -> None:
-    """Restores a container's items, unless it still has them."""
+    """Restores a container's items, unless they are unchanged."""
     now = list(container.items() if isinstance(container, dict) else container)
     pairs = zip(now, items, strict=False)
     if isinstance(container, dict):
@@ -175,13 +174,13 @@ def restore(container: Any, items: list[Any]) -> None:
 
 
 def refill(tensor: Tensor, values: Tensor) -> None:
-    """Writes values into a tensor of that shape, unless user code replaced it."""
+    """Writes values into a tensor, unless user code changed its shape."""
     if tensor.shape == values.shape:
         tensor.detach().copy_(values)
 
 
 def is_empty(cell: types.CellType) -> bool:
-    """True if nothing has been assigned to a variable of a closure."""
+    """Returns True if a closure variable is unassigned."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -190,10 +189,10 @@ def is_empty(cell: types.CellType) -> bool:
 
 
 def is_of_library(value: object) -> bool:
-    """True if a function, or the class of an object, is not the user's."""
+    """Returns True if a function, or the class of an object, comes from a library."""
     return is_from_library(value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__)
 
 
 def is_from_library(module: object) -> bool:
-    """True if a module of this name is not the user's."""
+    """Returns True if a module name belongs to a library."""
     return str(module).partition(".")[0] in LIBRARIES

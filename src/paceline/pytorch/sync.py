@@ -1,4 +1,4 @@
-"""Synchronization of processes around an optimizer step: each scales its losses by the global accumulation window.
+"""Synchronizes processes around an optimizer step: each scales its losses by the global accumulation window.
 
 `LocalSync` serves a single process. `ProcessSync` runs one collective on the host before each window. It sums the
 weights of the micro-batches, counts the processes that have data left, and shares stop requests. Losses are therefore
@@ -49,7 +49,7 @@ class LocalSync:
 
     Attributes:
         total: weight of the window.
-        is_look_due: the loss must be probed before the first pass of the window is scaled.
+        is_look_due: the loss must be probed before the first loss of the window is scaled.
     """
 
     def __init__(self, normalizer: LossNormalizer) -> None:
@@ -91,8 +91,9 @@ class LocalSync:
         return passes
 
     def begin_again(self, passes: list[Pass], batches: Sequence[Any], strategy: Strategy) -> list[Pass]:
-        """Returns the passes of the window after `learn` updated its weights: the same objects, which read the weights
-        when they run.
+        """Returns the passes of the window after `learn` updated its weights.
+
+        The passes are unchanged: they read the weights when they run.
         """
         return passes
 
@@ -112,11 +113,11 @@ class LocalSync:
     # ---- probing the loss
 
     def must_match(self, strategy: Strategy, compute_loss: object) -> bool:
-        """True if all processes must run the same number of extra passes."""
+        """Returns True if all processes must run the same number of extra passes."""
         return strategy.in_step
 
     def is_any(self, flag: bool) -> bool:
-        """True if a host-side flag is set on any process."""
+        """Returns True if a host-side flag is set on any process."""
         return flag
 
     def learn(self, observations: list[Observation]) -> None:
@@ -136,7 +137,7 @@ class LocalSync:
         return rows
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """True if smaller micro-batches may avoid this error."""
+        """Returns True if smaller micro-batches may avoid this error."""
         return is_out_of_memory(error)
 
     def measured(self, measure: Measure, batches: Sequence[Any]) -> Counted:
@@ -144,7 +145,7 @@ class LocalSync:
 
         Args:
             measure: `(micro-batches) -> counts`.
-            batches: of the window.
+            batches: micro-batches of the window.
         """
         return measure(batches)
 
@@ -168,11 +169,11 @@ class ProcessSync:
         normalizer: counts micro-batches and weighs losses.
         accumulation: maximum number of micro-batches in a window.
         signals: stop requests; one received by any process stops all.
-        averages: divide losses by the weight over all processes; else by that of each process.
+        averages: divide losses by the weight over all processes; otherwise by the weight of each process.
         measure: `(micro-batches) -> counts`; None disables counting.
         watchdog: is told the current stage of this process, and reports late processes.
         mesh: the layout of the ranks. Ranks that read the same data count once; None: all read different data.
-        ledger: takes the time of waiting for other processes; None: one of its own.
+        ledger: records the time spent waiting for other processes; None creates a new one.
 
     Attributes:
         total: divisor of this process's losses: the global weight divided by the number of data-parallel ranks,
@@ -181,7 +182,7 @@ class ProcessSync:
         is_idle: this process has no micro-batch in the window.
         is_served: another process reads the data for this one.
         is_informative: the processes agreed to probe the loss of the window.
-        is_look_due: that probe must still run, before the first pass is scaled.
+        is_look_due: that probe must still run, before the first loss is scaled.
         num_batches: largest number of micro-batches of any process.
         counted: totals of the window over all processes.
     """
@@ -250,7 +251,7 @@ class ProcessSync:
             *(int(len(batches) > slot) for slot in range(self.accumulation)),
         ]
         with self._waiting("waiting for the others before an update", DATA):
-            weight, *numbers = sum_floats(self.world, values)  # of numbers below 2**53: exact
+            weight, *numbers = sum_floats(self.world, values)  # exact for integers below 2**53
         (items, num_counting, samples, informative, asked, interrupted, lacking, *rest) = map(int, numbers)  # fmt: skip
         self.counted = Counted(*rest[: len(measured)])
         targets, *slots = rest[len(measured) :]
@@ -278,7 +279,7 @@ class ProcessSync:
         return (batches, num_items), samples, num_batches
 
     def draw(self, collect: Callable[..., AccumulationWindow], *arguments: Any) -> AccumulationWindow:
-        """Draws a window by `collect`, and reports the stage to the watchdog."""
+        """Draws a window with `collect`, and reports the stage to the watchdog."""
         if self.is_served:
             with self.watchdog.waiting("waiting for the first process to read data"):
                 return collect(*arguments)
@@ -293,7 +294,10 @@ class ProcessSync:
         return copy.copy(self._spare)
 
     def _find_spare(self, own_weight: float) -> Any:
-        """Returns the kept batch, or that of another process if this one never had any."""
+        """Returns the spare batch of this process, or that of another process if this one never had a batch.
+
+        This is a collective.
+        """
         offers = gather_objects(self.world, self._spare if own_weight > 0 else None)
         found = next(offer for offer in offers if offer is not None)
         return found if self._spare is None else self._spare
@@ -358,7 +362,7 @@ class ProcessSync:
         except Exception as error:
             if steps_in_backward(engine.optimizer) or not is_out_of_memory(error):
                 raise
-            reason = str(error)  # not the error: its traceback holds the tensors of the pass that failed
+            reason = str(error)  # not the error: its traceback keeps the tensors of the failed pass alive
         if reason is not None and self.is_look_due:
             self.learn([])  # joins the collective in which the others wait
         with self._waiting("waiting for the others after the backward passes", BACKWARD):
@@ -371,11 +375,11 @@ class ProcessSync:
 
     @contextmanager
     def _waiting(self, stage: str, before: int) -> Iterator[None]:
-        """Lets watchdog and ledger know that this process waits for others.
+        """Reports to the watchdog and the ledger that this process waits for others.
 
         Args:
-            stage: for the watchdog.
-            before: the activity that ends now.
+            stage: name of the stage, for the watchdog.
+            before: the ledger's activity that ends now.
         """
         self.ledger.note((before, self.ledger.now()))
         with self.watchdog.waiting(stage):
@@ -390,12 +394,12 @@ class ProcessSync:
     # ---- probing the loss
 
     def must_match(self, strategy: Strategy, compute_loss: object) -> bool:
-        """True if all processes must run the same number of extra passes."""
-        self._must_match = strategy.in_step or not is_ours(compute_loss)  # a user's may gather, as TRL's do
+        """Returns True if all processes must run the same number of extra passes."""
+        self._must_match = strategy.in_step or not is_ours(compute_loss)  # a user's may run collectives, as TRL's do
         return self._must_match
 
     def is_any(self, flag: bool) -> bool:
-        """True if a host-side flag is set on any process, if all processes ask; else the flag of this process."""
+        """Returns True if a host-side flag is set on any process, if all processes ask; otherwise its own flag."""
         return sum_ints(self.world, [int(flag)])[0] > 0 if self._must_match else flag
 
     def learn(self, observations: list[Observation]) -> None:
@@ -422,11 +426,11 @@ class ProcessSync:
         return [(total / size, *row[1:]) if row[3] else row for total, row in zip(sums, rows, strict=True)]
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """True if smaller micro-batches may avoid this error: only for one that was raised on all processes."""
+        """Returns True if smaller micro-batches may avoid this error, which must have been raised on all processes."""
         return isinstance(error, DistributedOutOfMemory)
 
     def measured(self, measure: Measure, batches: Sequence[Any]) -> Counted:
-        """Returns the counts of the window over all processes, by `synchronize`."""
+        """Returns the counts of the window over all processes, as `synchronize` computed them."""
         return self.counted
 
     def enter(self, stage: str) -> None:
@@ -454,7 +458,7 @@ Sync = LocalSync | ProcessSync
 
 
 class SyncControl(TrainerCallback):
-    """The last callback: sets a control flag on all processes if another callback set it on any."""
+    """The last callback; sets a control flag on all processes if another callback set it on any of them."""
 
     def __init__(self, sync: ProcessSync) -> None:
         self.sync = sync
@@ -468,7 +472,7 @@ class SyncControl(TrainerCallback):
 
 @contextmanager
 def synchronized_control(handler: CallbackHandler, sync: Sync) -> Iterator[None]:
-    """While entered, a control flag that a user's callback sets on one process is set on all."""
+    """Shares control flags while entered: a flag that a user's callback sets on one process is set on all."""
     last = sync.make_control()
     heard = [*handler.listening("on_step_end"), *handler.listening("on_epoch_end")]
     is_needed = any(not type(callback).__module__.startswith("paceline.") for callback in heard)

@@ -1,9 +1,9 @@
-"""The Trainer: names that users know, each forwarding to the part that does the work.
+"""The Trainer: the public names of Hugging Face Trainer, each forwarding to the part that does the work.
 
 Owners:
-    the Trainer      the user's data and callables, as given; what it reads from the model's forward and config
-    a session        the parts of one call, and the order of their life; the Trainer keeps the attributes they share
-    a run            plan, data feed, engine, loop and signals, while `train` lasts
+    the Trainer      the user's data and callables, as given; facts read from the model's forward and config
+    a session        the parts of one call and their lifecycle; the Trainer keeps the attributes that calls share
+    a run            plan, data iterator, engine, loop and signals, during `train`
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from paceline.callbacks.defaults import with_defaults
 from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint.folders import make_output_folder
+from paceline.checkpoint.layout import OPTIMIZER, PRECISION, SCHEDULER
 from paceline.compat.hub_names import HubNames
 from paceline.compat.subclassing import ForSubclasses
 from paceline.core.contracts import StreamingMetric
@@ -36,10 +37,7 @@ from paceline.core.metrics import StartTime
 from paceline.core.optional import LateModule
 from paceline.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
 from paceline.core.state import TrainerControl, TrainerState
-from paceline.pytorch import parts, session, validation
-from paceline.pytorch.checkpoint.checkpointer import Checkpointer
-from paceline.pytorch.checkpoint.items import OPTIMIZER, PRECISION, SCHEDULER
-from paceline.pytorch.checkpoint.model_files import load_weights
+from paceline.pytorch import validation
 from paceline.pytorch.data import columns
 from paceline.pytorch.data.collators import choose_collator
 from paceline.pytorch.data.loading import loader_length, named_dataset, sample_count
@@ -47,24 +45,27 @@ from paceline.pytorch.distributed.random import preserved_rng, set_seed
 from paceline.pytorch.distributed.strategy import put_on_device
 from paceline.pytorch.distributed.world import World, current_world
 from paceline.pytorch.evaluation.batch_predictor import ignored_keys
-from paceline.pytorch.evaluation.predictor import in_evaluation_mode, timed_metrics
 from paceline.pytorch.model.factory import check_model, make_model
 from paceline.pytorch.model.loss import LabelSmoother, LossNormalizer
 from paceline.pytorch.model.operations import estimate_operations
 from paceline.pytorch.model.prepare import PreparedModel
 from paceline.pytorch.model.signature import innermost
-from paceline.pytorch.optim import optimizers as optimizer_registry
 from paceline.pytorch.optim.schedulers import follows_metrics, get_scheduler
-from paceline.pytorch.session import Session
 from paceline.pytorch.sync import Measure
 
 if TYPE_CHECKING:
     from paceline.hub.described import CardFacts, CheckpointForm
-    from paceline.pytorch import lr_search, model_card
+    from paceline.pytorch import lr_search, parts, session
+    from paceline.pytorch.checkpoint.checkpointer import Checkpointer
+    from paceline.pytorch.evaluation import predictor
+    from paceline.pytorch.optim import optimizers as optimizer_registry
     from paceline.pytorch.packing import Packing
 else:
     lr_search = LateModule("paceline.pytorch.lr_search")
-    model_card = LateModule("paceline.pytorch.model_card")
+    optimizer_registry = LateModule("paceline.pytorch.optim.optimizers")
+    parts = LateModule("paceline.pytorch.parts")
+    predictor = LateModule("paceline.pytorch.evaluation.predictor")
+    session = LateModule("paceline.pytorch.session")
 
 logger = logging.getLogger(__name__)
 
@@ -73,21 +74,21 @@ class Trainer(HubNames, ForSubclasses):
     """Trains, evaluates and predicts with any `nn.Module`.
 
     Args:
-        model: the module to train; or give `model_init`.
+        model: the module to train; alternative to `model_init`.
         args: a `TrainingArguments`; None: all defaults, output in `tmp_trainer`.
-        data_collator: a list of samples -> a batch; None: padding by `processing_class` if it can, else stacking.
+        data_collator: `(list of samples) -> batch`; None: pads with `processing_class` if it can, else stacks.
         train_dataset: map-style or iterable; samples are dicts with the names of forward's parameters, or tuples in
             their order.
         eval_dataset: the same, or a dict of several by name.
         processing_class: a tokenizer or processor; pads batches, and is saved with the model.
         model_init: called without arguments (or with the trial) at each `train` for a fresh model.
-        compute_loss_func: `(outputs, labels, num_items_in_batch=None) -> loss`, instead of the model's own.
+        compute_loss_func: `(outputs, labels, num_items_in_batch=None) -> loss`, replaces the model's own loss.
         compute_metrics: `(EvalPrediction) -> dict` (with `batch_eval_metrics`: also `compute_result: bool`); or a
-            `StreamingMetric`, driven batch by batch.
-        callbacks: beside the default ones; classes or instances.
-        optimizers: (optimizer, scheduler) to use instead of those the arguments name.
-        optimizer_cls_and_kwargs: an optimizer class and its arguments, over the default parameter groups.
-        preprocess_logits_for_metrics: `(logits, labels) -> input of the metrics`, batch by batch.
+            `StreamingMetric`, which is updated batch by batch.
+        callbacks: classes or instances, added to the default callbacks.
+        optimizers: (optimizer, scheduler); replaces those that the arguments name.
+        optimizer_cls_and_kwargs: an optimizer class and its arguments, used with the default parameter groups.
+        preprocess_logits_for_metrics: `(logits, labels) -> input of the metrics`, called for each batch.
         tokenizer: the older name of `processing_class`.
 
     Raises:
@@ -95,7 +96,7 @@ class Trainer(HubNames, ForSubclasses):
     """
 
     loss_is_scaled_for_ga: bool | None = None
-    label_names: list[str]  # this and the following: from `_read_model`
+    label_names: list[str]  # `_read_model` sets this and the following three
     can_return_loss: bool
     label_smoother: LabelSmoother | None
     _signature_columns: list[str] | None = None
@@ -104,16 +105,16 @@ class Trainer(HubNames, ForSubclasses):
     world: World
     run: session.Run | None = None
     loss_normalizer: LossNormalizer
-    edits: PreparedModel | None = None  # edits of the model by training, while it lasts
+    edits: PreparedModel | None = None  # changes that training made to the model; None outside of training
     is_prepared = False  # training or an evaluation has prepared the model: its memory is known
-    reports_changes = True  # changes of the arguments since the checkpoint that a run is resumed from
+    reports_changes = True  # log arguments that changed since the checkpoint that a run is resumed from
     current_flos = 0.0
     _created_lr_scheduler = False
-    _packing: Packing | None = None  # of training batches, as found out for this model
+    _packing: Packing | None = None  # packing of training batches, as determined for this model
     _resumed_batch_size: int | None = None  # global batch size, if a run is resumed on another number of processes
 
-    def _make_session(self) -> Session:
-        return Session(self)
+    def _make_session(self) -> session.Session:
+        return session.Session(self)
 
     def __init__(
         self,
@@ -172,7 +173,7 @@ class Trainer(HubNames, ForSubclasses):
         validation.check_model_given(model, self.model_init)
         if model is not None:
             return check_model(model, "`model` is")
-        with preserved_rng():  # `train` makes the model again; this one only shows its structure
+        with preserved_rng():  # only the structure of this model is used: `train` creates a new one
             set_seed(self.args.seed)
             return self.call_model_init()
 
@@ -208,7 +209,7 @@ class Trainer(HubNames, ForSubclasses):
         return self._make_session().plan_without_data()
 
     def place_model(self) -> None:
-        """Moves the model to the device, unless the user disabled that, or it is placed in parts."""
+        """Moves the model to the device, unless the user disabled that, or it is quantized, split or sharded."""
         quantized = getattr(self.model, "quantization_method", None) is not None
         if self.place_model_on_device and self.strategy.accepts_full_model and not quantized:
             put_on_device(self.model, self.world.device)
@@ -224,14 +225,14 @@ class Trainer(HubNames, ForSubclasses):
         self.processing_class = value
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Returns a model from `model_init`, which takes nothing or the trial."""
+        """Returns a model from `model_init`, which takes no argument or the trial."""
         assert self.model_init is not None
         return make_model(self.model_init, trial)
 
     # ---- data
 
     def get_train_dataloader(self) -> Any:
-        """Returns the loader of the training data: `per_device_train_batch_size` samples a batch."""
+        """Returns the loader of the training data, with `per_device_train_batch_size` samples per batch."""
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
         return self._get_dataloader(
@@ -239,7 +240,11 @@ class Trainer(HubNames, ForSubclasses):
         )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Returns the loader of an evaluation set: a dataset, a name in `self.eval_dataset`, or None for that."""
+        """Returns the loader of an evaluation set.
+
+        Args:
+            eval_dataset: a dataset, or a name in `self.eval_dataset`; None: `self.eval_dataset`.
+        """
         dataset = named_dataset(self.eval_dataset, eval_dataset)
         return self._get_dataloader(dataset, "evaluation", self.args.eval_batch_size, self._get_eval_sampler)
 
@@ -256,7 +261,7 @@ class Trainer(HubNames, ForSubclasses):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        """Returns a loader; `dataloader_key` is not needed: those of evaluations are cached by their dataset."""
+        """Returns a loader; `dataloader_key` is ignored, because evaluation loaders are cached by their dataset."""
         return parts.loaders_of(self).make(dataset, description, batch_size, sampler_fn, is_training)
 
     def _find_packing(self) -> Packing | None:
@@ -285,7 +290,7 @@ class Trainer(HubNames, ForSubclasses):
             self._signature_columns = columns.signature_columns(innermost(self.model), names)
 
     def _named_by_loss(self) -> list[str]:
-        """Returns the texts in the code of a user's own loss: each may be a column that forward does not take."""
+        """Returns the strings in the code of a user's loss: each may name a column that forward does not take."""
         makers = (self.compute_loss_func, self.compute_loss, self.training_step)
         own = [maker for maker in makers if maker is not None and not is_ours(maker)]
         return sorted({text for maker in own for text in texts_in(maker)})
@@ -298,7 +303,7 @@ class Trainer(HubNames, ForSubclasses):
         return columns.remove_unused_columns(dataset, self._signature_columns, description or "this")
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
-        """The collator, dropping what the model does not take from samples that are dicts."""
+        """Returns the collator, wrapped to drop columns that the model does not take from samples that are dicts."""
         if not self.args.remove_unused_columns:
             return data_collator
         self._set_signature_columns_if_needed()
@@ -307,7 +312,10 @@ class Trainer(HubNames, ForSubclasses):
         return columns.RemoveColumnsCollator(data_collator, self._signature_columns, description or "this")
 
     def num_examples(self, dataloader: Any) -> int:
-        """Returns the number of samples in one pass of a loader: from its sampler, else batches times batch size."""
+        """Returns the number of samples in one pass of a loader.
+
+        If the loader does not reveal it, this is the number of batches times the batch size.
+        """
         counted = sample_count(dataloader)
         return counted if counted is not None else len(dataloader) * self.args.train_batch_size
 
@@ -317,7 +325,7 @@ class Trainer(HubNames, ForSubclasses):
         num_batches: int,
         device: torch.device | None = None,
     ) -> tuple[list[Any], Any]:
-        """Draws the micro-batches of one optimizer step, and counts their loss divisor; fewer at the data's end."""
+        """Returns the next `num_batches` micro-batches (fewer at the data's end) and their `num_items_in_batch`."""
         batch_samples: list[Any] = []
         for batch in epoch_iterator:
             batch_samples.append(batch if type(batch) is dict else self.objective.name_inputs(batch))
@@ -328,7 +336,9 @@ class Trainer(HubNames, ForSubclasses):
         return batch_samples, num_items_in_batch
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None = None) -> Any:
-        """Returns the number of targets in an optimizer step, a 0-dim host tensor; None if nothing divides by it."""
+        """Returns the number of targets in an optimizer step as a 0-dim host tensor; None if no loss is divided by
+        it.
+        """
         if not self.objective.wants_num_items or not batch_samples:
             return None
         return self.loss_normalizer.num_items(batch_samples)
@@ -336,7 +346,7 @@ class Trainer(HubNames, ForSubclasses):
     # ---- optimizer and schedule
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Creates the optimizer and the scheduler, unless given."""
+        """Creates the optimizer and the scheduler, unless they exist."""
         self.create_optimizer()
         self.create_scheduler(num_training_steps=num_training_steps)
 
@@ -367,15 +377,15 @@ class Trainer(HubNames, ForSubclasses):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
-        """Returns class and arguments of the optimizer that the arguments name."""
+        """Returns the class and keyword arguments of the optimizer that `args` names."""
         return optimizer_registry.resolve_optimizer(args, model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Returns the names of the parameters with weight decay: no biases, no norms."""
+        """Returns the names of the parameters with weight decay: all but biases and norms."""
         return optimizer_registry.decay_parameter_names(model)
 
     def get_num_trainable_parameters(self) -> int:
-        """Returns the number of trained elements."""
+        """Returns the number of trainable parameters (elements)."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def get_learning_rates(self) -> list[float]:
@@ -390,7 +400,7 @@ class Trainer(HubNames, ForSubclasses):
         return groups
 
     def get_optimizer_group(self, param: nn.Parameter | None = None) -> Any:
-        """Returns the parameter group that holds `param`; all groups for None."""
+        """Returns the parameter group that contains `param`; None: the parameters of each group."""
         groups = self._parameter_groups()
         if param is None:
             return [group["params"] for group in groups]
@@ -409,8 +419,8 @@ class Trainer(HubNames, ForSubclasses):
         """Trains as the arguments say.
 
         Args:
-            resume_from_checkpoint: a folder, or True for the newest good one in `output_dir`.
-            trial: of a hyper-parameter search.
+            resume_from_checkpoint: a checkpoint folder, or True for the newest valid one in `output_dir`.
+            trial: the trial of a hyper-parameter search.
             ignore_keys_for_eval: keys of the model's output that evaluation drops.
             model_path: the older name of `resume_from_checkpoint`.
 
@@ -418,7 +428,7 @@ class Trainer(HubNames, ForSubclasses):
             The last step, the mean training loss, and speed metrics.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C, after a checkpoint was written (if saving is on).
+            KeyboardInterrupt: on Ctrl-C, after a checkpoint is saved (if saving is on).
         """
         self._tell_of_uncalled()
         checkpoint = resume_from_checkpoint if model_path is None else model_path
@@ -430,7 +440,7 @@ class Trainer(HubNames, ForSubclasses):
         return self._make_session().train(folder, resume, trial, ignore_keys)
 
     def _train_with(self, options: dict[str, Any], callback: TrainerCallback, checkpoint: str | None) -> None:
-        """Trains with some arguments changed, which is not reported, and one more callback; both only for this run."""
+        """Trains with changed arguments, which are not reported, and an extra callback; both apply to this run only."""
         original = self.args
         self.args = replace(original, **options)
         self.add_callback(callback)
@@ -445,16 +455,16 @@ class Trainer(HubNames, ForSubclasses):
     def find_lr(
         self, lowest: float = 1e-7, highest: float = 1.0, num_steps: int = 100, divergence: float = 4.0
     ) -> lr_search.RangeTest:
-        """Runs a learning rate range test, of which nothing remains; see docs/speed.md.
+        """Runs a learning rate range test and undoes its effects; see docs/speed.md.
 
         Args:
             lowest, highest: learning rates of the first and the last step.
-            num_steps: optimizer steps at most.
-            divergence: the test ends at a loss of so many times the lowest, by moving averages.
+            num_steps: maximum number of optimizer steps.
+            divergence: the test ends when the moving average of the loss exceeds `divergence` times its minimum.
 
         Raises:
             ValueError: the rates do not rise, there are fewer than 10 steps, or the divergence is not above 1.
-            UnsupportedOption: there are several processes, or the optimizer has no learning rate of its own.
+            UnsupportedOption: there are several processes, or the optimizer computes its learning rate itself.
         """
         search = lr_search.make_search(lowest, highest, num_steps, divergence)
         lr_search.check_support(self.strategy, self.optimizer)
@@ -474,10 +484,12 @@ class Trainer(HubNames, ForSubclasses):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Returns the loss of one batch: the model's own, smoothed, or `compute_loss_func`'s. Override for another one.
+        """Computes the loss of one batch: the model's own, a smoothed one, or `compute_loss_func`'s.
+
+        Override this method to compute another loss.
 
         Returns:
-            A 0-dim tensor, or `(loss, outputs)`. A mean over the batch, unless `num_items_in_batch` divided it.
+            The loss, 0-dim, or `(loss, outputs)`. It is a mean over the batch, unless divided by `num_items_in_batch`.
         """
         loss, outputs = self.objective(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
@@ -491,7 +503,7 @@ class Trainer(HubNames, ForSubclasses):
         return self.strategy.forward_context()
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Returns the batch on the device."""
+        """Returns the batch, moved to the device."""
         return self._prepare_input(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
@@ -508,7 +520,7 @@ class Trainer(HubNames, ForSubclasses):
         start_time: float | None,
         learning_rate: float | None = None,
     ) -> None:
-        """Runs the due actions. An override that logs by itself gets the sum of the losses that no row has yet."""
+        """Runs the due actions. An override that logs by itself gets the sum of the losses that are not logged yet."""
         assert self.run is not None
         assert self.run.loop is not None
         self.run.loop.log_evaluate_save()
@@ -521,7 +533,7 @@ class Trainer(HubNames, ForSubclasses):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Evaluates and returns the metrics; for a dict of datasets, each under `{prefix}_{name}`."""
+        """Evaluates and returns the metrics; with a dict of datasets, each set's metrics under `{prefix}_{name}`."""
         given = eval_dataset is not None
         datasets = eval_dataset if given else self.eval_dataset
         if isinstance(datasets, dict):
@@ -536,11 +548,11 @@ class Trainer(HubNames, ForSubclasses):
         self.callback_handler.eval_dataloader = loader
         start = StartTime()
         loss_only = True if self.compute_metrics is None else None
-        # in this mode until the row is logged: an overridden `log` may read it
-        with self.memory_stages.measuring("eval"), in_evaluation_mode(self.model):
+        # evaluation mode lasts until the row is logged, because an overridden `log` may use the model
+        with self.memory_stages.measuring("eval"), predictor.in_evaluation_mode(self.model):
             output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, prefix)
             parts.warn_of_gaps(self, output, prefix)
-            metrics = timed_metrics(output, prefix, start, loader_length(loader))
+            metrics = predictor.timed_metrics(output, prefix, start, loader_length(loader))
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             metrics.update(self.memory_stages.stop("eval"))
@@ -565,12 +577,12 @@ class Trainer(HubNames, ForSubclasses):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
-        """Predicts one row per sample, in their order; with labels, metrics too."""
+        """Returns one prediction per sample, in dataset order, and metrics if there are labels."""
         loader = self.get_test_dataloader(test_dataset)
         start = StartTime()
         with self.memory_stages.measuring("test"):
             output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
-            metrics = timed_metrics(output, metric_key_prefix, start, loader_length(loader))
+            metrics = predictor.timed_metrics(output, metric_key_prefix, start, loader_length(loader))
             self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
             metrics.update(self.memory_stages.stop("test"))
         self._share_control()
@@ -604,11 +616,11 @@ class Trainer(HubNames, ForSubclasses):
     # ---- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model, and the processing class beside it, so that it can be loaded again; pushed if requested."""
+        """Saves the model and the processing class for loading, and pushes them if `push_to_hub` is set."""
         folder = self._get_output_dir(None) if output_dir is None else output_dir
-        model_files = parts.model_files_of(self)
-        is_done = not _internal_call and is_ours(self._save) and model_files.stream(Path(folder))
-        weights = None if is_done else model_files.whole_weights()
+        files = parts.model_files_of(self)
+        is_done = not _internal_call and is_ours(self._save) and files.stream(Path(folder))
+        weights = None if is_done else files.whole_weights()
         if self.args.should_save and not is_done:
             self._save(folder, weights) if weights is not None else self._save(folder)
         if self.args.push_to_hub and not _internal_call:
@@ -619,7 +631,9 @@ class Trainer(HubNames, ForSubclasses):
         parts.model_files_of(self).write(Path(folder), state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any, metrics: Any = None) -> None:
-        """Writes a checkpoint now. `metrics` is of version 4: a run has recorded the best one before."""
+        """Saves a checkpoint now. `metrics` is ignored (an argument of transformers 4): the run has already recorded
+        the best metric.
+        """
         self._make_checkpointer().save(Path(self._get_output_dir(trial)))
 
     def _make_checkpointer(self) -> Checkpointer:
@@ -637,7 +651,7 @@ class Trainer(HubNames, ForSubclasses):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Loads the weights of a checkpoint."""
         logger.info("Loading model from %s.", resume_from_checkpoint)
-        for note in load_weights(self.strategy, self.model if model is None else model, resume_from_checkpoint):
+        for note in parts.load_weights_of(self, model, resume_from_checkpoint):
             logger.warning(note)
 
     def _load_best_model(self) -> None:
@@ -664,8 +678,8 @@ class Trainer(HubNames, ForSubclasses):
         return parts.measurer_of(self)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Returns the floating-point operations of forward and backward on this batch, as the model estimates them;
-        else 0.
+        """Returns the floating-point operations of forward and backward on this batch, as estimated by the model; 0
+        if the model has no estimate.
         """
         return estimate_operations(innermost(self.model), inputs)
 
@@ -677,8 +691,9 @@ class Trainer(HubNames, ForSubclasses):
     # ---- processes
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Returns the samples per optimizer step: batch size times accumulation times processes; with a token budget
-        about that, by the mean of the last run.
+        """Returns the global batch size: batch size times accumulation steps times data-parallel ranks.
+
+        With a token budget this is an estimate from the mean micro-batch size of the last run.
         """
         in_update = resolve_update(args, self.strategy.mesh.data_size, None)[1]
         return in_update if tokens_of(args) is None else in_update * (self.state.train_batch_size or 1)
@@ -693,8 +708,9 @@ class Trainer(HubNames, ForSubclasses):
         hp_name: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Raises NotImplementedError: this version has no search; run `train` with `model_init` and different
-        arguments.
+        """Raises NotImplementedError, because this version has no hyper-parameter search.
+
+        Call `train` in a loop with `model_init` and different arguments instead.
         """
         raise NotImplementedError(
             "hyperparameter_search is not in this version of paceline: call train() in a loop over TrainingArguments "
@@ -707,4 +723,4 @@ class Trainer(HubNames, ForSubclasses):
         return parts.card_facts_of(self)
 
     def _checkpoint_form(self) -> CheckpointForm:
-        return model_card.CHECKPOINT_FORM
+        return parts.checkpoint_form()

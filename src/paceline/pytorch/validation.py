@@ -1,4 +1,4 @@
-"""Checks of the Trainer's constructor, and facts read from the model."""
+"""Checks the constructor arguments of a Trainer, and reads facts from the model."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 
 def check_model_given(model: object, model_init: object) -> None:
-    """Raises unless exactly one of the two is given.
+    """Checks that exactly one of `model` and `model_init` is given.
 
     Raises:
-        RuntimeError: there is none.
-        ValueError: there are both.
+        RuntimeError: neither is given.
+        ValueError: both are given.
     """
     if model is None and model_init is None:
         raise RuntimeError("`Trainer` requires either a `model` or `model_init` argument; give one of the two.")
@@ -57,7 +57,7 @@ def check_arguments(
     batch_eval_metrics: bool,
     max_steps: int,
 ) -> None:
-    """Raises for arguments of the constructor that contradict each other.
+    """Checks that the arguments of the constructor do not contradict each other.
 
     Args:
         model: the module to train.
@@ -98,7 +98,7 @@ def choose_processor(processing_class: object, tokenizer: object) -> Any:
     """Returns the Trainer's `processing_class`, given under this name or the older one.
 
     Raises:
-        ValueError: under both, with different values.
+        ValueError: both names are given, with different values.
     """
     if processing_class is not None and tokenizer is not None and processing_class is not tokenizer:
         raise ValueError("`tokenizer` is the older name of `processing_class`: pass one of the two.")
@@ -112,7 +112,7 @@ class ModelFacts:
     Attributes:
         signature: the parameters of `forward`.
         label_names: names under which a batch carries its labels; empty if the model takes none.
-        loss_normalizer: the reduction of its loss.
+        loss_normalizer: knows or infers the reduction of the loss.
         label_smoother: smooths the targets; None: `label_smoothing_factor` is 0.
         objective: computes the default loss.
     """
@@ -139,7 +139,7 @@ def read_model(
 
     Args:
         model: as the user gave it.
-        compute_loss: the Trainer's, bound: an override is not the loss of the model's class.
+        compute_loss: the Trainer's, bound; an override may not compute the loss of the model's class.
         compute_loss_func: the user's loss, or None.
         label_names, loss_weight: the options of these names.
         smoothing: `label_smoothing_factor`.
@@ -152,7 +152,7 @@ def read_model(
     signature = read_signature(model)
     names = list(label_names) if label_names is not None else find_labels(innermost(model))
     config = getattr(innermost(model), "config", None)
-    # a loss that is made elsewhere is not that of the model's class
+    # a user's loss may have another reduction than the loss of the model's class
     makes_own_loss = compute_loss_func is None and is_ours(compute_loss)
     normalizer = LossNormalizer(
         names or ["labels"],
@@ -179,7 +179,7 @@ def read_model(
 
 
 def linear_loss_of(model: nn.Module, option: str | bool) -> linear_loss.LinearLoss | None:
-    """Returns what computes a model's loss by chunks; None if the option is off, or the model names no head."""
+    """Returns the chunked loss of a model; None if the option is off, or "auto" and the model names no head."""
     if option is False or (option == "auto" and not hasattr(innermost(model), "get_output_embeddings")):
         return None
     return linear_loss.LinearLoss(option)
@@ -200,7 +200,7 @@ def check_smoothing(smoothing: float, compute_loss_func: object, problem_type: s
 
 
 def declare_loss(normalizer: LossNormalizer, loss_weight: object, loss_is_scaled: bool | None) -> None:
-    """Applies a subclass's declaration `loss_is_scaled_for_ga`, unless `loss_weight` says what a loss weighs."""
+    """Applies a subclass's declaration `loss_is_scaled_for_ga`, unless `loss_weight` is set."""
     if loss_weight is None and loss_is_scaled is not None:
         is_scaled = bool(loss_is_scaled)
         normalizer.declare("scaled" if is_scaled else "samples", is_averaged_by_author=is_scaled)
@@ -213,13 +213,13 @@ def check_evaluation(
     strategy: str,
     metric: str | None,
 ) -> None:
-    """Checks that the evaluations of a run have data, before hours of training.
+    """Checks before training that the evaluations of a run have data.
 
     Args:
-        eval_dataset: one, several by name, or None.
-        get_eval_dataloader: may have data of its own.
-        strategy: times of the evaluations, or "no".
-        metric: that decides which model is best, or None.
+        eval_dataset: a dataset, a dict of several by name, or None.
+        get_eval_dataloader: the Trainer's, bound; an override may have its own data.
+        strategy: `eval_strategy`; "no" disables evaluation.
+        metric: the metric that decides which model is best, or None.
 
     Raises:
         ValueError: there is no evaluation data.
@@ -243,15 +243,15 @@ def check_evaluation(
 
 
 def check_optimizer(optimizer: object, model: nn.Module) -> None:
-    """Raises for an optimizer that would train something else.
+    """Checks that the optimizer trains this model.
 
     Raises:
-        ValueError: it holds none of the model's parameters.
+        ValueError: the optimizer holds none of the model's parameters.
     """
     groups = getattr(optimizer, "param_groups", None)
     own = set(map(id, model.parameters()))
     if any(id(parameter) in own for parameter in getattr(optimizer, "model_parameters", ())):
-        return  # which holds them in parts
+        return  # this optimizer splits the parameters into parts
     if groups is not None and not any(id(parameter) in own for group in groups for parameter in group["params"]):
         raise ValueError(
             "The optimizer holds none of the model's parameters, so training would change nothing: make it from the "

@@ -1,4 +1,4 @@
-"""Charts of a report: the series of each, with at most so many points that a page stays small."""
+"""Builds the charts of a report. The number of points per series is limited, so that the page stays small."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from paceline.core.journal import NOT_COMPUTED
 from paceline.report.run_data import RunData, numbers_of
 
-NUM_COLOURS = 6  # of the style sheet
-MOST_POINTS = 1_000  # of a series: about 15 kB in the page
-_NUM_SMOOTHED = 200  # means over so many equal parts of the run
-# logged numbers that are no curve of their own: those of the journal, and those of one evaluation or the whole run
+NUM_COLOURS = 6  # number of line colours in the style sheet
+MOST_POINTS = 1_000  # maximum points per series: about 15 kB in the page
+_NUM_SMOOTHED = 200  # number of equal parts of a long run over which the loss is averaged
+# logged numbers that the journal has in full
 _OF_JOURNAL = {"loss": "Loss", "learning_rate": "Learning rate", "grad_norm": "Gradient norm"}
-_NO_CURVE = ("_runtime", "_per_second", "total_flos")
+_NO_CURVE = ("_runtime", "_per_second", "total_flos")  # endings of numbers that get no chart
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,12 @@ class Series:
     """Points of one line, in the order of their steps.
 
     Attributes:
-        label: shown in the legend.
+        label: the text in the legend.
+        steps: the optimizer steps.
+        values: the values at these steps.
         colour: index of the line's colour.
-        is_faint: True draws a thin line, behind the mean of it.
-        is_dashed: True for evaluations among the lines of several runs.
+        is_faint: True draws a thin line, behind the line of its mean.
+        is_dashed: True for evaluations in a comparison of several runs.
     """
 
     label: str
@@ -39,7 +41,7 @@ class Series:
 
     @property
     def style(self) -> str:
-        """Its classes in the page's style sheet."""
+        """The line's classes in the page's style sheet."""
         names = [f"colour{self.colour % NUM_COLOURS}"]
         names += ["faint"] if self.is_faint else []
         names += ["dashed"] if self.is_dashed else []
@@ -51,7 +53,9 @@ class Chart:
     """A chart over optimizer steps.
 
     Attributes:
-        num_left_out: values that are not finite, and so have no place in it.
+        title: the chart's title.
+        series: the lines.
+        num_left_out: number of non-finite values, which are not drawn.
     """
 
     title: str
@@ -60,7 +64,7 @@ class Chart:
 
 
 def make_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Returns the charts of one run, or of several in one: loss, learning rate, gradient norm, metrics, others."""
+    """Returns the charts of one run, or common charts of several: loss, metrics, learning rate, norm, others."""
     named: dict[str, list[Series]] = {}
     for index, run in enumerate(runs):
         suffix = f" ({run.name})" if len(runs) > 1 else ""
@@ -74,7 +78,7 @@ def make_charts(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def thin(steps: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """Returns at most `most` points: of equal parts of the series, the smallest and the largest, so no peak is lost."""
+    """Returns at most `most` points: minimum and maximum of equal parts of the series, so that no peak is lost."""
     if len(steps) <= most:
         return steps, values
     edges = np.linspace(0, len(steps), most // 2 + 1).astype(int)
@@ -94,7 +98,7 @@ def smoothed(steps: np.ndarray, values: np.ndarray, num_parts: int = _NUM_SMOOTH
 
 
 def _series_of(run: RunData, index: int, suffix: str) -> list[tuple[str, Series]]:
-    """Returns (title of the chart, series) of a run; the colour is the run's."""
+    """Returns (title of the chart, series) for each line of a run; `index` is the colour of all its lines."""
     found: list[tuple[str, Series]] = []
     logged = numbers_of(run.rows)
     updates = run.updates
@@ -116,7 +120,7 @@ def _series_of(run: RunData, index: int, suffix: str) -> list[tuple[str, Series]
 
 
 def _loss_series(steps: np.ndarray, losses: np.ndarray, index: int, suffix: str) -> list[tuple[str, Series]]:
-    """Returns the loss of each step, and its mean over parts of a long run."""
+    """Returns the loss of each step and, for a long run, its mean over parts of the run."""
     is_finite = np.isfinite(losses)
     is_long = bool(is_finite.sum() > 2 * _NUM_SMOOTHED)
     raw = Series(f"training loss{suffix}", steps, losses, index, is_faint=is_long)
@@ -127,12 +131,12 @@ def _loss_series(steps: np.ndarray, losses: np.ndarray, index: int, suffix: str)
 
 
 def _title(key: str) -> str:
-    """Evaluation losses belong beside the training loss; every other number has a chart of its own."""
+    """Returns the title of a number's chart: evaluation losses share the chart "Loss", others have their own."""
     return "Loss" if key == "eval_loss" or (key.startswith("eval_") and key.endswith("_loss")) else key
 
 
 def _as_chart(title: str, series: Sequence[Series], num_runs: int) -> Chart:
-    """Thins the series; those of one run differ in colour, those of several in colour by run and in dashes."""
+    """Makes a chart of thinned series. One run's lines differ in colour; of several runs, each run has one colour."""
     kept: list[Series] = []
     num_left_out = colour = 0
     for each in series:

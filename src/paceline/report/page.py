@@ -1,4 +1,4 @@
-"""Assembles the HTML page of a report. Every text that comes from a run is escaped."""
+"""Assembles the HTML page of a report. All text from a run is escaped."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from paceline.report.curves import Chart, make_charts
 from paceline.report.run_data import LOG_START, RunData, log_to_keep
 from paceline.report.svg import describe, draw, number
 
-_MOST_ROWS = 500  # of a table
+_MOST_ROWS = 500  # maximum rows of a table
 _OF_EVALUATION = ("eval_", "test_")
 _NEVER_SHOWN = {"output_dir"}  # differs between any two runs
 
 
 def make_page(runs: Sequence[RunData]) -> str:
-    """Returns the page of one run, or one that compares several."""
+    """Returns the page of one run, or a comparison of several runs."""
     charts = make_charts(runs)
     title = " · ".join(run.name for run in runs)
     log = _as_script(log_to_keep(runs[0])) if len(runs) == 1 else "null"
@@ -36,7 +36,7 @@ def make_page(runs: Sequence[RunData]) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        # the page asks for nothing outside itself; a text that slipped through could not run either
+        # the page loads nothing from outside, and unescaped text could not load anything either
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         "script-src 'unsafe-inline'; img-src data:\">"
         f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>\n"
@@ -57,7 +57,7 @@ def _summary(run: RunData) -> str:
 
 
 def _comparison(runs: Sequence[RunData]) -> str:
-    """A table of the runs' facts, and one of the options that differ."""
+    """Returns a table of the runs' facts, and a table of the options that differ."""
     facts = [dict(_facts_of(run)) for run in runs]
     names = list(dict.fromkeys(name for each in facts for name in each))
     rows = [[name, *[each.get(name, "") for each in facts]] for name in names]
@@ -165,7 +165,7 @@ def _checkpoints(run: RunData) -> str:
 
 
 def _events(run: RunData) -> str:
-    """Starts of the run, windows that were skipped, and notes of the plan."""
+    """Returns a table of the run's starts, skipped accumulation windows, and notes of the plan."""
     rows = []
     records = [*_records(run.record.get("history")), run.record]
     for record in records:
@@ -239,7 +239,7 @@ def _options_of(run: RunData) -> dict[str, Any]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], is_numeric: bool = False) -> str:
-    """Returns a table; of a long one, the last rows."""
+    """Returns an HTML table; a long table is cut to its last rows."""
     kind = ' class="number"' if is_numeric else ""
     shown = rows[-_MOST_ROWS:]
     lines = "".join("<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell in row) + "</tr>" for row in shown)
@@ -250,7 +250,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], is_numeric: bool 
 
 
 def _points(charts: Sequence[Chart]) -> list[list[dict[str, Any]]]:
-    """Returns the numbers of the charts, for the page's script."""
+    """Returns the points of the charts for the page's script."""
     return [
         [
             {

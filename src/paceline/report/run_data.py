@@ -1,6 +1,6 @@
-"""Reads what a run left in its output folder: record, journal, logged rows and checkpoints.
+"""Reads the data of a run from its output folder: record, journal, logged rows and checkpoints.
 
-Files may be missing, incomplete or damaged: what cannot be read is listed in `RunData.problems`, and the rest is shown.
+Files may be missing, incomplete or damaged: `RunData.problems` lists unreadable files, and the rest is shown.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from paceline.core.journal import FORMAT, JOURNAL_FILE, SKIPPED_FILE
 from paceline.core.lineage import KEY, RECORD_NAME, REPORT_FILE
 from paceline.core.record import jsonable
 
-STATE_FILE = "trainer_state.json"  # of a checkpoint
-LOG_FILE = "log.jsonl"  # of the jsonl reporter
-LOG_START = '<script type="application/json" id="log">'  # in a page, before what it keeps of the run
-_MOST_KEPT = 2_000  # rows
-_MOST_BYTES = 2**30  # of a file that is read whole
+STATE_FILE = "trainer_state.json"  # in a checkpoint
+LOG_FILE = "log.jsonl"  # written by the jsonl reporter
+LOG_START = '<script type="application/json" id="log">'  # precedes the rows that a page keeps of its run
+_MOST_KEPT = 2_000  # maximum rows that a page keeps
+_MOST_BYTES = 2**30  # maximum size of a file to read
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,10 @@ class CheckpointSize:
     """A checkpoint in the folder.
 
     Attributes:
-        num_bytes: of its readable files.
-        is_best: True if the run recorded it as its best.
+        name: the folder's name.
+        step: the optimizer step of the checkpoint.
+        num_bytes: size of its readable files.
+        is_best: True if the run recorded it as its best checkpoint.
     """
 
     name: str
@@ -46,12 +48,12 @@ class RunData:
     """The data of one run.
 
     Attributes:
-        folder: its output folder.
-        record: `run.json`; empty without one.
+        folder: the output folder of the run.
+        record: the content of `run.json`; empty if it is missing.
         updates: the journal, one row for each optimizer step, of dtype `paceline.core.journal.FORMAT`.
         rows: the logged rows in their order, each with `step`.
         state: the newest `trainer_state.json` without its rows.
-        checkpoints: in the order of their steps.
+        checkpoints: the run's checkpoints, lowest step first.
         skipped: the accumulation windows that a rewind skipped.
         problems: a sentence for each file that could not be read.
     """
@@ -78,7 +80,7 @@ class RunData:
 
     @property
     def last_step(self) -> int:
-        """The last optimizer step that is known of."""
+        """The last known optimizer step."""
         steps = [int(row["step"]) for row in self.rows[-1:]]
         if len(self.updates):
             steps.append(int(self.updates["step"][-1]))
@@ -95,7 +97,7 @@ class RunData:
 
     @property
     def is_finished(self) -> bool:
-        """True if the last step was made."""
+        """True if the last known step is the last one of the run."""
         return self.max_steps is not None and self.last_step >= self.max_steps
 
 
@@ -105,7 +107,7 @@ def read_run(
     """Reads the data of a run.
 
     Args:
-        folder: its output folder.
+        folder: the output folder of the run.
         rows: the logged rows of a run in this process; None reads them from files.
         state: the trainer state of a run in this process, without its rows.
 
@@ -147,9 +149,9 @@ def read_run(
 
 
 def numbers_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns (steps, values) of every number that the rows hold, by key, in the order of the steps.
+    """Returns (steps, values) of every number in the rows, by key, in the order of the steps.
 
-    Of two rows of one step, as after an evaluation by hand, the later one counts.
+    If two rows have the same step, for instance after a manual evaluation, the later row counts.
     """
     found: dict[str, dict[int, float]] = {}
     for row in rows:
@@ -179,7 +181,7 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def _read_text(path: Path, problems: list[str]) -> str:
-    """Returns a file's text; an empty one, and a problem, if it cannot be read."""
+    """Returns a file's text. If it cannot be read, adds a problem and returns an empty text."""
     try:
         if not path.is_file():
             return ""
@@ -204,7 +206,7 @@ def _read_json(path: Path, problems: list[str]) -> Any:
 
 
 def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Returns the objects of a file of JSON lines; a last line that a crash cut is left out."""
+    """Returns the objects in a JSON-lines file. One damaged line, such as one cut by a crash, is ignored silently."""
     found = []
     num_damaged = 0
     for line in _read_text(path, problems).splitlines():
@@ -231,7 +233,7 @@ def _read_journal(path: Path, problems: list[str]) -> np.ndarray:
     updates = np.frombuffer(content[:whole], dtype=FORMAT)
     is_sound = (updates["step"] > 0) & (updates["step"] < 2**53)
     if not is_sound.all():
-        problems.append(f"{path.name} is damaged: {int((~is_sound).sum())} rows hold impossible steps.")
+        problems.append(f"{path.name} is damaged: {int((~is_sound).sum())} rows have invalid step numbers.")
     return updates[is_sound]
 
 
@@ -244,7 +246,7 @@ def _newest_state(checkpoints: Sequence[Path], problems: list[str]) -> dict[str,
 
 
 def _logged_rows(folder: Path, state: Mapping[str, Any], problems: list[str]) -> Sequence[Mapping[str, Any]]:
-    """Returns the rows of `log.jsonl`, or those of the newest checkpoint if it knows of later steps."""
+    """Returns the rows of `log.jsonl`, or those of the newest checkpoint if they reach a later step."""
     logged = [row for row in _read_lines(folder / LOG_FILE, problems) if _is_step(row.get("step"))]
     saved = state.get("log_history")
     saved = [row for row in saved if isinstance(row, dict) and _is_step(row.get("step"))] if saved else []
@@ -252,10 +254,10 @@ def _logged_rows(folder: Path, state: Mapping[str, Any], problems: list[str]) ->
 
 
 def log_to_keep(run: RunData) -> dict[str, Any]:
-    """Returns what a page keeps of a run for the next page: rows of evaluations and summaries, and its state.
+    """Returns the data that a page keeps for the next page: rows of evaluations and summaries, and the run's state.
 
-    Without a reporter and a later checkpoint they are nowhere else. Training rows are left out, since the journal has
-    every step.
+    Without a reporter and a later checkpoint these are stored nowhere else. Training rows are left out, because the
+    journal has every step.
     """
     kept = {"metric_for_best_model", "best_metric", "best_model_checkpoint", "max_steps", "global_step"}
     return {
@@ -266,7 +268,7 @@ def log_to_keep(run: RunData) -> dict[str, Any]:
 
 
 def _kept_log(page: Path, record: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
-    """Returns the rows and the state that an earlier page of the same run keeps; None without one."""
+    """Returns the rows and the state that an earlier page of the same run keeps; None if there is no such page."""
     text = _read_text(page, [])
     _, _, rest = text.partition(LOG_START)
     try:

@@ -1,4 +1,4 @@
-"""Writes the report of a run, or of several, to one file."""
+"""Writes the report of one or several runs to a file."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def write_report(
     rows: Sequence[Mapping[str, Any]] | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes the report of a run, or one that compares several.
+    """Writes the report of a run, or a comparison of several runs.
 
     Args:
         folders: the output folders of the runs.
         output: the file to write; by default `report.html` in the folder of one run, and `comparison.html` in the
-            first folder of several.
-        rows: the logged rows of a run in this process, if `folders` is that run's alone.
+            first folder of several runs.
+        rows: the logged rows of a run in this process, if `folders` holds only that run's folder.
         state: the trainer state of that run, without its rows.
 
-    Returns: the path of the file. Raises: OSError, if a folder cannot be read or the file not written.
+    Returns: the path of the file. Raises: OSError, if a folder cannot be read or the file cannot be written.
     """
     page = make_page([read_run(folder, rows, state) for folder in folders])
     path = folders[0] / (REPORT_FILE if len(folders) == 1 else COMPARISON_FILE) if output is None else output

@@ -1,1 +1,1 @@
-"""TensorFlow: the same loop, arguments, events, records and checkpoints as the torch side, and no torch."""
+"""The TensorFlow side: the same loop, arguments, events and records as the torch side, without importing torch."""

@@ -1,4 +1,4 @@
-"""Adapters for objects of Keras users: callbacks of `fit` and tf.summary writers, in the form that the loop takes."""
+"""Adapters that let the loop use the objects of Keras users: callbacks of `fit` and tf.summary writers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.tensorflow.framework import keras, tf
 
 logger = logging.getLogger(__name__)
 
-# methods of Keras' callbacks without a matching event
+# methods of Keras' callbacks for which the loop has no event
 UNHEARD = (
     "on_test_batch_begin",
     "on_test_batch_end",
@@ -27,7 +27,7 @@ BATCHES = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_b
 
 
 class ModelView:
-    """A model as a callback of Keras sees it during `fit`: with the optimizer of the run, and `stop_training`."""
+    """The model as `fit` presents it to a Keras callback: with the run's optimizer and `stop_training`."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         vars(self).update(_model=model, optimizer=optimizer, stop_training=False)
@@ -43,26 +43,25 @@ class ModelView:
 
 
 class KerasCallbacks(TrainerCallback):
-    """Calls callbacks of Keras as `fit` would: with numbers of epochs and optimizer steps, and `loss` and `val_*` as
-    logs.
+    """Calls Keras callbacks as `fit` would, with epoch and batch numbers, and with `loss` and `val_*` as logs.
 
-    A batch of Keras is an optimizer step here. The `loss` of an epoch is the mean over its optimizer steps. An epoch
-    that ends with an evaluation is reported when the evaluation is done, with its metrics; `val_` stands for `eval_`.
-    Setting `model.stop_training` stops the run.
+    An optimizer step counts as one Keras batch. The `loss` of an epoch is the mean over its optimizer steps. If an
+    epoch ends with an evaluation, its end is reported after the evaluation, with the metrics; the prefix `eval_`
+    becomes `val_`. Setting `model.stop_training` stops the run.
 
     Args:
-        callbacks: of `keras.callbacks`.
+        callbacks: instances of `keras.callbacks.Callback`.
     """
 
     wants = frozenset({"loss"})
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
         self.callbacks = list(callbacks)
-        self.view: ModelView | None = None  # while a run lasts
+        self.view: ModelView | None = None  # set during a run
         self.epoch = self.batch = 0
-        self.is_waiting = False  # for the evaluation at the end of the epoch
-        self.losses: list[Any] = []  # of the epoch, on the device
-        self.metrics: dict[str, float] = {}  # of the last evaluation in it
+        self.is_waiting = False  # the epoch has ended, and its evaluation has not
+        self.losses: list[Any] = []  # of the epoch's steps, on the device
+        self.metrics: dict[str, float] = {}  # of the epoch's last evaluation
         for callback in self.callbacks:
             unheard = [name for name in UNHEARD if overrides(callback, name) and not is_of_keras(type(callback))]
             if unheard:
@@ -149,15 +148,15 @@ class KerasCallbacks(TrainerCallback):
 
 
 def overrides(callback: object, name: str) -> bool:
-    """True if a Keras callback defines the method itself or was given one."""
+    """True if a Keras callback's class overrides the method, or the instance has its own."""
     return name in vars(callback) or getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name)
 
 
 class SummaryWriter:
-    """A writer of tf.summary, with the methods of tensorboard's.
+    """Wraps a tf.summary writer in the interface of tensorboard's SummaryWriter.
 
     Args:
-        writer: as `tf.summary.create_file_writer` makes it.
+        writer: a result of `tf.summary.create_file_writer`.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -188,9 +187,7 @@ def is_of_keras(kind: type) -> bool:
 
 
 def adapt_callbacks(callbacks: object) -> Any:
-    """Returns the same callbacks, those of Keras wrapped in one Trainer callback; anything but a list is returned as
-    is.
-    """
+    """Returns the callbacks with those of Keras wrapped in a single Trainer callback; anything but a list unchanged."""
     if not isinstance(callbacks, Sequence):
         return callbacks
     made = [callback() if is_keras_class(callback) else callback for callback in callbacks]
@@ -208,7 +205,7 @@ def adapt_writer(writer: object) -> Any:
     """Returns a writer for the TensorBoard reporter.
 
     Raises:
-        TypeError: it cannot write scalars.
+        TypeError: the writer cannot write scalars.
     """
     if isinstance(writer, tf.summary.SummaryWriter):
         return SummaryWriter(writer)

@@ -1,4 +1,4 @@
-"""TFTrainingArguments: the options of every Trainer, with those of TensorFlow, less those of torch."""
+"""TFTrainingArguments: the options of TrainingArguments plus those of TensorFlow; torch-only options are refused."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ OPTIMIZERS: Mapping[str, tuple[str, bool]] = {
 class TFTrainingArguments(TrainingArguments):
     """The options of a run with TensorFlow: those of `TrainingArguments`, and five more.
 
-    Options that only torch supports are refused, each with its replacement. `bf16_full_eval` and `fp16_full_eval`
-    compute evaluations under Keras' mixed policies, where the weights keep their type; `skip_memory_metrics=False`
-    measures the memory of the CPU; `debug="underflow_overflow"` checks weights, features, layers and losses of
-    optimizer steps, and at gradients unless the loss is scaled. Making arguments imports no TensorFlow; `strategy`
-    and its dependents do, at first use.
+    Options that only torch supports are refused, and the error names the replacement. `bf16_full_eval` and
+    `fp16_full_eval` compute evaluations under Keras' mixed policies, which keep the dtype of the weights.
+    `skip_memory_metrics=False` measures CPU memory. `debug="underflow_overflow"` checks weights, features, layers and
+    losses of optimizer steps, and gradients unless the loss is scaled. Creating the arguments does not import
+    TensorFlow; the first use of `strategy` and its dependents does.
 
     Raises:
-        UnsupportedOption: an option that the TensorFlow side does not support.
+        UnsupportedOption: an option is not supported with TensorFlow.
     """
 
     tpu_name: str | None = option(
@@ -121,7 +121,7 @@ class TFTrainingArguments(TrainingArguments):
         super().__post_init__()
         check_tensorflow(self)
 
-    # The devices: the first access imports TensorFlow and makes the strategy.
+    # Devices: the first access imports TensorFlow and creates the strategy.
 
     def _devices(self) -> Any:
         return importlib.import_module("paceline.tensorflow.devices")
@@ -131,9 +131,9 @@ class TFTrainingArguments(TrainingArguments):
 
     @property
     def strategy(self) -> Any:
-        """Returns the `tf.distribute.Strategy` of these arguments, made once.
+        """Returns the `tf.distribute.Strategy` of these arguments, created once.
 
-        A named TPU, several workers of TF_CONFIG, several GPUs, one GPU, or the CPU, in this order.
+        It is for the first of: a named TPU, several workers of TF_CONFIG, several GPUs, one GPU, the CPU.
 
         Raises:
             ValueError: the named TPU cannot be reached.
@@ -144,28 +144,28 @@ class TFTrainingArguments(TrainingArguments):
 
     @property
     def _setup_strategy(self) -> Any:
-        """Creates the strategy, under the name that some scripts call to start it."""
+        """Returns the strategy; some scripts access it under this name to initialize the devices."""
         return self.strategy
 
     @property
     def n_replicas(self) -> int:
-        """Returns the replicas that share an optimizer step, over all workers."""
+        """Returns the number of replicas that share an optimizer step, over all workers."""
         return int(self.strategy.num_replicas_in_sync)
 
     @property
     def train_batch_size(self) -> int:
-        """Returns the samples in one training micro-batch, over all replicas."""
+        """Returns the number of samples in one training micro-batch, over all replicas."""
         return self.per_device_train_batch_size * self.n_replicas
 
     @property
     def eval_batch_size(self) -> int:
-        """Returns the samples in one evaluation batch, over all replicas."""
+        """Returns the number of samples in one evaluation batch, over all replicas."""
         return self.per_device_eval_batch_size * self.n_replicas
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """`to_dict` as numbers, truth values and text only; without the batch sizes, which would make a strategy.
+        """Returns `to_dict` with numbers, booleans and text only, and with all secrets masked.
 
-        Secrets are masked wherever they stand.
+        The batch sizes are left out, since computing them would create a strategy.
         """
         return as_written(self.to_dict())
 
@@ -176,11 +176,11 @@ class TFTrainingArguments(TrainingArguments):
 
 
 def check_tensorflow(args: TFTrainingArguments) -> None:
-    """Raises for options that the TensorFlow side does not support.
+    """Refuses options that the TensorFlow side does not support.
 
     Raises:
-        ValueError: an option has an impossible value.
-        UnsupportedOption: an option that only torch supports.
+        ValueError: an option has an invalid value.
+        UnsupportedOption: only torch supports an option, or a combination is not supported.
     """
     for name, (asks_nothing, remedy) in UNSUPPORTED.items():
         value = getattr(args, name)
@@ -212,10 +212,10 @@ def check_tensorflow(args: TFTrainingArguments) -> None:
 
 
 def check_optimizer(name: str) -> None:
-    """Raises for an optimizer that Keras lacks.
+    """Refuses an optimizer that Keras lacks.
 
     Raises:
-        UnsupportedOption: `optim` names it.
+        UnsupportedOption: Keras has no optimizer for this value of `optim`.
     """
     if name not in OPTIMIZERS:
         raise UnsupportedOption(

@@ -1,8 +1,8 @@
-"""Losses and metrics of a compiled Keras model: losses reduced as Keras reduces them, and its metrics.
+"""Losses and metrics of a compiled Keras model, with Keras' own reduction.
 
-A compiled loss is computed by Keras' own code: dtypes, ranks, masks, weights of samples and of losses, `add_loss` and
-regularisers are as in `fit` and `evaluate`. It is split into a sum and Keras' divisor of it, so that the
-parts of a batch (micro-batches, replicas) add up to Keras' loss of the whole.
+Keras' own code computes a compiled loss, so that dtypes, ranks, masks, weights of samples and of losses, `add_loss` and
+regularisers are as in `fit` and `evaluate`. The loss is split into a sum and Keras' divisor, so that the parts of a
+batch (micro-batches, replicas) add up to Keras' loss of the whole batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.tensorflow.framework import keras, tf
 
 logger = logging.getLogger(__name__)
 
-SUMS = ("sum", None, "none")  # reductions that divide by nothing
+SUMS = ("sum", None, "none")  # reductions without a divisor
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Part:
     """One compiled loss of a batch, or of a replica's part of it.
 
     Attributes:
-        total: the sum of its weighted entries, times its loss weight; a float32 scalar.
+        total: the sum of the weighted entries, times the loss weight; a float32 scalar.
         divisor: Keras' divisor of that sum; a float32 scalar.
-        is_summed: Keras does not divide before it differentiates.
-        is_mean_shown: Keras' progress and `evaluate` show the mean all the same: of losses that are not reduced.
+        is_summed: Keras differentiates the sum, without dividing it.
+        is_mean_shown: Keras shows the mean in its progress bar and `evaluate`, as it does for unreduced losses.
     """
 
     total: Any
@@ -39,10 +39,10 @@ class Part:
 
 
 class CompiledModel:
-    """A Keras 3 model as `compile` left it, or one with its own `compute_loss`.
+    """The compiled losses and metrics of a Keras 3 model, or its own `compute_loss`.
 
     Args:
-        model: of Keras 3.
+        model: a Keras 3 model.
 
     Attributes:
         has_own_loss: the model's class overrides `compute_loss`, whose value is used unchanged.
@@ -57,22 +57,22 @@ class CompiledModel:
 
     @property
     def has_loss(self) -> bool:
-        """True if a loss was named, or a layer adds one; known when the model has been called."""
+        """True if the model has a compiled loss, or a layer adds one; the latter is known once the model was called."""
         return self.has_own_loss or self.loss is not None or bool(self.model.losses)
 
     def opaque_losses(self) -> list[str]:
-        """Returns the names of the model's own methods that make a loss with an unknown divisor."""
+        """Returns the names of user-defined methods that reduce a loss themselves, so that its divisor is unknown."""
         if self.has_own_loss:
             return [f"{type(self.model).__name__}.compute_loss"]
         kinds = {type(one.loss) for one in getattr(self.loss, "_flat_losses", None) or ()}
         return [f"{kind.__name__}.__call__" for kind in kinds if kind.__call__ is not keras.Loss.__call__]
 
     def build(self, call: Callable[[Any], Any], features: Any, labels: Any) -> None:
-        """Lets Keras match losses and metrics with the outputs, and creates the variables of its metrics.
+        """Lets Keras match losses and metrics with the outputs, and create the variables of its metrics.
 
         Args:
             call: features -> outputs of the model.
-            features, labels: a batch on the host, which defines the form.
+            features, labels: a batch on the host; only its structure, shapes and dtypes matter.
         """
         if self._is_built or labels is None:
             return
@@ -98,7 +98,7 @@ class CompiledModel:
         Args:
             labels, outputs, sample_weight: as Keras takes them.
             num_samples: a float32 scalar.
-            training: of an optimizer step; an evaluation on one replica shows the losses of several outputs, too.
+            training: False in an evaluation, which on one replica also updates the metrics of each output's loss.
         """
         found: list[Part] = []
         if self.loss is None or labels is None:
@@ -133,7 +133,7 @@ class CompiledModel:
     def update_metrics(self, features: Any, labels: Any, outputs: Any, sample_weight: Any) -> None:
         """Adds a batch to the compiled metrics; traced.
 
-        They stay empty on several replicas: a batch may hold filler samples there, which Keras' metrics would count.
+        They stay empty on several replicas, where a batch may hold filler samples that Keras' metrics would count.
         """
         if num_replicas() == 1:
             self.model.compute_metrics(features, labels, outputs, sample_weight=sample_weight)
@@ -141,7 +141,7 @@ class CompiledModel:
             logger.warning("Metrics of compile() are left out on several replicas: pass compute_metrics.")
 
     def read_metrics(self) -> dict[str, Any]:
-        """Returns the model's metrics since their reset, and the losses of several outputs, by Keras' names."""
+        """Returns the model's metrics since their reset, including the losses of several outputs, by Keras' names."""
         if self.metrics is not None and not self.metrics.built:
             return {}  # no batch had labels
         results: Mapping[str, Any] = self.model.get_metrics_result()
@@ -153,10 +153,10 @@ class Taking:
 
     Args:
         loss: a `keras.Loss`.
-        weight: factor of the loss; None: 1.
-        num_samples: of the batch, a float32 scalar.
-        found: takes the `Part`.
-        metric: takes the loss, weighted by the samples; None: it is not to be shown.
+        weight: factor of the loss; None means 1.
+        num_samples: number of samples in the batch, a float32 scalar.
+        found: receives the `Part`.
+        metric: receives the loss, weighted by the number of samples; None if it is not shown.
     """
 
     def __init__(self, loss: Any, weight: float | None, num_samples: Any, found: list[Part], metric: Any) -> None:
@@ -178,11 +178,11 @@ class Taking:
         return value
 
     def take(self, labels: Any, outputs: Any, sample_weight: Any) -> tuple[Any, Any]:
-        """Returns the sum of the weighted entries and Keras' divisor of it: float32 scalars.
+        """Returns the sum of the weighted entries and Keras' divisor of that sum: float32 scalars.
 
-        Keras computes the unreduced entries, and the reduction of as many ones.
+        Keras computes the unreduced entries. The divisor is found by letting Keras reduce ones in their place.
         """
-        if type(self.loss).__call__ is not keras.Loss.__call__:  # it reduces itself: a mean, presumably
+        if type(self.loss).__call__ is not keras.Loss.__call__:  # the loss reduces itself, presumably to a mean
             return self._as_mean(self.loss(labels, outputs, sample_weight))
         seen: list[Any] = []
 
@@ -197,7 +197,7 @@ class Taking:
             return one
 
         weighted = twin(self.loss, call=entries, reduction=None)(labels, outputs, sample_weight)
-        if seen[0].shape.rank == 0:  # reduced by the function of the loss
+        if seen[0].shape.rank == 0:  # the loss function itself has reduced
             return self._as_mean(tf.reduce_mean(weighted))
         total = tf.cast(tf.reduce_sum(weighted), tf.float32)
         if self.loss.reduction in SUMS:
@@ -205,7 +205,7 @@ class Taking:
         weights = sample_weight if self.loss.reduction == "mean_with_sample_weight" else None
         number = tf.reduce_sum(twin(self.loss, call=ones, reduction=None)(labels, outputs, weights))
         one = twin(self.loss, call=ones)(labels, outputs, weights)
-        one *= num_replicas()  # by which Keras divides it
+        one *= num_replicas()  # undoes Keras' division by the number of replicas
         return total, tf.cast(tf.math.divide_no_nan(number, one), tf.float32)
 
     def _as_mean(self, value: object) -> tuple[Any, Any]:
@@ -213,7 +213,7 @@ class Taking:
 
 
 def compiled_model(model: object) -> CompiledModel | None:
-    """Returns the compiled state of a Keras 3 model; None for another model, or one that was not compiled."""
+    """Returns the compiled losses and metrics of a Keras 3 model; None for others, and for models without compile()."""
     if not isinstance(model, keras.Model):
         return None
     found = CompiledModel(model)
@@ -221,7 +221,7 @@ def compiled_model(model: object) -> CompiledModel | None:
 
 
 def num_replicas() -> int:
-    """Returns the number of replicas of the strategy whose code is traced."""
+    """Returns the number of replicas of the current strategy."""
     return int(tf.distribute.get_strategy().num_replicas_in_sync)
 
 

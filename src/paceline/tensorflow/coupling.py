@@ -1,7 +1,7 @@
-"""A look at a loss before a step is made of several parts: is it a sum over the samples of the batch?
+"""A check that a loss is a sum over samples, before optimizer steps are split into several parts.
 
-In-batch negatives, Dice over a whole batch, or a mean over something else than samples: no weight makes the parts of
-such a batch add up to the loss of the whole.
+It detects in-batch negatives, Dice over a whole batch, or a mean over something else than samples. No weights make the
+parts of such a batch add up to the loss of the whole.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from paceline.tensorflow.objective import NUM_COUNTS, Objective, Share, count
 
 logger = logging.getLogger(__name__)
 
-# far beyond the rounding of a sum in float32, and in 16 bits
+# relative; far above the rounding error of a sum in float32, and in 16 bits
 TOLERANCE, HALF_TOLERANCE = 2e-5, 3e-2
 
 
 def check_coupling(objective: Objective, batch: tuple[Any, Any], num_parts: int) -> None:
-    """Warns if the loss of a batch is not that of two parts of it together, by the weights in force.
+    """Warns if the loss of a batch differs from the sum over two parts of it.
 
-    One forward pass, without training; a loss that counts its items itself, or that the model makes, is not looked at.
+    Costs one forward pass in inference mode. A loss that normalizes itself, or that the model computes, is not checked.
 
     Args:
         objective: prepared for batches like this one.
@@ -40,7 +40,7 @@ def check_coupling(objective: Objective, batch: tuple[Any, Any], num_parts: int)
     is_half = any(leaf.dtype.size < 4 for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf))
     tolerance = HALF_TOLERANCE if is_half else TOLERANCE
     whole = loss_sum(objective, features, labels, outputs, 0, size)
-    for cut in sorted({1, size // 2}):  # two of them: one may fall where the parts agree by chance
+    for cut in sorted({1, size // 2}):  # two cuts, since the parts may agree by chance at one
         first = loss_sum(objective, features, labels, outputs, 0, cut)
         second = loss_sum(objective, features, labels, outputs, cut, size)
         scale = max(abs(whole), abs(first), abs(second))
@@ -50,7 +50,7 @@ def check_coupling(objective: Objective, batch: tuple[Any, Any], num_parts: int)
 
 
 def warn(names: list[str], size: int, cut: int, means: tuple[float, float], num_parts: int) -> None:
-    """Warns that the loss of `size` samples is the first of `means`, and cut in two the second."""
+    """Warns that the loss of `size` samples is `means[0]` as a whole, and `means[1]` when split in two."""
     logger.warning(
         "%s couples the samples of a batch, or is a mean over something else than its samples: on the first %d samples "
         "it is %.6g, and by the first %d and the others apart %.6g. An optimizer step of %d parts (micro-batches x "
@@ -66,7 +66,7 @@ def warn(names: list[str], size: int, cut: int, means: tuple[float, float], num_
 
 
 def names_of(objective: Objective) -> list[str]:
-    """Returns the names of the losses that are computed from outputs and labels alone; empty if there are none."""
+    """Returns the names of the losses that can be checked: those computed from outputs and labels alone."""
     compiled = objective.compiled
     if objective.compute_loss_func is not None:
         is_mean = not objective.takes_count and objective.loss_weight != "scaled"
@@ -78,7 +78,7 @@ def names_of(objective: Objective) -> list[str]:
 
 
 def loss_sum(objective: Objective, features: object, labels: object, outputs: object, start: int, stop: int) -> float:
-    """Returns the sum that the rows `start:stop` add to the loss of a step, before it is divided."""
+    """Returns the undivided contribution of the rows `start:stop` to the loss of an optimizer step."""
     size = size_of(features)
     labels = rows(labels, start, stop)
     counts = count(rows(features, start, stop), map_leaves(lambda leaf: leaf.numpy(), labels))
@@ -93,7 +93,7 @@ def loss_sum(objective: Objective, features: object, labels: object, outputs: ob
 
 
 def rows_of_output(leaf: Any, start: int, stop: int, size: int) -> Any:
-    """Returns rows of one output with Keras' mask of them; an output without a row per sample is returned whole."""
+    """Returns rows of one output with their Keras mask; an output without a row per sample is returned whole."""
     if not tf.is_tensor(leaf) or leaf.shape.rank == 0 or leaf.shape[0] != size:
         return leaf
     part = leaf[start:stop]

@@ -1,13 +1,13 @@
-"""The default loss of a model that names none, chosen by its outputs, their last operation and the labels.
+"""The default loss of a model without a loss, chosen by its outputs, the operation that made them, and the labels.
 
-| labels | outputs | taken |
+| labels | outputs | loss |
 |---|---|---|
-| whole numbers, one per target | a number per class and target | cross-entropy |
-| 0 and 1 (or truth values), shaped as the outputs | one per target | binary cross-entropy |
-| the same | several per sample | binary cross-entropy of each; refused if every row holds one 1 |
-| floating point, shaped as the outputs | any | squared error |
+| integers, one per target | one per class and target | cross-entropy |
+| 0 and 1 (or booleans), of the outputs' shape | one per target | binary cross-entropy |
+| the same | several per sample | binary cross-entropy of each; refused if every row holds a single 1 |
+| floating point, of the outputs' shape | any | squared error |
 
-Outputs are logits unless the operation that made them is a softmax or a sigmoid. Labels of -100 count nowhere.
+Outputs are logits unless the operation that made them is a softmax or a sigmoid. Labels of -100 are ignored.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from paceline.tensorflow.framework import keras, tf
 logger = logging.getLogger(__name__)
 
 REMEDY = "compile the model with a loss, or pass compute_loss_func=(outputs, labels) -> loss"
-# operations that change no number, in the graph before an output
+# graph operations that do not change values, which are skipped when looking for a softmax or sigmoid
 PASSING = ("Identity", "Reshape", "Squeeze", "ExpandDims", "Cast", "StopGradient", "EnsureShape")
-SMALLEST = 1e-7  # smallest probability whose logarithm is taken
+SMALLEST = 1e-7  # probabilities are clipped to this before taking the logarithm
 
 
 class DefaultLoss:
     """Chooses a loss when a model is traced, logs the choice, and checks the labels of every batch.
 
     Args:
-        label_smoothing: share of the target spread over all classes, for the cross-entropy of classes.
+        label_smoothing: share of the target that is spread over all classes, for the cross-entropy of classes.
     """
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         self.label_smoothing = label_smoothing
-        self.taken: str | None = None  # descriptions that were logged
-        self._check: Callable[[Any], None] | None = None  # checks of a batch's labels on the host
-        self._is_multi_label = False  # a row was seen that is not one-hot
+        self.taken: str | None = None  # description of the loss that was logged
+        self._check: Callable[[Any], None] | None = None  # checks a batch's labels on the host
+        self._is_multi_label = False  # a row that is not one-hot was seen
 
     def __call__(self, outputs: Any, labels: Any) -> Any:
-        """Returns the loss: one entry per target, 0 if the label is -100.
+        """Returns the loss, with one entry per target, which is 0 if the label is -100.
 
         Raises:
-            ValueError: outputs and labels fit no loss, or there are several of them.
+            ValueError: outputs and labels fit no loss, or there are several outputs or labels.
         """
         labels = the_only(labels)
         if not hasattr(outputs, "shape") or labels is None:
             raise ValueError(f"The model returns several outputs and names no loss: {REMEDY}.")
         if labels.dtype == tf.bool or labels.dtype.is_integer:
-            # image labels often are uint8, which cannot hold -100
+            # cast because image labels are often uint8, which cannot hold -100
             return self._of_whole_numbers(outputs, tf.cast(labels, tf.int64), labels.dtype.name)
         outputs = tf.cast(outputs, tf.float32)
         outputs = self._fitting(outputs, labels, labels.dtype.name)
@@ -86,7 +86,11 @@ class DefaultLoss:
         return binary_cross_entropy(fitting, labels, is_probability)
 
     def _fitting(self, outputs: Any, labels: Any, kind: str) -> Any:
-        """Returns the outputs reshaped to the labels: different shapes would be broadcast."""
+        """Returns the outputs in the shape of the labels, since different shapes would be broadcast.
+
+        Raises:
+            ValueError: the shapes do not fit, or label smoothing is requested.
+        """
         outputs = tf.cast(outputs, tf.float32)
         if outputs.shape.rank == labels.shape.rank + 1 and outputs.shape[-1] == 1:
             outputs = tf.squeeze(outputs, -1)
@@ -100,15 +104,15 @@ class DefaultLoss:
     def _say(self, taken: str) -> None:
         if self.taken != taken:
             self.taken = taken
-            logger.warning("The model names no loss: taken is %s. For another one, %s.", taken, REMEDY)
+            logger.warning("The model has no loss: using %s. For another one, %s.", taken, REMEDY)
 
     # ---- labels on the host
 
     def check(self, labels: object) -> None:
-        """Checks the labels of a batch once the loss they go into is known.
+        """Checks the labels of a batch, once the loss is known.
 
         Raises:
-            ValueError: they fit no loss, or two.
+            ValueError: the labels fit no loss, or two.
         """
         if self._check is not None:
             self._check(to_array(main_labels(labels)))
@@ -135,7 +139,7 @@ class DefaultLoss:
 
 
 def the_only(labels: object) -> Any:
-    """Returns the labels of a batch that has only one of them.
+    """Returns the only labels of a batch, or those named `labels`.
 
     Raises:
         ValueError: there are several, none of which is named `labels`.
@@ -153,10 +157,10 @@ def said(activation: str) -> str:
 
 
 def logits_of(outputs: Any) -> tuple[str, Any, bool]:
-    """Finds the operation that made a model's outputs in the traced graph, past what only changes shape or type.
+    """Finds the operation that made a model's outputs in the traced graph, skipping changes of shape and dtype.
 
-    Returns: "softmax", "sigmoid" or "" for another operation; the logits, or the outputs if another operation stands
-        between; True if these are probabilities.
+    Returns: "softmax", "sigmoid" or "" for another operation; the logits, or the outputs if a change of shape or dtype
+        follows the activation; True if the returned tensor holds probabilities.
     """
     tensor, is_direct = outputs, True
     while tf.inside_function():
@@ -171,8 +175,9 @@ def logits_of(outputs: Any) -> tuple[str, Any, bool]:
 
 
 def cross_entropy(outputs: object, labels: Any, smoothing: float, is_probability: bool) -> Any:
-    """Returns the cross-entropy per target in nats, 0 if the label is -100; smoothing mixes in the mean over all
-    classes.
+    """Returns the cross-entropy per target in nats, 0 if the label is -100.
+
+    Smoothing mixes in the mean over all classes.
     """
     counted = labels != IGNORE_INDEX
     safe = tf.where(counted, labels, tf.zeros_like(labels))

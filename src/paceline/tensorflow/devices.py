@@ -1,4 +1,4 @@
-"""The devices of a run: the strategy that the arguments, the machine and TF_CONFIG describe."""
+"""The devices of a run: its strategy, according to the arguments, the machine and TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class World:
     """The rank of this process and the number of processes.
 
     Attributes:
-        device: the name of the first device that it computes on.
-        n_gpu: GPUs that it drives.
-        world_size: processes that train together.
-        process_index: place of this one; the first writes files.
-        local_process_index: 0: a process of TensorFlow has a machine's devices to itself.
+        device: the name of the first device that this process computes on.
+        n_gpu: number of GPUs that this process drives.
+        world_size: number of processes that train together.
+        process_index: rank of this process; rank 0 writes files.
+        local_process_index: always 0, since a TensorFlow process uses all devices of its machine.
     """
 
     device: str
@@ -51,10 +51,10 @@ def current_world(args: Options) -> World:
 
 
 def cluster_of(text: str | None) -> tuple[int, int]:
-    """Returns the number of workers and this one's index from the JSON of TF_CONFIG; (0, 0) without one.
+    """Returns (number of workers, index of this one) from the JSON text of TF_CONFIG; (0, 0) if it is empty.
 
     Raises:
-        ValueError: it is not JSON, or names a task that is no worker.
+        ValueError: the text is not valid JSON, or its task is neither chief nor worker.
     """
     if not text:
         return 0, 0
@@ -92,17 +92,19 @@ def make_strategy(args: Options) -> Any:
 def the_only(name: str) -> Any:
     """Returns the only strategy of this kind in this process.
 
-    Each strategy numbers its collectives from 100 in one table of TensorFlow's: those of a second strategy would be
-    mistaken for those of the first and fail with "Shape mismatch in the collective instance".
+    Each strategy numbers its collectives from 100 in a table that all share. Those of a second strategy would be
+    mistaken for those of the first, and fail with "Shape mismatch in the collective instance".
     """
     return getattr(tf.distribute, name)()
 
 
 def make_tpu_strategy(args: Any) -> Any:
-    """Returns the strategy of a TPU; None if none is named and the machine announces none, or one that does not start.
+    """Returns the strategy of a TPU.
+
+    Returns None if no TPU is named and the environment announces none, or announces one that does not start.
 
     Raises:
-        ValueError: the one that `tpu_name` or the variable TPU_NAME names cannot be reached.
+        ValueError: the TPU that `tpu_name` or the variable TPU_NAME names cannot be reached.
     """
     announced = [name for name in TPU_VARIABLES if os.environ.get(name)]
     if args.tpu_name is None and not announced:
@@ -116,7 +118,7 @@ def make_tpu_strategy(args: Any) -> Any:
         if name not in (None, "local"):
             tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
-    except Exception as error:  # TensorFlow and Google's client raise a dozen types here
+    except Exception as error:  # TensorFlow and Google's client raise a dozen exception types here
         told = f"{type(error).__name__}: {str(error)[:200]}"
         if name is None:
             logger.warning("%s announces a TPU, which does not start: it is left out. %s", announced[0], told)
@@ -131,8 +133,9 @@ def make_tpu_strategy(args: Any) -> Any:
 
 
 def choose_strategy(given: object, model: object, make: Callable[[], Any]) -> Any:
-    """Returns the strategy of a run: the given one, else the one in whose scope the model was built, else what `make`
-    returns, which may start devices.
+    """Returns the strategy of a run: the given one, else that of the scope in which the model was built, else `make()`.
+
+    `make` may start devices. A model with plain variables on one replica keeps TensorFlow's default strategy.
 
     Raises:
         TypeError: the given object is not a strategy.
@@ -153,12 +156,12 @@ def choose_strategy(given: object, model: object, make: Callable[[], Any]) -> An
             "`with strategy.scope():` (args.strategy, or the one you hand over), or pass model_init."
         )
     if model is not None and built_in is None:
-        return tf.distribute.get_strategy()  # plain variables stay where they were made
+        return tf.distribute.get_strategy()  # plain variables stay on their device
     return strategy
 
 
 def strategy_of(model: object) -> Any:
-    """Returns the strategy in whose scope a model's variables were made; None for plain ones."""
+    """Returns the strategy in whose scope a model's variables were created; None for plain variables."""
     for variable in getattr(model, "variables", ()):
         plain = getattr(variable, "value", variable)
         found = getattr(plain if not callable(plain) else variable, "_distribute_strategy", None)

@@ -1,7 +1,7 @@
-"""One optimizer step in TensorFlow: gradients per replica, summed, clipped, applied; compiled once.
+"""One optimizer step in TensorFlow: gradients are computed per replica, summed, clipped and applied; compiled once.
 
-An optimizer step of one micro-batch without listening callbacks is one `tf.function`. Otherwise there are three:
-accumulate for each micro-batch, clip, apply; events fire between them.
+An optimizer step of one micro-batch without callbacks for its events is a single `tf.function`. Otherwise there are
+three (accumulate for each micro-batch, clip, apply), and events fire between them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from paceline.tensorflow.traces import describe, record
 
 logger = logging.getLogger(__name__)
 
-# TensorFlow's message for a label without a class, on a CPU; a GPU gives NaN
+# TensorFlow's message on a CPU for a label that is no class; a GPU gives NaN instead
 OUTSIDE = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 FUSED, ACCUMULATE = "fused", "accumulate"  # the functions that are traced per batch shape
-NORM_EPSILON = 1e-6  # torch adds this epsilon to the norm it divides by
+NORM_EPSILON = 1e-6  # as torch adds to the norm before dividing by it
 
 
 @dataclass(eq=False, kw_only=True)
@@ -45,16 +45,16 @@ class TFEngine:
 
     Args:
         strategy: places the replicas.
-        objective: calls the model, makes and weighs its loss.
-        optimizer: of Keras 3 or tf_keras; over the trainable variables.
-        training_step: the Trainer's, bound: `(features, labels, count) -> gradients`, on one replica.
-        apply_gradients: the Trainer's, bound: `(features, labels, count)`, on one replica.
-        distributed_training_steps: the Trainer's, bound: `((features, labels)) ->` what every replica returned.
-        max_grad_norm: infinity only computes the norm of the gradients.
+        objective: calls the model, computes and weights its loss.
+        optimizer: a Keras 3 or tf_keras optimizer; steps the trainable variables.
+        training_step: the Trainer's bound method `(features, labels, count) -> gradients`, on one replica.
+        apply_gradients: the Trainer's bound method `(features, labels, count)`, on one replica.
+        distributed_training_steps: the Trainer's bound method `((features, labels)) -> results of every replica`.
+        max_grad_norm: clips the norm of the gradients; infinity only computes it.
         skips_non_finite: an optimizer step with a non-finite loss or norm is not applied. On several replicas the
             host reads both before each step is applied, which waits for the devices.
-        is_retried: an optimizer step that runs out of memory is retried in smaller parts, so nothing of it may be
-            applied before all its gradients are computed.
+        is_retried: an optimizer step that runs out of memory is retried in smaller parts, so nothing may be applied
+            before all its gradients are computed.
         xla: compile forward and backward with XLA.
         watch: detects inf and NaN in each pass; None: disabled.
         ledger: takes the time of each activity.
@@ -82,16 +82,16 @@ class TFEngine:
         self.num_replicas = int(self.strategy.num_replicas_in_sync)
         self.trainables = list(self.model.trainable_variables)
         self.variables = [plain(variable) for variable in self.trainables]
-        # a replica cannot decide for itself if it takes part in the optimizer step
+        # one replica cannot decide alone to skip the optimizer step, so the host does
         self.asks_first = self.skips_non_finite and self.num_replicas > 1 and not has_loss_scale(self.optimizer)
         self.is_in_parts = self.is_retried or self.asks_first
         if not self.variables:
             raise ValueError("The model has no trainable variables: call it on a batch once, or build it, before.")
         self.unread: list[tuple[Any, Any, Any, Any]] = []  # loss, norm, rate, is_applied of each step
-        self.num_traces = 0  # of the functions below: it must not grow from step to step
-        self._sums: list[Any] = []  # gradients of the optimizer step in progress, a variable per replica
-        self._loss: Any = None  # loss of the optimizer step in progress, likewise
-        # while a replica is traced: the share of its batch in the optimizer step, and the model's outputs
+        self.num_traces = 0  # traces of the functions below; must not grow from step to step
+        self._sums: list[Any] = []  # accumulated gradients of the current optimizer step, variables per replica
+        self._loss: Any = None  # accumulated loss of the current optimizer step, a variable per replica
+        # set while a replica is traced: the share of its batch in the optimizer step, loss and outputs of the model
         self._share = Share(None, None)
         self._traced_loss: Any = None
         self._traced_outputs: Any = None
@@ -101,7 +101,7 @@ class TFEngine:
         self.compile()
 
     def compile(self) -> None:
-        """Recreates the functions; they are traced at their next call."""
+        """Recreates the compiled functions; they are traced at their next call."""
         self._of_batches = {
             FUSED: tf.function(self._run_fused, reduce_retracing=True),
             ACCUMULATE: tf.function(self._run_accumulate, reduce_retracing=True),
@@ -116,7 +116,7 @@ class TFEngine:
     # ---- the contract of the loop
 
     def step(self, batches: Sequence[Any], num_items: object, emit: Emit | None) -> StepOutput:
-        """Runs one optimizer step. A window without a target that counts changes nothing and logs no loss."""
+        """Runs one optimizer step. A window whose targets are all ignored changes nothing and logs no loss."""
         counts = [count(*batch) for batch in batches]
         totals = np.sum(counts, axis=0)
         if totals[TOKENS] == 0:
@@ -143,7 +143,7 @@ class TFEngine:
 
         Raises:
             ValueError: labels do not fit the loss.
-            UnsupportedOption: only Keras knows the divisor on several replicas.
+            UnsupportedOption: on several replicas, the divisor of the loss is unknown.
         """
         if self.num_traces == 0:
             with self.strategy.scope():
@@ -154,9 +154,9 @@ class TFEngine:
             check_coupling(self.objective, batches[0], len(batches) * self.num_replicas)
 
     def _all_divisors(self, batches: Sequence[Any], totals: Array) -> Any:
-        """Returns Keras' divisors of the compiled losses of the whole optimizer step; None if nothing is compiled.
+        """Returns Keras' divisors of the compiled losses of the whole optimizer step; None without compiled losses.
 
-        They may depend on masks that the model makes: TensorFlow prunes everything else from that pass.
+        This runs the model, since divisors may depend on its masks; TensorFlow prunes all other operations.
         """
         compiled = self.objective.compiled
         if compiled is None or compiled.loss is None or compiled.has_own_loss:
@@ -192,7 +192,11 @@ class TFEngine:
         return loss, norm, rate, applied, kept
 
     def _refuse_parts(self, num_batches: int) -> None:
-        """Raises if an overridden method that makes a whole optimizer step would be split."""
+        """Refuses to split an optimizer step that an overridden method computes as a whole.
+
+        Raises:
+            UnsupportedOption: always; the message names the cause and the remedy.
+        """
         if self.asks_first:
             reason, remedy = f"nonfinite_policy='skip' on {self.num_replicas} replicas", "another nonfinite_policy"
         elif self.is_in_parts:
@@ -208,7 +212,7 @@ class TFEngine:
         )
 
     def _call(self, name: str, batch: object, totals: Array, divisors: object) -> Any:
-        """Calls a function of a batch, and records a new trace."""
+        """Calls a compiled function with a batch; records the trace if there is a new one."""
         is_alone = name == FUSED and self.num_replicas == 1
         placed = self._place_alone(batch, totals) if is_alone else self._place(batch, totals)
         self.ledger.note((TRANSFER, self.ledger.now()))
@@ -225,7 +229,7 @@ class TFEngine:
         record(self.traced, {**trace, "is_divided": divisors is not None})
 
     def trace(self, name: str, batch: Any, with_outputs: bool, is_divided: bool = False) -> None:
-        """Traces a function for batches like this one, as a call would, and computes nothing."""
+        """Traces a function for batches like this one, as a call would, without computing anything."""
         if name == ACCUMULATE:
             self._prepare_sums()
         totals = np.ones(NUM_COUNTS)
@@ -236,13 +240,13 @@ class TFEngine:
         self._note(name, batch, divisors, with_outputs)
 
     def traces(self) -> dict[str, Any]:
-        """Returns the traces of the functions so far, in order; JSON-able."""
+        """Returns the traces of the functions so far, in order, JSON-serializable."""
         return {"num_replicas": self.num_replicas, "calls": self.traced}
 
     def read(self) -> list[tuple[float, float, float, bool]]:
         """Returns (loss, grad_norm, learning_rate, has_loss) of each optimizer step since the last read."""
         unread, self.unread = self.unread, []
-        hides = has_loss_scale(self.optimizer)  # the norm of an optimizer step that overflowed and was left out
+        hides = has_loss_scale(self.optimizer)  # then the norm of a skipped step, which overflowed, is not reported
         return [
             (
                 math.nan if loss is None else float(loss),
@@ -254,7 +258,7 @@ class TFEngine:
         ]
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """True if smaller micro-batches could cure this error."""
+        """True for an out-of-memory error, which smaller micro-batches may avoid."""
         return isinstance(error, tf.errors.ResourceExhaustedError)
 
     def discard(self) -> None:
@@ -263,7 +267,7 @@ class TFEngine:
             self._forget()
 
     def split(self, batches: Sequence[Any], micro_batch_size: int) -> list[Any]:
-        """Splits the same samples into micro-batches of at most `micro_batch_size` per replica."""
+        """Splits batches into micro-batches of at most `micro_batch_size` samples per replica."""
         step = micro_batch_size * self.num_replicas
         return [
             tuple(rows(part, start, start + step) for part in batch)
@@ -272,7 +276,7 @@ class TFEngine:
         ]
 
     def _skip(self) -> StepOutput:
-        logger.warning("Every target of this update is ignored: no step was made and no loss counted.")
+        logger.warning("Every target of this optimizer step is ignored: the step was skipped and no loss logged.")
         self.unread.append((None, NOT_COMPUTED, self.learning_rate(), False))
         return StepOutput(())
 
@@ -283,12 +287,13 @@ class TFEngine:
     # ---- batches to replicas
 
     def _place(self, batch: object, totals: Array) -> tuple[Any, Any, Any]:
-        """Returns a batch in the strategy's form: features, labels, and per replica its weights."""
+        """Returns a batch on the replicas: features, labels, and the counts that weight the loss."""
         return place(self.strategy, batch, totals)
 
     def _place_alone(self, batch: object, totals: Array) -> tuple[Any, Any, Any]:
-        """Returns a batch that is a whole optimizer step on one device; its weights mostly equal those of the step
-        before.
+        """Returns a batch that is a whole optimizer step on one device.
+
+        The tensor of its counts is cached, since most steps have the same counts.
         """
         if self._weights is None or not np.array_equal(self._weights[0], totals):
             self._weights = (totals, tf.constant(np.stack([totals, totals]), tf.float32))
@@ -322,8 +327,9 @@ class TFEngine:
 
     @property
     def num_items(self) -> Any:
-        """Returns the number of labels other than -100 in the whole optimizer step, a float32 scalar; while a replica
-        is traced.
+        """Returns the number of labels other than -100 in the whole optimizer step, a float32 scalar.
+
+        Only valid while a replica is traced.
         """
         return self._share.totals[TOKENS]
 
@@ -362,7 +368,7 @@ class TFEngine:
         return tuple(self.strategy.experimental_local_results(value))
 
     def _gathered(self, outputs: object) -> Any:
-        """Returns the outputs of all replicas of this process, concatenated."""
+        """Returns the concatenated outputs of all replicas of this process."""
         if self.num_replicas == 1:
             return outputs
         return tf.nest.map_structure(lambda leaf: tf.concat(self.local(leaf), 0), outputs)
@@ -370,7 +376,7 @@ class TFEngine:
     # ---- traced: one replica
 
     def update(self, features: object, labels: object, num_items: object) -> tuple[Any, ...]:
-        """Computes and applies gradients, the body of `TFTrainer.apply_gradients`; on one replica.
+        """Computes and applies gradients on one replica; the body of `TFTrainer.apply_gradients`.
 
         Returns: loss, gradient norm and learning rate of the optimizer step, True if it was applied, and the outputs.
         """
@@ -432,7 +438,7 @@ class TFEngine:
         return loss, norm
 
     def _apply_one(self, loss: object, norm: object) -> tuple[Any, Any]:
-        # copies: the sums are set to zero before these values are consumed
+        # copies, since the sums are reset before these values are used
         gradients: list[Any] = [tf.identity(total.value()) for total in self._sums]
         self._forget_one()
         return self._apply_now(gradients, loss, norm)
@@ -442,7 +448,7 @@ class TFEngine:
             total.assign(tf.zeros_like(total))
 
     def _sum_replicas(self, loss: object, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Returns the sums over all replicas; each replica has the same afterwards."""
+        """Returns the sums of the loss and the gradients over all replicas, equal on each replica."""
         if self.num_replicas == 1:
             return loss, list(gradients)
         there = [number for number, value in enumerate(gradients) if value is not None]
@@ -454,7 +460,7 @@ class TFEngine:
         return summed[0], result
 
     def _clipped(self, gradients: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Returns the gradients clipped to the maximum norm, and their norm before."""
+        """Returns the gradients clipped to the maximum norm, and their norm before clipping."""
         norm = tf.linalg.global_norm([tf.cast(value, tf.float32) for value in gradients if value is not None])
         norm = norm / loss_scale(self.optimizer)
         if math.isinf(self.max_grad_norm):
@@ -463,17 +469,17 @@ class TFEngine:
         return [None if value is None else value * tf.cast(factor, value.dtype) for value in gradients], norm
 
     def _apply_now(self, gradients: Sequence[Any], loss: Any, norm: Any) -> tuple[Any, Any]:
-        """Steps the optimizer. Returns the learning rate, and if the step was applied."""
+        """Steps the optimizer. Returns the learning rate, and True if the step was applied."""
         rate = tf.identity(rate_of(self.optimizer))
         pairs = [
-            (value / self.num_replicas if self.num_replicas > 1 else value, variable)  # Keras sums them once more
+            (value / self.num_replicas if self.num_replicas > 1 else value, variable)  # Keras sums over replicas again
             for value, variable in zip(gradients, self.trainables, strict=True)
             if value is not None
         ]
         if not pairs:
             raise ValueError("No gradient reaches the model's variables: its loss does not depend on them.")
         is_finite = tf.math.is_finite(loss + norm)
-        is_decided = self.asks_first or has_loss_scale(self.optimizer)  # which skips them itself
+        is_decided = self.asks_first or has_loss_scale(self.optimizer)  # the host or the optimizer skips bad steps
         if not self.skips_non_finite or is_decided:
             self.optimizer.apply_gradients(pairs)
             return rate, is_finite if has_loss_scale(self.optimizer) else tf.constant(True)
@@ -485,7 +491,7 @@ class TFEngine:
         return rate, tf.cond(is_finite, apply, lambda: tf.constant(False))
 
     def _prepare_sums(self) -> None:
-        """Creates the variables that accumulate gradients, when an optimizer step first needs them."""
+        """Creates the variables that accumulate gradients, unless they exist."""
         if self._sums:
             return
         with self.strategy.scope():
@@ -494,7 +500,7 @@ class TFEngine:
 
 
 def is_own(method: object, name: str) -> bool:
-    """True if a method bound to a Trainer overrides that of TFTrainer, the first class that has it."""
+    """True if a bound method of a Trainer overrides that of TFTrainer, the base class that first defines it."""
     classes = reversed(type(getattr(method, "__self__", None)).__mro__)
     first = next((vars(item)[name] for item in classes if name in vars(item)), None)
     return getattr(method, "__func__", method) is not first
@@ -510,7 +516,7 @@ def rate_of(optimizer: Any) -> Any:
 
 @contextmanager
 def told_plainly() -> Iterator[None]:
-    """Re-raises an error in traced code with its message and line, without a list of generated code."""
+    """Re-raises an error of traced code with its message and line, without TensorFlow's listing of generated code."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -533,5 +539,5 @@ def told_plainly() -> Iterator[None]:
 
 
 def dense(gradients: Sequence[Any]) -> list[Any]:
-    """Returns gradients as dense tensors: a norm of a sparse one would count each repeated row, not their sum."""
+    """Returns gradients as dense tensors: the norm of a sparse one would count repeated rows separately."""
     return [tf.convert_to_tensor(value) if isinstance(value, tf.IndexedSlices) else value for value in gradients]

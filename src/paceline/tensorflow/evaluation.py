@@ -1,4 +1,4 @@
-"""Evaluation and prediction in TensorFlow: every sample once, sums of losses, rows of predictions, metrics."""
+"""Evaluation and prediction in TensorFlow: every sample is processed once; losses, predictions and metrics result."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Predictor:
     """Runs forward passes without gradients, compiled once for all evaluations of a Trainer.
 
     Args:
-        strategy: places the replicas. Each process evaluates every sample on its own ones.
-        objective: calls the model, makes and weighs its loss.
-        prediction_step: the Trainer's, bound: `(features, labels, count) -> predictions`, on one replica.
-        distributed_prediction_steps: the Trainer's, bound: `((features, labels)) ->` results of every replica.
-        xla: compile with XLA.
+        strategy: places the replicas. Each process evaluates every sample on its own replicas.
+        objective: calls the model, computes and weights its loss.
+        prediction_step: the Trainer's bound method `(features, labels, count) -> predictions`, on one replica.
+        distributed_prediction_steps: the Trainer's bound method `((features, labels)) -> results of every replica`.
+        xla: compile with XLA, on a single replica.
     """
 
     strategy: Any
@@ -49,7 +49,7 @@ class Predictor:
         self._counts: Any = None
         self._share = Share(None, None)
         self._loss: Any = None
-        self._is_prediction = False  # while a replica is traced
+        self._is_prediction = False  # set while a replica is traced
         self.num_traces = 0
         compiles = self.xla and self.strategy.num_replicas_in_sync == 1
         self._run = tf.function(self._trace, reduce_retracing=True, jit_compile=True if compiles else None)
@@ -59,7 +59,7 @@ class Predictor:
 
         Args:
             batch: (features, labels) on the host.
-            precision: of the evaluation; each has its own trace.
+            precision: precision of the evaluation; each precision has its own trace.
             is_prediction: without labels no loss is computed.
         """
         if self.num_traces == 0:
@@ -73,12 +73,11 @@ class Predictor:
         return results
 
     def read(self, batch: tuple[Any, Any], results: tuple[Any, Any]) -> tuple[tuple[float, float, float] | None, Any]:
-        """Returns the loss of a batch, its weight and the layers' losses (None without labels), and predictions as
-        arrays.
+        """Returns (loss, its weight, layers' losses) of a batch, None without labels; and the predictions as arrays.
 
         Args:
-            batch: as the call was given it.
-            results: the result of the call for it.
+            batch: the batch that was passed to the call.
+            results: the result of that call.
         """
         losses, outputs = results
         size = size_of(batch[0])
@@ -117,7 +116,7 @@ class Predictor:
         return tuple(tf.nest.map_structure(lambda leaf, n=number: pick(leaf, n), value) for number in range(num))
 
     def run_replicas(self, features: Any, labels: Any) -> tuple[Any, Any]:
-        """Calls the Trainer's prediction_step on every replica; returns losses and predictions of each."""
+        """Calls the Trainer's prediction_step on every replica; returns the losses and predictions of each."""
         results: tuple[Any, Any] = self.strategy.run(self._on_replica, args=(features, labels, self._counts))
         return results
 
@@ -129,7 +128,7 @@ class Predictor:
         return self._loss, outputs
 
     def predict(self, features: object, labels: object, run_model: Callable[..., Any]) -> Any:
-        """Returns the predictions of one replica, the body of `TFTrainer.prediction_step`; adds up its loss."""
+        """Returns the predictions of one replica and stores its loss; the body of `TFTrainer.prediction_step`."""
         loss, outputs = run_model(features, labels, False)
         if loss is not None:
             self._loss = self.objective.measure(loss, labels, self._share)
@@ -140,7 +139,7 @@ def check_metric(metric: object, is_called_each: bool) -> None:
     """Checks that `batch_eval_metrics` can call a metric function batch by batch.
 
     Raises:
-        ValueError: it does not take `compute_result`.
+        ValueError: the function does not take `compute_result`.
     """
     if not is_called_each or not callable(metric):
         return
@@ -153,12 +152,12 @@ def check_metric(metric: object, is_called_each: bool) -> None:
 
 
 def to_host(leaf: Any) -> Array:
-    """Returns a tensor as an array; bfloat16, which numpy lacks, as float32."""
+    """Returns a tensor as an array; bfloat16, which numpy lacks, becomes float32."""
     return to_rows(tf.cast(leaf, tf.float32) if leaf.dtype == tf.bfloat16 else leaf)  # type: ignore[no-any-return]
 
 
 def join(parts: tuple[Array, ...]) -> Array:
-    """Concatenates the rows of several replicas."""
+    """Concatenates the rows of several replicas; stacks scalars."""
     return np.concatenate(parts) if np.ndim(parts[0]) else np.stack(parts)
 
 
@@ -168,14 +167,14 @@ class EvaluationSettings:
 
     Attributes:
         label_names: the keys that are labels, if batches are dicts; None: those known from transformers.
-        precision: in which the model computes.
-        precision_option: the option that set it, for errors; None: that of the training.
+        precision: the precision in which the model computes.
+        precision_option: the option that set it, for errors; None if it is that of the training.
         calls_each: metric functions are called for each batch.
-        accumulation_steps: batches whose results stay on the device before they move to the host together.
-        concatenates: rows of batches are joined; False: a list with an entry per batch.
-        include: what metrics receive beside predictions and labels, of "inputs" and "loss".
-        spill_gb: of rows in memory, beyond which they go to a file; infinity for never.
-        spill_folder: of that file.
+        accumulation_steps: number of batches whose results stay on the device before they move to the host together.
+        concatenates: rows of batches are joined; False keeps a list with an entry per batch.
+        include: additional inputs of metrics, among "inputs" and "loss".
+        spill_gb: rows beyond this size in memory, in GiB, are written to a file; infinity never writes.
+        spill_folder: folder of that file.
     """
 
     label_names: Sequence[str] | None
@@ -200,10 +199,10 @@ class Gathering:
 
     Args:
         compute_metrics: a function, a `StreamingMetric`, or None.
-        preprocess: `(predictions, labels) -> predictions to store`, of one batch; None: as they are.
-        settings: of evaluations.
-        loss_only: keep nothing but the loss.
-        disk_buffer: when rows leave memory.
+        preprocess: `(predictions, labels) -> predictions to store`, of one batch; None stores them unchanged.
+        settings: the options of evaluations.
+        loss_only: keep only the loss.
+        disk_buffer: takes rows that exceed the memory limit.
     """
 
     compute_metrics: Any
@@ -218,7 +217,7 @@ class Gathering:
         if self.metric is not None:
             self.metric.reset()
         self.calls_each = self.compute_metrics is not None and self.metric is None and self.settings.calls_each
-        self.called: dict[str, Any] = {}  # last result of metrics that are called for each batch
+        self.called: dict[str, Any] = {}  # latest result of a metric function that is called for each batch
         self.loss = 0.0
         self.weight = 0.0
         self.num_samples = 0
@@ -269,7 +268,7 @@ class Gathering:
         return found
 
     def rows(self) -> dict[str, Any]:
-        """Returns what was kept, with one row per sample; None for what was not."""
+        """Returns the kept results by name, with one row per sample; None for results that were not kept."""
         return {name: collector.result() for name, collector in self.kept.items()}
 
     def metrics(self, rows: dict[str, Any], is_evaluation: bool) -> dict[str, Any]:
@@ -292,13 +291,13 @@ class Evaluator:
     """Runs the model over all batches of a data set once.
 
     Args:
-        model: computes in the precision of the settings meanwhile.
+        model: computes in the precision of the settings during an evaluation.
         predictor: runs the forward passes.
-        settings: of evaluations.
+        settings: the options of evaluations.
         compute_metrics: a function, a `StreamingMetric`, or None.
-        preprocess: `(predictions, labels) -> predictions to store`, of one batch; None: as they are.
-        compiled: a compiled model whose metrics each evaluation accumulates from the start; None without any.
-        is_interrupted: True once a signal has asked the run to stop.
+        preprocess: `(predictions, labels) -> predictions to store`, of one batch; None stores them unchanged.
+        compiled: a compiled model whose metrics each evaluation resets and accumulates; None without one.
+        is_interrupted: returns True once a signal has requested a stop.
         on_step: called after each batch.
     """
 
@@ -318,15 +317,15 @@ class Evaluator:
 
         Args:
             batches: each with features and labels, or features alone.
-            loss_only: keep nothing but the loss.
-            prefix: of the metrics' names.
-            is_evaluation: False: labels may be missing.
+            loss_only: keep only the loss.
+            prefix: prefix of the metric names.
+            is_evaluation: False if labels may be missing.
 
         Returns: predictions and labels with one row per sample (None if only the loss is requested, or metrics are
             computed batch by batch), metrics under the prefix, and the number of samples.
 
         Raises:
-            Interrupted: a signal asked the run to stop.
+            Interrupted: a signal requested a stop.
         """
         precision = self.settings.precision, self.settings.precision_option
         with self.settings.disk_buffer() as disk_buffer, in_precision(self.model, *precision):
@@ -348,7 +347,7 @@ class Evaluator:
         if loss is not None:
             metrics["loss"] = loss
         if seen.num_samples == 0:
-            logger.warning("The evaluation gave no batch: its data is empty, or a generator that has been read before.")
+            logger.warning("The evaluation yielded no batch: its data is empty, or an exhausted generator.")
         named = prefix_metrics(jsonable(metrics), prefix)
         return EvalLoopOutput(rows["predictions"], rows["label_ids"], named, seen.num_samples)
 

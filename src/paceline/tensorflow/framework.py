@@ -1,4 +1,4 @@
-"""TensorFlow and Keras, imported once for this package; a missing one raises an error that says what to install."""
+"""TensorFlow and Keras, imported once for this package; if one is missing, the error says what to install."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ if keras.backend.backend() != "tensorflow":
 
 
 def plain(variable: Any) -> Any:
-    """Returns the TensorFlow variable under one of Keras 3."""
+    """Returns the TensorFlow variable inside a Keras 3 variable."""
     return variable if isinstance(variable, tf.Variable) else variable.value

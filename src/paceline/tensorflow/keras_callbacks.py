@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """A base class for `fit` of Keras 3 and of tf_keras, which asks its callbacks which batches they listen to."""
+    """A base class for callbacks of `fit` in Keras 3 and tf_keras; tf_keras asks callbacks for their batch hooks."""
 
     def _implements_train_batch_hooks(self) -> bool:
         return True
@@ -36,20 +36,20 @@ class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class KerasMetricCallback(FitCallback):
-    """Computes metrics that need all predictions at once at the end of each epoch of `fit`, and adds them to the logs.
+    """Computes metrics over all predictions at the end of each epoch of `fit`, and adds them to the logs.
 
     Args:
         metric_fn: `(predictions, labels) -> dict`, both arrays (or nests of them) with one row per sample.
-        eval_dataset: a tf.data.Dataset of (features, labels) batches, or arrays, which `batch_size` cuts.
-        output_cols: of outputs that are a dict, those to keep; None: the logits if they have that name, else all.
-        label_cols: of batches that are a dict, the keys of the labels; None: those known from transformers.
-        batch_size: samples per batch; needed for arrays.
+        eval_dataset: a tf.data.Dataset of (features, labels) batches, or arrays, which are split by `batch_size`.
+        output_cols: keys to keep of outputs that are a dict; None: `logits` if present, else all.
+        label_cols: keys of the labels in batches that are dicts; None: those known from transformers.
+        batch_size: samples per batch; required for arrays.
         predict_with_generate: use the result of `model.generate` instead of the outputs.
-        use_xla_generation: compile `generate` with XLA; needs batches of one shape.
+        use_xla_generation: compile `generate` with XLA; requires batches of one shape.
         generate_kwargs: further arguments of `generate`.
 
     Raises:
-        ValueError: arrays without a batch size.
+        ValueError: arrays were given without a batch size.
     """
 
     def __init__(
@@ -78,7 +78,11 @@ class KerasMetricCallback(FitCallback):
         self._generate: Any = None
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Predicts, and adds the result of `metric_fn` to the logs."""
+        """Predicts all batches, and adds the result of `metric_fn` to the logs.
+
+        Raises:
+            ValueError: the batches hold no labels.
+        """
         predictions, labels = RowCollector(), RowCollector()
         for batch in self.eval_dataset:
             features, targets = separate(batch, self.label_cols)
@@ -120,21 +124,21 @@ class KerasMetricCallback(FitCallback):
 class PushToHubCallback(FitCallback):
     """Saves the model during `fit` and uploads it to a hub repository in the background.
 
-    Uploads run one at a time on a background thread; a save that falls due meanwhile waits for it. A failed upload is
-    logged and does not end the training; at the end of training everything is uploaded, or it raises.
+    Uploads run one at a time on a background thread; the next save waits for a running upload. A failed upload is
+    logged and does not stop the training. At the end of training everything is uploaded; a failure then raises.
 
     Args:
         output_dir: folder that the model is written to.
-        save_strategy: "epoch", "steps" (every `save_steps`), or "no": at the end only.
-        save_steps: batches between two saves.
+        save_strategy: "epoch", "steps" (every `save_steps`), or "no" (only at the end).
+        save_steps: number of batches between two saves.
         tokenizer: saved with the model.
         hub_model_id: repository, as "name" or "owner/name"; None: the folder's name.
-        hub_token: of the hub; None: that of its own login.
-        checkpoint: upload `checkpoint/` with the optimizer's variables too, to resume from.
-        model_card_args: further lines of the README's header, as a dict; an existing README.md is unchanged.
+        hub_token: access token of the hub; None: that of the hub's stored login.
+        checkpoint: also upload `checkpoint/` with the optimizer's variables, to resume from.
+        model_card_args: further entries of the README's header; an existing README.md is unchanged.
 
     Raises:
-        ValueError: an unknown strategy, or steps without their number.
+        ValueError: the strategy is unknown, "steps" lacks `save_steps`, or `checkpoint` is used without "epoch".
         ImportError: huggingface_hub is missing.
     """
 
@@ -197,7 +201,7 @@ class PushToHubCallback(FitCallback):
             raise self._failure
 
     def save(self, epoch: int | None = None) -> None:
-        """Writes model, tokenizer, checkpoint and README into the folder, while nothing is read from it."""
+        """Writes model, tokenizer, checkpoint and README into the folder, after a running upload has read it."""
         self.wait()
         save_model(self.model, self.output_dir)
         if callable(getattr(self.tokenizer, "save_pretrained", None)):
@@ -220,7 +224,7 @@ class PushToHubCallback(FitCallback):
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits for the upload under way."""
+        """Waits for the running upload, if any."""
         if self._thread is not None:
             begin = time.monotonic()
             self._thread.join()

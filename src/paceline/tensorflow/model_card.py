@@ -1,4 +1,4 @@
-"""Facts of a TensorFlow model for its card, and the checkpoint files that make up the model."""
+"""Facts about a TensorFlow model for its model card, and the checkpoint files that hold the model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ _LIBRARIES = {"transformers": "transformers", "tf_keras": "tf-keras", "keras": "
 
 
 def checkpoint_form(model: object) -> CheckpointForm:
-    """Returns how the checkpoints of a model are pushed: the files that load the model without this package."""
+    """Returns the form in which a model's checkpoints are pushed, with files that load without this package."""
     return CheckpointForm(RESUME_FILES, partial(write_model, model))
 
 
 def write_model(model: object, checkpoint: Path, folder: Path) -> Callable[[], dict[str, Path]]:
-    """Writes the model now, before training changes it, if the checkpoint does not hold it in its own format."""
+    """Writes the model now, before training changes it, unless the checkpoint holds files of `save_pretrained`.
+
+    Returns: a function that returns the written files, name -> path.
+    """
     if not callable(getattr(model, "save_pretrained", None)):
         save_model(model, folder)
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -45,15 +48,15 @@ def card_facts(
     mixed_precision: str,
     optimizer: OptimizerFacts,
 ) -> CardFacts:
-    """Returns the facts for the card of a model.
+    """Returns the facts for the model card.
 
     Args:
-        model: of Keras, or a tf.Module.
+        model: a Keras model or a tf.Module.
         eval_dataset: the evaluation data, a dict of several by name, or None.
-        num_replicas: that share an optimizer step.
-        micro_batch_size, global_batch_size: in samples, of a replica and of an optimizer step.
+        num_replicas: number of replicas that share an optimizer step.
+        micro_batch_size, global_batch_size: in samples, per replica and per optimizer step.
         mixed_precision: "no", or the 16-bit type.
-        optimizer: its name and settings.
+        optimizer: the optimizer's name and settings.
     """
     is_several = isinstance(eval_dataset, dict) and not is_columns(eval_dataset)
     single = {} if eval_dataset is None else {"": eval_dataset}
@@ -95,8 +98,8 @@ def num_samples(dataset: object) -> int | None:
 
 
 def optimizer_of(optimizer: Any) -> OptimizerFacts:
-    """Returns an optimizer's name and relevant settings; None for both before it is made."""
-    made = getattr(optimizer, "inner_optimizer", optimizer)  # of a scaled loss
+    """Returns an optimizer's name and relevant settings; None for both before it is created."""
+    made = getattr(optimizer, "inner_optimizer", optimizer)  # unwraps a LossScaleOptimizer
     if made is None:
         return OptimizerFacts(None, None)
     config = made.get_config()

@@ -1,9 +1,9 @@
-"""The loss of a batch: how a model is called, its loss, and its share of an optimizer step.
+"""The loss of a batch: the call of the model, its loss, and the batch's contribution to an optimizer step.
 
-One rule, as on the torch side: the loss of an optimizer step is a sum over its samples (or targets) divided by their
-number, over all micro-batches and replicas. A loss with an entry per sample or target is summed; a scalar is treated as
-a mean and multiplied by its number of samples or targets. A compiled loss of Keras 3 is split into its sum and Keras'
-divisor, so that an optimizer step equals Keras' step on all its samples as one batch.
+As on the torch side, the loss of an optimizer step is the sum over its samples (or targets) in all micro-batches and
+replicas, divided by their number. A loss with an entry per sample or target is summed; a scalar is treated as a mean
+and multiplied by its number of samples or targets. A compiled loss of Keras 3 is split into its sum and Keras' divisor,
+so that an optimizer step equals Keras' step on all its samples as one batch.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ NO_IGNORE_INDEX = (
 
 
 def count(features: object, labels: object) -> Array:
-    """Returns the counts of a batch, float64 of shape (4,): samples, targets, targets but the first of each row, rows.
+    """Returns the counts of a batch, float64 (4,): samples, targets, targets except in the first column, rows.
 
-    Targets are labels other than -100; rows are all but the last dimension of the labels.
+    Targets are labels other than -100; the number of rows is the product of all label dimensions except the last.
     """
     size = size_of(features)
     found = main_labels(labels)
@@ -68,10 +68,10 @@ class Share(NamedTuple):
     """The share of a replica's batch in its optimizer step, as tensors.
 
     Attributes:
-        own: float32 (4,), the counts of this batch; all 0 for one that is there only to fill a replica.
-        totals: float32 (4,), those of the optimizer step.
-        sample_weight: as Keras takes it; None: all weigh the same.
-        divisors: float32 (number of compiled losses,), those of the optimizer step; None: this batch is all of it.
+        own: float32 (4,), the counts of this batch; all 0 for a dummy batch that only fills a replica.
+        totals: float32 (4,), the counts of the optimizer step.
+        sample_weight: as Keras takes it; None weights all samples equally.
+        divisors: float32 (number of compiled losses,), of the optimizer step; None if this batch is the whole step.
     """
 
     own: Any
@@ -86,14 +86,14 @@ class Objective:
 
     Args:
         model: a Keras model (3, or tf_keras), a TF model of transformers, or any callable `tf.Module`.
-        compute_loss_func: `(outputs, labels[, num_items_in_batch]) -> loss`, instead of the model's own.
-        loss_weight: the unit that a scalar loss is a mean over, as in the arguments; None: its targets.
-        label_smoothing: share of the target spread over all classes, for the default loss.
+        compute_loss_func: `(outputs, labels[, num_items_in_batch]) -> loss`, used instead of the model's own loss.
+        loss_weight: the unit over which a scalar loss is a mean, as in the arguments; None: targets.
+        label_smoothing: share of the target that is spread over all classes, for the default loss.
 
     Attributes:
-        kind: which count the loss is divided by, known when it has been traced.
-        compiled: what a Keras 3 model was compiled with; None if that does not define the loss.
-        has_layer_losses: `add_loss` and regularisers are added to the loss; known when it has been traced.
+        kind: index of the count that divides the loss; known once the loss was traced.
+        compiled: the losses and metrics of a compiled Keras 3 model; None if they do not define the loss.
+        has_layer_losses: `add_loss` and regularisers are added to the loss; known once the loss was traced.
     """
 
     model: Any
@@ -111,31 +111,31 @@ class Objective:
         self.default_loss = DefaultLoss(self.label_smoothing)
         self.kind = TOKENS
         self.has_layer_losses = True
-        self.counts_ignored = False  # the model was compiled with a loss that ignores no label
+        self.counts_ignored = False  # the model was compiled with a loss that does not ignore labels of -100
         self.parameters = parameters_of(self.model.call if hasattr(self.model, "call") else self.model.__call__)
         has_loss = self.compiled is not None and (self.compiled.has_own_loss or self.compiled.loss is not None)
         self.takes_labels = "labels" in self.parameters and not has_loss
         own = () if self.compute_loss_func is None else parameters_of(self.compute_loss_func)
         self.takes_count = "num_items_in_batch" in own
         self.takes_weights = "sample_weight" in own
-        # of the pass that is traced
+        # state of the pass that is being traced
         self._share: Share | None = None
         self._is_prediction = False
         self._is_weighted = False
         self._taken: tuple[Any, list[Part]] | None = None
 
     def prepare(self, batch: tuple[Any, Any]) -> None:
-        """Prepares a compiled model before it is traced, by the form of a batch on the host."""
+        """Prepares a compiled model before it is traced, given an example batch on the host."""
         if self.compiled is not None:
             features, labels = batch
             self.compiled.build(lambda given: self.call(given, False, {}), features, split_weights(labels)[0])
             self.counts_ignored = counts_ignored(self.model.loss)
 
     def check_replicas(self, num_replicas: int, num_batches: int) -> None:
-        """Checks a compiled loss with an unknown divisor, if an optimizer step is made of several parts.
+        """Checks a compiled loss with an unknown divisor, if an optimizer step consists of several parts.
 
         Raises:
-            UnsupportedOption: on several replicas: Keras may have divided it by their number or not.
+            UnsupportedOption: there are several replicas, by whose number the loss may or may not be divided.
         """
         names = [] if self.compiled is None else self.compiled.opaque_losses()
         if names and num_replicas > 1:
@@ -155,10 +155,10 @@ class Objective:
     # ---- calling the model
 
     def begin(self, share: Share, is_prediction: bool = False) -> None:
-        """Sets the share before `run` is traced.
+        """Sets the share of the batch before `run` is traced.
 
         Args:
-            share: of the batch.
+            share: the batch's share of the optimizer step.
             is_prediction: without labels no loss is computed.
         """
         self._share = share
@@ -168,9 +168,9 @@ class Objective:
         self.has_layer_losses = True
 
     def run(self, features: object, labels: object, training: bool, num_items: object = None) -> tuple[Any, Any]:
-        """Returns (loss, outputs) of a batch; the loss is None without labels, unless the model makes one itself.
+        """Returns (loss, outputs) of a batch; the loss is None without labels, unless the model computes one itself.
 
-        `add_loss` and regularisers are not in it, unless a model's own `compute_loss` includes them.
+        The loss excludes `add_loss` and regularisers, unless a model's own `compute_loss` includes them.
         """
         wanted = self.takes_labels and self.compute_loss_func is None
         given = {}
@@ -187,7 +187,7 @@ class Objective:
         return self.loss_of(outputs, labels, num_items), predictions_of(outputs)
 
     def call(self, features: Any, training: bool, given: Mapping[str, Any]) -> Any:
-        """Returns the model's outputs for features, passed by name if its parameters have their names."""
+        """Returns the model's outputs; a dict of features is passed as keywords if `call` has such parameters."""
         options = {**given, **({"training": training} if "training" in self.parameters else {})}
         if isinstance(features, Mapping):
             if set(features) <= set(self.parameters) and not is_functional(self.model):
@@ -233,7 +233,7 @@ class Objective:
             )
 
     def loss_of(self, outputs: object, labels: object, num_items: object) -> Any:
-        """Returns the loss by `compute_loss_func`, by the compiled loss of a tf_keras model, or by the labels."""
+        """Returns the loss by `compute_loss_func`, by the compiled loss of a tf_keras model, or the default loss."""
         if self.compute_loss_func is not None:
             options = {"num_items_in_batch": num_items} if self.takes_count else {}
             if self.takes_weights:
@@ -249,7 +249,7 @@ class Objective:
         return self._weighted(self.default_loss(predictions_of(outputs), labels))
 
     def _weighted(self, losses: Any) -> Any:
-        """Returns losses with an entry per target, times the weight of each sample."""
+        """Returns losses with an entry per target, multiplied by the sample weights."""
         weights = None if self._share is None else self._share.sample_weight
         if weights is None:
             return losses
@@ -262,10 +262,10 @@ class Objective:
         return losses * weights
 
     def check_labels(self, labels: object) -> None:
-        """Checks for labels that the loss would misread; known when the model has been traced.
+        """Checks for labels that the loss would misinterpret; has an effect once the model was traced.
 
         Raises:
-            ValueError: there is one.
+            ValueError: there is such a label.
         """
         self.default_loss.check(labels)
         if not self.counts_ignored:
@@ -275,7 +275,7 @@ class Objective:
             if array.dtype.kind == "i" and np.any(array == IGNORE_INDEX):
                 raise ValueError(NO_IGNORE_INDEX)
 
-    # ---- weighing the loss
+    # ---- weighting the loss
 
     def divisors(self, features: object, labels: object, share: Share) -> Any:
         """Returns Keras' divisors of the compiled losses of a batch, float32 (number of losses,); traced."""
@@ -287,16 +287,16 @@ class Objective:
         return tf.where(share.own[SAMPLES] > 0, tf.stack([part.divisor for part in parts]), 0.0)
 
     def take(self, loss: object, labels: object, share: Share) -> tuple[Any, Any]:
-        """Returns a loss's contribution to its optimizer step: the differentiated value and the shown one; float32
+        """Returns a loss's contribution to its optimizer step as (value to differentiate, value to log), float32
         scalars.
 
         Args:
             loss: the result of `run`, or a custom loss: a scalar, or with an entry per sample, target or row.
-            labels: of the same batch.
-            share: of the batch.
+            labels: the labels of the same batch.
+            share: the batch's share of the optimizer step.
 
         Raises:
-            ValueError: the loss has another shape, or leaves out the weights of samples that the batch has.
+            ValueError: the loss has another shape, or ignores the batch's sample weights.
         """
         self.check_weights(share)
         if self._taken is None or loss is not self._taken[0]:
@@ -313,9 +313,7 @@ class Objective:
         )
 
     def with_layers(self, derived: object, seen: object, share: Share) -> tuple[Any, Any]:
-        """Adds the layers' losses to both values: once per optimizer step, weighted by this batch's share of the
-        samples.
-        """
+        """Adds the layers' losses to both values, weighted by this batch's share of the optimizer step's samples."""
         extra = self.layer_losses()
         if extra is None:
             return derived, seen
@@ -328,7 +326,11 @@ class Objective:
         return tf.add_n([tf.reduce_sum(tf.cast(item, tf.float32)) for item in found]) if found else None
 
     def check_weights(self, share: Share) -> None:
-        """Raises if the batch has sample weights that nothing used."""
+        """Checks that sample weights of the batch were used.
+
+        Raises:
+            ValueError: they were not.
+        """
         if share.sample_weight is not None and not self._is_weighted:
             raise ValueError(
                 "The batches hold weights of samples, (features, labels, sample_weight), which this loss does not use: "
@@ -336,7 +338,7 @@ class Objective:
             )
 
     def measure(self, loss: object, labels: object, share: Share) -> dict[str, Any]:
-        """Returns the sums of an evaluation over a replica's batch, to be read by `mean_of`; tensors."""
+        """Returns the sums over a replica's batch in an evaluation, as tensors for `mean_of`."""
         self.check_weights(share)
         found: dict[str, Any] = {}
         extra = self.layer_losses()
@@ -356,9 +358,9 @@ class Objective:
 
         Args:
             loss: a scalar, or with an entry per sample, target or row.
-            labels: of the same batch.
-            own: float32 (4,), the counts of this batch; all 0 for one that is there only to fill a replica.
-            totals: float32 (4,), those of the optimizer step.
+            labels: the labels of the same batch.
+            own: float32 (4,), the counts of this batch; all 0 for a dummy batch that only fills a replica.
+            totals: float32 (4,), the counts of the optimizer step.
 
         Raises:
             ValueError: the loss has another shape.
@@ -370,7 +372,7 @@ class Objective:
             mean = tf.reshape(loss, [])
             is_scaled = self.loss_weight == "scaled" or (self.loss_weight is None and self.takes_count)
             part = mean if is_scaled else tf.math.divide_no_nan(mean * own[self.kind], totals[self.kind])
-            # a rank's batch without targets has an empty mean, which may be NaN
+            # the mean over a batch without targets may be NaN
             return tf.where(own[self.kind] > 0, part, tf.zeros_like(part))
         if mask is not None:
             loss = tf.where(mask, loss, tf.zeros_like(loss))
@@ -378,7 +380,11 @@ class Objective:
         return tf.where(own[SAMPLES] > 0, total, tf.zeros_like(total))
 
     def kind_of(self, loss: Any, labels: Any, is_scalar: bool) -> tuple[int, Any]:
-        """Returns the count that a loss is divided by, and the mask of its entries that count (None: all)."""
+        """Returns the index of the count that divides a loss, and the mask of its entries that count (None: all).
+
+        Raises:
+            ValueError: the loss has an unsupported shape.
+        """
         targets = main_labels(labels)
         if self.loss_weight in BY_NAME and is_scalar:
             return BY_NAME[str(self.loss_weight)], None
@@ -401,19 +407,19 @@ class Objective:
 
 
 def shown(total: object, divisor: object, part: Part) -> Any:
-    """Returns the value that Keras shows of a compiled loss."""
+    """Returns the value of a compiled loss that Keras displays."""
     return total if part.is_summed and not part.is_mean_shown else tf.math.divide_no_nan(total, divisor)
 
 
 def mean_of(replicas: Sequence[Mapping[str, Any]], own: float, size: int) -> tuple[float, float, float]:
-    """Returns the loss of a batch of an evaluation, and its weight among the other batches.
+    """Returns the loss of a batch in an evaluation, and its weight.
 
     Args:
-        replicas: the results of `Objective.measure` on each, as numbers or arrays.
-        own: the count of the batch in the unit that its loss is a mean over.
+        replicas: the results of `Objective.measure` on each replica, as numbers or arrays.
+        own: the count of the batch in the unit over which its loss is a mean.
         size: samples in the batch.
 
-    Returns: the mean without the layers' losses, its weight, and these, of which each sample weighs the same.
+    Returns: the mean without the layers' losses, its weight, and the layers' losses, which are weighted by samples.
     """
     added = {name: sum(replica[name] for replica in replicas) for name in replicas[0]}
     layers = float(added.pop("layers", 0.0)) / size
@@ -429,14 +435,14 @@ def mean_of(replicas: Sequence[Mapping[str, Any]], own: float, size: int) -> tup
 
 
 def single_precision(labels: object, outputs: object) -> Any:
-    """Returns float64 labels, which Keras' data sets do not have, as float32, unless the model computes in float64."""
+    """Returns float64 labels as float32, unless the model computes in float64."""
     if any(getattr(leaf, "dtype", None) == tf.float64 for leaf in tf.nest.flatten(outputs)):
         return labels
     return map_leaves(lambda leaf: tf.cast(leaf, tf.float32) if leaf.dtype == tf.float64 else leaf, labels)
 
 
 def is_target(labels: object) -> Any:
-    """Returns the mask of labels that count. In an unsigned type all do: -100 would be taken for 156."""
+    """Returns the mask of labels other than -100. The cast keeps 156 in uint8 labels from being taken for -100."""
     return tf.cast(labels, tf.int64) != IGNORE_INDEX
 
 
@@ -444,7 +450,7 @@ def check_model(model: object) -> None:
     """Checks that `model` is a TensorFlow model; None passes.
 
     Raises:
-        TypeError: it cannot be called, or has no variables to train.
+        TypeError: the object cannot be called, or its class has no `trainable_variables`.
     """
     if model is not None and not (callable(model) and hasattr(type(model), "trainable_variables")):
         raise TypeError(
@@ -454,7 +460,7 @@ def check_model(model: object) -> None:
 
 
 def build_by_itself(model: Any) -> None:
-    """Creates the variables of a TF model of transformers, which knows its inputs, under the names that it loads by."""
+    """Creates the variables of a TF model of transformers, under the names that its checkpoints use."""
     build = getattr(model, "build_in_name_scope", None)
     if callable(build) and not model.built:
         build()
@@ -474,7 +480,7 @@ def takes_names(model: object) -> bool:
 
 
 def is_functional(model: object) -> bool:
-    """True if a model knows its inputs: a functional or sequential one."""
+    """True if a model defines its inputs, as a functional or sequential model does."""
     try:
         return getattr(model, "input", None) is not None
     except (AttributeError, ValueError):  # Keras raises if a model has not been called yet
@@ -488,7 +494,7 @@ def shifts(model: Any) -> bool:
 
 
 def read_outputs(outputs: object) -> tuple[Any, Any]:
-    """Returns (loss, predictions) of a model that was given labels."""
+    """Returns (loss, predictions) from the outputs of a model that was called with labels."""
     if isinstance(outputs, Mapping):
         return outputs["loss"], predictions_of({name: value for name, value in outputs.items() if name != "loss"})
     if isinstance(outputs, tuple | list) and len(outputs) > 1:
@@ -497,17 +503,17 @@ def read_outputs(outputs: object) -> tuple[Any, Any]:
 
 
 def predictions_of(outputs: object) -> Any:
-    """Returns the predictions among a model's outputs: the logits if they have that name, else all."""
+    """Returns the predictions among a model's outputs: the entry `logits` if there is one, else all outputs."""
     if isinstance(outputs, Mapping):
         return outputs.get("logits", dict(outputs))
     return outputs
 
 
 def foreign_loss(loss: Any, outputs: Any, labels: Any) -> Any:
-    """Returns the loss that a model of tf_keras was compiled with, one entry per sample or row.
+    """Returns the value of a tf_keras model's compiled loss, with one entry per sample or row.
 
     Raises:
-        ValueError: there are several of them.
+        ValueError: the model was compiled with several losses.
     """
     if isinstance(loss, Mapping | list | tuple):
         raise ValueError("A model compiled with several losses: pass compute_loss_func=(outputs, labels) -> loss.")
@@ -516,7 +522,7 @@ def foreign_loss(loss: Any, outputs: Any, labels: Any) -> Any:
 
 
 def counts_ignored(loss: object) -> bool:
-    """True if a compiled loss is one of Keras that counts labels of -100; a user's own loss may not."""
+    """True if a compiled loss is one of Keras' own that counts labels of -100; a user's own loss gives False."""
     if isinstance(loss, Mapping | list | tuple):
         return any(map(counts_ignored, leaves(loss)))
     if not isinstance(loss, str) and not (getattr(loss, "__module__", None) or "").startswith(("keras.", "tf_keras.")):

@@ -1,4 +1,4 @@
-"""Finding the origin of inf and NaN in TensorFlow: the values in a model during an optimizer step, in order."""
+"""Finds the origin of inf and NaN in TensorFlow, by checking a model's values in order during an optimizer step."""
 
 from __future__ import annotations
 
@@ -16,38 +16,37 @@ from paceline.tensorflow.data.batches import Array, leaves
 from paceline.tensorflow.framework import plain, tf
 from paceline.tensorflow.optim.optimizers import name_of
 
-MAX_ROWS = 21  # that a report shows
+MAX_ROWS = 21  # rows in a report
 HEADER = f"{'abs min':8} {'abs max':8}"
 
 
 class Watch:
-    """Checks weights, features, the outputs of every layer, the loss and the gradients in each pass of an optimizer
-    step.
+    """Checks weights, features, layer outputs, loss and gradients in each pass of an optimizer step.
 
-    At the first of them that holds inf or NaN the optimizer step ends, before its gradients are applied. Gradients of a
-    scaled loss may overflow, and are ignored. The layers are those of Keras, or the modules below a `tf.Module`; those
-    in a loop (the cells of an RNN) are left out, the loop's outputs are not. They are watched while an optimizer step
-    is traced: the model, and the functions for evaluations, are unchanged. The extremes are computed on the
-    device and read twice for each pass.
+    The first of them that holds inf or NaN ends the optimizer step, before its gradients are applied. Gradients of a
+    scaled loss may overflow, and are not checked. The layers are those of Keras, or the submodules of a `tf.Module`.
+    Layers inside a loop (the cells of an RNN) are not checked; the loop's outputs are. Checks are added only while an
+    optimizer step is traced, so that the model and the functions for evaluations are unchanged. The extremes are
+    computed on the device, and the host reads them twice per pass.
 
     Args:
-        model: to be watched.
+        model: the model to check.
 
     Attributes:
-        is_used: an optimizer step went through it.
+        is_used: an optimizer step was traced with checks.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.is_used = False
         self._report: str | None = None
-        self._seen = threading.local()  # of the pass being traced: replicas are traced in separate threads
+        self._seen = threading.local()  # records of the pass being traced; replicas are traced in separate threads
 
     # ---- while an optimizer step is traced
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While entered, traced code records the outputs of all layers."""
+        """Returns a context in which traced code records the outputs of all layers."""
         kinds = {type(layer): type(layer).__call__ for layer in layers_of(self.model)}
         before = {kind: vars(kind).get("__call__") for kind in kinds}
         try:
@@ -62,7 +61,7 @@ class Watch:
                     kind.__call__ = own
 
     def begin(self, features: Any) -> None:
-        """Starts the checks of a pass, before the model is traced."""
+        """Starts the records of a pass with weights and features, before the model is traced."""
         self.is_used = True
         self._seen.graph = tf.compat.v1.get_default_graph()
         self._seen.names, self._seen.rows = [], []
@@ -82,16 +81,16 @@ class Watch:
                 self._seen.rows.append(extremes(leaf, is_input))
 
     def end(self, loss: object, outputs: object) -> Any:
-        """Returns a factor of 1 for the loss, which is computed only if all recorded values before it are finite."""
+        """Returns a factor of 1 for the loss, whose computation fails unless all recorded values are finite."""
         self._add("the model's outputs", outputs)
         self._add("the loss", tf.convert_to_tensor(loss))
         self._seen.graph = None
         return self._one()
 
     def gradients(self, values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Returns the gradients of variables, computed only if all are finite; the last layer's are checked first.
+        """Returns the gradients of variables, multiplied by a factor of 1 that fails to compute unless all are finite.
 
-        Those of a scaled loss may overflow, and are not checked.
+        The gradients of the last layer are checked first.
         """
         self._seen.names, self._seen.rows = [], []
         found = [None if value is None else tf.convert_to_tensor(value) for value in values]
@@ -101,17 +100,17 @@ class Watch:
         return [None if value is None else value * tf.cast(one, value.dtype) for value in found]
 
     def _one(self) -> Any:
-        """Returns a factor of 1 that waits until the host has checked all recorded values."""
+        """Returns a factor of 1 that is computed by the host's check of all recorded values."""
         if not self._seen.rows:
             return tf.constant(1.0)
         one = tf.numpy_function(partial(self._look, self._seen.names), [tf.stack(self._seen.rows)], tf.float32)
         return tf.stop_gradient(tf.reshape(one, []))
 
     def check_used(self) -> None:
-        """Checks, after an optimizer step, that it went through this watch.
+        """Checks, after an optimizer step, that the step was traced with checks.
 
         Raises:
-            UnsupportedOption: it went another way, of a subclass.
+            UnsupportedOption: a subclass's method bypassed `TFTrainer.training_step`.
         """
         if not self.is_used:
             raise UnsupportedOption(
@@ -123,7 +122,7 @@ class Watch:
     # ---- in each pass
 
     def _look(self, names: Sequence[str], rows: Array) -> np.float32:
-        """Returns 1, or raises; TensorFlow wraps the error in one of its own."""
+        """Returns 1 if all values are finite; else raises ValueError, which TensorFlow wraps in an OpError."""
         bad = np.flatnonzero(rows[:, 2])
         if len(bad) == 0:
             return np.float32(1.0)
@@ -140,7 +139,7 @@ class Watch:
         """Replaces the error of a failed optimizer step with its report.
 
         Raises:
-            ValueError: inf or NaN came up.
+            ValueError: inf or NaN was found.
         """
         try:
             yield
@@ -152,13 +151,13 @@ class Watch:
 
 
 def layers_of(model: object) -> list[Any]:
-    """Returns a model and all layers of Keras in it, or the modules below a `tf.Module`."""
+    """Returns a model with all its Keras layers, or with the submodules of a `tf.Module`."""
     flatten = getattr(model, "_flatten_layers", None)
     return [model, *(flatten() if callable(flatten) else getattr(model, "submodules", ()))]
 
 
 def place_of(layer: object) -> str:
-    """Returns a layer's path in its model from the names of its weights; its own name without any."""
+    """Returns a layer's path in its model, from the names of its weights if needed; else the layer's own name."""
     path = getattr(layer, "path", None)  # of Keras 3
     folders = [name_of(weight).split("/")[:-1] for weight in getattr(layer, "weights", ())]
     shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*folders, strict=False))
@@ -178,7 +177,7 @@ def noting(own: Any, note: Callable[[Any, Any], None]) -> Callable[..., Any]:
 
 
 def extremes(value: object, is_input: bool) -> Any:
-    """Returns (smallest absolute value, largest, 1 if it holds inf or NaN); ignores -inf in an input, a mask's."""
+    """Returns (smallest absolute value, largest, 1 if there is inf or NaN); allows -inf in inputs, as in masks."""
     size = tf.cast(tf.stop_gradient(value), tf.float64)
     is_fine = tf.math.is_finite(size)
     if is_input:

@@ -1,4 +1,4 @@
-"""Checks for a user's methods and loaders of another loop that this one would never use."""
+"""Checks for user methods and data loaders that belong to other training loops, and that this loop never uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.tensorflow.framework import keras
 RUN_MODEL = "override run_model(features, labels, training) -> (loss, predictions), or pass compute_loss_func"
 DATASET = "override get_train_tfdataset, get_eval_tfdataset or get_test_tfdataset"
 OPTIMIZER = "override create_optimizer_and_scheduler, or pass optimizers=(optimizer, schedule)"
-# methods of the Trainer for torch that TFTrainer never calls -> their replacements
+# methods of the torch Trainer that TFTrainer never calls -> their replacements
 UNCALLED = {
     "compute_loss": RUN_MODEL,
     "create_optimizer": OPTIMIZER,
@@ -23,7 +23,7 @@ UNCALLED = {
     "get_train_dataloader": DATASET,
     "_prepare_inputs": "override run_model",
 }
-# Keras' own steps, which this loop never calls -> the methods of TFTrainer in their place
+# Keras' step methods, which this loop never calls -> the corresponding methods of TFTrainer
 STEPS = {
     "train_step": ("run_model", "training_step", "apply_gradients", "distributed_training_steps"),
     "test_step": ("run_model", "prediction_step", "distributed_prediction_steps"),
@@ -32,14 +32,14 @@ STEPS = {
 
 
 def check_methods(owner: str, names: Collection[str]) -> None:
-    """Raises if a TFTrainer has methods that nothing calls.
+    """Refuses a TFTrainer with methods that are never called.
 
     Args:
-        owner: the name of its class.
-        names: of all its attributes.
+        owner: the name of the Trainer's class.
+        names: the names of all its attributes.
 
     Raises:
-        UnsupportedOption: there is one; the message names the replacement.
+        UnsupportedOption: there is such a method; the message names the replacement.
     """
     for name, remedy in UNCALLED.items():
         if name in names:
@@ -47,36 +47,36 @@ def check_methods(owner: str, names: Collection[str]) -> None:
 
 
 def check_step(model: object, name: str, method: Callable[[str], Any]) -> None:
-    """Raises if a Keras model overrides a step, unless the Trainer has an own one in its place.
+    """Refuses a Keras model that overrides a step method, unless the Trainer overrides a corresponding method.
 
     Args:
-        model: of the Trainer.
+        model: the Trainer's model.
         name: "train_step", "test_step" or "predict_step".
-        method: from a name to the Trainer's bound method.
+        method: name -> the Trainer's bound method.
 
     Raises:
-        UnsupportedOption: the model's class overrides it.
+        UnsupportedOption: the model overrides the step, and the Trainer does not.
     """
     if not isinstance(model, keras.Model) or not is_overridden(model, name):
         return
     if any(is_own(method(own), own) for own in STEPS[name]):
         return
     raise UnsupportedOption(
-        f"{type(model).__name__}.{name} would never be called by TFTrainer, which makes the whole step: override "
+        f"{type(model).__name__}.{name} would never be called by TFTrainer, which runs the whole step itself: override "
         f"compute_loss or call of the model, or {' or '.join(STEPS[name][:2])} of TFTrainer."
     )
 
 
 def is_overridden(model: object, name: str) -> bool:
-    """True if a Keras model's class overrides the method."""
+    """True if a Keras model or its class overrides the method."""
     return name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
 
 
 def check_data(data: object) -> None:
-    """Raises for a loader of another framework, whose batches would count as samples.
+    """Refuses a torch DataLoader, whose batches would count as samples.
 
     Raises:
-        TypeError: it is one of torch.
+        TypeError: the data is a torch DataLoader.
     """
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(data).__mro__}
     if "torch.utils.data.dataloader.DataLoader" in kinds:

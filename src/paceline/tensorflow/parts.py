@@ -1,4 +1,4 @@
-"""The parts of a TFTrainer, each given what it works on."""
+"""Functions that create the parts of a TFTrainer from its attributes and arguments."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def check_overrides(trainer: TFTrainer, step: str) -> None:
-    """Raises for methods of the Trainer, or a step of its Keras model, that nothing would call.
+    """Refuses methods of the Trainer, or a step of its Keras model, that would never be called.
 
     Raises:
-        UnsupportedOption: there is one; the message names the replacement.
+        UnsupportedOption: there is such a method; the message names the replacement.
     """
     check_methods(type(trainer).__name__, dir(trainer))
     check_step(trainer.model, step, partial(getattr, trainer))
@@ -41,7 +41,7 @@ def check_overrides(trainer: TFTrainer, step: str) -> None:
 
 
 def compiled_optimizer_of(trainer: TFTrainer) -> Any:
-    """Returns the optimizer that the model was compiled with; None for the one that the arguments describe."""
+    """Returns the optimizer that the model was compiled with; None to use the one that the arguments describe."""
     args = trainer.args
     defaults = {field.name: field.default for field in fields(args) if field.name in SETTINGS}
     return choose_optimizer(
@@ -57,7 +57,7 @@ def compiled_optimizer_of(trainer: TFTrainer) -> Any:
 
 
 def schedule_of(trainer: TFTrainer, num_training_steps: int) -> FollowingSchedule | StepSchedule:
-    """Returns the schedule that the arguments describe, for a run of `num_training_steps`."""
+    """Returns the schedule that the arguments describe, for a run of `num_training_steps` optimizer steps."""
     args = trainer.args
     name = str(args.lr_scheduler_type)
     options: dict[str, Any] = dict(args.lr_scheduler_kwargs or {})  # type: ignore[arg-type]  # read from text by now
@@ -71,7 +71,7 @@ def schedule_of(trainer: TFTrainer, num_training_steps: int) -> FollowingSchedul
 
 
 def optimizer_of(trainer: TFTrainer, learning_rate: object) -> Any:
-    """Returns the optimizer that the arguments describe, with a rate or a schedule."""
+    """Returns the optimizer that the arguments describe; `learning_rate` is a number or a schedule."""
     args = trainer.args
     described = OptimizerSettings(
         name=str(args.optim),
@@ -87,7 +87,7 @@ def optimizer_of(trainer: TFTrainer, learning_rate: object) -> Any:
 
 
 def token_counter_of(trainer: TFTrainer) -> Callable[[Sequence[Any]], int] | None:
-    """Returns a function from the batches of an optimizer step to their input tokens; None if they are not counted."""
+    """Returns a function that counts the input tokens in the batches of an optimizer step; None if not requested."""
     return token_counter(
         str(trainer.args.include_num_input_tokens_seen),
         getattr(trainer.model, "main_input_name", "input_ids"),
@@ -105,7 +105,7 @@ def evaluation_precision_of(trainer: TFTrainer) -> tuple[str, str | None]:
 
 
 def evaluator_of(trainer: TFTrainer, on_step: Callable[[], None]) -> Evaluator:
-    """Returns what evaluates; it calls `on_step` after each batch."""
+    """Returns the evaluator; it calls `on_step` after each batch."""
     args, run = trainer.args, trainer.run
     precision, option = evaluation_precision_of(trainer)
     return Evaluator(
@@ -134,7 +134,7 @@ def evaluator_of(trainer: TFTrainer, on_step: Callable[[], None]) -> Evaluator:
 
 
 def checkpointer_of(trainer: TFTrainer) -> Checkpointer:
-    """Returns what writes and restores checkpoints of the model and optimizer as they are now."""
+    """Returns the checkpointer of the current model and optimizer."""
     args = trainer.args
     return Checkpointer(
         folder=Path(str(args.output_dir)),

@@ -1,4 +1,4 @@
-"""Placing batches on the replicas of a strategy, with the weight of each part."""
+"""Places batches on the replicas of a strategy, with the counts that weight each part."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from paceline.tensorflow.objective import NUM_COUNTS, count
 
 
 def place(strategy: Any, batch: Any, totals: Array | None) -> tuple[Any, Any, Any]:
-    """Returns a batch on the replicas of a strategy: features, labels, and float32 (2, 4) counts of the part and the
-    total.
+    """Returns a batch on the replicas of a strategy: features, labels, and float32 (2, 4) counts of part and total.
 
     Args:
-        strategy: of the run.
+        strategy: the strategy of the run.
         batch: (features, labels) on the host.
-        totals: counts of the optimizer step, whose samples all replicas share; None: this process's replicas share the
-            batch, and their sums are not divided.
+        totals: counts of the optimizer step; the batch is split over the replicas of all workers. None: the batch is
+            split over this process's replicas, and sums are not divided.
     """
     of_all = np.ones(NUM_COUNTS) if totals is None else totals
     if strategy.num_replicas_in_sync == 1:

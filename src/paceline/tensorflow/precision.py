@@ -1,4 +1,4 @@
-"""Mixed precision: Keras' policies, set on the layers of a model built without one, and the scale of the loss."""
+"""Mixed precision: Keras' policies, set on the layers of a model that was built without one, and loss scaling."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
 @contextmanager
 def in_precision(model: object, precision: str, option: str | None = None) -> Iterator[None]:
-    """While entered, a Keras 3 model computes in the precision of the plan; its layers' policies are restored
-    afterwards.
+    """Returns a context in which a Keras 3 model computes in `precision`; its layers' policies are restored afterwards.
 
     Args:
-        model: of any kind, if there is nothing to change.
-        precision: "bf16", "fp16", or another for that of the model.
-        option: named in the error; None: the one of the precision's name.
+        model: a Keras 3 model; any model if nothing must be changed.
+        precision: "bf16" or "fp16"; any other value keeps the model's own precision.
+        option: the option to name in errors; None: `precision`.
 
     Raises:
-        ValueError: the model is not of Keras 3 and was not built under the policy, or was built under another.
+        ValueError: the model was built under another policy, or is no Keras 3 model and was not built under this one.
     """
     policy = POLICIES.get(precision)
     if policy is None or computes_in(model, policy):
@@ -55,7 +54,7 @@ def evaluation_precision(training: str, *, bf16: bool, fp16: bool) -> tuple[str,
     """Returns the precision of evaluations, and the option that set it if it differs from that of the training.
 
     Args:
-        training: "bf16", "fp16", or another for that of the model.
+        training: "bf16" or "fp16"; any other value keeps the model's own precision.
         bf16, fp16: the options `bf16_full_eval` and `fp16_full_eval`.
     """
     if bf16:
@@ -70,12 +69,12 @@ def computes_in(model: object, policy: str) -> bool:
 
 
 def has_loss_scale(optimizer: object) -> bool:
-    """True if an optimizer scales the loss and skips steps that overflow: that of float16."""
+    """True if an optimizer scales the loss and skips steps that overflow, as for float16."""
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or hasattr(optimizer, "get_scaled_loss")
 
 
 def scale_loss(optimizer: object, loss: object) -> Any:
-    """Returns the loss multiplied by the factor that the optimizer divides the gradients by."""
+    """Returns the loss multiplied by the factor by which the optimizer divides the gradients."""
     if hasattr(optimizer, "get_scaled_loss"):  # of tf_keras
         return optimizer.get_scaled_loss(loss)
     return optimizer.scale_loss(loss) if hasattr(optimizer, "scale_loss") else loss

@@ -1,4 +1,4 @@
-"""Random state in TensorFlow: seeds, the generators in a checkpoint, and those of Python and numpy."""
+"""Random state: seeding, the TensorFlow generators in a checkpoint, and the generators of Python and numpy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MAX_SEED = 2**31
 
 
 def seed_everything(seed: int, *, is_deterministic: bool = False, tf32: bool | None = None) -> None:
-    """Seeds the generators of Python, numpy, Keras and TensorFlow, and sets which operations these may use.
+    """Seeds the generators of Python, numpy, Keras and TensorFlow, and sets determinism and matrix precision.
 
     Args:
-        seed: of all generators.
-        is_deterministic: operations that give other bits from call to call are replaced, or refused.
-        tf32: products of float32 in TensorFloat-32 on GPUs that have it; None: as it is.
+        seed: for all generators.
+        is_deterministic: replace or refuse operations whose results differ from call to call.
+        tf32: compute float32 products in TensorFloat-32 on GPUs that support it; None leaves the setting unchanged.
     """
     keras.utils.set_random_seed(seed)
     tf.random.set_global_generator(tf.random.Generator.from_seed(seed))
@@ -32,8 +32,8 @@ def seed_everything(seed: int, *, is_deterministic: bool = False, tf32: bool | N
 def hold_generators(model: object, seed: int) -> None:
     """Gives the layers of a tf_keras model generators whose state is a variable, each with its own seed.
 
-    Dropout there draws from operations that keep their state to themselves, which no checkpoint reaches, unless
-    `tf_keras.backend.experimental.enable_tf_random_generator()` was called before the model was made.
+    By default, dropout in tf_keras uses operations with internal state, which cannot be saved in a checkpoint, unless
+    `tf_keras.backend.experimental.enable_tf_random_generator()` was called before the model was created.
     """
     for place, generator in enumerate(layer_generators(model)):
         if generator._rng_type == generator.RNG_LEGACY_STATEFUL:
@@ -60,12 +60,12 @@ def layer_states(model: object) -> list[Any]:
 
 
 def random_variables(model: object) -> list[Any]:
-    """Returns the states of random generators: those of the model's layers, and TensorFlow's global one."""
+    """Returns the states of the random generators of the model's layers, and of TensorFlow's global generator."""
     return [*layer_states(model), tf.random.get_global_generator().state]
 
 
 def capture_random() -> dict[str, Any]:
-    """Returns the states of Python's and numpy's global generators, JSON-able."""
+    """Returns the states of Python's and numpy's global generators, JSON-serializable."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {

@@ -1,4 +1,4 @@
-"""Snapshots in memory of everything that training changes, for rewinding when a loss is not finite."""
+"""In-memory snapshots of everything that training changes, to roll back to when a loss is not finite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.tensorflow.randomness import capture_random, restore_random
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that training changes, at one moment; the values are on the host."""
+    """A copy of everything that training changes; the values are on the host."""
 
     values: list[Any]
     state: TrainerState
@@ -37,12 +37,12 @@ class Rollback:
     """Takes and restores snapshots of a run.
 
     Args:
-        model, optimizer: whose variables training changes.
+        model, optimizer: their variables are copied.
         schedule: the learning-rate schedule.
         callback_handler: holds the callbacks.
         feed: iterates over the data.
         retry_writer: writes the files.
-        folder: of the journal and of the samples that are left out; None: not written.
+        folder: contains the journal and the file of skipped samples; None writes neither.
     """
 
     model: Any
@@ -54,7 +54,7 @@ class Rollback:
     folder: Path | None
 
     def take_snapshot(self, state: TrainerState) -> Snapshot:
-        """Copies everything that training changes: as much memory again as model and optimizer take."""
+        """Copies everything that training changes; takes as much host memory as model and optimizer."""
         return Snapshot(
             values=values_of(changing_variables(self.model, self.optimizer)),
             state=state.copied(),
@@ -65,7 +65,7 @@ class Rollback:
         )
 
     def rewind(self, snapshot: Snapshot, bad: UpdateRow) -> None:
-        """Restores all of a snapshot but the state, and writes the sample ids of the bad step."""
+        """Restores a snapshot, except the trainer's state, and writes the sample ids of the bad step."""
         assign(changing_variables(self.model, self.optimizer), snapshot.values)
         restore_callback_states(self.callback_handler, copy.deepcopy(snapshot.callbacks))
         if snapshot.schedule is not None:

@@ -1,4 +1,4 @@
-"""The session of a TFTrainer: the parts for TensorFlow, what each is made of, and what each is given."""
+"""The session of a TFTrainer: it creates the parts of a run for TensorFlow, and connects them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class NothingPending:
-    """The pending checkpoint writes: always none, as TensorFlow writes synchronously."""
+    """Stands for pending checkpoint writes, of which there are none, since TensorFlow writes synchronously."""
 
     is_due = False
 
@@ -82,11 +82,11 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
 
     Attributes:
         world: the workers and their devices.
-        model: the model as the user gave it, or as `model_init` made it last.
-        optimizer, lr_scheduler: of the user, or made for the last run; None before.
-        has_own_optimizer: the optimizer was made here, with a schedule of the length of one run.
+        model: the model as the user gave it, or the latest one from `model_init`.
+        optimizer, lr_scheduler: given by the user, or created for the latest run; None before.
+        has_own_optimizer: the optimizer was created by the Trainer, with a schedule of the length of one run.
         strategy: places the replicas.
-        objective: how the model is called, and its loss.
+        objective: calls the model and computes its loss.
         engine: the compiled optimizer step; recreated by each run.
     """
 
@@ -102,14 +102,14 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
 
     @property
     def world_size(self) -> int:
-        return 1  # a signal to one worker ends the job: its strategy loses the others
+        return 1  # signals are not shared: one to any worker ends the job, as the strategy needs all workers
 
     @property
     def num_replicas(self) -> int:
-        """The replicas that share an optimizer step, over all workers."""
+        """Returns the number of replicas that share an optimizer step, over all workers."""
         return int(self.strategy.num_replicas_in_sync)
 
-    # ---- the order of life
+    # ---- lifecycle
 
     @contextmanager
     def lock(self, folder: Path) -> Iterator[FolderLock | None]:
@@ -188,7 +188,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
 
     def prepare(self, plan: Plan, feed: TFFeed, signals: StopSignals, watchdog: None, folder: Path) -> core.Run:
         self.prepare_optimizer(plan)
-        # TensorFlow has no events to time a device with: the host's clock sees the wait for its results
+        # TensorFlow has no device events for timing, so the host's clock measures the wait for results
         kinds = {device.device_type for device in tf.config.list_logical_devices()}
         ledger = Ledger(waits_unseen=bool(kinds & {"GPU", "TPU"}) and not self.args.use_cpu)
         self.engine = self.make_engine(plan, ledger)
@@ -196,7 +196,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         return core.Run(plan, feed, self.engine, signals, self.run_mark, folder, ledger=ledger)
 
     def prepare_optimizer(self, plan: Plan) -> None:
-        """Creates the optimizer if there is none, and its variables, and scales the loss if it is float16."""
+        """Creates the optimizer if there is none, and its variables; with float16, adds loss scaling."""
         if self.has_own_optimizer:  # its schedule had the length of the previous run
             self.optimizer = self.lr_scheduler = None
         with self.strategy.scope():
@@ -218,7 +218,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
             training_step=self.facade.training_step,
             apply_gradients=self.facade.apply_gradients,
             distributed_training_steps=self.facade.distributed_training_steps,
-            max_grad_norm=plan.max_grad_norm or math.inf,  # without clipping the norm is logged all the same
+            max_grad_norm=plan.max_grad_norm or math.inf,  # infinity: the norm is logged even without clipping
             skips_non_finite=plan.nonfinite_policy == "skip",
             is_retried=plan.auto_find_batch_size,
             xla=self.args.xla,
@@ -239,9 +239,9 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         return loop
 
     def restore_items(self, run: core.Run, checkpoint: Path, progress: Mapping[str, Any]) -> None:
-        """Loads everything that the checkpoint holds beside the position in the data."""
+        """Restores everything that the checkpoint holds, except the position in the data."""
         arguments = self.args.to_sanitized_dict()
-        trace_again(run.engine, arguments, progress)  # first: what a model's code draws while traced is put back
+        trace_again(run.engine, arguments, progress)  # first: the restore resets random numbers drawn while tracing
         self.facade._make_checkpointer().restore(checkpoint, progress)
         for name, is_requested in requested_actions(self.state).items():
             setattr(self.control, name, is_requested)
@@ -287,7 +287,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         return train_loss
 
     def finalize_weights(self) -> None:
-        """Gives the model the averaged weights of an optimizer with use_ema=True, as `fit` does at its end."""
+        """Sets the model's weights to the averages of an optimizer with use_ema=True, as `fit` does at its end."""
         finalize = getattr(self.optimizer, "finalize_variable_values", None)
         if callable(finalize):
             with self.strategy.scope():
@@ -300,7 +300,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         problems = folders.verify(checkpoint)
         if problems:
             reason = "; ".join(problems[:3])
-            logger.error("The best model is not loaded, the last one stays: %s: %s.", checkpoint, reason)
+            logger.error("The best model was not loaded, the final weights are kept: %s: %s.", checkpoint, reason)
             return
         logger.info("Loading the best model, %s (%s).", checkpoint, self.state.best_metric)
         restore_variables(checkpoint, self.model)
@@ -311,7 +311,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         """Returns the hooks of a run's loop.
 
         Args:
-            progress: of the checkpoint that it resumes from; empty without one.
+            progress: contents of the `progress.json` that the run resumes from; empty without a checkpoint.
         """
         folder = run.folder if self.args.should_save else None
         return Hooks(
@@ -326,7 +326,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         )
 
     def rollback(self, run: core.Run, folder: Path | None) -> Rollback:
-        """Returns the rollback of everything that training changes; the loop rewinds itself."""
+        """Returns the rollback of everything that training changes, except the loop, which rewinds itself."""
         return Rollback(
             model=self.model,
             optimizer=self.optimizer,
@@ -338,12 +338,12 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         )
 
     def rewind(self, run: core.Run, folder: Path | None, snapshot: Snapshot, bad: UpdateRow) -> None:
-        """Restores a snapshot; the samples of the bad step will be left out."""
+        """Restores a snapshot; the samples of the bad step will be skipped."""
         self.state.take_back(snapshot.state)
         self.rollback(run, folder).rewind(snapshot, bad)
 
     def counter(self) -> Callable[[Sequence[Any]], None] | None:
-        """Returns a function that adds up the input tokens of each window; None if they are not counted."""
+        """Returns a function that adds the input tokens of a window to the state; None if they are not counted."""
         count = self.facade._make_token_counter()
         if count is None:
             return None
@@ -361,7 +361,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         run.loop.log_evaluate_save()
 
     def evaluate_in_run(self, run: core.Run, skip_scheduler: bool) -> dict[str, float]:
-        """Evaluates in the course of a run, and steps a schedule that follows a metric."""
+        """Evaluates during a run, and steps a schedule that depends on a metric."""
         metrics = self.facade.evaluate()
         if not skip_scheduler and isinstance(self.lr_scheduler, FollowingSchedule):
             name = run.plan.metric_for_best_model or "loss"
@@ -369,7 +369,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         return metrics
 
     def save_in_run(self, run: core.Run) -> bool:
-        """Writes a checkpoint; returns True if it is complete. An own `_save_checkpoint` may return nothing."""
+        """Writes a checkpoint; returns True if it is complete. An overridden `_save_checkpoint` may return None."""
         is_there = self.facade._save_checkpoint() is not False
         if self.args.should_save and is_there:
             self.claim(run)
@@ -377,10 +377,10 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
 
 
 def check_evaluation(args: Any, eval_dataset: object, model: object) -> None:
-    """Checks the evaluations before training, rather than at the first one.
+    """Checks before training that evaluations will work.
 
     Raises:
-        ValueError: there is no data for it, or the model cannot compute in its precision.
+        ValueError: there is no evaluation data, or the model cannot compute in the precision of evaluations.
     """
     if str(args.eval_strategy) == "no":
         return
@@ -392,12 +392,12 @@ def check_evaluation(args: Any, eval_dataset: object, model: object) -> None:
 
 
 def choose_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
-    """Returns the checkpoint to resume from: the one named, else the newest good one in `output_dir`, if there is any.
+    """Returns the checkpoint to resume from: the named one, else the newest intact one in `output_dir`, if any.
 
-    Resuming by default matches the TFTrainer of transformers; `resume_from_checkpoint=False` begins anew.
+    Resuming by default matches the TFTrainer of transformers; `resume_from_checkpoint=False` starts over.
 
     Raises:
-        ValueError: the one named is damaged, or True was given and there is none.
+        ValueError: the named checkpoint is damaged, or True was given and there is no checkpoint.
     """
     folder = Path(args.output_dir)
     wanted = args.resume_from_checkpoint if resume is None else resume
@@ -413,10 +413,10 @@ def choose_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
 
 
 def make_watch(args: Options, strategy: object, model: object) -> Watch | None:
-    """Returns the watch for inf and NaN; None if `debug` does not ask for it.
+    """Returns the watch for inf and NaN; None if `debug` does not request it.
 
     Raises:
-        UnsupportedOption: on a TPU, which cannot ask the host on the way.
+        UnsupportedOption: the strategy is a TPU's, which cannot call the host during a step.
     """
     if "underflow_overflow" not in args.debug:
         return None

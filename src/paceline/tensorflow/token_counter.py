@@ -11,14 +11,14 @@ from paceline.tensorflow.data.batches import to_array
 
 
 def token_counter(how: str, input_name: str, padding: int | None) -> Callable[[Sequence[Any]], int] | None:
-    """Returns a function from the batches of an optimizer step to their input tokens; None for "no".
+    """Returns a function that counts the input tokens in the batches of an optimizer step; None for "no".
 
-    A batch is that of all replicas and workers, so that nothing is to be summed over them.
+    A batch is that of all replicas and workers, so no sum over workers is needed.
 
     Args:
         how: `include_num_input_tokens_seen`: "all", "non_padding" or "no".
-        input_name: of the features that hold tokens.
-        padding: the token that is not counted, in features without an attention mask; None: all count.
+        input_name: key of the features that hold token ids.
+        padding: the token id that is not counted, in features without an attention mask; None counts all.
     """
     if how == "no":
         return None

@@ -1,10 +1,10 @@
-"""Records the batches that the functions of a step were traced with, so that a resumed run traces them in that order.
+"""Records the batches with which the functions of a step were traced, so that a resumed run repeats the traces.
 
-TensorFlow compiles a function for the shapes of its first call, and for shapes that are left open once a call has
-others. Both compute the same, but with known shapes, two passes of the graph optimizer (constant folding and
-arithmetic optimization; without both, all bits are equal) make constants of them and multiply in another order. Which
-of the graphs an optimizer step gets depends on all the calls before it: a resumed run would get others than the run
-before.
+TensorFlow compiles a function for the shapes of its first call, and again with open shapes once a call has other
+shapes. Both graphs compute the same, but not to the bit: with known shapes, two passes of the graph optimizer (constant
+folding and arithmetic optimization; without both, all bits are equal) turn them into constants and multiply in another
+order. Which graph an optimizer step uses depends on all earlier calls, so that a resumed run would use other graphs
+than the original run.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from paceline.tensorflow.framework import tf
 logger = logging.getLogger(__name__)
 
 # With `reduce_retracing`, a dimension that differs is left open: batches of one structure and dtypes have at most one
-# trace more than they have dimensions. Batches of ever other keys or dtypes have no such bound.
-MAX_TRACES = 256  # that are recorded: traced again, they take minutes
+# trace more than they have dimensions. If keys or dtypes keep changing, there is no such bound.
+MAX_TRACES = 256  # limit of recorded traces; repeating this many takes minutes
 
-# settings that decide the shapes of the batches; with another value the run differs from that of the checkpoint
+# settings that determine the shapes of batches; if one has changed, traces are not repeated
 SHAPING = ("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size")
 
 
 def describe(nest: Any) -> Any:
-    """Returns the nest of a batch, with the shape and dtype of each leaf; JSON-able."""
+    """Returns the structure of a batch, with the shape and dtype of each leaf, JSON-serializable."""
     if nest is None:
         return None
     if isinstance(nest, Mapping):
@@ -59,7 +59,7 @@ def blank(description: Any) -> Any:
 
 
 def record(traces: list[dict[str, Any]], trace: dict[str, Any]) -> None:
-    """Appends a trace to those before it, of which at most `MAX_TRACES` are kept: a run begins with the first."""
+    """Appends a trace to `traces`; the first `MAX_TRACES` are kept, since a run starts with them."""
     if len(traces) == MAX_TRACES:
         return
     traces.append(trace)
@@ -76,7 +76,7 @@ class Traceable(Protocol):
     """An engine with compiled functions.
 
     Attributes:
-        num_replicas: that share an optimizer step.
+        num_replicas: number of replicas that share an optimizer step.
     """
 
     num_replicas: int
@@ -87,14 +87,14 @@ class Traceable(Protocol):
 
 
 def trace_again(engine: Traceable, arguments: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
-    """Traces the functions of an engine as the run that wrote `progress` did; no variable changes.
+    """Traces the functions of an engine as the run that wrote `progress` did, without changing variables.
 
-    Nothing is done if the batches have another size now. A function that can no longer be traced is logged and
-    skipped.
+    Does nothing if the number of replicas or an option of `SHAPING` has changed. If a trace fails, a warning is logged
+    and all traces are dropped.
 
     Args:
-        engine: of the run.
-        arguments: the present options by name, as plain values.
+        engine: the engine of the run.
+        arguments: the current options by name, as plain values.
         progress: contents of `progress.json`.
     """
     before = progress.get("arguments") or {}

@@ -1,9 +1,9 @@
-"""TFTrainer: the names that users of TensorFlow know, each forwarding to the part that does the work.
+"""TFTrainer: the interface that users of TensorFlow know; its methods forward to the parts that do the work.
 
 Owners:
     the TFTrainer    the user's data and callables, as given; the compiled forward pass of evaluations (`predictor`)
-    a session        the parts of one call, and the order of their life; the TFTrainer keeps the attributes they share
-    a run            plan, data, engine, loop and signals, while `train` lasts
+    a session        the parts of one call, and their lifecycle; the TFTrainer keeps the attributes that they share
+    a run            plan, data, engine, loop and signals, during `train`
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ logger = logging.getLogger(__name__)
 
 
 def checked_arguments(args: Any) -> TFTrainingArguments:
-    """Returns the arguments of a TFTrainer, checked; all defaults for None.
+    """Checks and returns the arguments of a TFTrainer; None gives all defaults.
 
     Raises:
-        TypeError: they are of another kind.
-        ValueError: a rule is broken, or only torch supports an option.
+        TypeError: `args` is of another class.
+        ValueError: an option is invalid, or only torch supports it.
     """
     found = TFTrainingArguments(output_dir="tmp_trainer") if args is None else args
     if not isinstance(found, TFTrainingArguments):
@@ -77,15 +77,15 @@ def checked_arguments(args: Any) -> TFTrainingArguments:
 
 
 class TFTrainer(HubNames):
-    """Trains, evaluates and predicts with models of TensorFlow: Keras 3, tf_keras, transformers' TF models, tf.Module.
+    """Trains, evaluates and predicts with TensorFlow models: Keras 3, tf_keras, transformers' TF models, tf.Module.
 
     Data is `(features, labels)` or `(features, labels, sample_weight)` arrays, a dict of arrays, a list of samples, a
     tf.data.Dataset of samples, a `datasets.Dataset`, a Keras PyDataset, or a function that returns an iterator of
     samples.
 
-    Of a compiled Keras 3 model the loss is Keras' own: `evaluate` gives what `model.evaluate` gives for batches of the
-    same size, compiled metrics too, and an optimizer step is that of `fit` for all its samples as one batch. Losses
-    that layers add and regularisers are part of `loss` and `eval_loss`, of any model of Keras.
+    The loss of a compiled Keras 3 model is Keras' own. `evaluate` returns what `model.evaluate` returns for batches of
+    the same size, including compiled metrics, and an optimizer step equals that of `fit` with all its samples as one
+    batch. For any Keras model, `loss` and `eval_loss` include `add_loss` and regularisers.
 
     Args:
         model: a Keras model or a callable `tf.Module`; its `call` takes features, and may take `labels` (then it
@@ -94,29 +94,29 @@ class TFTrainer(HubNames):
         train_dataset: the training data.
         eval_dataset: the evaluation data, or a dict of several by name.
         compute_metrics: `(EvalPrediction) -> dict`, or a `StreamingMetric`, driven batch by batch.
-        tb_writer: of `tf.summary.create_file_writer`, or with `add_scalar`, `add_text`, `flush` and `close`, for the
-            TensorBoard reporter.
-        optimizers: (Keras optimizer, learning-rate schedule) instead of those that the arguments name. Without, an
-            optimizer that the model was compiled with is taken; that of `compile()` by default is not.
-        data_collator: a list of samples -> a batch; None: padding by `processing_class` if there is one, else
-            stacking.
-        processing_class: a tokenizer or processor; pads, and is saved with the model.
-        model_init: called without arguments, in the strategy's scope, at each `train` for a fresh model.
-        compute_loss_func: `(outputs, labels) -> loss`, or with `num_items_in_batch`; one entry per sample or target,
-            or a scalar mean.
-        callbacks: beside the default ones; classes or instances, those of Keras too.
+        tb_writer: a result of `tf.summary.create_file_writer`, or an object with `add_scalar`, `add_text`, `flush` and
+            `close`, for the TensorBoard reporter.
+        optimizers: (Keras optimizer, learning-rate schedule) to use instead of those that the arguments name. Without
+            it, the optimizer that the model was compiled with is used, unless it is the default of `compile()`.
+        data_collator: a list of samples -> a batch; None pads with `processing_class` if it can, else stacks.
+        processing_class: a tokenizer or processor, which pads batches and is saved with the model.
+        model_init: called without arguments, in the strategy's scope, to create a new model in each `train`.
+        compute_loss_func: `(outputs, labels) -> loss`, optionally with `num_items_in_batch`; the loss has one entry per
+            sample or target, or is a scalar mean.
+        callbacks: used in addition to the default ones; classes or instances, also of Keras.
         preprocess_logits_for_metrics: `(predictions, labels) -> predictions to store`, on arrays of one batch.
-        strategy: a `tf.distribute.Strategy`; None: the one in whose scope the model was built, else `args.strategy`.
+        strategy: a `tf.distribute.Strategy`; None: that of the scope in which the model was built, else
+            `args.strategy`.
 
     Raises:
-        ValueError, TypeError: an argument contradicts another; the message says what to change.
+        ValueError, TypeError: an argument is invalid or contradicts another; the message says what to change.
     """
 
     args: TFTrainingArguments
     world: World
     run: Run | None = None
     engine: TFEngine | None = None
-    has_own_optimizer: bool = False  # made here, and recreated by the next `train`
+    has_own_optimizer: bool = False  # the Trainer created the optimizer, and the next `train` recreates it
 
     def _make_session(self) -> Session:
         return Session(self)
@@ -142,7 +142,7 @@ class TFTrainer(HubNames):
         self.args = checked_arguments(args)
         if (model is None) == (model_init is None):
             raise ValueError("TFTrainer needs `model` or `model_init`, one of the two.")
-        self.memory_stages = MemoryStages(not self.args.skip_memory_metrics)  # of the CPU; it loads no torch
+        self.memory_stages = MemoryStages(not self.args.skip_memory_metrics)  # CPU memory only; does not import torch
         self.memory_stages.start("init")
         check_metric(compute_metrics, self.args.batch_eval_metrics)
         check_model(model)
@@ -174,7 +174,7 @@ class TFTrainer(HubNames):
     # ---- the model
 
     def make_model(self) -> Any:
-        """Returns a model from `model_init`, in the strategy's scope and the precision of the arguments."""
+        """Returns a model that `model_init` creates in the strategy's scope and the precision of the arguments."""
         assert self.model_init is not None
         policy = POLICIES.get(self.args.mixed_precision)
         before = keras.config.dtype_policy()
@@ -189,7 +189,7 @@ class TFTrainer(HubNames):
                 keras.config.set_dtype_policy(before)
 
     def use_model(self, model: Any) -> None:
-        """Sets the model; functions compiled for another one are dropped."""
+        """Sets the model, and drops functions compiled for another model."""
         self.model = model
         self.objective = Objective(
             model,
@@ -206,28 +206,27 @@ class TFTrainer(HubNames):
         )
 
     def remake_model(self) -> None:
-        """Makes a fresh model and optimizer, with `model_init`."""
+        """Creates a new model with `model_init`, if given, and lets the run create a new optimizer."""
         if self.model_init is not None:
             self.use_model(self.make_model())
             self.has_own_optimizer = True
 
     @property
     def n_replicas(self) -> int:
-        """Returns the replicas that share an optimizer step, over all workers."""
+        """Returns the number of replicas that share an optimizer step, over all workers."""
         return self._make_session().num_replicas
 
     @property
     def label_names(self) -> list[str] | None:
-        """Returns the label columns; None: those known from transformers."""
+        """Returns the label columns; None stands for those known from transformers."""
         return self.args.label_names
 
     # ---- data
 
     def get_train_tfdataset(self) -> Any:
-        """Returns the training data as a tf.data.Dataset of batches of `args.train_batch_size` samples, one epoch of
-        it.
+        """Returns one epoch of training data as a tf.data.Dataset of batches of `args.train_batch_size` samples.
 
-        An override may return any tf.data.Dataset of (features, labels) batches; it is then read unchanged.
+        An override may return any tf.data.Dataset of (features, labels) batches, which is read unchanged.
         """
         if self.train_dataset is None:
             raise ValueError("TFTrainer: training needs a `train_dataset`.")
@@ -244,8 +243,10 @@ class TFTrainer(HubNames):
         )
 
     def get_eval_tfdataset(self, eval_dataset: Any = None) -> Any:
-        """Returns an evaluation set as a tf.data.Dataset of batches: a data set, a name in `self.eval_dataset`, or None
-        for it.
+        """Returns an evaluation set as a tf.data.Dataset of batches.
+
+        Args:
+            eval_dataset: a data set, a name in `self.eval_dataset`, or None for `self.eval_dataset`.
         """
         data = named_dataset(self.eval_dataset, eval_dataset)
         return as_dataset(self._source(data, self.args.per_device_eval_batch_size))
@@ -295,17 +296,17 @@ class TFTrainer(HubNames):
     # ---- training
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Trains as the arguments say.
+        """Trains the model according to the arguments.
 
         Args:
-            resume_from_checkpoint: a folder; True for the newest good checkpoint in `output_dir`; False to start over;
-                None: the newest good one if there is any, as the TFTrainer of transformers did.
+            resume_from_checkpoint: a folder; True for the newest intact checkpoint in `output_dir`; False to start
+                over; None for the newest intact one if there is any, as the TFTrainer of transformers did.
 
-        Returns: The last step, the mean training loss of the optimizer steps of this call (after a resume: of those
-            since), and speed metrics. The mean is NaN if the weights are.
+        Returns: the last step, the mean training loss over the optimizer steps of this call (after a resume, only those
+            since then), and speed metrics. The loss is NaN if the weights are not finite.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C, after a checkpoint was written (if saving is on).
+            KeyboardInterrupt: Ctrl-C was pressed; a checkpoint was written before, if saving is on.
         """
         parts.check_overrides(self, "train_step")
         with self.memory_stages.measuring("train"):
@@ -313,9 +314,9 @@ class TFTrainer(HubNames):
             return self._make_session().train(folder, resume_from_checkpoint)
 
     def run_model(self, features: Any, labels: Any, training: bool) -> tuple[Any, Any]:
-        """Returns (loss, predictions) of a batch on one replica, traced. Override for another loss.
+        """Returns (loss, predictions) of a batch on one replica, traced. Override this method to change the loss.
 
-        The loss has one entry per sample or per target, or is a scalar mean; None without labels.
+        The loss has one entry per sample or target, or is a scalar mean; it is None without labels.
         """
         num_items = self.engine.num_items if training and self.engine is not None else None
         return self.objective.run(features, labels, training, num_items)
@@ -330,9 +331,7 @@ class TFTrainer(HubNames):
         return self.engine.gradients(features, labels, nb_instances_in_global_batch, self.run_model)
 
     def apply_gradients(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
-        """Runs one optimizer step on one replica: gradients, their sum over the replicas, clipping, the optimizer;
-        traced.
-        """
+        """Runs one optimizer step on one replica, traced: computes, sums over replicas, clips and applies gradients."""
         assert self.engine is not None
         return self.engine.update(features, labels, nb_instances_in_global_batch)
 
@@ -344,11 +343,12 @@ class TFTrainer(HubNames):
     # ---- evaluation and prediction
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Evaluates every sample once; for a dict of data sets, each under `{prefix}_{name}`.
+        """Evaluates every sample once; metrics of each data set in a dict are named `{prefix}_{name}_*`.
 
         Args:
-            eval_dataset: a data set, a dict of several, the name of one in `self.eval_dataset`, or None for all that.
-            metric_key_prefix: of the metrics' names.
+            eval_dataset: a data set, a dict of several, the name of one in `self.eval_dataset`, or None for
+                `self.eval_dataset`.
+            metric_key_prefix: prefix of the metric names.
 
         Raises:
             ValueError: there is no evaluation set, or none of that name.
@@ -379,7 +379,7 @@ class TFTrainer(HubNames):
         return {**(output.metrics or {}), **spent}
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Predicts one row per sample, in their order; with labels, metrics too."""
+        """Returns predictions with one row per sample, in the samples' order, and metrics if there are labels."""
         source = source_of_batches(self.get_test_tfdataset(test_dataset))
         start = StartTime()
         with self.memory_stages.measuring("test"):
@@ -409,11 +409,11 @@ class TFTrainer(HubNames):
         """Runs the model over batches once.
 
         Args:
-            dataset: of batches.
-            steps, num_examples: how many batches and samples there are, for the log; -1: unknown.
-            description: for the log.
-            prediction_loss_only: keep nothing but the loss; None: as the arguments say.
-            metric_key_prefix: of the metrics' names.
+            dataset: yields the batches.
+            steps, num_examples: numbers of batches and samples, for the log; -1 if unknown.
+            description: for the log; "Prediction" allows missing labels.
+            prediction_loss_only: keep only the loss; None: as the arguments say.
+            metric_key_prefix: prefix of the metric names.
         """
         logger.info("%s: %s batches, %s samples", description, *(n if n >= 0 else "?" for n in (steps, num_examples)))
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
@@ -425,7 +425,7 @@ class TFTrainer(HubNames):
         self.control = self.callback_handler.fire("on_prediction_step", self.args, self.state, self.control)
 
     def prediction_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
-        """Returns the predictions for a batch on one replica, traced; its loss is added up beside."""
+        """Returns the predictions for a batch on one replica, traced; its loss is stored by the predictor."""
         return self.predictor.predict(features, labels, self.run_model)
 
     def distributed_prediction_steps(self, batch: tuple[Any, Any]) -> Any:
@@ -439,7 +439,7 @@ class TFTrainer(HubNames):
         load_model(self.model, Path(resume_from_checkpoint))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model: by `save_pretrained`, as `model.keras`, or as a SavedModel; pushed if requested."""
+        """Saves the model with `save_pretrained`, as `model.keras`, or as a SavedModel; pushes it if requested."""
         if not self.args.should_save:
             return
         folder = Path(str(self.args.output_dir) if output_dir is None else output_dir)
@@ -456,7 +456,7 @@ class TFTrainer(HubNames):
         return parts.token_counter_of(self)
 
     def _save_checkpoint(self) -> bool:
-        """Writes a checkpoint of this moment. Returns True if it is there; an override may return None for that."""
+        """Writes a checkpoint of the current state; returns False if that failed. An override may return None."""
         run = parts.run_in_progress_of(self)
         saved = self._make_checkpointer().save(self.state, self.control, self.run_mark, run)
         if saved is None:
@@ -467,7 +467,7 @@ class TFTrainer(HubNames):
             self._push_from_checkpoint(str(saved.folder))
         return True
 
-    # ---- the hub, beside the methods of HubNames
+    # ---- the hub, in addition to the methods of HubNames
 
     def _card_facts(self) -> CardFacts:
         return parts.card_facts_of(self)
@@ -476,18 +476,18 @@ class TFTrainer(HubNames):
         return checkpoint_form(self.model)
 
     def add_callback(self, callback: Any) -> None:
-        """Adds a callback, or a class of one; those of Keras too."""
+        """Adds a callback or a callback class, also of Keras."""
         for adapted in adapt_callbacks([callback]):
             super().add_callback(adapted)
 
     # ---- reporters
 
     def setup_wandb(self) -> None:
-        """Adds the W&B reporter now; `report_to="wandb"` does it from the start."""
+        """Adds the W&B reporter now; `report_to="wandb"` adds it from the start."""
         self._add_reporter("wandb")
 
     def setup_comet(self) -> None:
-        """Adds the Comet reporter now; `report_to="comet_ml"` does it from the start."""
+        """Adds the Comet reporter now; `report_to="comet_ml"` adds it from the start."""
         self._add_reporter("comet_ml")
 
     def _add_reporter(self, name: str) -> None:

@@ -80,7 +80,7 @@ def test_a_checkpoint_without_it_is_resumed_from(
     assert not (tmp_path / "checkpoint-2" / "ema.pt").exists()
     resumed = train(tmp_path, monkeypatch, resume=str(tmp_path / "checkpoint-2"))
     assert resumed.num_steps == 2
-    assert "checkpoint-2 holds no ema.pt: that part of the run starts anew" in caplog.text
+    assert "checkpoint-2 holds no ema.pt: that state is initialized anew" in caplog.text
 
 
 def test_a_further_item_is_rewound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ def test_columns_of_samples_have_the_types_that_padded_batches_have() -> None:
         ([{}, {"labels": [1]}], "sample 1 of a micro-batch has 'labels', and sample 0 has not"),
         ([{"labels": [1]}, {"labels": None}], "sample 0 of a micro-batch has 'labels', and sample 1 has not"),
         ([{"label": [1]}, {"labels": [1]}], "'label'"),
-        ([{"labels": [1], "label": [1]}], "sample 0 of a micro-batch has labels by two names, 'labels' and 'label'"),
+        ([{"labels": [1], "label": [1]}], "sample 0 of a micro-batch has labels under two names, 'labels' and 'label'"),
         ([{"text": ["a"]}], "'text' does not hold one value for each token"),
     ],
 )

@@ -117,7 +117,7 @@ def test_a_silent_process_is_told_from_a_late_one(store: Store, monkeypatch: pyt
         until(both)
         report = dog.report()
     assert "process 0 was reading data for 100 s" in report
-    assert "process 2, last heard of evaluating, has given no sign of life for" in report
+    assert "process 2, last heard of evaluating, has not responded for" in report
     assert "process 2 was" not in report
 
 

@@ -117,7 +117,7 @@ def test_samples_are_packed_without_a_collator_and_by_workers(tmp_path: Path) ->
 
 def test_a_model_that_cannot_is_refused_before_the_first_step(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, TakesTokensAlone(), texts(8), packing="pack", data_collator=pad)
-    with pytest.raises(UnsupportedOption, match="TakesTokensAlone cannot keep the documents of a row apart"):
+    with pytest.raises(UnsupportedOption, match="TakesTokensAlone cannot isolate the documents of a row"):
         trainer.train()
     assert trainer.state.global_step == 0
 

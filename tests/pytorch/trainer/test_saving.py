@@ -740,5 +740,5 @@ def test_a_best_checkpoint_that_cannot_be_loaded_at_the_end(
         load_best_model_at_end=True,
     )
     trainer.train()
-    assert "The best model is not loaded, the last one stays" in caplog.text
+    assert "The best model was not loaded, the final weights are kept" in caplog.text
     assert torch.equal(weights(trainer.model), weights(reference(tmp_path).model))

@@ -1,7 +1,7 @@
 """Registry of reporters: the built-in ones and those of other packages.
 
-A package adds one by an entry point of group `paceline.reporters`: its name is the value for `report_to`, its object a
-callback class that can be instantiated without arguments.
+A package adds a reporter by an entry point in the group `paceline.reporters`: its name is the value for `report_to`,
+its object a callback class that can be instantiated without arguments.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _LATER = (
 
 
 def find_reporters(report_to: str | Iterable[str] | None) -> list[type[Any]]:
-    """Returns the callback classes that `report_to` names, each once, in its order.
+    """Returns the callback classes that `report_to` names, in its order and without duplicates.
 
     Args:
-        report_to: a name, several (also in one string, with commas), "all" for every one that can run here, or
-            "none" or None for none.
+        report_to: a name, several names (also in one string, with commas), "all" for every reporter that can run here,
+            or "none" or None for no reporter.
 
     Raises:
         UnsupportedOption: a service without a reporter here.
@@ -108,7 +108,7 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def _load_all() -> list[type[Any]]:
-    """Loads the reporters of all entry points; logs a failure, because none was requested by name."""
+    """Loads the reporters of all entry points. A failure is only logged, because no reporter was requested by name."""
     kinds = []
     for point in _entry_points().values():
         try:

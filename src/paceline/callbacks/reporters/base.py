@@ -1,4 +1,4 @@
-"""Base class and helpers of reporters, which report for the whole run and never stop it."""
+"""Base classes and helpers of reporters. A reporter never stops the run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FileReporter(Reporter):
         raise NotImplementedError
 
     def truncate(self, path: Path, last_step: int) -> None:
-        """Keeps the rows up to `last_step`, if there is a file. Raises OSError, with the file unchanged."""
+        """Removes the rows after `last_step`, if there is a file. Raises OSError, with the file unchanged."""
         raise NotImplementedError
 
     def on_train_begin(
@@ -78,7 +78,7 @@ class FileReporter(Reporter):
 
 
 def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames metrics for trackers' groups: `eval_x` becomes `eval/x`, `test_x` `test/x`, others `train/x`.
+    """Renames metrics for trackers' groups: `eval_x` becomes `eval/x`, `test_x` becomes `test/x`, others `train/x`.
 
     Times of activities and the use of resources keep their own groups, `time/x` and `resource/x`.
     """
@@ -93,7 +93,7 @@ def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(args: TrainingArguments, model: Any) -> dict[str, Any]:
-    """Returns the settings of a run for trackers: the arguments over the model's configuration, in plain types.
+    """Returns the settings of a run for trackers: model configuration and arguments (which win), in plain types.
 
     Tokens and passwords are masked, by the options' names and by their format.
     """

@@ -28,7 +28,7 @@ class JSONLReporter(FileReporter):
         return {**super().row(logs, state), "time": round(time.time(), 3)}
 
     def append(self, path: Path, row: dict[str, Any]) -> None:
-        """See `FileReporter`. Opens the file for each row (about 30 us), so that a crash leaves nothing unwritten."""
+        """See `FileReporter`. Opens the file for each row (about 30 us), so that a crash loses no row."""
         append_line(path, json.dumps(row) + "\n")
 
     def truncate(self, path: Path, last_step: int) -> None:

@@ -205,7 +205,7 @@ class MLflowCallback(Reporter):
         self._initialized = self._auto_end_run = False  # the next training is another run or resumes this one
         if not is_sent:
             logger.warning(
-                "MLflow's server did not take the last %d numbers of run %s.", self._sender.num_waiting, self._run_id
+                "MLflow's server did not accept the last %d metrics of run %s.", self._sender.num_waiting, self._run_id
             )
 
     def _finish_sending(self) -> bool:

@@ -1,4 +1,4 @@
-"""Reporter for TensorBoard, through torch's writer, tensorboard's own without torch, or tensorboardX."""
+"""Reporter for TensorBoard. It uses torch's writer, `EventWriter` without torch, or tensorboardX."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from paceline.core.state import TrainerControl, TrainerState
 class TensorBoardCallback(Reporter):
     """Writes scalars (and strings as text) under `train/`, `eval/` and `test/`, and the arguments as text.
 
-    The folder is `args.logging_dir` where set, else the environment's TENSORBOARD_LOGGING_DIR, else
-    `<output_dir>/runs/<date>_<host>` (and `_<run_name>`). A run resumed into the same folder hides the entries after
-    its checkpoint.
+    The folder is `args.logging_dir` if set, else the environment variable TENSORBOARD_LOGGING_DIR, else
+    `<output_dir>/runs/<date>_<host>` (with the suffix `_<run_name>`). A run resumed into the same folder hides the
+    entries after its checkpoint.
 
     Args:
         tb_writer: a writer to use, with `add_scalar`, `add_text`, `flush`, `close`; by default one is created.
@@ -82,7 +82,7 @@ class TensorBoardCallback(Reporter):
         return self.tb_writer
 
     def _init_summary_writer(self, args: TrainingArguments, log_dir: str | None = None) -> None:
-        """Creates the writer. Subclasses may create another or name a folder."""
+        """Creates the writer. Subclasses may create another writer or pass a folder."""
         folder = self.logging_dir if log_dir is None else log_dir
         self.tb_writer = self._SummaryWriter(log_dir=folder, purge_step=self._purge_step)
 

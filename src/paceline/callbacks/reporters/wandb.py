@@ -28,10 +28,11 @@ class WandbCallback(Reporter):
     `run_name` or the project has changed, or WANDB_RUN_ID is set.
 
     Environment:
-        WANDB_LOG_MODEL: "end" uploads the model after training, "checkpoint" every checkpoint too, "false" none.
+        WANDB_LOG_MODEL: "end" uploads the model after training, "checkpoint" every checkpoint too, "false" nothing.
         WANDB_WATCH: records "gradients", "parameters" or "all" as histograms; "false" none.
         WANDB_DISABLED: a true value disables this callback.
-        WANDB_PROJECT, and what wandb itself reads: WANDB_NAME, WANDB_MODE, WANDB_DIR, WANDB_ENTITY, ...
+        WANDB_PROJECT: the project.
+        WANDB_NAME, WANDB_MODE, WANDB_DIR, WANDB_ENTITY, ...: read by wandb itself.
 
     Raises:
         ImportError: wandb is not installed.
@@ -189,7 +190,7 @@ def log_model_choice() -> str:
 
 
 def save_model(model: Any, processing_class: Any, folder: Path) -> None:
-    """Saves the model to a folder that it can be loaded from, with its structure as text."""
+    """Saves a loadable model to a folder, with its processor and a text file of its structure."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(str(folder))
     else:

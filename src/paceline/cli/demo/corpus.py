@@ -1,4 +1,4 @@
-"""Text that is part of every Python: the language reference of `help()`, else sources of the standard library."""
+"""Loads text that comes with Python: the language reference of `help()`, else sources of the standard library."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def read_sources(folder: Path, limit: int = SOURCE_CHARACTERS) -> list[str]:
 def split_corpus(name: str, documents: Iterable[str], hold_out_every: int = 12) -> Corpus:
     """Drops repeated paragraphs, splits the rest into passages, and holds out every n-th passage.
 
-    The reference repeats whole sections under several topics, which would otherwise be in both halves.
+    The reference repeats whole sections under several topics; without the first step they would be in both halves.
     """
     passages = [passage for text in drop_repeats(documents) for passage in cut_passages(text)]
     held_out = passages[hold_out_every // 2 :: hold_out_every]

@@ -26,7 +26,7 @@ TF_DEFAULTS = {**DEFAULTS, "output_dir": "runs/digits-tf"}
 
 
 def make_classifier(seed: int) -> Any:
-    """Two convolutions and two linear layers, for images of 8 x 8."""
+    """Returns a model of two convolutions and two linear layers, for images of 8 x 8."""
     keras.utils.set_random_seed(seed)
     layers = keras.layers
     return keras.Sequential(

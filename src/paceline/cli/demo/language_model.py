@@ -31,7 +31,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Causal attention, then a two-layer network on each token, both with residual connections."""
+    """Causal attention, then a two-layer network per token, both with residual connections."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class LanguageModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws normal weights of deviation 0.02, or 0.02/sqrt(n) at the ends of n residual branches."""
+        """Draws normal weights with deviation 0.02, or 0.02/sqrt(n) in the last layers of the n residual branches."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 is_last = name.endswith(("attention_out.weight", "network_out.weight"))
@@ -85,7 +85,7 @@ class LanguageModel(nn.Module):
 
         Args:
             input_ids: `(batch, tokens)` ids.
-            labels: the token that follows each, same shape; -100 is ignored.
+            labels: the next token of each position, same shape; -100 is ignored.
 
         Returns:
             `logits` `(batch, tokens, vocabulary)`; with labels also `loss`, the mean cross-entropy in nats per token.
@@ -113,7 +113,7 @@ def generate(
 
     Args:
         prompt: at least one id.
-        temperature: below 1 sharpens the distribution; 0 always takes the likeliest.
+        temperature: a value below 1 sharpens the distribution; 0 always takes the likeliest token.
         seed: seed of a separate generator; the global random state is not changed.
 
     Returns:

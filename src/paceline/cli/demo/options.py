@@ -22,7 +22,7 @@ class DemoOptions:
 
     Attributes:
         job: `text` or `digits`.
-        fresh: start over.
+        fresh: True starts over.
         prompt: the prompt of the generated sample.
         seconds: training time if the number of steps is not given.
         framework: `torch` or `tf`.

@@ -20,8 +20,8 @@ class Glyphs:
     """The characters of a drawing.
 
     Attributes:
-        line: represents the line in the legend.
-        mark: one point of the marked series.
+        line: the symbol of the line in the legend.
+        mark: a point of the marked series.
         vertical, horizontal, corner, tick: the axes.
     """
 
@@ -65,7 +65,7 @@ def draw_curve(
         unicode: True uses braille dots and box lines; False only ASCII.
 
     Returns:
-        Lines of text; one sentence if there is no finite point.
+        The drawing as text; one sentence if there is no finite point.
     """
     line, marks = _finite(line), _finite(marks)
     points = [*line, *marks]

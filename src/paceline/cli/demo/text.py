@@ -84,7 +84,7 @@ class TextTask:
     """Text, tokenizer and the tokenised sequences.
 
     Attributes:
-        bytes_per_token: of the held-out text; converts nats per token to bits per byte.
+        bytes_per_token: mean bytes per token of the held-out text, to convert nats per token to bits per byte.
     """
 
     corpus: Corpus
@@ -95,7 +95,7 @@ class TextTask:
 
 
 def prepare_task(corpus: Corpus, vocabulary: int, context: int) -> TextTask:
-    """Trains the tokenizer on the training passages, and splits both halves into sequences."""
+    """Trains the tokenizer on the training passages, and splits training and held-out text into sequences."""
     tokenizer = BytePairTokenizer.learn(corpus.train, vocabulary)
 
     def encode(passages: Iterable[str]) -> Tensor:
@@ -128,7 +128,7 @@ def run(options: DemoOptions, say: Say = say) -> int:
 
 
 def build_trainer(args: TrainingArguments, options: DemoOptions, job: Job, task: TextTask, say: Say) -> Trainer:
-    """Builds model, length and Trainer. The seed is set before the model is created."""
+    """Builds the model and the Trainer, and sets the run's length. The seed is set before the model is created."""
     torch.manual_seed(args.seed)
     model = LanguageModel(choose_shape(task.tokenizer.vocabulary_size))
     describe(task, model, say)
@@ -139,7 +139,7 @@ def rebuild(job: Job, overrides: Mapping[str, Any]) -> tuple[Trainer, Show]:
     """Rebuilds the Trainer of a run as at its start, with the formatter of a sample.
 
     Raises:
-        UsageError: this Python has another text.
+        UsageError: the text of this Python version differs from the run's.
     """
     options = DemoOptions(arguments={**job.settings["given"], **overrides})
     task = prepare_task(load_corpus(), VOCABULARY, CONTEXT)
@@ -173,7 +173,7 @@ def describe(task: TextTask, model: LanguageModel, say: Say) -> None:
 def settle_length(
     args: TrainingArguments, options: DemoOptions, job: Job, model: LanguageModel, task: TextTask, say: Say
 ) -> TrainingArguments:
-    """Sets the number of steps: as given, else as at the first start, else by a measurement of the speed."""
+    """Sets the number of steps: the given one, else that of the first start, else one from a speed measurement."""
     if {"max_steps", "num_train_epochs"} & options.arguments.keys():
         return args
     if "max_steps" not in job.settings:
@@ -185,13 +185,13 @@ def settle_length(
             f"  length     {steps:,} steps of {sequences * task.train.length:,} tokens: {1000 * seconds:.0f} ms a step "
             f"here, measured (with {threads} of {torch.get_num_threads()} threads)"
         )
-    # the same number at every start: another one changes the order of floating-point sums
+    # the same number of threads at every start: another number changes the order of floating-point sums
     torch.set_num_threads(int(job.settings.get("threads", torch.get_num_threads())))
     return make_arguments({**DEFAULTS, "max_steps": job.settings["max_steps"]}, options)
 
 
 def choose_steps(step_seconds: float, seconds: float, steps_per_epoch: int) -> int:
-    """Returns the rounded number of steps that fit into `seconds`, within limits for the text."""
+    """Returns the steps that fit into `seconds`, in multiples of 40; at most `MAX_EPOCHS`, but at least `MIN_STEPS`."""
     fitting = seconds / step_seconds
     return max(MIN_STEPS, int(min(fitting, MAX_EPOCHS * steps_per_epoch)) // 40 * 40)
 
@@ -199,7 +199,7 @@ def choose_steps(step_seconds: float, seconds: float, steps_per_epoch: int) -> i
 def measure_threads(model: LanguageModel, dataset: Blocks, args: TrainingArguments) -> tuple[float, int]:
     """Returns the seconds per optimizer step with the fastest number of CPU threads, and that number.
 
-    On shared cores, or in a container limited to fewer than are visible, all threads can be much slower than one.
+    On shared cores, or in a container limited to fewer cores than are visible, all threads can be much slower than one.
     """
     most = torch.get_num_threads()
     numbers = [most] if args.device.type != "cpu" else sorted({number for number in (1, 2, most) if number <= most})
@@ -215,7 +215,7 @@ def measure_threads(model: LanguageModel, dataset: Blocks, args: TrainingArgumen
 
 
 def measure_step(model: LanguageModel, dataset: Blocks, args: TrainingArguments, seconds: float) -> float:
-    """Returns the seconds per optimizer step on a copy of the model, a lower quantile because of other load."""
+    """Returns the seconds per optimizer step on a copy of the model: the lower quartile, because of other load."""
     trial = copy.deepcopy(model).to(args.device)
     optimizer = torch.optim.AdamW(trial.parameters())
     samples = [dataset[i] for i in range(min(args.train_batch_size, len(dataset)))]
@@ -231,7 +231,7 @@ def measure_step(model: LanguageModel, dataset: Blocks, args: TrainingArguments,
         optimizer.zero_grad()
         float(loss.detach())  # synchronizes the device
         times.append(time.perf_counter() - start)
-    return float(np.quantile(times[2:], 0.25))  # the first two warm up
+    return float(np.quantile(times[2:], 0.25))  # the first two steps are warm-up
 
 
 def make_trainer(model: LanguageModel, args: TrainingArguments, task: TextTask) -> Trainer:
@@ -252,7 +252,7 @@ def make_trainer(model: LanguageModel, args: TrainingArguments, task: TextTask) 
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns nats per token, `(batch, tokens)`: sufficient for the metrics, at 1/vocabulary of the logits' size."""
+    """Returns nats per token, `(batch, tokens)`: enough for the metrics, at 1/vocabulary of the logits' size."""
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
     return losses.view(labels.shape)
 

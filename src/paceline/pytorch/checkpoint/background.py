@@ -1,4 +1,4 @@
-"""Asynchronous writing: a copy in host memory, and one thread that writes files from it."""
+"""Asynchronous checkpoint writing: a copy in host memory, and one thread that writes files from it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from paceline.pytorch.data.prefetch import has_pinned_memory
 
 Key = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
-LOWER_PRIORITY = 10  # of 19: about a tenth of a busy core
+LOWER_PRIORITY = 10  # niceness, at most 19; gives the thread about a tenth of a busy core
 
 _PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 _LIBRARIES = ("transformers", "peft")  # libraries whose save_pretrained needs nothing but the model
 
 
 class NotCopyable(Exception):
-    """Raised if a model cannot be copied to be written later; the message names the obstacle."""
+    """Raised if a model cannot be copied for asynchronous writing; the message gives the reason."""
 
 
 class HostBuffers:
-    """Host memory that is reused for one copy after the other: new pages cost several times as much as copying."""
+    """Host memory that successive copies reuse: allocating new pages costs several times as much as copying."""
 
     def __init__(self) -> None:
         self._free: dict[Key, list[Tensor]] = {}
@@ -43,12 +43,12 @@ class HostBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes they hold."""
+        """Returns the size of all buffers in bytes."""
         held = chain((buffer for _, buffer in self._used), chain.from_iterable(self._free.values()))
         return sum(map(num_bytes, held))
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Copies the tensor's values to the host. Tensors that are the same stay so. `finish` before reading them."""
+        """Copies a tensor to the host. Copies of the same tensor share a buffer. Call `finish` before reading them."""
         tensor = tensor.detach()
         if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided:
             return tensor.to("cpu", copy=True)
@@ -58,7 +58,7 @@ class HostBuffers:
         is_pinned = tensor.device.type != "cpu" and has_pinned_memory()
         stride = tensor.stride()
         if not tensor.is_contiguous():
-            stride = torch.empty_like(tensor, device="meta").stride()  # dense, the order of dimensions kept
+            stride = torch.empty_like(tensor, device="meta").stride()  # dense, in the same order of dimensions
         key = (tensor.dtype, tensor.shape, stride)
         free = self._free.get(key)
         if free:
@@ -67,12 +67,12 @@ class HostBuffers:
             buffer = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned)
         self._used.append((key, buffer))
         buffer.copy_(tensor, non_blocking=is_pinned)
-        # with the source, so that no other tensor can get its address meanwhile
+        # the source is kept alive, so that no other tensor can get its address before `finish`
         self._copied[identity] = (tensor, buffer)
         return buffer
 
     def finish(self) -> None:
-        """Waits for copies from an accelerator; drops buffers of earlier copies that this one does not need."""
+        """Waits for copies from an accelerator, and frees buffers of earlier copies that this copy did not reuse."""
         is_waiting = any(source.device.type != "cpu" for source, _ in self._copied.values())
         if is_waiting and torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -80,7 +80,7 @@ class HostBuffers:
         self._free.clear()
 
     def give_back(self) -> None:
-        """Returns the buffers: the copies have been written, and the next ones may use their memory."""
+        """Makes the buffers available to the next copies; call it after the copies have been written."""
         self._copied.clear()
         for key, buffer in self._used:
             self._free.setdefault(key, []).append(buffer)
@@ -94,9 +94,8 @@ class HostBuffers:
 
 
 class HostCopy:
-    """The contents of one checkpoint's files, copied to the host. `write` writes the files, at any later time.
-
-    Writing may fail, and be retried.
+    """The contents of one checkpoint's files, copied to the host. `write` writes the files later, and can be retried
+    if it fails.
     """
 
     def __init__(self, buffers: HostBuffers) -> None:
@@ -104,24 +103,24 @@ class HostCopy:
         self._writes: list[Callable[[], Any]] = []
 
     def add(self, write: Callable[[], Any]) -> None:
-        """Adds a function that writes files; it must use nothing that training changes."""
+        """Adds a function that writes files; it must not use anything that training changes."""
         self._writes.append(write)
 
     def add_tensors(self, state: object, path: str | os.PathLike[str]) -> None:
-        """Adds a `save_tensors`. Raises TypeError immediately for values that could not be read back."""
+        """Adds a call of `save_tensors`. Raises TypeError immediately for values that could not be read back."""
         copied = plain_values(state, Path(path).name, self.buffers.copy)
         self._writes.append(partial(save_plain, copied, path))
 
     def add_weights(self, weights: Sorted, write: Callable[[Sorted], None]) -> None:
-        """Adds a call of `write` with a copy of the weights. Raises TypeError immediately, as `add_tensors`."""
+        """Adds a call of `write` with a copy of the weights. Raises TypeError immediately, like `add_tensors`."""
         tensors = {name: self.buffers.copy(tensor) for name, tensor in weights.tensors.items()}
         extra = plain_values(weights.extra, "the model's extra state", self.buffers.copy)
         self._writes.append(partial(write, Sorted(tensors, weights.tied, extra)))
 
     def add_model(self, model: nn.Module, folder: str | os.PathLike[str]) -> None:
-        """Adds a `model.save_pretrained` of a copy of the whole model.
+        """Adds a call of `save_pretrained` on a copy of the whole model.
 
-        Raises: NotCopyable, for a model that holds more than modules and plain tensors.
+        Raises: NotCopyable, if the model has special tensors or attributes that cannot be copied.
         """
         try:
             copied: Any = copied_model(model, self.buffers.copy)
@@ -138,9 +137,9 @@ class HostCopy:
 
 
 def copied_model(model: nn.Module, copy_tensor: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Returns a separate model with copied tensors; hooks, configuration and all else as in `model`.
+    """Returns a deep copy of a model, including hooks and configuration, whose tensors `copy_tensor` copies.
 
-    If only adapters are saved, the frozen weights are shared.
+    If only adapters are saved, the frozen weights are shared with `model`.
 
     Raises: NotCopyable, for quantised weights and other special tensors.
     """
@@ -158,19 +157,19 @@ def copied_model(model: nn.Module, copy_tensor: Callable[[Tensor], Tensor]) -> n
 
 
 def writes_itself_safely(model: nn.Module) -> bool:
-    """True if `model.save_pretrained` works on a copy of the model: a library's own, not a user's."""
+    """True if `model.save_pretrained` can be called on a copy of the model: it is a library's method, not a user's."""
     module = getattr(getattr(type(model), "save_pretrained", None), "__module__", "") or ""
     is_quantized = getattr(model, "hf_quantizer", None) is not None
     return module.partition(".")[0] in _LIBRARIES and not is_quantized
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of tensors, each counted once."""
+    """Returns the total bytes of the tensors; each is counted once, and those on the device "meta" not at all."""
     return sum({(t.device, t.data_ptr(), t.numel()): num_bytes(t) for t in tensors if t.device.type != "meta"}.values())
 
 
 def available_host_memory() -> int | None:
-    """Returns the bytes that this process can still allocate: the system's and its control group's; None if unknown."""
+    """Returns the host memory in bytes that the system and this process's cgroup have left; None if unknown."""
     known = [value for value in (_system_memory(), _group_memory()) if value is not None]
     return min(known, default=None)
 
@@ -186,7 +185,7 @@ def _system_memory() -> int | None:
 
 
 def _group_memory() -> int | None:
-    """Returns the free bytes of version 2 control groups, as containers see theirs."""
+    """Returns the free bytes of the cgroup (version 2) that a container runs in; None if unknown."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
@@ -200,7 +199,7 @@ class Writer:
     """Runs one task at a time on a background thread.
 
     Attributes:
-        is_due: a task has ended and `settle` should be called. Read at each step, so a plain attribute.
+        is_due: a task has ended and `settle` should be called. A plain attribute, since each step reads it.
     """
 
     def __init__(self) -> None:
@@ -211,14 +210,16 @@ class Writer:
 
     @property
     def is_busy(self) -> bool:
-        """True if a task was started and not settled."""
+        """True if a task was started and has not been settled."""
         return self._thread is not None
 
     def start(self, work: Callable[[], None], ended: Callable[[BaseException | None], None]) -> None:
-        """Runs `work` on the thread; `settle` calls `ended` with its exception or None. Waits for the task before."""
+        """Runs `work` on the thread, after waiting for the previous task; `settle` calls `ended` with the exception of
+        `work` or None.
+        """
         self.join()
         self._error, self._ended = None, ended
-        # not a daemon: an interpreter that exits waits for the checkpoint being written
+        # not a daemon, so that an exiting interpreter waits for the checkpoint that is being written
         self._thread = threading.Thread(target=self._run, args=(work,), name="paceline-checkpoint")
         self._thread.start()
 
@@ -240,7 +241,7 @@ class Writer:
             self.settle()
 
     def _run(self, work: Callable[[], None]) -> None:
-        if sys.platform == "linux":  # if a thread has its own priority: training goes first
+        if sys.platform == "linux":  # where each thread has its own priority; training takes precedence
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWER_PRIORITY)
         try:

@@ -1,8 +1,8 @@
-"""The Checkpointer: saves and restores the items of a run, by the methods that a subclass may override.
+"""The Checkpointer: saves and restores the items of a run, through methods that a subclass may override.
 
-A checkpoint is copied to host memory and written asynchronously, one at a time, unless something needs its folder at
-once (`Checkpointer.why_at_once`). A save that the disk refuses is given up with a warning, the checkpoints before it
-stay whole, and training continues; a best model that could not be written is kept in memory and retried.
+Checkpoints are copied to host memory and written asynchronously, one at a time, unless something needs the files
+immediately (`Checkpointer.why_at_once`). If the disk refuses a save, it is given up with a warning, earlier checkpoints
+stay whole, and training continues. A best model that could not be written is kept in memory and retried.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import folders
-from paceline.checkpoint.layout import OPTIMIZER_FOLDER, is_sharded
+from paceline.checkpoint.layout import DATA, OPTIMIZER, OPTIMIZER_FOLDER, PRECISION, RNG, SCHEDULER, is_sharded
 from paceline.checkpoint.resuming import STATE_FILE, announce_resume, report_changes
 from paceline.checkpoint.retention import Retention, rotate
 from paceline.checkpoint.space import in_words
@@ -28,17 +28,7 @@ from paceline.core.state import TrainerControl, TrainerState
 from paceline.pytorch.checkpoint import files
 from paceline.pytorch.checkpoint.background import available_host_memory, writes_itself_safely
 from paceline.pytorch.checkpoint.fqn_state import load_foreign_optimizer, load_optimizer_shards
-from paceline.pytorch.checkpoint.items import (
-    DATA,
-    OPTIMIZER,
-    PRECISION,
-    RNG,
-    SCHEDULER,
-    Contents,
-    Format,
-    file_of,
-    further,
-)
+from paceline.pytorch.checkpoint.items import Contents, Format, file_of, further
 from paceline.pytorch.checkpoint.resume_state import CALLBACKS_FILE, describe_progress, read_progress, saved_callbacks
 from paceline.pytorch.checkpoint.saves import Job, Saves
 from paceline.pytorch.checkpoint.validate_state import wrap_load_error
@@ -50,16 +40,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveHooks:
-    """The methods that a checkpoint is made of, bound from the Trainer's instance: overrides count.
+    """The methods that write and read the parts of a checkpoint, bound to the Trainer, so that overrides are called.
 
     Attributes:
-        owner: the name of their class, for messages.
-        save_checkpoint, save: not called here; an override needs the folder.
+        owner: the name of the Trainer's class, for messages.
+        save_checkpoint, save: not called here; an override of them needs the folder.
         save_model, save_optimizer_and_scheduler, save_scaler, save_rng_state: write their part into a folder.
-        load_optimizer_and_scheduler, load_scaler, load_rng_state: read it back.
+        load_optimizer_and_scheduler, load_scaler, load_rng_state: read that part back.
         load_best_model: loads the weights of the best checkpoint.
-        store_flos: adds the operations counted so far to the state.
-        push: sends a published checkpoint to the hub.
+        store_flos: adds the floating-point operations counted so far to the state.
+        push: uploads a published checkpoint to the hub.
         fire_saved: fires `on_save`.
     """
 
@@ -79,9 +69,9 @@ class SaveHooks:
     fire_saved: Callable[[], None]
 
     def overridden(self) -> str | None:
-        """Returns the name of a method that user code has replaced, and that may read the folder; None if none is.
+        """Returns the name of a method that user code overrides, and that may read the folder; None if there is none.
 
-        It is called when all files before its own are written.
+        Such a method may rely on all earlier files being written when it is called.
         """
         methods = {
             "_save_checkpoint": self.save_checkpoint,
@@ -99,13 +89,13 @@ class SaveSettings:
     """The options of saving and restoring.
 
     Attributes:
-        should_save: this process writes files, if not all do.
-        push_to_hub: published checkpoints are pushed.
+        should_save: this process writes files, in formats in which not all processes write.
+        push_to_hub: published checkpoints are uploaded.
         in_background: `save_in_background`.
-        retention: which checkpoints are kept.
+        retention: decides which checkpoints are kept.
         describe_arguments: returns the arguments as plain values.
         restores_arguments: `restore_callback_states_from_checkpoint`.
-        reports_changes: log the arguments that changed since the checkpoint that is restored.
+        reports_changes: log the arguments that differ from those of the restored checkpoint.
     """
 
     should_save: bool
@@ -124,15 +114,15 @@ class Checkpointer:
     Args:
         contents: the items, and how their tensors are placed.
         format: the form in which model and optimizer are stored.
-        saves: the state of the run's saves; one of its own outside of a run.
-        in_run: a run is in progress; outside of one a checkpoint is written at once.
-        state: of the Trainer.
-        log_text: of the run; an empty one outside of a run.
+        saves: the state of the run's saves; a separate one outside of a run.
+        in_run: a run is in progress; outside of a run checkpoints are written synchronously.
+        state: the Trainer's state.
+        log_text: the log of the run; empty outside of a run.
         handler: the callbacks.
-        read_control: returns the present control.
-        read_mark: returns the mark of the run as it is now, None before the first.
-        mark_saved: returns the mark that a checkpoint written now is given; None outside of a run.
-        hooks: the methods that write and read its parts.
+        read_control: returns the current control.
+        read_mark: returns the current mark of the run, None before the first run.
+        mark_saved: returns the mark for a checkpoint written now; None outside of a run.
+        hooks: the methods that write and read the parts of a checkpoint.
         settings: the options.
     """
 
@@ -156,10 +146,11 @@ class Checkpointer:
     # ---- one checkpoint
 
     def save(self, output_dir: Path) -> None:
-        """Writes one checkpoint: into a hidden folder first, published by one rename. The body of `_save_checkpoint`.
+        """Writes one checkpoint into a hidden folder, which one rename publishes. The body of `_save_checkpoint`.
 
-        With several processes each gives its shard, and one writes (one of each machine, with `save_on_each_node`). The
-        first process decides the outcome. In the sharded format, each writes its own.
+        In the full format all processes contribute their shards, one process writes (one on each machine with
+        `save_on_each_node`), and the first process decides the outcome. In the sharded format each process writes its
+        own shards.
         """
         saves, world, state = self.saves, self.world, self.state
         saves.begin()
@@ -179,7 +170,7 @@ class Checkpointer:
                 saves.published_elsewhere()
 
     def _gather_positions(self) -> list[Any] | None:
-        """Returns each process's position in its own shard of the data; None if one position suffices."""
+        """Returns the position in the data of each data shard; None if one position suffices."""
         feed = self.items.get(DATA)
         if not isinstance(feed, StatefulDataIterator) or not self.world.is_distributed or feed.is_common:
             return None
@@ -188,7 +179,7 @@ class Checkpointer:
         return [position for rank, position in enumerate(positions) if mesh.is_data_leader(rank)]
 
     def _write(self, folder: Path, is_best: bool, best_before: str | None) -> None:
-        """Collects the contents of the checkpoint, and writes it now or asynchronously."""
+        """Collects the contents of the checkpoint, and writes them now or asynchronously."""
         try:
             job = self.format.take(folder, is_best, self.fill, self.why_at_once)
         except OSError as error:
@@ -211,7 +202,7 @@ class Checkpointer:
             self._push(folder)
 
     def fill(self, job: Job) -> None:
-        """Calls the methods that write the parts, each of which a subclass may override."""
+        """Calls the methods that write the parts of a checkpoint, each of which a subclass may override."""
         path, hooks = str(job.temporary), self.hooks
         hooks.save_model(path, _internal_call=True)
         if not self.contents.save_only_model:
@@ -234,14 +225,14 @@ class Checkpointer:
         job.later(partial((job.temporary / PROGRESS_FILE).write_text, text, encoding="utf-8"))
 
     def _publish(self, job: Job) -> None:
-        """Writes and publishes, on either thread, a postponed one first; deletes what no policy keeps."""
+        """Writes a postponed checkpoint, then writes and publishes this one, and deletes old ones; on either thread."""
         self.saves.retry_postponed()
         job.run()
         self.saves.frozen.published(job.folder)
         self._tidy(job.folder.parent)
 
     def _settle(self, job: Job, best_before: str | None, error: BaseException | None) -> None:
-        """Runs the main thread's follow-up of a checkpoint that was written, or could not be."""
+        """Handles the outcome of a checkpoint on the main thread, after it was written or failed."""
         saves = self.saves
         if error is None:
             saves.failed.clear()
@@ -264,14 +255,14 @@ class Checkpointer:
             self.hooks.push(str(folder))
 
     def _give_up(self, folder: Path, best_before: str | None, error: BaseException) -> None:
-        """Logs that a checkpoint was not written, and restores the best one before it."""
+        """Logs that a checkpoint was not written, and restores the previous best checkpoint in the state."""
         saves = self.saves
         if self.state.best_model_checkpoint == str(folder) and not folder.is_dir():
             self.state.record_best(best_before)
         saves.failed.append(folder.name)
         kept = saves.postponed is not None and saves.postponed.folder == folder
         logger.warning(
-            "%s could not be written: %s. Training goes on; the checkpoints before it are whole. %s",
+            "%s could not be written: %s. Training continues; earlier checkpoints are intact. %s",
             folder,
             error,
             "It holds the best model, so it stays in memory and is tried again with the next save."
@@ -280,10 +271,10 @@ class Checkpointer:
             exc_info=None if isinstance(error, OSError) else error,
         )
 
-    # ---- which are kept
+    # ---- retention
 
     def _point_to_best(self, folder: Path, *, is_coming: bool) -> bool:
-        """Sets the best checkpoint in the state, if that exists, or is this one and about to.
+        """Sets the best checkpoint in the state, if its folder exists, or if it is `folder` and is about to be written.
 
         Returns: True if `folder` is the best.
         """
@@ -295,7 +286,7 @@ class Checkpointer:
         return best == folder
 
     def _tidy(self, output_dir: Path) -> None:
-        """Deletes the checkpoints that no policy keeps. On the writing thread: deleting takes time too."""
+        """Deletes the checkpoints that no policy keeps. Runs on the writing thread, since deleting takes time too."""
         state = self.state
         self._point_to_best(output_dir / folders.checkpoint_name(state.global_step), is_coming=False)
         if not self.settings.should_save:
@@ -308,9 +299,9 @@ class Checkpointer:
             logger.warning("Old checkpoints in %s could not be deleted: %s", output_dir, error)
 
     def finish(self, output_dir: Path) -> None:
-        """Waits for pending writes at the end of a run, retries failed ones once, and tidies up.
+        """Waits for pending writes at the end of a run, retries a postponed one once, and deletes old checkpoints.
 
-        Several processes continue when the first has done so, with its best checkpoint.
+        Other processes wait for the first, and take over its best checkpoint.
         """
         self.saves.writer.join()
         written = self.saves.finish_postponed()
@@ -324,15 +315,15 @@ class Checkpointer:
     # ---- synchronous or asynchronous
 
     def why_at_once(self, num_bytes: int) -> str | None:
-        """Returns the reason for writing this checkpoint synchronously, in words; None to write it asynchronously.
+        """Returns the reason for writing this checkpoint synchronously; None to write it asynchronously.
 
-        It is empty if the user asked for that.
+        The text is empty if the user requested synchronous writing.
         """
         saves = self.saves
         if not self.in_run or not self.settings.in_background:
             return ""
         if saves.whole is not None:
-            return "the weights are put together from shards"
+            return "the weights are gathered from shards"
         readers = [c for c in self.handler.listening("on_save") if getattr(c, "reads_checkpoint", True)]
         if readers:
             name = type(readers[0]).__name__
@@ -351,21 +342,21 @@ class Checkpointer:
             return f"a copy needs {in_words(needed)} of host memory, and {in_words(available)} are available"
         return None
 
-    # ---- its parts
+    # ---- parts of a checkpoint
 
     def write_items(self, folder: str, names: Iterable[str]) -> None:
-        """Writes the files of these items, of those that there are; most need none for an empty state."""
+        """Writes the files of the named items that exist. Empty states get no file, except optimizer and scheduler."""
         for name in names:
             job = self.saves.job
             if name not in self.items or (name == OPTIMIZER and job is not None and job.in_shards):
-                continue  # its shards are written by all processes
+                continue  # all processes write their shards of it
             whole = self.saves.whole if name == OPTIMIZER else None
             state = whole[OPTIMIZER] if whole is not None else self.items[name].state_dict()
             if state or name in (OPTIMIZER, SCHEDULER):
                 self.saves.put(state, folder, file_of(name))
 
     def write_random_states(self, folder: str) -> None:
-        """Writes the random states of all processes in a checkpoint, else of this one."""
+        """Writes the random states of all processes during a checkpoint; otherwise only those of this process."""
         states = dict(enumerate(self.saves.random or []))
         if not states:
             states = {self.world.process_index: self.items[RNG].state_dict()}
@@ -375,9 +366,9 @@ class Checkpointer:
     # ---- restoring
 
     def restore(self, checkpoint: Path) -> dict[str, Any] | None:
-        """Restores everything but weights and position, which were restored before the strategy took the model.
+        """Restores everything except weights and position, which were restored before the strategy prepared the model.
 
-        Returns: the contents of `progress.json`, for the loop; None in a checkpoint that another library wrote.
+        Returns: the contents of `progress.json`, for the loop; None if another library wrote the checkpoint.
         """
         self.hooks.load_optimizer_and_scheduler(str(checkpoint))
         self.hooks.load_scaler(str(checkpoint))
@@ -391,7 +382,7 @@ class Checkpointer:
         return progress
 
     def _restore_callbacks(self, checkpoint: Path, progress: Mapping[str, Any] | None) -> None:
-        """Restores the callbacks' states, ours or those of a checkpoint of transformers."""
+        """Restores the callbacks' states from a checkpoint of paceline or of transformers."""
         exported = self.state.stateful_callbacks or {}
         states, sources = saved_callbacks(checkpoint, progress, exported)
         if progress is not None:
@@ -402,14 +393,14 @@ class Checkpointer:
                 restore_callback_states(self.handler, states, with_arguments=self.settings.restores_arguments)
 
     def load_items(self, checkpoint: Path, names: Iterable[str]) -> None:
-        """Restores these items, of those that there are; one without a file (`save_only_model`) starts anew."""
+        """Restores the named items that exist; an item without a file (`save_only_model`) starts anew."""
         for name in names:
             item = self.items.get(name)
             if item is not None and name == OPTIMIZER and self._load_named_optimizer(checkpoint):
                 continue
             path = checkpoint / file_of(name)
             if not path.is_file():
-                logger.warning("%s holds no %s: that part of the run starts anew.", checkpoint, path.name)
+                logger.warning("%s holds no %s: that state is initialized anew.", checkpoint, path.name)
                 continue
             if item is None:
                 logger.warning("%s is not loaded: there is no %s yet.", path, name)
@@ -419,9 +410,9 @@ class Checkpointer:
                 self.contents.strategy.shard_state(self.contents.optimizer)
 
     def _load_named_optimizer(self, checkpoint: Path) -> bool:
-        """Restores the optimizer from shards, or from the files of another library, all keyed by parameter names.
+        """Restores the optimizer from files keyed by parameter names: shards, or files of another library.
 
-        Returns: False, with nothing changed, if the checkpoint has none of these.
+        Returns: False, with nothing changed, if the checkpoint has no such files.
         """
         model, optimizer = self.contents.model, self.contents.optimizer
         if is_sharded(checkpoint / OPTIMIZER_FOLDER):
@@ -438,22 +429,20 @@ class Checkpointer:
             self.load_items(checkpoint, (PRECISION,))
 
     def load_random_states(self, checkpoint: Path) -> None:
-        """Restores the random states; without them (`save_only_model`) the run continues with others."""
+        """Restores the random states; without them (`save_only_model`) the run keeps its current ones."""
         rank, size = self.world.process_index, self.world.world_size
         state = files.load_rng(checkpoint, rank, size)
         if state is None:
-            logger.warning(
-                "%s holds no random state: the run goes on, but not bit for bit as it would have.", checkpoint
-            )
+            logger.warning("%s holds no random state: the run resumes, but not bit for bit.", checkpoint)
             return
         with wrap_load_error(checkpoint / files.rng_name(rank, size)):
             self.items[RNG].load_state_dict(state)
 
     def load_best(self, checkpoint: Path) -> None:
-        """Loads the best checkpoint, or logs why not, in which case the weights of the last optimizer step stay."""
+        """Loads the best checkpoint; if it is damaged, logs an error and keeps the weights of the last step."""
         problems = folders.verify(checkpoint)
         if problems:
             reason = "; ".join(problems[:3])
-            logger.error("The best model is not loaded, the last one stays: %s: %s.", checkpoint, reason)
+            logger.error("The best model was not loaded, the final weights are kept: %s: %s.", checkpoint, reason)
             return
         self.hooks.load_best_model()

@@ -1,4 +1,4 @@
-"""The checkpoint that all processes resume from: the requested one, or the last of a launch that was restarted."""
+"""The checkpoint that all processes resume from: the requested one, or the last one of a restarted launch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from paceline.pytorch.distributed.world import World
 
 
 def find_for_all(world: World, resume: str | bool | None, output_dir: str, store: str | None) -> Path | None:
-    """Returns the checkpoint to resume from, found by the first process, for all. Arguments: see `find_checkpoint`.
+    """Returns the checkpoint to resume from, which the first process finds for all. Arguments: see `find_checkpoint`.
 
     Raises:
-        ValueError: on all of them, the error of the first.
+        ValueError: the error of the first process, on all processes.
     """
     if not world.is_distributed:
         return find_checkpoint(resume, output_dir, store) or newest_of_launch(Path(output_dir), store)
@@ -43,10 +43,10 @@ def find_for_all(world: World, resume: str | bool | None, output_dir: str, store
 
 @contextmanager
 def locked(world: World, folder: Path) -> Iterator[FolderLock | None]:
-    """While entered, no other run trains in the folder: the first process holds its lock, for all.
+    """Returns a context in which no other run can train in the folder: the first process holds its lock for all.
 
     Raises:
-        FolderInUse: on the first process, if another run does; on the others a RuntimeError with the same message.
+        FolderInUse: another run uses the folder; on the other processes, a RuntimeError with the same message.
     """
     lock: FolderLock | None = None
 
@@ -63,9 +63,7 @@ def locked(world: World, folder: Path) -> Iterator[FolderLock | None]:
 
 
 def begin_for_all(world: World, folder: Path, checkpoint: Path | None, step: int) -> RunMark:
-    """Returns the mark of a training that starts now, made by the first process, for all; logs the remains of other
-    runs.
-    """
+    """Returns the mark of a run that starts now, which the first process makes for all; logs remains of other runs."""
     mark = None
     if world.is_first:
         mark = begin_run(folder, checkpoint, step, list_checkpoints(folder))
@@ -75,7 +73,7 @@ def begin_for_all(world: World, folder: Path, checkpoint: Path | None, step: int
 
 
 def bring_to_each_machine(world: World, store: str, checkpoint: Path) -> None:
-    """Downloads the checkpoint from the store on machines other than the first's, if no disk is shared.
+    """Downloads the checkpoint from the store on each machine that does not share the first process's disk.
 
     Raises: StoreError, on all processes.
     """
@@ -91,7 +89,7 @@ def bring_to_each_machine(world: World, store: str, checkpoint: Path) -> None:
 
 
 def newest_of_launch(folder: Path, store: str | None) -> Path | None:
-    """Returns the newest good checkpoint of this launch if its launcher has restarted the processes; else None."""
+    """Returns the newest intact checkpoint of this launch if the launcher has restarted the processes; else None."""
     if num_restarts(os.environ) == 0:
         return None
     found = newest_checkpoint(folder, store)

@@ -1,7 +1,7 @@
-"""The files of a checkpoint, under transformers' names, so that either side can load the other's.
+"""The files of a checkpoint, under transformers' names, so that each library can load the other's checkpoints.
 
-Everything takes and gives host state, so that a caller can snapshot first and write later; nothing read here can run
-code. `checkpoint.folders` chooses and publishes the folder.
+All functions take and return state on the host, so that a caller can copy first and write later. Reading never runs
+code from a file. `checkpoint.folders` chooses and publishes the folder.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
 TRAINER_STATE_NAME = "trainer_state.json"
 TRAINING_ARGS_NAME = "training_args.bin"
-DEFAULT_SHARD_BYTES = 50 * 10**9  # as transformers: sharding is for hosts that limit the size of a file
+DEFAULT_SHARD_BYTES = 50 * 10**9  # as in transformers: only hosts that limit file sizes need smaller files
 
 _REFUSALS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError)
 _AS_IT_IS = "its files are loaded by name instead"
 
 
 class HasState(Protocol):
-    """An optimizer, a schedule, a gradient scaler: any object with `state_dict` and `load_state_dict`."""
+    """Any object with `state_dict` and `load_state_dict`, such as an optimizer, a schedule or a gradient scaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -69,13 +69,13 @@ def save_model(
     processing_class: object = None,
     max_shard_bytes: int | None = None,
 ) -> None:
-    """Writes a model into `folder` in the form that its own library loads, and the processing class beside it.
+    """Writes a model and its processing class into `folder`, in the form that the model's own library loads.
 
-    A model with `save_pretrained` (transformers, PEFT, diffusers, ...) writes itself; any other module becomes
-    `model.safetensors`, tied tensors stored once, in shards above `max_shard_bytes` (50 GB by default).
-    `state_dict` replaces the model's own, for weights that were gathered or copied to the host before.
+    A model with `save_pretrained` (transformers, PEFT, diffusers, ...) writes itself. Any other module is written as
+    `model.safetensors` with tied tensors stored once, and is split into shards above `max_shard_bytes` (50 GB by
+    default). `state_dict` replaces the model's own, for weights that were gathered or copied to the host before.
 
-    Raises: OSError if the disk refuses; ValueError, TypeError for state that cannot be stored.
+    Raises: OSError if the disk refuses; ValueError or TypeError for state that cannot be stored.
     """
     model = without_compile(model)
     os.makedirs(folder, exist_ok=True)
@@ -106,13 +106,13 @@ def store_weights(
     frozen: FrozenPart,
     copy: HostCopy | None = None,
 ) -> dict[str, KnownFile]:
-    """Writes the weights of a plain module into a checkpoint, frozen ones in a separate shard.
+    """Writes the weights of a plain module into a checkpoint, with frozen weights in a separate shard.
 
     Args:
-        frozen: links that shard from the checkpoint before, if possible.
-        copy: None: write now; else copy to be written later.
+        frozen: links that shard from the previous checkpoint, if possible.
+        copy: receives a copy of the weights, to be written later; None writes them now.
 
-    Returns: files of which the hash is known.
+    Returns: the files whose hash is already known.
     Raises: as `save_model`.
     """
     weights = sort_out(without_compile(model).state_dict())
@@ -138,7 +138,7 @@ def store_weights(
 
 
 def has_weights(folder: str | os.PathLike[str]) -> bool:
-    """True if there is a file of the whole model, under any of the names that `load_model` reads."""
+    """True if `folder` holds model or adapter weights under any of the names that `load_model` reads."""
     names = (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, PICKLED_WEIGHTS_NAME, PICKLED_WEIGHTS_INDEX_NAME)
     return any(Path(folder, name).is_file() for name in names) or has_adapter_files(Path(folder))
 
@@ -146,12 +146,12 @@ def has_weights(folder: str | os.PathLike[str]) -> bool:
 def load_model(model: nn.Module, folder: str | os.PathLike[str], state: dict[str, Any] | None = None) -> list[str]:
     """Loads the weights in `folder` into `model`, which is unchanged if they do not fit.
 
-    Reads safetensors, shards, `pytorch_model.bin` (tensors only) and PEFT adapters. A transformers checkpoint that
-    stores its weights in another form than the model holds them (fused experts, renamed layers) goes through the
-    model's own `from_pretrained`, at the cost of a second copy on the host.
+    Reads safetensors, shards, `pytorch_model.bin` (tensors only) and PEFT adapters. A transformers checkpoint whose
+    weights have another form than in the model (fused experts, renamed layers) is loaded by the model's own
+    `from_pretrained`, at the cost of a second copy on the host.
 
     Args:
-        state: the weights, if they were read from files of another form.
+        state: the weights, if they were already read from files in another format.
 
     Returns: one sentence each about weights that are missing or unexpected.
     Raises: CheckpointError, naming the file, or the shapes that differ.
@@ -181,25 +181,26 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str], state: dict[str
 
 
 def load_rng(folder: str | os.PathLike[str], rank: int = 0, world_size: int = 1) -> dict[str, Any] | None:
-    """Returns this process's random number states, ours or those of transformers; None (and a log line) without the
-    file.
+    """Returns this process's random number states, written by paceline or transformers.
 
-    Raises: CheckpointError, naming the file, when it is damaged.
+    If the file is missing, logs a warning and returns None.
+
+    Raises: CheckpointError, naming the file, if it is damaged.
     """
     path = Path(folder, rng_name(rank, world_size))
     if not path.is_file():
-        logger.warning("%s is missing, so random numbers do not go on where they were", path)
+        logger.warning("%s is missing, so the random state is not restored", path)
         return None
     return _dict_of(path)
 
 
 def showable_arguments(args_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the contents of `training_args.bin`: plain values, all else as text, secrets masked."""
+    """Returns the contents of `training_args.bin`: arguments as plain values or text, with secrets masked."""
     return {name: _showable(value) for name, value in masked(args_dict).items()}
 
 
 def rng_name(rank: int, world_size: int) -> str:
-    """Returns the file name of one process' random number states."""
+    """Returns the file name of a rank's random number states."""
     return "rng_state.pth" if world_size <= 1 else f"rng_state_{rank}.pth"
 
 
@@ -219,12 +220,14 @@ def _dict_of(path: Path) -> dict[str, Any]:
 
 
 def load_state(target: HasState, path: Path) -> None:
-    """Reads a file of a state dict into its owner. Raises FileNotFoundError, or CheckpointError if it does not fit."""
+    """Loads a state dict file into `target`. Raises FileNotFoundError, or CheckpointError if it does not fit."""
     take_state(target, _dict_of(path), path)
 
 
 def take_state(target: HasState, state: dict[str, Any], path: Path) -> None:
-    """Gives `target` a state read from `path`. Raises CheckpointError if it does not fit; then nothing changes."""
+    """Loads a state read from `path` into `target`. If it does not fit, restores the old state and raises
+    CheckpointError.
+    """
     misfit = find_misfit(target, state)
     if misfit is not None:
         raise CheckpointError(f"{path} does not fit this {type(target).__name__}: {misfit}")
@@ -232,7 +235,7 @@ def take_state(target: HasState, state: dict[str, Any], path: Path) -> None:
     try:
         target.load_state_dict(state)
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
-        # torch's optimizers convert values after taking the new state, so a failure can leave half of it.
+        # torch's optimizers convert values after storing the new state, so a failure can leave half of it.
         with suppress(*_REFUSALS):
             target.load_state_dict(before)
         raise CheckpointError(
@@ -241,7 +244,7 @@ def take_state(target: HasState, state: dict[str, Any], path: Path) -> None:
 
 
 def without_compile(model: nn.Module) -> nn.Module:
-    """Returns the module inside `torch.compile`'s wrapper, whose names are the ones to store."""
+    """Returns the module inside `torch.compile`'s wrapper, whose parameter names are stored."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else model
 
@@ -253,7 +256,7 @@ def _parameters(function: Any) -> set[str]:
 
 
 def _name_differences(own: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns (model names missing in `state`, except those tied to one it has; names unknown to the model)."""
+    """Returns (missing names, except those tied to a name in `state`; names unknown to the model)."""
     first = alias_groups(own)
     given = {first.get(name, name) for name in state}
     missing = [name for name in own if name not in state and first.get(name, name) not in given]
@@ -261,7 +264,7 @@ def _name_differences(own: Mapping[str, Any], state: Mapping[str, Any]) -> tuple
 
 
 def _renames_on_load(model: nn.Module) -> bool:
-    """True if the model edits a state dict as it loads it: then only loading can tell if it fits."""
+    """True if the model edits a state dict while loading it; then only loading shows if the state dict fits."""
     return any(module._load_state_dict_pre_hooks for module in model.modules())
 
 
@@ -279,7 +282,7 @@ def _check_fit(model: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any
 
 
 def _loads_by_itself(model: nn.Module, name: str) -> bool:
-    """True if the module that holds this tensor, or the model, overrides loading, and may take any shape."""
+    """True if the model, or the module that holds this tensor, overrides loading, and so may accept any shape."""
     owner = model.get_submodule(name.rpartition(".")[0])
     ways = (type(model).load_state_dict, type(owner)._load_from_state_dict)
     return any(not str(way.__module__).startswith("torch.nn.") for way in ways)
@@ -294,7 +297,7 @@ def _shape(value: object) -> tuple[int, ...] | None:
 def _put(model: nn.Module, state: dict[str, Any], folder: Path, missing: list[str], unexpected: list[str]) -> list[str]:
     own = model.state_dict()
     is_risky = any(name in own and _shape(own[name]) != _shape(value) for name, value in state.items())
-    # a refusal may come after half of it was loaded
+    # loading may fail after half of the state was loaded
     before = {name: deepcopy(value) for name, value in own.items()} if is_risky else None
     try:
         result = model.load_state_dict(state, strict=False)
@@ -330,10 +333,10 @@ def _is_pretrained(model: nn.Module, folder: Path) -> bool:
 
 
 def _load_through_class(model: Any, folder: Path) -> list[str]:
-    """Loads the folder into a second model by the model's class, and copies the weights from that."""
+    """Loads the folder into a second model of the same class, and copies its weights into `model`."""
     floats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     widest = max(floats, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
-    with torch.random.fork_rng(devices=[]):  # it draws values for weights that the checkpoint lacks
+    with torch.random.fork_rng(devices=[]):  # from_pretrained draws values for weights that the checkpoint lacks
         other, info = type(model).from_pretrained(
             os.fspath(folder), config=model.config, dtype=widest, output_loading_info=True, local_files_only=True
         )

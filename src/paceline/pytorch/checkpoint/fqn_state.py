@@ -1,4 +1,4 @@
-"""Model and optimizer state by fully qualified parameter names, which fits any number of processes and any mesh."""
+"""Model and optimizer state by fully qualified parameter names, independent of the number of processes and the mesh."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class ModelState:
     """A model's state, split by destination.
 
     Attributes:
-        tensors: each under the first of its names.
-        tied: the other names -> that one.
-        extra: values other than plain tensors (`get_extra_state`, quantised weights); alike on all processes.
+        tensors: each tensor under the first of its names.
+        tied: maps the other names of a tensor to its first name.
+        extra: values other than plain tensors (`get_extra_state`, quantised weights), equal on all processes.
     """
 
     tensors: Named
@@ -59,7 +59,7 @@ class ModelState:
 
 
 def model_state(model: nn.Module) -> ModelState:
-    """Returns the model's state on this process: shards as DTensors."""
+    """Returns the model's state on this process, with sharded tensors as DTensors."""
     first: dict[int, str] = {}
     found = ModelState({}, {}, {})
     for name, value in model.state_dict(keep_vars=True).items():
@@ -73,10 +73,10 @@ def model_state(model: nn.Module) -> ModelState:
 
 
 def load_model_in_place(model: nn.Module, folder: Path) -> bool:
-    """Loads the shards of a checkpoint straight into the model's own tensors, which may be sharded over any mesh.
+    """Loads the shards of a checkpoint directly into the model's own tensors, which may be sharded over any mesh.
 
-    Returns: False, with nothing changed, if names differ or loading is more than copying.
-    Raises: CheckpointError for other shapes (nothing is changed then), or a damaged file.
+    Returns: False, with nothing changed, if names differ, tensors have no values here, or loading does more than copy.
+    Raises: CheckpointError, if shapes differ (nothing is changed then) or a file is damaged.
     """
     shards, state = sharded.Shards(folder / MODEL_FOLDER), model_state(model)
     stored = {key.removeprefix("model.") for key in shards.tensors}
@@ -85,7 +85,7 @@ def load_model_in_place(model: nn.Module, folder: Path) -> bool:
         names[kept].append(name)
     source = {name: next((each for each in own if each in stored), None) for name, own in names.items()}
     known = {*state.tensors, *state.tied, *notes_of(folder).get("tied", {})}
-    has_gaps = any(value.is_meta for value in state.tensors.values())  # whose values are on other processes
+    has_gaps = any(value.is_meta for value in state.tensors.values())  # other processes hold their values
     is_other = state.extra or shards.plain or None in source.values() or stored - known
     if has_gaps or is_other or not _loads_plainly(model):
         return False
@@ -94,7 +94,7 @@ def load_model_in_place(model: nn.Module, folder: Path) -> bool:
 
 
 def _loads_plainly(model: nn.Module) -> bool:
-    """True if loading is copying, for all of its modules."""
+    """True if loading merely copies tensors, in all modules of the model."""
     return not any(
         module._load_state_dict_pre_hooks
         or module._load_state_dict_post_hooks
@@ -104,9 +104,7 @@ def _loads_plainly(model: nn.Module) -> bool:
 
 
 def read_whole_model(folder: Path) -> Named | None:
-    """Returns the whole state from the shards, or from accelerate's one file; on the host. None: the folder has
-    neither.
-    """
+    """Returns the whole model state on the host, from shards or accelerate's single file; None if there is neither."""
     if is_sharded(folder / MODEL_FOLDER):
         shards = sharded.Shards(folder / MODEL_FOLDER)
         values = {key: shards.read(key) for key in shards.metadata.state_dict_metadata}
@@ -126,7 +124,7 @@ def read_whole_model(folder: Path) -> Named | None:
 
 
 def read_any_weights(folder: Path, has_part: bool) -> Named | None:
-    """Returns the whole state of a checkpoint, in any form; None if `files.load_model` reads it itself.
+    """Returns the whole model state of a checkpoint in any format; None if `files.load_model` can read it itself.
 
     Args:
         has_part: this process holds a shard of the model, so that the state is needed in any case.
@@ -141,9 +139,9 @@ def read_any_weights(folder: Path, has_part: bool) -> Named | None:
 
 
 def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Returns the names of the parameters of each group; one that is not the model's is named by its position."""
+    """Returns the parameter names of each group; a parameter that is not the model's is named by its position."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    # an optimizer that shards the model's parameters lists them
+    # an optimizer over shards lists the model's own parameters in `groups`
     groups = getattr(optimizer, "groups", None) or [group["params"] for group in optimizer.param_groups]
     return [
         [names.get(id(parameter), f"group {number}, {place}") for place, parameter in enumerate(group)]
@@ -152,9 +150,9 @@ def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> Named:
-    """Returns `state_dict()` with names for numbers, shards as shards; all processes take part.
+    """Returns `state_dict()` keyed by parameter names instead of numbers, with sharded tensors unchanged. Collective.
 
-    Raises: TypeError, for a state that is not stored per parameter.
+    Raises: TypeError, if the state is not stored per parameter.
     """
     saved = optimizer.state_dict()
     groups = names_of(model, optimizer)
@@ -181,7 +179,7 @@ def _require_names(nest: object, where: str) -> None:
 
 
 def _listed(nest: object) -> Any:
-    """Returns the same nest with tuples that hold tensors as lists, which are stored tensor by tensor."""
+    """Returns the nest with tuples that hold tensors turned into lists, which are stored tensor by tensor."""
     if isinstance(nest, Mapping):
         return {key: _listed(value) for key, value in nest.items()}
     if isinstance(nest, list | tuple) and any(isinstance(value, Tensor) for value in nest):
@@ -190,9 +188,9 @@ def _listed(nest: object) -> Any:
 
 
 def load_optimizer_shards(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-    """Restores an optimizer's state, each tensor sharded as its parameter is now.
+    """Restores an optimizer's state, with each tensor sharded as its parameter is now.
 
-    Raises: CheckpointError, if its parameters differ, or the folder is damaged.
+    Raises: CheckpointError, if the parameters differ or the folder is damaged.
     """
     shards = sharded.Shards(folder / OPTIMIZER_FOLDER)
     parameters = dict(model.named_parameters())
@@ -210,9 +208,10 @@ def load_optimizer_shards(model: nn.Module, optimizer: Optimizer, folder: Path) 
 
 
 def load_foreign_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> bool:
-    """Restores an optimizer's state from ZeRO's partitions, or from accelerate's one file; False if neither exists.
+    """Restores an optimizer's state from ZeRO's partitions or accelerate's single file.
 
-    Raises: CheckpointError, if it does not fit.
+    Returns: False if neither exists.
+    Raises: CheckpointError, if the state does not fit.
     """
     path = folder / FULL_OPTIMIZER_NAME
     if zero_files.has_zero_files(folder):
@@ -244,7 +243,7 @@ def take_named(model: nn.Module, optimizer: Optimizer, saved: Any, path: Path) -
 
 
 def _target(shards: sharded.Shards, key: str, parameter: Tensor | None, noted: list[str] | None) -> Tensor:
-    """Returns a tensor to read into: sharded as its parameter, or as it was, or whole."""
+    """Returns an empty tensor to read into: sharded like its parameter, else as it was saved, else whole."""
     size, dtype = shards.tensors[key]
     if is_dtensor(parameter):
         if size == parameter.shape:
@@ -269,11 +268,11 @@ def _divides(size: torch.Size, placements: list[Any], mesh: tuple[int, ...]) -> 
     )
 
 
-# ---- facts that the tensors do not hold
+# ---- metadata that the tensors do not hold
 
 
 def make_notes(model: nn.Module, tied: Mapping[str, str], optimizer: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the names that share a tensor, and the placements of optimizer state not shaped as its parameter."""
+    """Returns the names that share a tensor, and the placements of optimizer state not shaped like its parameter."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     first: dict[int, str] = {}
     placements: dict[str, list[str]] = {}
@@ -299,12 +298,12 @@ def _leaves(nest: object, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ..
 
 
 def write_notes(notes: Mapping[str, Any], folder: Path) -> None:
-    """Writes the notes beside the folders of tensors."""
+    """Writes the result of `make_notes` into a checkpoint."""
     save_json(dict(notes), folder / NOTES_NAME)
 
 
 def notes_of(folder: Path) -> dict[str, Any]:
-    """Returns the result of `make_notes`; empty in other libraries' checkpoints. Raises CheckpointError if damaged."""
+    """Reads what `write_notes` wrote; empty for other libraries' checkpoints. Raises CheckpointError if damaged."""
     if not (folder / NOTES_NAME).is_file():
         return {}
     notes = load_json(folder / NOTES_NAME)

@@ -1,4 +1,4 @@
-"""The frozen part of a model: stored once, and linked from one checkpoint to the next."""
+"""The frozen weights of a model, which are stored once and hard-linked from one checkpoint to the next."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.pytorch.checkpoint.weights import num_bytes
 
 logger = logging.getLogger(__name__)
 
-LEAST_BYTES = 1 << 20  # below this a separate file saves nothing
+LEAST_BYTES = 1 << 20  # smaller frozen parts are not worth a separate file
 
 _HOST_PIECE, _DEVICE_PIECE = 1 << 24, 1 << 27  # bytes hashed at a time
 _STEP, *_FACTORS = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # odd, as signed numbers of 64 bits
@@ -32,9 +32,9 @@ class Stored:
     """A file with frozen weights.
 
     Attributes:
-        path: its path in a published checkpoint.
-        prints: fingerprints of the weights in it, by name.
-        known: its hash, and the identity of the hashed file.
+        path: the file's path in a published checkpoint.
+        prints: fingerprints of the weights in the file, by name.
+        known: the file's hash, and the identity of the hashed file.
     """
 
     path: Path
@@ -51,9 +51,9 @@ class FrozenPart:
         self._written: tuple[dict[str, bytes], str] | None = None
 
     def names(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """Returns names -> bytes of the frozen parameters in `tensors`; empty if they are small.
+        """Returns the bytes of each frozen parameter in `tensors`, by name; empty if their sum is below `least_bytes`.
 
-        Buffers are not included: training changes them.
+        Buffers are not included, since training changes them.
         """
         frozen = {
             name: tensors[name]
@@ -70,10 +70,12 @@ class FrozenPart:
         target: Path,
         later: Callable[[Callable[[], Any]], None],
     ) -> dict[str, KnownFile] | None:
-        """Links the stored file at `target`, if it holds these very weights.
+        """Links the stored file to `target`, if it holds exactly these weights.
 
         Args:
-            later: receives the function that copies the file, if it cannot be linked.
+            prints: fingerprints of the weights, by name.
+            target: path in the new checkpoint.
+            later: receives a function that copies the file, if it cannot be linked.
 
         Returns: the known file by its name, for `manifest.seal`; None if the weights must be written.
         """
@@ -105,9 +107,10 @@ class FrozenPart:
 def fingerprint(tensor: Tensor) -> bytes:
     """Returns a digest of a tensor's bits and their positions, computed on its device.
 
-    On the host it is SHA-256 of pieces, on all cores, 1 to 2 GB/s on each. On a device, whose bytes would first have to
-    come to the host, it is sums of its words, each mixed with its position: a single changed value is always detected,
-    several with a miss probability of about 1 in 2**32. That does not protect against intent.
+    On the host it is SHA-256 over pieces, on all cores, at 1 to 2 GB/s per core. On an accelerator, which avoids moving
+    the bytes to the host, it consists of sums of 8-byte words, each mixed with its position. A single changed value is
+    always detected; several changes are missed with a probability of about 1 in 2**32. This does not protect against
+    deliberate manipulation.
     """
     data = tensor.detach().contiguous().view(-1)
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -128,12 +131,11 @@ def fingerprint(tensor: Tensor) -> bytes:
 
 
 def mixed_sums(data: Tensor) -> bytes:
-    """Returns sums, over pieces of 128 MiB, of every eight bytes mixed with their position; waits for the device once.
+    """Returns sums, over pieces of 128 MiB, of 8-byte words mixed with their position; waits for the device once.
 
-    The mixing is in the manner of SplitMix64 (Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195): one to one, so
-    that a single change is always detected; and of two rounds,
-     since after one a pair that differs in its highest bit alone
-    (1.0 and -1.0) can change places unseen. Takes three pieces of memory.
+    The mixing follows SplitMix64 (Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195). It is one to one, so that
+    a single change is always detected. It takes two rounds, since after one round, swapping two values that differ only
+    in the highest bit (1.0 and -1.0) can go undetected. Takes the memory of three pieces.
     """
     if data.data_ptr() % 8:
         data = data.clone()
@@ -147,7 +149,7 @@ def mixed_sums(data: Tensor) -> bytes:
         mixed = piece + places[: piece.numel()]
         for factor in _FACTORS:
             mixed.mul_(factor)
-            mixed.bitwise_xor_((mixed >> 32).bitwise_and_(0xFFFFFFFF))  # >> repeats the sign
+            mixed.bitwise_xor_((mixed >> 32).bitwise_and_(0xFFFFFFFF))  # the mask undoes the sign extension of >>
         sums.append(mixed.sum())
     rest = octets[whole:].cpu().numpy().tobytes()
     return (torch.stack(sums).cpu().numpy().tobytes() if sums else b"") + rest

@@ -1,4 +1,4 @@
-"""Full checkpoints: one process writes the whole model and optimizer state, gathered from shards if there are any."""
+"""Full checkpoints: one process writes the whole model and optimizer state, gathered from shards if sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.pytorch.checkpoint.saves import Job, Saves
 
 
 class FullFormat:
-    """The form of a checkpoint in which one process writes everything.
+    """The checkpoint format in which one process writes everything.
 
     Args:
         contents: what is saved.
@@ -31,7 +31,7 @@ class FullFormat:
         self.saves = saves
 
     def gather(self) -> dict[str, Any] | None:
-        """Returns the whole model and optimizer state if processes hold shards of them; all of these take part."""
+        """Returns the whole model and optimizer state if they are sharded (collective); else None."""
         contents, strategy = self.contents, self.contents.strategy
         if not (strategy.is_sharded or strategy.is_spmd):
             return None
@@ -42,15 +42,15 @@ class FullFormat:
             return {"model": model, "optimizer": state}
 
     def take(self, folder: Path, is_best: bool, fill: Fill, why_at_once: WhyAtOnce) -> Job:
-        """Collects the contents of the checkpoint: copied to be written later, or written now.
+        """Collects the contents of the checkpoint: copies them to be written later, or writes them now.
 
-        Raises: OSError, when there is no room, or the disk refuses.
+        Raises: OSError, if there is no disk space, or the disk refuses.
         """
         saves, sizes = self.saves, self.sizes()
         place = saves.place_of(folder.parent)
-        num_bytes = sizes[0] if saves.frozen.stored is not None else sum(sizes)  # what is stored is linked
+        num_bytes = sizes[0] if saves.frozen.stored is not None else sum(sizes)  # stored frozen weights are linked
         reason = why_at_once(sum(sizes))
-        # a best model is copied even if there is no room: there may be space for it later
+        # a best model is copied even without disk space, which may be available later
         can_wait = reason is None and is_best
         try:
             place.check(num_bytes)
@@ -83,11 +83,11 @@ class FullFormat:
         return job
 
     def sizes(self) -> tuple[int, int]:
-        """Returns the bytes in files of the trained weights and the optimizer's state; and of the frozen weights."""
+        """Returns the file sizes in bytes of (trained weights and optimizer state, frozen weights)."""
         contents, model = self.contents, self.contents.model
         trained: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         frozen: list[Tensor] = []
-        if not has_adapters(model):  # which are saved without the model that they adapt
+        if not has_adapters(model):  # adapters are saved without the base model
             frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
             trained += model.buffers()
         if not contents.save_only_model:

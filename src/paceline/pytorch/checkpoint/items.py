@@ -1,7 +1,7 @@
-"""The items of a checkpoint: everything with state that a run is resumed from, by name.
+"""The items of a checkpoint: all objects with state that a run needs to resume, by name.
 
-A further one, say the averaged weights `ema`, is saved to `ema.pt`, restored from it, and part of a rollback, once it
-is among the items.
+An additional item, such as averaged weights named `ema`, is saved to `ema.pt`, restored from there, and included in
+rollbacks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
+from paceline.checkpoint.layout import CALLBACKS, DATA, LOSS, MODEL, OPTIMIZER, PRECISION, PROGRESS, RNG, SCHEDULER
 from paceline.core.callback_states import callback_states, restore_callback_states
 from paceline.core.contracts import Stateful
 from paceline.core.events import CallbackHandler
@@ -26,22 +27,12 @@ from paceline.pytorch.optim.modes import evaluation_weights
 
 Items = Mapping[str, Stateful]
 
-MODEL = "model"
-OPTIMIZER = "optimizer"
-SCHEDULER = "scheduler"
-PRECISION = "precision"
-CALLBACKS = "callbacks"
-LOSS = "loss"
-RNG = "rng"
-DATA = "data"
-PROGRESS = "progress"
-
 FILE_NAMES = {
     OPTIMIZER: files.OPTIMIZER_NAME,
     SCHEDULER: files.SCHEDULER_NAME,
     PRECISION: files.SCALER_NAME,
 }
-# the model has a form of its own, random states a file per process, and the rest is in `progress.json`
+# the model has its own files, random states have a file per process, and the rest is in `progress.json`
 _APART = {MODEL, RNG, CALLBACKS, LOSS, DATA, PROGRESS}
 
 
@@ -51,7 +42,7 @@ def file_of(name: str) -> str:
 
 
 def further(items: Items) -> dict[str, Stateful]:
-    """Returns the items that are neither a Trainer's own nor written by one of its methods."""
+    """Returns the additional items: those that no method of the Trainer writes."""
     return {name: item for name, item in items.items() if name not in _APART and name not in FILE_NAMES}
 
 
@@ -87,11 +78,11 @@ class Contents:
     """The items and how their tensors are placed.
 
     Attributes:
-        items: by name.
+        items: the items by name.
         strategy: places the tensors of model and optimizer.
         world: the processes.
-        is_training: a run is in progress, whose optimizer may hold other weights for evaluation.
-        save_only_model: checkpoints are without the optimizer's state.
+        is_training: a run is in progress, whose optimizer may use different weights for evaluation.
+        save_only_model: checkpoints do not contain the optimizer's state.
     """
 
     items: Items
@@ -116,7 +107,7 @@ class Contents:
         return None if self.save_only_model else self.optimizer
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
-        """While entered, the model has the weights that it is evaluated and saved with."""
+        """Returns a context in which the model has the weights with which it is evaluated and saved."""
         return evaluation_weights(self.optimizer, self.is_training)
 
 
@@ -139,13 +130,13 @@ class Fill(Protocol):
 
 
 class WhyAtOnce(Protocol):
-    """Returns the reason for writing a checkpoint of so many bytes synchronously; None to write it asynchronously."""
+    """Returns the reason for writing a checkpoint of `num_bytes` synchronously; None to write it asynchronously."""
 
     def __call__(self, num_bytes: int, /) -> str | None: ...
 
 
 class Format(Protocol):
-    """The form in which model and optimizer are stored: whole, or in the shards of each process.
+    """The format in which model and optimizer are stored: whole, or as the shards of each process.
 
     Attributes:
         all_write: every process writes files.
@@ -154,12 +145,12 @@ class Format(Protocol):
     all_write: bool
 
     def gather(self) -> dict[str, Any] | None:
-        """Returns the whole model and optimizer state if processes hold shards of them, and one writes for all."""
+        """Returns the whole model and optimizer state if they are sharded and one process writes for all; else None."""
         ...
 
     def take(self, folder: Path, is_best: bool, fill: Fill, why_at_once: WhyAtOnce) -> Job:
-        """Collects the contents of a checkpoint: copied to be written later, or written now.
+        """Collects the contents of a checkpoint: copies them to be written later, or writes them now.
 
-        Raises: OSError, when there is no room, or the disk refuses.
+        Raises: OSError, if there is no disk space, or the disk refuses.
         """
         ...

@@ -1,7 +1,7 @@
-"""The index of a sharded checkpoint, `.metadata`: a pickle, read without running anything in it.
+"""The index of a sharded checkpoint, `.metadata`, is a pickle, which this module reads without running code in it.
 
-torch.distributed.checkpoint pickles the file of each tensor. The pickle becomes inert records first, whatever it names;
-this module makes torch's own objects from those, of validated values.
+torch.distributed.checkpoint pickles the location of each tensor. The pickle is first read into inert records; this
+module validates their values and builds torch's own objects from them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from paceline.checkpoint.pickles import Buildable, DataUnpickler, Name, Refused
 from paceline.pytorch.checkpoint.tensors import CheckpointError, open_file
 
 _RECORDS = "torch.distributed.checkpoint.metadata"
-_SHARDS = "torch.distributed._shard.sharded_tensor.metadata"  # modules of some of them in versions before 2.3
-# the records of an index, by this module's names; properties are read for their type alone
+_SHARDS = "torch.distributed._shard.sharded_tensor.metadata"  # module of some records in torch before 2.3
+# pickled name -> name of the record here; of tensor properties only the dtype is read
 _KINDS = {
     f"{_RECORDS}.Metadata": "Metadata",
     f"{_RECORDS}.MetadataIndex": "MetadataIndex",
@@ -55,7 +55,7 @@ _KINDS = {
 
 
 class _Record(Buildable):
-    """A call that the pickle requested: the function, its arguments, and the state that it set."""
+    """A call that the pickle requests: the function's name here, its arguments, and the state that is set."""
 
     def __init__(self, kind: str, *arguments: Any) -> None:
         self.kind = kind
@@ -63,7 +63,7 @@ class _Record(Buildable):
         self.state: dict[str, Any] | None = None
 
     def built(self, state: object) -> _Record:
-        """Returns the record itself. Raises Refused for a state that is not set once, by names."""
+        """Returns the record itself. Raises Refused if the state is set twice, or is not keyed by names."""
         if self.kind == "TensorProperties" and isinstance(state, tuple) and state:
             state = {"dtype": state[0]}  # the other fields describe the placement when it was saved
         if self.state is not None or not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
@@ -88,8 +88,8 @@ def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
     """Returns the index of a folder that torch.distributed.checkpoint wrote.
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it is damaged, or holds more than an index; the message names the file.
+        FileNotFoundError: there is no index.
+        CheckpointError: the index is damaged, or holds other objects; the message names the file.
     """
     path = Path(folder, METADATA_NAME)
     with open_file(path) as file:
@@ -198,7 +198,7 @@ def _index(value: object) -> MetadataIndex:
 
 
 def _place(index: object, place: object) -> _StorageInfo:
-    """Returns a range of a file of the folder itself."""
+    """Returns the location of a tensor: a range of a file in the folder itself."""
     name = index.state.get("fqn") if isinstance(index, _Record) and index.state else index
     what = f"the place of {name!r:.200} is none in this folder"
     fields = _fields(place, "StorageInfo", what)
@@ -206,14 +206,14 @@ def _place(index: object, place: object) -> _StorageInfo:
     if not isinstance(file, str) or file in ("", ".", "..") or set("/\\:\0") & set(file):
         raise _Damaged(what)
     if fields.get("transform_descriptors"):
-        raise _Damaged(what)  # compressed by an extension, which paceline does not support
+        raise _Damaged(what)  # written through an extension (e.g. compression), which paceline does not support
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
         raise _Damaged(what)
     return _StorageInfo(file, offset, length)
 
 
 def _storage_meta(value: object) -> StorageMeta | None:
-    """Returns the id of the save; its stored folder path is ignored."""
+    """Returns the ids of the save; the stored folder path is ignored."""
     fields: Mapping[str, Any] = _fields(value, "StorageMeta", "it says of its storage what none has")
     save, load = (text if isinstance(text := fields.get(name), str) else None for name in ("save_id", "load_id"))
     return StorageMeta(save_id=save, load_id=load)

@@ -1,4 +1,4 @@
-"""The files of the model alone: written by `save_model`, in a checkpoint or outside of one, and read back."""
+"""The files of the model alone, which `save_model` writes inside or outside of a checkpoint, and their loading."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ else:
 
 @dataclass(eq=False, kw_only=True)
 class ModelFiles:
-    """Writes a model, its processing class, and the arguments for people to read.
+    """Writes a model, its processing class, and the arguments in readable form.
 
     Args:
         model: the model, with or without the strategy's wrapper.
-        strategy: places its tensors.
+        strategy: places the model's tensors.
         world: the processes.
-        saves: the state of the run's saves; one of its own outside of a run.
+        saves: the state of the run's saves; a separate one outside of a run.
         should_save: this process writes files.
-        processing_class: the tokenizer or processor saved beside the model, or None.
+        processing_class: the tokenizer or processor saved with the model, or None.
         describe_arguments: returns the arguments as plain values.
-        as_given: while entered, the model has the configuration that it was given with.
+        as_given: returns a context in which the model has its original configuration.
     """
 
     model: nn.Module
@@ -62,24 +62,23 @@ class ModelFiles:
         self.model = self.strategy.unwrap(self.model)
 
     def whole_weights(self) -> dict[str, Tensor] | None:
-        """Returns the model's weights gathered from shards: for the checkpoint being written, or now; None if not
-        sharded.
+        """Returns the model's weights gathered from shards, taken from the checkpoint in progress or gathered now.
 
-        Gathering takes all processes.
+        Returns None if the model is not sharded, or in a sharded checkpoint. Gathering is collective.
         """
         saves, strategy = self.saves, self.strategy
         if saves.job is not None and saves.job.in_shards:
-            return None  # every process writes its own
+            return None  # every process writes its own shards
         if saves.whole is not None:
             return dict(saves.whole["model"])
         needs_copy = strategy.is_sharded or strategy.is_spmd
         return strategy.full_weights(self.model) if needs_copy else None
 
     def write(self, folder: Path, state_dict: Mapping[str, Tensor] | None) -> None:
-        """Writes everything; the body of `_save`.
+        """Writes the model, the processing class and the arguments; the body of `_save`.
 
         Args:
-            folder: of the checkpoint being taken, or any other.
+            folder: the hidden folder of the checkpoint in progress, or any other folder.
             state_dict: replaces the model's own state.
         """
         job = self.saves.job
@@ -97,9 +96,9 @@ class ModelFiles:
         self.write_beside(folder)
 
     def _write_own_state(self, folder: Path, job: Job) -> None:
-        """Writes the model's own state into the checkpoint being taken, or copies it to be written later."""
+        """Writes the model's own state into the checkpoint in progress, or copies it to be written later."""
         if not callable(getattr(self.model, "save_pretrained", None)):
-            # held in memory it is whole: the file it would link to may be deleted before it is written
+            # a job in memory holds frozen weights too: the file to link may be deleted before the job is written
             frozen = FrozenPart() if job.is_in_memory else self.saves.frozen
             job.known.update(files.store_weights(self.model, folder, frozen, job.copy))
         elif job.copy is None:
@@ -108,7 +107,7 @@ class ModelFiles:
             job.copy.add_model(self.model, folder)
 
     def write_beside(self, folder: Path) -> None:
-        """Writes the processing class, and the arguments for people to read."""
+        """Writes the processing class, and the arguments in readable form."""
         if hasattr(self.processing_class, "save_pretrained"):
             job = self.saves.job
             if job is not None and job.is_in_memory and job.temporary == folder:
@@ -118,11 +117,11 @@ class ModelFiles:
         self.saves.put(files.showable_arguments(self.describe_arguments()), folder, files.TRAINING_ARGS_NAME)
 
     def stream(self, folder: Path) -> bool:
-        """Writes a sharded model, one tensor in memory at a time; all processes take part.
+        """Writes a sharded model, gathering one tensor at a time. Collective.
 
-        Returns: False, with nothing done, if the model must be gathered: its library writes other names than the model
-            has, or it has adapters.
-        Raises: on all processes, the error of the writing one.
+        Returns: False, with nothing done, if the model is not sharded or must be gathered whole: its library stores
+            other names than the model has, or it has adapters.
+        Raises: the error of the writing process, on all processes.
         """
         if not self._can_stream():
             return False
@@ -146,7 +145,7 @@ class ModelFiles:
                 self.write_beside(folder)
             except Exception as refusal:
                 error = portable(refusal)
-        for name in list(left):  # processes that do not write only take part; one whose disk refused does so to the end
+        for name in list(left):  # collectives of processes that do not write, or whose writing failed
             read(name)
         error = next((each for each in gather_objects(self.world, error) if each is not None), None)
         if error is not None:
@@ -154,7 +153,7 @@ class ModelFiles:
         return True
 
     def _can_stream(self) -> bool:
-        """True if the model is sharded, and writing it is writing its tensors under their names."""
+        """True if the model is sharded, and its files hold its tensors under the names that they have in the model."""
         if not self.strategy.is_sharded or has_adapters(self.model):
             return False
         if not any(is_dtensor(parameter) for parameter in self.model.parameters()):
@@ -163,7 +162,7 @@ class ModelFiles:
 
 
 def save_description(model: nn.Module, folder: Path) -> None:
-    """Writes the configuration files that let `from_pretrained` find the model's class, as its library writes them."""
+    """Writes the configuration files as the model's library does, so that `from_pretrained` finds the model's class."""
     config: Any = getattr(model, "config", None)
     generation: Any = getattr(model, "generation_config", None)
     if callable(getattr(config, "save_pretrained", None)):
@@ -186,7 +185,7 @@ def writes_names_as_they_are(model: Any) -> bool:
 
 
 def load_weights(strategy: SingleDevice, model: nn.Module, folder: str) -> list[str]:
-    """Loads weights in any form, the body of `_load_from_checkpoint`; returns a sentence for each finding."""
+    """Loads weights in any format; returns one sentence per problem. The body of `_load_from_checkpoint`."""
     if strategy.awaits_weights(model):
         return []
     if is_sharded(Path(folder, MODEL_FOLDER)) and load_model_in_place(files.without_compile(model), Path(folder)):

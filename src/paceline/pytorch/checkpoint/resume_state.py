@@ -1,4 +1,4 @@
-"""The state of a run beside weights and optimizer in a checkpoint: position, callbacks, arguments."""
+"""The state of a run in a checkpoint besides weights and optimizer: data position, callbacks, arguments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from typing import Any
 from paceline.args.plan import Plan
 from paceline.args.registry import SAMPLERS
 from paceline.checkpoint import resuming
+from paceline.checkpoint.layout import CALLBACKS, DATA, LOSS, PROGRESS
 from paceline.core.contracts import Stateful
 from paceline.core.counts import is_count, is_json, shown
 from paceline.core.journal import skipped_windows
 from paceline.core.lineage import KEY, PROGRESS_FILE, RunMark
 from paceline.core.loop import Loop
 from paceline.core.summary import UpdateSummary
-from paceline.pytorch.checkpoint.items import CALLBACKS, DATA, LOSS, PROGRESS, Items
+from paceline.pytorch.checkpoint.items import Items
 from paceline.pytorch.checkpoint.tensors import CheckpointError, load_json, load_tensors, plain_values
 from paceline.pytorch.checkpoint.validate_state import wrap_load_error
 from paceline.pytorch.data.data_shard import DataShard
@@ -36,7 +37,7 @@ from paceline.pytorch.distributed.launchers import num_restarts, run_identity
 logger = logging.getLogger(__name__)
 
 STATE_FILE = resuming.STATE_FILE
-CALLBACKS_FILE = "callbacks.pt"  # the states of callbacks that JSON would change: with tensors, tuples, other keys
+CALLBACKS_FILE = "callbacks.pt"  # callback states that JSON would alter: tensors, tuples, keys that are not strings
 
 
 class LoopProgress:
@@ -46,7 +47,7 @@ class LoopProgress:
         self.loop = loop
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the skipped windows, the steps that no log has yet, and the length of the run."""
+        """Returns the skipped windows, the summary of steps not logged yet, the run's length and its `update_size`."""
         loop = self.loop
         return {
             "skipped": sorted(loop.skipped),
@@ -56,7 +57,7 @@ class LoopProgress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Restores the steps that the next log averages, and the skipped accumulation windows."""
+        """Restores the summary of steps not logged yet, and the skipped accumulation windows."""
         unlogged = UpdateSummary.restored(state.get("unlogged") or {})
         self.loop.resume(unlogged, skipped_windows(state))
 
@@ -73,13 +74,13 @@ def describe_progress(
     world_size: int,
     data_size: int,
 ) -> tuple[str, dict[str, Any]]:
-    """Returns the text of `progress.json`, and the states that JSON would change, for `callbacks.pt`.
+    """Returns the text of `progress.json`, and the callback states that JSON would alter, for `callbacks.pt`.
 
     Args:
-        items: of which those of data, callbacks, loss and loop are stored here.
-        mark: of the run, as of this checkpoint; None outside of a run.
-        positions: of the processes in the data, if they differ.
-        arguments: the present ones, as plain values.
+        items: the items for data, callbacks, loss and loop are stored here.
+        mark: the run's mark for this checkpoint; None outside of a run.
+        positions: the processes' positions in the data, if they differ.
+        arguments: the current arguments, as plain values.
         world_size: the number of processes.
         data_size: the number of processes that read different data.
 
@@ -114,7 +115,7 @@ def describe_progress(
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any] | None:
-    """Returns the contents of `progress.json`; None in a checkpoint that another library wrote.
+    """Returns the contents of `progress.json`; None if another library wrote the checkpoint.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -129,7 +130,7 @@ def read_progress(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def restarted_from(checkpoint: Path) -> bool:
-    """True if the launcher restarted these processes after one died, and this run of it wrote the checkpoint."""
+    """True if the launcher restarted these processes after one died, and the same launch wrote the checkpoint."""
     launch = run_identity(os.environ)
     progress = read_progress(checkpoint) if launch is not None and num_restarts(os.environ) > 0 else None
     return progress is not None and progress.get("launch") == launch
@@ -138,16 +139,16 @@ def restarted_from(checkpoint: Path) -> bool:
 def resumed_batch_size(
     checkpoint: Path, *, data_size: int, global_batch_size: int, arguments: Mapping[str, Any], reads_stream: bool
 ) -> int | None:
-    """Returns the `update_size` of the original run, if it is resumed on another number of processes.
+    """Returns the global batch size of the original run, if it is resumed on another number of processes.
 
-    None if the number is the same; if the batch arguments were changed, which then win; or if the samples cannot be
-    sharded evenly.
+    Returns None if the number is the same or the current arguments give the same size; if the batch arguments were
+    changed, which then take precedence; or if the samples cannot be sharded evenly.
 
     Args:
-        checkpoint: of the original run.
+        checkpoint: a checkpoint of the original run.
         data_size: the number of processes that read different data now.
-        global_batch_size: the `update_size` that the present arguments ask for.
-        arguments: the present ones, as plain values.
+        global_batch_size: the size that the current arguments request.
+        arguments: the current arguments, as plain values.
         reads_stream: the training data is a stream.
     """
     progress = read_progress(checkpoint) or {}
@@ -182,12 +183,14 @@ def resumed_batch_size(
 def obstacle(
     arguments: Mapping[str, Any], shares: DataShard, kept: int, unit: str, *, reads_stream: bool
 ) -> str | None:
-    """Returns why the processes cannot share an optimizer step of another number of them; None if they can.
+    """Returns the reason why the processes cannot keep the global batch size of another number of processes.
+
+    Returns None if they can.
 
     Args:
-        arguments: the present ones, as plain values.
-        shares: of the present processes.
-        kept: samples, or micro-batches, of an optimizer step.
+        arguments: the current arguments, as plain values.
+        shares: the data shards of the current processes.
+        kept: the global batch size to keep, in `unit`.
         unit: "samples" or "micro-batches".
         reads_stream: the training data is a stream.
     """
@@ -196,20 +199,20 @@ def obstacle(
     if min(shares.slots) < shares.size:
         return f"{kept} {unit} are too few for {shares.size} processes"
     if unit == "micro-batches" and kept % shares.size:
-        return f"{kept} micro-batches cannot be dealt evenly to {shares.size} processes"
+        return f"{kept} micro-batches cannot be dispatched evenly to {shares.size} processes"
     if SAMPLERS[arguments["train_sampling_strategy"]].makes_batches:
         return f"train_sampling_strategy={arguments['train_sampling_strategy']!r} makes its own micro-batches"
     return None
 
 
 def recorded(arguments: Mapping[str, Any], name: str) -> Any:
-    """Returns an option as a checkpoint records it; None if it was None, or not known yet."""
+    """Returns an option that a checkpoint records; None if it was None, or did not exist then."""
     value = arguments.get(name)
     return None if value == str(None) else value
 
 
 def changed_batch(saved: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
-    """Returns the present values of the options for the size of an optimizer step that were other ones before."""
+    """Returns the options for the global batch size that have changed, with their current values, as text."""
     names = ("per_device_train_batch_size", "per_device_train_tokens", "gradient_accumulation_steps")
     changed = [f"{name}={arguments[name]}" for name in names if recorded(saved, name) != recorded(arguments, name)]
     split, splits = ("'split_batches': True" in str(each.get("accelerator_config")) for each in (saved, arguments))
@@ -217,10 +220,11 @@ def changed_batch(saved: Mapping[str, Any], arguments: Mapping[str, Any]) -> lis
 
 
 def position_of_transformers(checkpoint: Path, loader: object, plan: Plan) -> dict[str, Any]:
-    """Returns the position of a transformers checkpoint in the data, which it does not record in samples.
+    """Returns the position of a transformers checkpoint in the data, which is not recorded in samples.
 
-    It records the epoch, as a fraction of its micro-batches, and their size, so that another batch size or accumulation
-    than at the time finds the same position. An epoch of a stream of unknown length counts as the whole run.
+    The checkpoint records the epoch as a fraction, and the batch size. The position is computed from these, so that it
+    is right even if the batch size or accumulation has changed. For a stream of unknown length the whole run counts as
+    one epoch.
     """
     path = checkpoint / STATE_FILE
     saved = load_json(path) if path.is_file() else {}
@@ -241,20 +245,20 @@ def position_of_transformers(checkpoint: Path, loader: object, plan: Plan) -> di
 
 @dataclass(eq=False)
 class PositionRestorer:
-    """Restores a feed's position from a checkpoint, and plans the remaining optimizer steps.
+    """Restores the data position from a checkpoint, and plans the remaining optimizer steps.
 
-    The position counts samples. With another batch size, accumulation, number of epochs or of samples than before, the
-    remaining samples make another number of optimizer steps; a run measured in epochs is then longer or shorter by the
-    difference. With the same ones its length is unchanged, even after steps skipped by a rollback or a callback.
+    The position counts samples. If the batch size, accumulation, number of epochs or number of samples has changed, the
+    remaining samples give another number of optimizer steps, and a run measured in epochs becomes longer or shorter. If
+    nothing has changed, the length stays the same, even after steps that a rollback or a callback skipped.
 
     Args:
         checkpoint: holds the position.
-        feed: is put there.
-        plan: of a run from the start.
-        global_step: of the checkpoint.
+        feed: its position is set.
+        plan: the plan of a run from the start.
+        global_step: the checkpoint's step.
         coordinates: the index of this process among those that read different data, and their number.
-        arguments: the present ones, as plain values.
-        warmup_steps: the number of warm-up steps of a run of so many optimizer steps.
+        arguments: the current arguments, as plain values.
+        warmup_steps: `(optimizer steps of the run) -> warmup steps`.
     """
 
     checkpoint: Path
@@ -267,7 +271,7 @@ class PositionRestorer:
     warmup_steps: Callable[[int], int]
 
     def restore(self) -> tuple[Plan, int]:
-        """Puts the feed to the position, and returns the plan and the last optimizer step of the resumed run."""
+        """Sets the feed's position; returns the plan and the number of the last optimizer step of the resumed run."""
         checkpoint, feed, plan = self.checkpoint, self.feed, self.plan
         progress = read_progress(checkpoint) or {}
         with wrap_load_error(checkpoint / PROGRESS_FILE):
@@ -297,10 +301,10 @@ class PositionRestorer:
         return dataclasses.replace(plan, max_steps=planned, warmup_steps=self.warmup_steps(planned)), max_steps
 
     def _own_position(self, progress: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Returns this process's position in the data, of those in a checkpoint.
+        """Returns this process's position in the data, from the positions in a checkpoint.
 
         Raises:
-            ValueError: each process had its own shard, and the present number of processes cannot take these over.
+            ValueError: each process had its own shard, and the current number of processes cannot take these over.
         """
         (rank, size), positions, loader = self.coordinates, progress.get("feeds"), self.feed.loader
         common: dict[str, Any] | None = progress.get("feed")
@@ -308,7 +312,7 @@ class PositionRestorer:
         if isinstance(loader, DispatchedLoader):  # one process reads for all
             rank, size, loader = 0, 1, loader.loader
         if positions is None and size > 1 and was_alone and isinstance(loader, StreamLoader):
-            positions = [common]  # each process reads a shard of a dataset that one process read whole
+            positions = [common]  # each process now reads a shard of a dataset that one process read whole
         if positions is None:
             return common
         first: dict[str, Any] = positions[0]
@@ -326,11 +330,11 @@ class PositionRestorer:
         raise ValueError(
             f"The checkpoint was written in the middle of a stream ({PROGRESS_FILE}) that {before} "
             f"process{'es' if before > 1 else ''} read, and there are {size} now: {reason}. Resume on {before}, or set "
-            "ignore_data_skip=True to begin the epoch anew."
+            "ignore_data_skip=True to restart the epoch."
         )
 
     def _planned_length(self, progress: Mapping[str, Any]) -> tuple[int, int] | None:
-        """Returns the saved optimizer steps of (the schedule, the run); None if they are outdated."""
+        """Returns the saved numbers of optimizer steps (of the schedule, of the run); None if they are outdated."""
         length, position, before = (progress.get(name) or {} for name in ("length", "feed", "arguments"))
         names = ("num_train_epochs", "max_steps", "gradient_accumulation_steps")
         is_as_before = all(name in before and resuming.is_same(before[name], self.arguments[name]) for name in names)
@@ -351,7 +355,7 @@ class PositionRestorer:
 
 
 def position_for_others(positions: list[dict[str, Any]], size: int, loader: StreamLoader) -> dict[str, Any]:
-    """Returns the position in a stream that each of `size` processes resumes from, from those of the old processes."""
+    """Returns the stream position from which `size` processes resume, given the positions of the old processes."""
     common, at_once = positions[0], loader.global_micro_batch_size
     before = [from_portable(position["stream"]) for position in positions]
     consumed, dealt = common["consumed"], max(int(common["batch_size"] or 1) // len(positions), 1)
@@ -372,7 +376,7 @@ def saved_callbacks(
 
     Args:
         checkpoint: holds them.
-        progress: the contents of its `progress.json`; None in a checkpoint that another library wrote.
+        progress: the contents of its `progress.json`; None if another library wrote the checkpoint.
         exported: the states in its `trainer_state.json`.
     """
     if progress is None:
@@ -388,9 +392,9 @@ def saved_callbacks(
 
 
 def restore_loop(loop: Loop, normalizer: Stateful, progress: Mapping[str, Any], label_smoothing: float) -> None:
-    """Restores the steps that the next log averages, the skipped accumulation windows, and the loss normalization."""
+    """Restores the summary of steps not logged yet, the skipped windows, and the loss normalization."""
     LoopProgress(loop).load_state_dict(progress)
     rule, arguments = progress.get("loss_rule"), progress.get("arguments") or {}
-    # with other smoothing it is another loss, to be inferred again
+    # other label smoothing changes the loss, so its normalization must be inferred again
     if rule is not None and arguments.get("label_smoothing_factor") == label_smoothing:
         normalizer.load_state_dict(rule)

@@ -1,4 +1,4 @@
-"""The saves of a run: one checkpoint on its way to the disk, and what is kept from one save to the next."""
+"""The saves of a run: one checkpoint that is being written, and the state kept between saves."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Job:
-    """One checkpoint on its way to the disk; `run` may fail and be retried.
+    """One checkpoint that is being written; `run` may fail and be retried.
 
     Attributes:
-        folder: its final path.
+        folder: the final path.
         temporary: the hidden folder for writing.
         place: checked for free space first.
-        num_bytes: its size, less the small files that every checkpoint has.
-        copy: the data still to write; None: everything has been written.
+        num_bytes: size of the checkpoint, without the small files that every checkpoint has.
+        copy: the data still to write; None if everything has been written.
         known: files whose hash is known.
-        is_best: True if it holds the best model so far.
-        is_in_memory: the hidden folder could not be made, so that everything is in the copy.
+        is_best: True if the checkpoint holds the best model so far.
+        is_in_memory: the hidden folder could not be created, so everything is in the copy.
     """
 
-    in_shards: ClassVar[bool] = False  # each process writes its own
+    in_shards: ClassVar[bool] = False  # True if each process writes its own shards
 
     folder: Path
     temporary: Path
@@ -50,11 +50,11 @@ class Job:
 
     @property
     def can_be_written(self) -> bool:
-        """True if `run` can be retried: all data to write is in the copy, or in the hidden folder."""
+        """True if `run` can be retried: all data is in the copy or the hidden folder."""
         return self.copy is not None and (self.is_in_memory or self.temporary.is_dir())
 
     def run(self) -> None:
-        """Writes and publishes. Raises OSError if the disk refuses."""
+        """Writes and publishes the checkpoint. Raises OSError if the disk refuses."""
         if self.copy is not None:
             self.place.check(self.num_bytes)
             if self.is_in_memory:
@@ -63,14 +63,14 @@ class Job:
         folders.publish(self.temporary, self.folder, self.known)
 
     def later(self, write: Callable[[], Any]) -> None:
-        """Writes something with the rest, or at once without deferred writing."""
+        """Calls `write` with the deferred writes, or immediately if nothing is deferred."""
         if self.copy is None:
             write()
         else:
             self.copy.add(write)
 
     def drop(self) -> None:
-        """Discards it."""
+        """Deletes the hidden folder."""
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def hold(self, processing_class: Any) -> None:
@@ -97,15 +97,15 @@ class Saves:
         writer: the thread that writes, and its finished tasks.
         buffers: the host memory of the copies.
         frozen: location of the stored frozen weights.
-        job: the checkpoint being taken now.
+        job: the checkpoint whose contents are being collected.
         postponed: a best model that could not be written yet.
-        failed: names of the checkpoints that could not be written since the last that could.
+        failed: names of the checkpoints that could not be written since the last successful one.
         is_published: True if the last checkpoint was published when the save returned.
-        random: the random states of all processes at the moment of the save, by rank; None between saves.
-        positions: their positions in the data, if they differ.
-        whole: model and optimizer state gathered from the shards of all processes; None without shards.
+        random: the random states of all processes at the time of the save, by rank; None between saves.
+        positions: the processes' positions in the data, if they differ.
+        whole: model and optimizer state gathered from all processes; None if not sharded, and between saves.
         sharded: state of sharded checkpoints between saves, with a `close()`; None before the first.
-        obstacle: why copies of this run cannot be written later; None if they can.
+        obstacle: the reason why this run cannot write asynchronously; None if it can.
     """
 
     writer: Writer = field(default_factory=Writer)
@@ -124,13 +124,13 @@ class Saves:
     _said: set[str] = field(default_factory=set)
 
     def place_of(self, output_dir: Path) -> Place:
-        """Returns the place of the run's checkpoints, as it was at its first save."""
+        """Returns the place of the run's checkpoints; the same object for all saves into one folder."""
         if self._place is None or self._place.folder != output_dir:
             self._place = Place(output_dir)
         return self._place
 
     def say_once(self, sentence: str) -> None:
-        """Logs a sentence that is true of every save, at the first."""
+        """Logs a sentence once per run, since it would repeat at every save."""
         if sentence not in self._said:
             self._said.add(sentence)
             logger.info(sentence)
@@ -138,13 +138,13 @@ class Saves:
     # ---- one save
 
     def begin(self) -> None:
-        """Waits for the save before: one at a time, and its memory is needed."""
+        """Waits for the previous save: only one runs at a time, and its memory is reused."""
         self.writer.join()
         self.is_published = False
 
     @contextmanager
     def gathered(self, random: list[Any], positions: list[Any] | None, whole: dict[str, Any] | None) -> Iterator[None]:
-        """Holds what was gathered from all processes while one checkpoint is taken."""
+        """Returns a context that holds the state gathered from all processes while a checkpoint is collected."""
         self.random = random
         self.positions = positions
         self.whole = whole
@@ -154,14 +154,14 @@ class Saves:
             self.random = self.positions = self.whole = None
 
     def of_shards(self, make: Callable[[], Any]) -> Any:
-        """Returns the state of sharded checkpoints, made at the first."""
+        """Returns the state of sharded checkpoints; `make` creates it at the first save."""
         if self.sharded is None:
             self.sharded = make()
         return self.sharded
 
     @contextmanager
     def taking(self, job: Job) -> Iterator[None]:
-        """Names the job to the methods that write the parts of a checkpoint."""
+        """Sets `job` for the methods that write the parts of a checkpoint."""
         self.job = job
         try:
             yield
@@ -169,7 +169,7 @@ class Saves:
             self.job = None
 
     def put(self, state: object, folder: str | Path, name: str) -> None:
-        """Writes a file of tensors and plain values, or copies them to be written later."""
+        """Writes tensors and plain values to a file, or copies them to be written later."""
         job = self.job
         if job is not None and job.copy is not None and Path(folder) == job.temporary:
             job.copy.add_tensors(state, Path(folder, name))
@@ -177,16 +177,16 @@ class Saves:
             save_tensors(state, Path(folder, name))
 
     def published(self) -> None:
-        """Notes that a save returned with its checkpoint published."""
+        """Records that a save returned with its checkpoint published."""
         self.failed.clear()
         self.is_published = True
 
     def expect(self) -> None:
-        """Takes the save that is about to be called for one that publishes; nothing else is known of an override."""
+        """Assumes that the next save publishes its checkpoint, since an overridden method does not report it."""
         self.is_published = True
 
     def published_elsewhere(self) -> None:
-        """Notes that another process writes, so that nothing here waits for the files."""
+        """Records that another process writes, so that this process does not wait for the files."""
         self.is_published = True
 
     def write_in_front(self, reason: str) -> None:
@@ -197,14 +197,14 @@ class Saves:
     # ---- a best model that the disk refused
 
     def postpone(self, job: Job) -> None:
-        """Keeps a job to be written later, with its memory, in place of the one kept before."""
+        """Keeps a job and its memory to be written later; replaces an earlier postponed job."""
         if self.postponed is not None:
-            self.postponed.drop()  # it is no longer the best
+            self.postponed.drop()  # no longer the best
         self.postponed = job
         self.buffers = HostBuffers()
 
     def retry_postponed(self) -> None:
-        """Writes the postponed job, on either thread, if there is one and the disk accepts it."""
+        """Tries to write the postponed job, if there is one; on either thread."""
         job = self.postponed
         if job is None:
             return
@@ -235,12 +235,12 @@ class Saves:
         return written
 
     def close(self, folder: Path | None) -> None:
-        """Waits for pending writes, and frees the memory of the copies. Raises nothing: another error may be
+        """Waits for pending writes, and frees the memory of the copies. Raises nothing, since another error may be
         propagating.
 
         Args:
-            folder: of the run; a save that an error cut off at any line (torch raises in a signal handler, when a
-                worker dies) is cleared from it. None: this process writes nothing there.
+            folder: of the run; remains of an interrupted save are removed from it (torch raises in a signal handler
+                when a worker dies, so an error can occur at any line). None if this process writes nothing there.
         """
         try:
             self.writer.join()
@@ -257,6 +257,6 @@ class Saves:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a file, and the folders to it."""
+    """Writes a file, and creates its parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)

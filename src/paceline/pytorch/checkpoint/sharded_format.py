@@ -1,8 +1,9 @@
 """Sharded checkpoints: every process takes part, and the first one publishes.
 
 On the main thread the processes agree on a save plan and copy their shards to the host. The rest happens
-asynchronously, over a separate process group: each writes and hashes its files in one hidden folder, the first adds the
-index, the small files and the manifest, and renames the folder when all are done. The outcome is sent to all.
+asynchronously, over a separate process group: each process writes and hashes its files in a shared hidden folder. When
+all are done, the first process adds the index, the small files and the manifest, and renames the folder. The outcome is
+sent to all.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ else:
 
 
 def check_sharded(strategy: SingleDevice, model: nn.Module, save_on_each_node: bool) -> None:
-    """Raises, before the first optimizer step, for models and options that sharded saving does not support.
+    """Refuses models and options that sharded saving does not support, before the first optimizer step.
 
     Raises:
-        UnsupportedOption: adapters, a device that hides its shards, or a folder for each machine.
+        UnsupportedOption: adapters, a device that does not expose its shards, or a folder for each machine.
     """
     if strategy.is_spmd:
         raise UnsupportedOption(
@@ -67,8 +68,8 @@ class Meeting:
     """Synchronizes the writing threads over a separate group, so that the training's collectives are not disturbed.
 
     Args:
-        world: the processes; one needs no group.
-        timeout: time limit of a wait for each other.
+        world: the processes; a single process needs no group.
+        timeout: time limit for the threads' collectives.
     """
 
     def __init__(self, world: World, timeout: timedelta) -> None:
@@ -76,7 +77,7 @@ class Meeting:
         self._group: Any = distributed.new_group(backend="gloo", timeout=timeout) if world.is_distributed else None
 
     def gather(self, value: object) -> list[Any]:
-        """Gathers the object of each process, by rank, on the first; returns an empty list on the others."""
+        """Gathers the object of each process on the first, by rank; returns an empty list on the others."""
         if self._group is None:
             return [value]
         gathered: list[Any] | None = [None] * self.world.world_size if self.world.is_first else None
@@ -104,20 +105,20 @@ class ShardedSaves:
 
     Attributes:
         plans: the save plans; None before the first save.
-        meeting: made at the first save, by all processes together.
+        meeting: created at the first save, by all processes together.
     """
 
     plans: shards.Plans | None = None
     meeting: Meeting | None = None
 
     def plan(self, world: World, states: Mapping[str, Mapping[str, Any]]) -> dict[str, shards.Part]:
-        """Returns the shards of this process by folder; all processes take part. States: see `Plans.make`."""
+        """Returns the shards of this process by folder. Collective. For `states` see `Plans.make`."""
         if self.plans is None:
             self.plans = shards.Plans()
         return self.plans.make(world, states)
 
     def synchronize(self, world: World, timeout: timedelta) -> Meeting:
-        """Returns the group of the threads."""
+        """Returns the writing threads' group; the first call, which is collective, creates it."""
         if self.meeting is None:
             self.meeting = Meeting(world, timeout)
         return self.meeting
@@ -131,13 +132,13 @@ class ShardedSaves:
 
 @dataclass(kw_only=True)
 class ShardedJob(Job):
-    """This process's shard of one checkpoint on its way to the disk; the copy is of the small files.
+    """This process's shards of one checkpoint that is being written; `copy` holds the small files.
 
     Attributes:
         parts: the shards of this process, by folder.
-        meeting: synchronizes with the others.
-        written: (location of each tensor, hash and size of each file), both of this process, or the error; None
-            before.
+        meeting: synchronizes with the other processes.
+        written: (location of each tensor, hash and size of each file) of this process, or the error; None before
+            writing.
     """
 
     in_shards: ClassVar[bool] = True
@@ -146,7 +147,7 @@ class ShardedJob(Job):
     written: Any = None
 
     def run(self) -> None:
-        """Writes, synchronizes, publishes. Raises, on all processes, the error of any; OSError for disks."""
+        """Writes, synchronizes and publishes. Raises the error of any process on all; OSError if a disk refused."""
         if self.written is None:
             self.write_parts()
         gathered = self.meeting.gather(self.written)
@@ -161,7 +162,7 @@ class ShardedJob(Job):
             raise outcome
 
     def write_parts(self) -> None:
-        """Writes and hashes this process's files; raises nothing: `run` sends the error to the others."""
+        """Writes and hashes this process's files. Raises nothing: `run` sends an error to the other processes."""
         try:
             self.place.check(self.num_bytes)
             results = {name: part.write(self.temporary / name) for name, part in self.parts.items()}
@@ -171,7 +172,7 @@ class ShardedJob(Job):
             self.written = portable(error)
 
     def _publish(self, gathered: list[Any]) -> None:
-        """Publishes on the first process: the files of no single process, the manifest, the name."""
+        """Writes the index, the small files and the manifest on the first process, and renames the folder."""
         for rank, written in enumerate(gathered):
             if isinstance(written, OSError):
                 raise OSError(written.errno, f"process {rank}: {written.strerror or written}", written.filename)
@@ -187,7 +188,7 @@ class ShardedJob(Job):
         folders.publish(self.temporary, self.folder, self.known)
 
     def drop(self) -> None:
-        """Discards it."""
+        """Discards the hidden folder, on the first process."""
         if self.meeting.world.is_first:
             folders.discard_unfinished(self.temporary)
 
@@ -197,9 +198,9 @@ class Collected:
     """Model and optimizer as this process holds them.
 
     Attributes:
-        states: the state of each folder, by its name.
+        states: the state to write into each folder, by folder name.
         extra: model state other than plain tensors.
-        notes: facts that the tensors do not hold.
+        notes: metadata that the tensors do not hold.
     """
 
     states: dict[str, dict[str, Any]]
@@ -208,7 +209,7 @@ class Collected:
 
 
 class ShardedFormat:
-    """The form of a checkpoint in which each process writes its shards.
+    """The checkpoint format in which each process writes its shards.
 
     Args:
         contents: what is saved.
@@ -224,14 +225,14 @@ class ShardedFormat:
         self.timeout = timeout
 
     def gather(self) -> None:
-        """Returns None: each process writes what it holds."""
+        """Returns None: nothing is gathered, since each process writes its own shards."""
 
     def take(self, folder: Path, is_best: bool, fill: Fill, why_at_once: WhyAtOnce) -> ShardedJob:
-        """Collects the contents of the checkpoint: copied to be written later, or this process's shards written now.
+        """Collects the contents of the checkpoint: copies them to be written later, or writes its own shards now.
 
-        A best model that cannot be written is not kept in memory: all processes would have to keep it.
+        A best model that cannot be written is not kept in memory, since all processes would have to keep it.
 
-        Raises: on all processes, OSError: there is no room, or the disk refuses.
+        Raises: OSError, on all processes, if there is no disk space or the disk refuses.
         """
         saves, world = self.saves, self.contents.world
         kept: ShardedSaves = saves.of_shards(ShardedSaves)
@@ -261,7 +262,7 @@ class ShardedFormat:
         return job
 
     def _collect(self) -> Collected:
-        """Returns model and optimizer by name, as they are sharded here; all processes take part."""
+        """Returns model and optimizer state by name, as sharded on this process. Collective."""
         model, own = self.contents.model, self.contents.saved_optimizer
         found = model_state(model)
         states: dict[str, dict[str, Any]] = {MODEL_FOLDER: {"model": found.tensors}}
@@ -272,9 +273,9 @@ class ShardedFormat:
         return Collected(states, found.extra, make_notes(model, found.tied, optimizer))
 
     def _begin(self, folder: Path, parts: dict[str, shards.Part]) -> tuple[Path, int]:
-        """Makes the hidden folder, on the first process, for all; returns it, and the bytes of this process.
+        """Creates the hidden folder on the first process; returns it, and the bytes that this process writes.
 
-        Raises: on all processes, OSError: there is no free space, or they do not share the disk.
+        Raises: OSError, on all processes, if there is no disk space, or they do not share the disk.
         """
         world, num_bytes = self.contents.world, sum(part.num_bytes() for part in parts.values())
         place, total = self.saves.place_of(folder.parent), sum(gather_objects(world, num_bytes))
@@ -297,9 +298,9 @@ class ShardedFormat:
         return made, num_bytes
 
     def _write_small_files(self, job: ShardedJob, collected: Collected, fill: Fill) -> None:
-        """Writes the first process's files beside the shards.
+        """Writes the small files of the checkpoint on the first process.
 
-        Raises: on all processes, the error of the first; OSError: the disk refused.
+        Raises: the error of the first process on all processes; OSError if the disk refused.
         """
 
         def write() -> None:

@@ -1,8 +1,8 @@
 """Sharded checkpoint files: every process writes the shards that it holds, and reads the shards that it needs.
 
-The folders are those of torch.distributed.checkpoint, under the names that accelerate gives them, so that either side
-reads the other's: `pytorch_model_fsdp_0/` and `optimizer_0/`. Collective planning is done on the main thread; writing
-needs only host copies, so that it can be asynchronous.
+The folders have the format of torch.distributed.checkpoint and the names that accelerate uses, so that each library
+reads the other's: `pytorch_model_fsdp_0/` and `optimizer_0/`. Planning is collective and runs on the main thread.
+Writing needs only host copies, so that it can be asynchronous.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Flat = dict[str, Any]
 Paths = dict[str, tuple[str | int, ...]]
 
 
-# ---- file access, in one place only
+# ---- file access
 
 
 def make_writer(folder: Path) -> StorageWriter:
-    """Returns a writer of one process's shards into a folder; they are synced when they are hashed."""
+    """Returns a writer of one process's shards; files are synced to disk later, when they are hashed."""
     return FileSystemWriter(folder, sync_files=False)
 
 
@@ -49,10 +49,10 @@ def make_reader(folder: Path) -> StorageReader:
 
 
 class _Reader(FileSystemReader):
-    """Reads every shard as data; torch's own reader trusts the lengths in them."""
+    """Reads every shard as data, with lengths checked; torch's own reader trusts the lengths in the files."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fills the targets of a plan. Raises CheckpointError, OSError."""
+        """Fills the targets of a plan. Raises CheckpointError or OSError."""
         per_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             per_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -83,7 +83,7 @@ class _Reader(FileSystemReader):
 
 
 class Planner(DefaultSavePlanner):
-    """Plans from the tensors' shards, and writes the host copies that `values` has by then."""
+    """Plans from the sharded tensors, and later writes the host copies in `values`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,9 +98,9 @@ class Part:
     """The shards that this process writes into one folder.
 
     Attributes:
-        planner: knows the values by their key.
+        planner: provides the values by their key.
         plan: the values that this process writes.
-        metadata: the index, on the first process.
+        metadata: the index; only on the first process.
     """
 
     planner: Planner
@@ -113,7 +113,7 @@ class Part:
         return sum(item.chunk.sizes.numel() * item.properties.dtype.itemsize for item in items)
 
     def copy(self, copy_tensor: Callable[[Tensor], Tensor]) -> None:
-        """Takes host copies of the values that this process writes, and drops the tensors themselves."""
+        """Copies the values that this process writes to the host, and drops the references to the tensors."""
         wanted = {item.index.fqn for item in self.plan.items}
         state: Flat = self.planner.state_dict
         self.planner.values = {
@@ -131,13 +131,13 @@ class Part:
         try:
             return make_writer(folder).write_data(self.plan, self.planner).value()  # type: ignore[no-any-return]
         except RuntimeError as error:
-            refused = error.__context__  # the file's error, hidden by torch's failing to end its archive
+            refused = error.__context__  # the file's error, which torch hides when it fails to close its archive
             if isinstance(refused, OSError):
                 raise OSError(refused.errno, refused.strerror, str(folder)) from refused
             raise
 
     def write_index(self, folder: Path, results: list[list[WriteResult]]) -> None:
-        """Writes the location of each tensor, on the first process, when all have written."""
+        """Writes the index with the location of each tensor, on the first process, after all have written."""
         assert self.metadata is not None
         make_writer(folder).finish(self.metadata, results)
 
@@ -150,11 +150,11 @@ class Plans:
         self._made: dict[str, tuple[SavePlan, Metadata | None]] = {}
 
     def make(self, world: World, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Part]:
-        """Returns the shards of this process by folder; all processes take part.
+        """Returns the shards of this process by folder. Collective.
 
         Args:
-            states: folder -> nested state, alike on all processes: shards as DTensors, replicated values as plain
-                tensors and values, which one of the processes writes.
+            states: folder -> nested state of the same structure on all processes. Sharded values are DTensors;
+                replicated values are plain tensors and values, which one of the processes writes.
         """
         planners = {folder: Planner() for folder in states}
         for folder, planner in planners.items():
@@ -175,7 +175,7 @@ class Plans:
         planners: Mapping[str, Planner],
         local: dict[str, SavePlan],
     ) -> dict[str, tuple[SavePlan, Metadata | None]]:
-        """Distributes values that several could write, on the first process. Raises its error there, on all of them."""
+        """Assigns each replicated value to one process; computed on the first process, whose error is raised on all."""
         gathered = gather_objects(world, local)
         indexes: dict[str, Metadata] = {}
 
@@ -191,7 +191,7 @@ class Plans:
 
 
 def settled(nest: object) -> Any:
-    """Returns the same nest with pending sums over processes made; all processes take part."""
+    """Returns the nest with partial DTensors (pending reductions) reduced. Collective."""
     if isinstance(nest, DTensor):
         if any(placement.is_partial() for placement in nest.placements):
             nest = nest.redistribute(placements=[Replicate()] * nest.device_mesh.ndim)
@@ -207,7 +207,7 @@ def settled(nest: object) -> Any:
 
 
 class _Loader(DefaultLoadPlanner):
-    """Fills tensors in place; plain values are read as data only, and kept in `values`."""
+    """Fills tensors in place; plain values are read without running code, into `values`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -223,15 +223,15 @@ class Shards:
     """A folder of torch.distributed.checkpoint, for reading.
 
     Args:
-        folder: with `.metadata`.
+        folder: contains `.metadata`.
 
     Attributes:
-        tensors: name -> (shape, type) of everything that is a tensor.
-        plain: names of all else.
-        paths: name -> its path in the nested state.
+        tensors: name -> (shape, dtype) of each tensor.
+        plain: names of all other values.
+        paths: name -> path in the nested state.
 
     Raises:
-        CheckpointError: its index is damaged.
+        CheckpointError: the index is damaged.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -247,10 +247,10 @@ class Shards:
         self.paths: Paths = dict(self.metadata.planner_data or {})
 
     def load(self, targets: Mapping[str, Any]) -> Flat:
-        """Reads the values of these names: tensors into the ones given, which may be shards; no process waits.
+        """Reads values by name, tensors into the given targets, which may be sharded. Not collective.
 
-        Returns: all of them.
-        Raises: CheckpointError, naming the folder, for a name that it lacks, another shape, or a damaged file.
+        Returns: the values by name.
+        Raises: CheckpointError, naming the folder, for a missing name, another shape, or a damaged file.
         """
         for name, target in targets.items():
             if name in self.tensors and self.tensors[name][0] != getattr(target, "shape", None):
@@ -275,12 +275,12 @@ class Shards:
         return torch.empty(size, dtype=dtype)
 
     def read(self, name: str) -> Any:
-        """Returns one value, whole, on the host."""
+        """Returns one whole value, on the host."""
         return self.load({name: self.empty(name) if name in self.tensors else None})[name]
 
 
 def nested(values: Mapping[str, Any], paths: Paths) -> dict[str, Any]:
-    """Returns the state as it was before it was flattened; lists come back as lists.
+    """Returns the nested state from flattened values; lists are restored as lists.
 
     Raises: CheckpointError, if the paths do not form a nest.
     """
@@ -298,6 +298,6 @@ def nested(values: Mapping[str, Any], paths: Paths) -> dict[str, Any]:
         for parent, key in reversed(lists):
             entries = parent[key]
             parent[key] = [entries[index] for index in sorted(entries)]
-    except (TypeError, AttributeError, RuntimeError) as error:  # a value, or a tensor, in place of a mapping
+    except (TypeError, AttributeError, RuntimeError) as error:  # a path leads through a value or a tensor
         raise CheckpointError(f"the index names places in the state that no nest has ({error})") from error
     return root  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Converting weights to safetensors, tensor by tensor: at most one of them is in memory at a time."""
+"""Converts weights to safetensors one tensor at a time, so that only one is in memory."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Source:
     """Weights that can be read one at a time.
 
     Attributes:
-        what: their location, for messages.
-        forms: name -> (shape, type).
-        read: name -> the tensor, whole, on the host.
-        tied: name left out -> name that holds the same tensor.
+        what: the location of the weights, for messages.
+        forms: name -> (shape, dtype).
+        read: name -> the whole tensor, on the host.
+        tied: omitted name -> name that holds the same tensor.
         extra: values that safetensors cannot hold.
     """
 
@@ -75,10 +75,10 @@ def bytes_of(form: Form) -> int:
 
 
 def open_weights(folder: str | os.PathLike[str]) -> Source:
-    """Opens the weights of a checkpoint: shards, ours or accelerate's; safetensors; one pickled file; or DeepSpeed's.
+    """Opens the weights of a checkpoint: shards (paceline's or accelerate's), safetensors, a pickle, or DeepSpeed's.
 
     Raises:
-        CheckpointError: there are none, or a file is damaged.
+        CheckpointError: there are no weights, or a file is damaged.
     """
     folder = Path(folder)
     for place in (folder / MODEL_FOLDER, folder):
@@ -174,12 +174,12 @@ def write_stream(
     max_shard_bytes: int,
     progress: Progress | None = None,
 ) -> list[str]:
-    """Writes safetensors into `folder`, in shards of at most `max_shard_bytes` (a larger tensor: alone).
+    """Writes safetensors into `folder`, in shards of at most `max_shard_bytes`; a larger tensor gets its own shard.
 
     Takes the memory of the largest tensor.
 
     Args:
-        progress: called with the bytes of each tensor written.
+        progress: called with the bytes of each written tensor.
 
     Returns: the names of the files.
     Raises: OSError if the disk refuses; CheckpointError for a damaged source.
@@ -201,12 +201,12 @@ def reading_order(forms: Mapping[str, Form], max_shard_bytes: int) -> list[str]:
 
 
 def aligned(forms: Mapping[str, Form]) -> list[str]:
-    """Returns the names of one file's tensors in an order in which each begins at a multiple of its type's size."""
+    """Returns the names of one file's tensors in an order that aligns each to a multiple of its item size."""
     return sorted(forms, key=lambda key: (-forms[key][1].itemsize, key))
 
 
 def files_of(forms: Mapping[str, Form], max_shard_bytes: int) -> dict[str, list[str]]:
-    """Returns file name -> names of its tensors, in order; at least one file."""
+    """Returns a map from file name to the names of its tensors, in order; at least one file."""
     shards = cut({name: bytes_of(form) for name, form in forms.items()}, max_shard_bytes)
     return dict(zip(file_names(len(shards)), shards, strict=True))
 
@@ -218,7 +218,7 @@ def write_file(
     notes: Mapping[str, str],
     progress: Progress | None = None,
 ) -> None:
-    """Writes one safetensors file (8 bytes of length, a header in JSON, the values), reading tensor after tensor."""
+    """Writes one safetensors file (8 bytes of header length, a JSON header, the values), one tensor at a time."""
     ordered = aligned(forms)
     header: dict[str, Any] = {"__metadata__": dict(notes)}
     end = 0
@@ -240,7 +240,7 @@ def write_file(
 
 
 def octets(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a tensor as they are in memory."""
+    """Returns the raw bytes of a tensor, contiguous, on the host."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 

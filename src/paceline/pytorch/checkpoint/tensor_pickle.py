@@ -1,8 +1,8 @@
-"""A pickler of tensors for `torch.save(..., pickle_module=...)`: the same files in half the time for small tensors.
+"""A pickler for `torch.save(..., pickle_module=...)` that writes the same files, in half the time for small tensors.
 
-torch asks Python code whether an object is a storage, for each that it pickles, some 20 a tensor, and it collects for
-each tensor what only special ones have. Both cost more than writing a small tensor does. Here a plain tensor is taken
-apart directly, into the same call that torch stores, and only storages are asked about.
+torch calls Python code for each pickled object, about 20 per tensor, to check if it is a storage. It also collects
+metadata of each tensor that only special tensors have. Both cost more than writing a small tensor. This pickler reduces
+a plain tensor directly to the same call that torch stores, and passes only storages to torch's check.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# dtypes that torch stores as a typed storage and `_rebuild_tensor_v2`; newer ones have another form
+# dtypes that torch stores as a typed storage and `_rebuild_tensor_v2`; newer dtypes are stored in another form
 _DTYPES = frozenset(
     {
         torch.float64,
@@ -34,7 +34,7 @@ _STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
 
 
 class Pickler(pickle.Pickler):
-    """The base class of torch's own pickler of one `torch.save`, which defines `persistent_id`."""
+    """The base class of the pickler that torch defines in each `torch.save`, with its own `persistent_id`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -48,7 +48,7 @@ class Pickler(pickle.Pickler):
         cls.persistent_id = persistent_id  # type: ignore[method-assign]
 
     def reducer_override(self, value: object) -> Any:
-        """Returns the call that builds a plain tensor; all else goes torch's own way."""
+        """Returns the call that rebuilds a plain tensor; NotImplemented leaves any other object to torch."""
         if type(value) is not Tensor or not is_plain(value):
             return NotImplemented
         storage = value._typed_storage()  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ class Pickler(pickle.Pickler):
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """True for numbers on the host without a graph, hooks, attributes, or bits that say how they are to be read."""
+    """True for a dense tensor on the host without graph, hooks, attributes or negation bit."""
     return (
         tensor.dtype in _DTYPES
         and tensor.layout is torch.strided

@@ -1,4 +1,4 @@
-"""Single checkpoint files: written whole or not at all, read without running any code in them."""
+"""Single checkpoint files: they are written whole or not at all, and read without running any code in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.pytorch.checkpoint import tensor_pickle
 from paceline.pytorch.checkpoint.torch_files import read_torch_file
 
 _LEAVES = (bool, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size)
-_KINDS: tuple[Any, ...] = (str, int, float, complex)  # a subclass of these would be stored as an object of its class
+_KINDS: tuple[Any, ...] = (str, int, float, complex)  # subclasses are converted, since pickle would store their class
 _NUMBERS = [np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
 _NUMBERS += [np.float16, np.float32, np.float64, np.complex64, np.complex128]
 
@@ -31,7 +31,9 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a hidden file beside `path`; it replaces `path` when the block ends, and is deleted when it raises."""
+    """Yields a hidden file in the folder of `path`. It replaces `path` when the block ends; if the block raises, it is
+    deleted.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.incomplete-{os.getpid()}")
     with open(temporary, "wb") as file:
@@ -39,7 +41,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield temporary
         if os.stat(temporary).st_mode != mode:
-            os.chmod(temporary, mode)  # safetensors makes files that only their owner may read
+            os.chmod(temporary, mode)  # safetensors creates files that only their owner may read
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -48,16 +50,15 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 def plain_values(state: object, where: str, tensor: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
     """Returns a copy of nested dicts, lists and tuples with only values that can be read back without running code.
 
-    numpy numbers become Python's, enums their values, named tuples tuples.
+    numpy scalars become Python numbers, enums their values, and named tuples plain tuples.
 
     Args:
         where: the name of the state in the error.
-        tensor: converts each tensor, to a copy for instance; None: the tensor without its graph, copied if it is a part
-            of a larger one.
-
+        tensor: converts each tensor, for instance to a copy. None detaches it, and copies it if it is a view of a
+            larger storage.
 
     Raises:
-        TypeError: something in `state` could not be read back; the message says where it is.
+        TypeError: a value in `state` could not be read back; the message gives its location.
     """
     try:
         plain = _plain(state, where, tensor or _whole)
@@ -69,32 +70,32 @@ def plain_values(state: object, where: str, tensor: Callable[[torch.Tensor], tor
 
 
 def save_tensors(state: object, path: str | os.PathLike[str]) -> None:
-    """Writes nested dicts, lists and tuples of tensors, numbers, text and bytes with `torch.save`.
+    """Writes the `plain_values` of nested dicts, lists and tuples of tensors, numbers, text and bytes.
 
-    It writes the state's `plain_values`.
+    The file has the format of `torch.save`.
 
     Raises:
-        TypeError: something in `state` could not be read back without running code; the message says where it is.
-        OSError: the file cannot be written; a file that was there is unchanged.
+        TypeError: a value in `state` could not be read back without running code; the message gives its location.
+        OSError: the file cannot be written; an existing file is unchanged.
     """
     save_plain(plain_values(state, Path(path).name), path)
 
 
 def save_plain(plain: object, path: str | os.PathLike[str]) -> None:
-    """Writes the result of `plain_values`, each tensor of which has a storage of its own. Raises: OSError."""
-    # Through a Python file: torch's own writer reports a full disk as a RuntimeError that does not say so.
+    """Writes the result of `plain_values`, in which each tensor fills its own storage. Raises: OSError."""
+    # To a Python file object: torch's own writer reports a full disk as a RuntimeError without the cause.
     with replacing(path) as temporary, open(temporary, "wb") as file:
         try:
             torch.save(plain, file, pickle_module=tensor_pickle)
         except RuntimeError as error:
-            refused = error.__context__  # the file's error, hidden by torch's failing to end its archive
+            refused = error.__context__  # the file's error, which torch hides when it fails to close its archive
             if isinstance(refused, OSError):
                 raise OSError(refused.errno, refused.strerror, str(path)) from refused
             raise
 
 
 def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Opens a regular file. Pipes and devices are refused: reading one may never end.
+    """Opens a regular file. Pipes and devices are refused, since reading one may never end.
 
     Raises: FileNotFoundError and other OSErrors; CheckpointError, if it is not a regular file.
     """
@@ -104,14 +105,14 @@ def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
 
 
 def load_tensors(path: str | os.PathLike[str], *, is_mapped: bool = False) -> Any:
-    """Reads a file of `torch.save` onto the CPU: tensors, arrays of numbers and plain values. No code in it is run.
+    """Reads tensors, numeric arrays and plain values from a `torch.save` file onto the CPU. No code in it is run.
 
     Args:
-        is_mapped: leave the values in the file until they are used, if its form allows it.
+        is_mapped: memory-map the values, so that they are read when used, if the file format allows it.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: it is damaged, or holds other values.
+        CheckpointError: the file is damaged, or holds other values.
     """
     open_file(path).close()
     try:
@@ -119,14 +120,14 @@ def load_tensors(path: str | os.PathLike[str], *, is_mapped: bool = False) -> An
     except OSError as error:
         if error.filename is not None:
             raise
-        # a file cut short makes the reader seek before its start: that error names no file
+        # a truncated file makes the reader seek before its start, and the error does not name the file
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
     except Exception as error:  # damaged bytes raise undocumented exceptions of many types
         raise CheckpointError(f"{path} cannot be read safely: {_reason(error)}") from error
 
 
 def load_stream(stream: object, what: str) -> Any:
-    """Reads a stream as `load_tensors`; `what` names the file in the error."""
+    """Reads a stream like `load_tensors`; `what` names the file in the error."""
     try:
         return read_torch_file(stream)
     except Exception as error:
@@ -134,7 +135,7 @@ def load_stream(stream: object, what: str) -> Any:
 
 
 def save_json(value: object, path: str | os.PathLike[str]) -> None:
-    """Writes plain values as JSON. Raises TypeError or ValueError for values that JSON cannot hold, NaN included."""
+    """Writes plain values as JSON. Raises TypeError or ValueError for values that JSON cannot hold, including NaN."""
     text = json.dumps(value, indent=2, allow_nan=False)
     with replacing(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
@@ -156,7 +157,7 @@ def _plain(value: object, where: str, tensor: Callable[[torch.Tensor], torch.Ten
         return tensor(value)
     if isinstance(value, Enum):
         return _plain(value.value, where, tensor)
-    if isinstance(value, np.generic) and not isinstance(value, np.longdouble | np.clongdouble):  # their own items
+    if isinstance(value, np.generic) and not isinstance(value, np.longdouble | np.clongdouble):  # item() returns itself
         return _plain(value.item(), where, tensor)
     if isinstance(value, _LEAVES):
         return value
@@ -182,7 +183,10 @@ def _plain(value: object, where: str, tensor: Callable[[torch.Tensor], torch.Ten
 
 
 def _plain_keys(values: Collection[Any], where: str, tensor: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-    """The keys of a dict, or what a set holds. Raises: TypeError, where they could not be keys again."""
+    """Returns the keys of a dict, or the items of a set, as plain values.
+
+    Raises: TypeError, if they could not be keys when read back.
+    """
     keys = [_plain(key, f"a key of {where}", tensor) for key in values]
     try:
         check_keys(keys)
@@ -194,7 +198,7 @@ def _plain_keys(values: Collection[Any], where: str, tensor: Callable[[torch.Ten
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor without its graph; copied if storing it would store the larger tensor that it is a view of."""
+    """Returns the detached tensor; copied if it is a view of a larger storage, which would be stored too."""
     tensor = tensor.detach()
     if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
         return tensor.clone()
@@ -202,7 +206,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the reason why a file was not read."""
+    """Returns the reason why a file could not be read, for the message."""
     if isinstance(error, Refused):
         return f"it holds more than tensors and plain values ({error})"
     return _first_line(error)

@@ -1,6 +1,6 @@
-"""Files of torch.save, read without torch's loader: the zip form, and the legacy form.
+"""A reader of torch.save files, in the zip and the legacy format, that does not use torch's loader.
 
-Lengths and offsets in a file are checked against the file before any memory is allocated or read.
+Lengths and offsets in a file are checked against the file's size before any memory is allocated or read.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import torch
 from paceline.checkpoint.pickles import Buildable, DataUnpickler, Name, Refused
 from paceline.pytorch.checkpoint.torch_values import Storage, find_global, set_state
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a record of a zip file: its signature, and two lengths at its end
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # local header of a zip record: signature, then lengths of name and extra
 _LEGACY_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _ALIGNMENT = 16  # alignment in bytes; content at other offsets is copied
 
 
 def read_torch_file(source: Any, *, is_mapped: bool = False, extra: Mapping[str, Any] | None = None) -> Any:
-    """Returns the contents of a file of torch.save, on the CPU.
+    """Returns the contents of a torch.save file, on the CPU.
 
     Args:
-        source: a regular file by its path, or a binary stream that can be read from any position.
-        is_mapped: leave the values in the file until they are used, in the zip form.
-        extra: path of a further global that the file may name -> its constructor.
+        source: the path of a regular file, or a seekable binary stream.
+        is_mapped: memory-map the values, so that they are read when used; zip format only.
+        extra: additional globals that the file may name, path -> constructor.
 
     Raises:
-        OSError: it cannot be opened or read.
-        Refused: it holds values other than tensors, numbers and plain values, or wrong lengths.
-        Exception: nearly any, for damaged bytes.
+        OSError: the file cannot be opened or read.
+        Refused: the file holds values other than tensors, numbers and plain values, or wrong lengths.
+        Exception: nearly any type, for damaged bytes.
     """
     path = Path(source) if isinstance(source, str | os.PathLike) else None
     with open(path, "rb") if path is not None else nullcontext(source) as file:
@@ -45,7 +45,7 @@ def read_torch_file(source: Any, *, is_mapped: bool = False, extra: Mapping[str,
 
 
 def _slice(whole: Any, start: int, end: int) -> torch.UntypedStorage:
-    """Returns a part of a storage, over the same memory."""
+    """Returns a part of a storage that shares its memory."""
     part: torch.UntypedStorage = whole[start:end]
     return part
 
@@ -54,7 +54,10 @@ class FilePart(io.RawIOBase):
     """A range of a file, as a file object.
 
     Args:
-        start, length: in bytes. Raises: Refused, if the file is shorter.
+        file: the whole file.
+        start, length: the range, in bytes.
+
+    Raises: Refused, if the file is shorter.
     """
 
     def __init__(self, file: Any, start: int, length: int) -> None:
@@ -94,14 +97,14 @@ class _File:
         self.extra = extra
         file.seek(0, os.SEEK_END)
         self.size = file.tell()
-        self.left = self.size  # bytes that storages may still claim
+        self.left = self.size  # bytes of the file that storages have not claimed yet
         file.seek(0)
 
     def unpickle(self, file: object) -> Any:
         return DataUnpickler(file, self.find, self.find_storage, set_state).load()
 
     def find(self, path: str) -> Any:
-        """Returns the replacement of a global."""
+        """Returns the safe replacement of a global."""
         return find_global(path, self.extra)
 
     def find_storage(self, pid: Any) -> Storage:
@@ -123,7 +126,7 @@ class _File:
         octets = torch.empty(num_bytes, dtype=torch.uint8)
         view, done = octets.numpy().data, 0
         self.file.seek(start)
-        while done < num_bytes:  # one call reads 2 GiB at most
+        while done < num_bytes:  # one call reads at most 2 GiB
             count = self.file.readinto(view[done:])
             if not count:
                 raise Refused("the file was cut short while it was read")
@@ -132,7 +135,7 @@ class _File:
 
 
 class _ZipFile(_File):
-    """Records of a zip file, stored uncompressed: `NAME/data.pkl`, and `NAME/data/KEY` for each storage."""
+    """Reads the zip format: uncompressed records `NAME/data.pkl`, and `NAME/data/KEY` for each storage."""
 
     def __init__(self, file: Any, mapped: Path | None, extra: Mapping[str, Any]) -> None:
         super().__init__(file, mapped, extra)
@@ -156,7 +159,7 @@ class _ZipFile(_File):
         return self.unpickle(io.BytesIO(self.record(self.records[f"{self.folder}data.pkl"])))
 
     def record(self, record: zipfile.ZipInfo) -> bytes:
-        """Returns a small record, whole."""
+        """Returns the bytes of a small record."""
         start, length = self.place_of(record)
         self.file.seek(start)
         content: bytes = self.file.read(length)
@@ -176,7 +179,7 @@ class _ZipFile(_File):
         return start, record.file_size
 
     def content(self, key: str, num_bytes: int, pid: tuple[Any, ...]) -> torch.UntypedStorage:
-        """Returns one storage, read once."""
+        """Returns one storage; each is read once."""
         record = self.records.get(f"{self.folder}data/{key}")
         if record is None or record.file_size < num_bytes:
             held = "none" if record is None else str(record.file_size)
@@ -205,10 +208,10 @@ class _Ignored(Buildable):
 
 
 class _LegacyFile(_File):
-    """Reads consecutive pickles: a number, a version, the system, the value, keys; then each storage, after its length.
+    """Reads the legacy format: pickles of a magic number, a version, the system, the value and the storage keys.
 
-    The value is read twice: the first time only its storages are recorded, so that they are filled when the tensors
-    over them are checked.
+    The storages follow, each after its length. The value is read twice. The first pass only records its storages, so
+    that they are filled when the second pass checks the tensors over them.
     """
 
     def read(self) -> Any:
@@ -234,7 +237,7 @@ class _LegacyFile(_File):
         return self.unpickle(self.file)
 
     def find_inert(self, path: str) -> Any:
-        """Returns the replacement of a global, as `find`; a call makes plain values alone."""
+        """Returns the replacement of a global like `find`, but calls only build plain values, and no tensors."""
         found = self.find(path)
         is_made = path.partition(".")[0] in ("_codecs", "builtins", "collections")
         return Name(path, _Ignored) if isinstance(found, Name) and not is_made else found

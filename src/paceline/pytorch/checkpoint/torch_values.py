@@ -1,7 +1,7 @@
-"""The globals that files of torch.save may name: tensors over bytes in the file, numeric arrays, plain values.
+"""The globals that torch.save files may name: constructors of tensors, numeric arrays and plain values.
 
-torch's own loader calls numpy's functions with any arguments from a file, and trusts its offsets, strides and lengths:
-a file of a few bytes can make it follow an address of the file's choice. Here each is checked first.
+torch's own loader calls numpy's functions with any arguments from a file, and trusts its offsets, strides and lengths,
+so a file of a few bytes can make it access an arbitrary address. Here all of these are checked first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.checkpoint.pickles import Buildable, Constructor, Name, Refused, check_keys
 
-MOST_EXPANDED_BYTES = 1 << 28  # of a tensor whose elements share memory, beyond its bytes in the file
+MOST_EXPANDED_BYTES = 1 << 28  # limit of a tensor whose elements share memory, beyond its bytes in the file
 
 _NUMERIC = re.compile(r"[<>=|]?(?:[iu][1248]|f[248]|c(?:8|16)|b1|\?)")
 _STORAGES = {
@@ -56,7 +56,7 @@ class Storage:
 
     Args:
         content: the bytes, of exactly the stated length.
-        dtype: of their elements, unless the tensor names another dtype.
+        dtype: dtype of the elements, unless the tensor names another dtype.
     """
 
     def __init__(self, content: torch.UntypedStorage, dtype: torch.dtype) -> None:
@@ -65,12 +65,13 @@ class Storage:
 
 
 def find_global(path: str, extra: Mapping[str, Any]) -> Any:
-    """Returns the replacement of a global of this path.
+    """Returns the safe replacement of the global at `path`.
 
     Args:
-        extra: further ones, which come first.
+        path: module and name.
+        extra: additional globals, which take precedence.
 
-    Raises: Refused.
+    Raises: Refused, if the global is not allowed.
     """
     if path in extra:
         return Name(path, extra[path])
@@ -95,7 +96,7 @@ def find_global(path: str, extra: Mapping[str, Any]) -> Any:
 def _of_the_user() -> dict[str, Any]:
     """Returns the globals allowed with `torch.serialization.add_safe_globals`: the user's classes, not torch's.
 
-    torch.distributed allows its device meshes, of which making one starts process groups.
+    torch's are excluded because torch.distributed allows its device meshes, whose construction starts process groups.
     """
     listed = [item if isinstance(item, tuple) else (item, None) for item in torch.serialization.get_safe_globals()]
     named = {path or f"{item.__module__}.{item.__qualname__}": item for item, path in listed}
@@ -103,7 +104,7 @@ def _of_the_user() -> dict[str, Any]:
 
 
 class _Own(Name):
-    """A class or function that the user allowed: called as torch would call it."""
+    """A class or function that the user allowed; it is called as torch would call it."""
 
     __slots__ = ("target",)
 
@@ -163,7 +164,7 @@ def _tensor(
     hooks: object = None,
     *more: Any,
 ) -> Tensor:
-    """Rebuilds a tensor as `_rebuild_tensor`, `_v2` and `_v3`: the last has the dtype before the metadata."""
+    """Rebuilds a tensor like `_rebuild_tensor`, `_v2` and `_v3`; `_v3` passes the dtype before the metadata."""
     dtype = more[0] if more and isinstance(more[0], torch.dtype) else getattr(storage, "dtype", None)
     if not isinstance(dtype, torch.dtype):
         raise Refused("a tensor has no storage")
@@ -231,7 +232,7 @@ def _dense(value: object) -> Tensor:
 
 
 def _compact(value: object, *dtypes: torch.dtype) -> Tensor:
-    """Returns a contiguous tensor of one of these dtypes: it takes no more memory than the file holds."""
+    """Returns the value if it is a contiguous tensor of one of the dtypes, so that it is no larger than in the file."""
     tensor = _dense(value)
     if tensor.dtype not in dtypes or tensor.layout is not torch.strided or not tensor.is_contiguous():
         raise Refused(f"a tensor of {tensor.dtype} stands where numbers of {dtypes[-1]}, side by side, are expected")
@@ -244,7 +245,7 @@ def _parameter(data: object, requires_grad: object = True, *ignored: Any) -> Ten
 
 
 def _of_type(function: object, kind: object, arguments: object, state: object) -> Tensor:
-    """Rebuilds a tensor subclass: torch's own become plain tensors, the user's allowed ones are made as by torch."""
+    """Rebuilds a tensor subclass. torch's own become plain tensors; those that the user allowed are rebuilt as such."""
     if not isinstance(function, Name) or not isinstance(arguments, tuple) or not isinstance(kind, Name):
         raise Refused("a tensor is made by something unknown")
     if isinstance(kind, _Own) and function.path == "torch._utils._rebuild_wrapper_subclass":
@@ -263,7 +264,7 @@ def _of_type(function: object, kind: object, arguments: object, state: object) -
 
 
 def _from_array(data: object, dtype: object, *ignored: Any) -> Tensor:
-    """Rebuilds a tensor of a device that torch saves through numpy."""
+    """Rebuilds a tensor from a device whose tensors torch saves through numpy."""
     if not isinstance(data, np.ndarray):
         raise Refused("a tensor is made of something else than numbers")
     if not isinstance(dtype, torch.dtype) or dtype.itemsize > data.itemsize:  # torch widens types that numpy lacks
@@ -273,7 +274,7 @@ def _from_array(data: object, dtype: object, *ignored: Any) -> Tensor:
 
 def _from_host(data: object, dtype: object, *ignored: Any) -> Tensor:
     tensor = _dense(data)
-    if tensor.dtype != dtype:  # torch writes it in its own dtype; a wider one claims memory beyond the file
+    if tensor.dtype != dtype:  # torch writes equal dtypes; a wider one would claim memory beyond the file
         raise Refused(f"a tensor of {tensor.dtype} says that it is of {dtype}")
     return tensor
 
@@ -295,7 +296,7 @@ class _Type(Buildable):
 
 class _Array(Buildable):
     def built(self, state: object) -> np.ndarray[Any, Any]:
-        """Returns the array, over a copy of its bytes."""
+        """Returns the array, with a copy of its bytes."""
         if not isinstance(state, tuple) or len(state) != 5:
             raise Refused("an array has no content")
         _, shape, dtype, is_fortran, content = state
@@ -348,7 +349,7 @@ def _bytearray(content: object = b"", *ignored: Any) -> bytearray:
 
 
 def _items(kind: Any, items: Any = ()) -> Any:
-    """Returns a set, an ordered mapping or a counter of existing values."""
+    """Returns a set, an ordered mapping or a counter built from the given values."""
     if not isinstance(items, list | tuple | dict):
         raise Refused(f"a {kind.__name__} is made of a {type(items).__name__}")
     check_keys([pair[0] if kind is OrderedDict and isinstance(pair, list | tuple) and pair else pair for pair in items])

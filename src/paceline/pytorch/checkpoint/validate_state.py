@@ -1,6 +1,6 @@
 """Checks that a state fits its target object before it is loaded.
 
-torch's optimizers and schedules take any state dict, and fail an optimizer step later, without naming the file.
+torch's optimizers and schedules accept any state dict, and fail one optimizer step later, without naming the file.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from paceline.pytorch.checkpoint.tensors import CheckpointError
 
-# of torch.optim: their per-parameter state has the parameter's shape, except the number of steps
+# optimizers of torch.optim whose per-parameter state has the parameter's shape, except the number of steps
 _ELEMENTWISE = {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 
 
 @contextmanager
 def wrap_load_error(path: Path) -> Iterator[None]:
-    """Turns errors of damaged content in the block into a CheckpointError that names the file."""
+    """Converts errors that damaged content causes in the block to a CheckpointError that names the file."""
     try:
         yield
     except OSError:
@@ -35,7 +35,7 @@ def wrap_load_error(path: Path) -> Iterator[None]:
 
 
 def find_misfit(target: Any, state: Mapping[str, Any]) -> str | None:
-    """Returns the mismatch between `state` and `target`, in words; None if there is none, or nothing is known."""
+    """Returns a description of the mismatch between `state` and `target`; None if none is found."""
     if isinstance(target, torch.optim.Optimizer):
         return _misfit_of_optimizer(target, state)
     return next((text for text in _differences(target.state_dict(), state, "")), None)
@@ -52,7 +52,7 @@ def _misfit_of_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, A
         for text in _differences(plain, saved, f"group {number}: "):
             return text
         for name, value in plain.items():
-            # switches are added to torch from time to time, and have defaults
+            # only numbers and tuples are required: new torch releases add switches, which have defaults
             is_needed = isinstance(value, (float, tuple)) and name != "initial_lr"
             if is_needed and name not in saved:
                 return f"group {number} has no {name}"
@@ -93,7 +93,7 @@ def _can_be_kept(name: str, value: object, parameter: Tensor) -> bool:
 
 
 def _differences(own: Any, saved: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Yields values of a wrong type. Names that only one side has are left to the target."""
+    """Yields descriptions of values of a wrong type. Names that only one side has are left to the target."""
     for name, value in own.items():
         if name in saved and not _is_alike(value, saved[name]):
             yield f"{where}{name} is {_describe(saved[name])} instead of {_describe(value)}"
@@ -101,7 +101,7 @@ def _differences(own: Any, saved: Mapping[str, Any], where: str) -> Iterator[str
 
 def _is_alike(own: Any, saved: Any) -> bool:
     if own is None or saved is None:
-        return not isinstance(saved, Tensor)  # which has no truth value
+        return not isinstance(saved, Tensor)  # a tensor in place of None would fail in `if value`
     if isinstance(own, bool):
         return isinstance(saved, bool)
     if isinstance(own, numbers.Real) or (isinstance(own, Tensor) and own.ndim == 0):

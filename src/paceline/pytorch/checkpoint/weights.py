@@ -1,7 +1,7 @@
-"""Weight files of a plain module: safetensors, in shards if they are large, tied tensors stored once.
+"""Weight files of a plain module: safetensors, split into shards if large, with tied tensors stored once.
 
-File names and the index are those that transformers and most tools read. Values that safetensors cannot hold (a
-module's `get_extra_state`, sparse, quantised or complex tensors) are saved to `model_extra_state.pt`.
+File names and index are those that transformers and most tools read. Values that safetensors cannot hold (a module's
+`get_extra_state`, sparse, quantised or complex tensors) are saved to `model_extra_state.pt`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Sorted:
 
     Attributes:
         tensors: tensors that safetensors can hold, each with its own memory.
-        tied: name left out -> name that holds the same tensor.
+        tied: omitted name -> name that holds the same tensor.
         extra: values that safetensors cannot hold.
     """
 
@@ -70,9 +70,9 @@ class Sorted:
 
 
 def write_weights(state_dict: Mapping[str, Any], folder: str | os.PathLike[str], *, max_shard_bytes: int) -> list[str]:
-    """Writes a state dict into `folder`: one file, or shards of at most `max_shard_bytes` (a larger tensor: alone).
+    """Writes a state dict into `folder`, as one file or as shards of at most `max_shard_bytes`.
 
-    Weights that an earlier call left there are removed once the new ones are complete.
+    A larger tensor gets its own shard. Weight files of an earlier call are removed once the new ones are complete.
 
     Returns: the names of the files.
     Raises: ValueError for a tensor without values (meta device); TypeError for extra state that could not be read back;
@@ -91,8 +91,8 @@ def write_sorted(
     """Writes the result of `sort_out`; raises as `write_weights`.
 
     Args:
-        apart: names of tensors -> their bytes, for a separate last shard, which is written only if `weights`
-            has them: the caller puts it there otherwise, under the name that `apart_name` gives.
+        apart: the tensors of a separate last shard, name -> bytes. It is written only if `weights` has these tensors;
+            otherwise the caller provides the file, under the name that `apart_name` returns.
     """
     folder, apart = Path(folder), apart or {}
     os.makedirs(folder, exist_ok=True)
@@ -110,7 +110,7 @@ def write_sorted(
 
 
 def notes_of_ties(tied: Mapping[str, str]) -> dict[str, str]:
-    """Returns the metadata of a file for names that hold the same tensor as another."""
+    """Returns the metadata that records tied names in a file."""
     return {TIED_KEY: json.dumps(tied, sort_keys=True)} if tied else {}
 
 
@@ -121,12 +121,12 @@ def complete(
     notes: Mapping[str, str],
     extra: Mapping[str, Any],
 ) -> list[str]:
-    """Writes what stands beside the files of tensors, and removes weights of an earlier call.
+    """Writes the index and the extra state, and removes weight files of an earlier call.
 
     Args:
         files: file name -> names of its tensors.
         total_size: bytes of all tensors.
-        notes: metadata of the index, which several files have.
+        notes: metadata of the index, which is written if there are several files.
         extra: values that safetensors cannot hold.
 
     Returns: the names of all files.
@@ -145,7 +145,7 @@ def complete(
 
 
 def remove_stale(folder: Path, names: Iterable[str]) -> None:
-    """Removes weights that an earlier call left in `folder`, except the files just written."""
+    """Removes the weight files of an earlier call from `folder`, except `names`."""
     kept = set(names)
     for name in os.listdir(folder):
         if _OWN_NAMES.fullmatch(name) and name not in kept:
@@ -153,15 +153,15 @@ def remove_stale(folder: Path, names: Iterable[str]) -> None:
 
 
 def apart_name(weights: Sorted, apart: Mapping[str, int], *, max_shard_bytes: int) -> str:
-    """Returns the name of the file in which `write_sorted` stores the tensors `apart`."""
+    """Returns the name of the shard in which `write_sorted` stores the tensors `apart`."""
     sizes = {key: num_bytes(value) for key, value in weights.tensors.items() if key not in apart}
     return file_names(len(cut(sizes, max_shard_bytes)) + 1)[-1]
 
 
 def read_weights(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Returns the state dict in `folder`, on the CPU, or None without weights; safetensors before pickled files.
+    """Returns the state dict in `folder`, on the CPU; None without weights. Safetensors take precedence over pickles.
 
-    Names omitted because they are tied to another come back with the same tensor.
+    Omitted tied names are restored with the same tensor.
 
     Raises: CheckpointError, naming the file that is damaged or missing.
     """
@@ -186,7 +186,7 @@ def read_weights(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the tensors of one file, on the CPU, and its tied names. Raises CheckpointError, naming it."""
+    """Returns the tensors of one file, on the CPU, and its tied names. Raises CheckpointError, naming the file."""
     if path.suffix != ".safetensors":
         return named(load_tensors(path), path), {}
     try:
@@ -201,7 +201,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def alias_groups(state_dict: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the names of a tensor in `state_dict` -> its first name; views of a part are not included."""
+    """Returns a map from each further name of a tensor in `state_dict` to its first; partial views are excluded."""
     first: dict[tuple[Any, ...], str] = {}
     aliases = {}
     for name, tensor in state_dict.items():
@@ -217,7 +217,7 @@ def alias_groups(state_dict: Mapping[str, Any]) -> dict[str, str]:
 
 
 def sort_out(state_dict: Mapping[str, Any]) -> Sorted:
-    """Splits a state dict by file. Copies nothing but overlapping tensors.
+    """Splits a state dict by file. Only overlapping and non-contiguous tensors are copied.
 
     Raises: ValueError for a tensor without values (lazy, or on the meta device).
     """
@@ -235,10 +235,10 @@ def sort_out(state_dict: Mapping[str, Any]) -> Sorted:
         tensor = value.detach().contiguous()
         storage = (tensor.device, tensor.untyped_storage().data_ptr())
         if tensor.numel() and storage in storages:
-            tensor = tensor.clone()  # two parts of one storage; safetensors stores no overlap
+            tensor = tensor.clone()  # shares a storage with an earlier tensor, which safetensors does not allow
         storages.add(storage)
         tensors[name] = tensor
-    # A tensor that only the extra file can hold is stored under each of its names there.
+    # The extra file stores a tensor under each of its names.
     outside = {name: kept for name, kept in tied.items() if kept not in tensors}
     extra.update({name: state_dict[name] for name in outside})
     return Sorted(tensors, {name: kept for name, kept in tied.items() if name not in outside}, extra)
@@ -252,7 +252,7 @@ def _require_values(name: str, value: Any) -> None:
 
 
 def cut(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
-    """Returns names in order, split into shards of at most `max_shard_bytes`; at least one shard.
+    """Splits the names, in order, into shards of at most `max_shard_bytes`; returns at least one shard.
 
     Args:
         sizes: the bytes of each tensor.
@@ -271,7 +271,7 @@ def cut(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
 
 
 def file_names(count: int) -> list[str]:
-    """Returns the names of the files of so many shards."""
+    """Returns the file names of `count` shards."""
     if count == 1:
         return [WEIGHTS_NAME]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -293,7 +293,7 @@ def _write_file(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str
 
 
 def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Returns (name of a tensor -> its file, the metadata) of an index. Raises CheckpointError, naming it."""
+    """Returns (map from tensor name to file, metadata) of an index. Raises CheckpointError, naming the index."""
     index = load_json(path)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     is_map = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
@@ -321,7 +321,7 @@ def _read_shards(index_path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def tied_names(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the map of tied names; empty if another writer left none (the module's own ties then apply)."""
+    """Returns the map of tied names; empty if another library wrote the file (the module's own ties then apply)."""
     try:
         tied = json.loads(metadata.get(TIED_KEY, "{}"))
     except (ValueError, TypeError, RecursionError):
@@ -332,14 +332,14 @@ def tied_names(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def named(value: object, path: Path) -> dict[str, Any]:
-    """Returns the value of a file, a state dict. Raises CheckpointError, naming the file, for any other."""
+    """Returns `value` if it is a state dict; otherwise raises CheckpointError, naming the file."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise CheckpointError(f"{path} holds no state dict")
     return value
 
 
 def few(names: Iterable[str], most: int = 10) -> str:
-    """Returns the first names as text, and the number of the others."""
+    """Returns the first `most` names as text, with the number of the others."""
     names = list(names)
     more = f", and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

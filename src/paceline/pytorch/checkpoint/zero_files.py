@@ -1,8 +1,9 @@
-"""Checkpoints that DeepSpeed wrote for transformers: model and optimizer by name, whole.
+"""Reads checkpoints that DeepSpeed wrote for transformers: whole model and optimizer state, by name.
 
-`latest` names a folder; each process wrote one file of float32 partitions there, and the first (with stage 3 each) one
-that describes the model. `latest_universal` names one that DeepSpeed's `ds_to_universal` made of it. Reading them
-requires no DeepSpeed, and runs no code in them: its few classes in them are replaced by stand-ins.
+The file `latest` names a folder. In it each process wrote one file of float32 partitions, and the first process (with
+stage 3 each process) one that describes the model. `latest_universal` names a folder that DeepSpeed's `ds_to_universal`
+converted. Reading requires no DeepSpeed, and runs no code in the files: DeepSpeed's few classes in them are replaced by
+stand-ins.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from paceline.pytorch.checkpoint.validate_state import wrap_load_error
 
 Named = dict[str, Any]
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
-WEIGHTS = "fp32"  # the stepped weights, beside the optimizer's state of them
+WEIGHTS = "fp32"  # key of the master weights, next to the keys of the optimizer's state
 _PARTS = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODELS = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _WHOLE_MODEL = "mp_rank_00_model_states.pt"
 
 
 class StandIn(Buildable):
-    """Replaces an object of one of DeepSpeed's classes: holds its fields, and does nothing."""
+    """Replaces an object of one of DeepSpeed's classes; it only holds the object's fields."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -50,18 +51,18 @@ _CLASSES = (
 
 
 class EngineFiles:
-    """The files of DeepSpeed's engines, in any form of optimizer state.
+    """The files of a DeepSpeed engine, with optimizer state in any format.
 
     Values stay in the files until they are read.
 
     Args:
-        folder: of the files.
-        models: each process's file of the model; one if each process holds the whole of it.
-        stage: of ZeRO.
+        folder: contains the files.
+        models: the contents of each process's model file; only one if each process holds the whole model.
+        stage: ZeRO's stage.
 
     Attributes:
-        shapes: of the trained parameters, by name, for each of the optimizer's groups of tensors.
-        trained: all of these.
+        shapes: for each parameter group of the optimizer, the shapes of the trained parameters by name.
+        trained: the shapes of all trained parameters by name.
         tied: name -> name that holds the same tensor.
     """
 
@@ -78,14 +79,14 @@ class EngineFiles:
         shared = models[0].get("shared_params") or {}
         self.tied: dict[str, str] = {name: kept for name, kept in shared.items() if kept in self._names}
 
-    # ---- of each form
+    # ---- implemented for each format
 
     def read_trained(self, name: str, key: str) -> Tensor | None:
         """Returns one parameter, or its optimizer state under `key`, whole; None if absent."""
         raise NotImplementedError
 
     def dtype_of(self, name: str) -> torch.dtype | None:
-        """Returns the dtype of one parameter's weights that `read_trained` returns; None if it returns none."""
+        """Returns the dtype of the weights that `read_trained` returns for a parameter; None if it returns None."""
         raise NotImplementedError
 
     def kept(self, name: str) -> Named:
@@ -93,17 +94,17 @@ class EngineFiles:
         raise NotImplementedError
 
     def groups(self) -> list[Named]:
-        """Returns the optimizer's groups, with positions in `shapes` for parameters."""
+        """Returns the optimizer's parameter groups; their `params` are indices into `shapes`."""
         raise NotImplementedError
 
-    # ---- of all
+    # ---- common to all formats
 
     def names(self) -> list[str]:
-        """Returns the names of all values of the model's state, except those tied to another."""
+        """Returns the names of all values of the model's state, except names tied to another."""
         return [name for name in self._names if name not in self.tied]
 
     def read(self, name: str) -> Any:
-        """Returns one value of the model's state, whole: float32 if it is trained. Raises CheckpointError."""
+        """Returns one whole value of the model's state, in float32 if it is trained. Raises CheckpointError."""
         with wrap_load_error(self.folder):
             if name in self.trained:
                 found = self.read_trained(name, WEIGHTS)
@@ -116,7 +117,7 @@ class EngineFiles:
             return self._module[name]
 
     def form_of(self, name: str) -> tuple[torch.Size, torch.dtype] | None:
-        """Returns the shape and dtype of one value, without gathering it; None: it is not a tensor.
+        """Returns the shape and dtype of one value without gathering it; None if it is not a tensor.
 
         Raises: CheckpointError.
         """
@@ -130,12 +131,12 @@ class EngineFiles:
             return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
     def weights(self) -> Named:
-        """Returns the model's state, trained parameters in float32. Raises CheckpointError."""
+        """Returns the model's state, with trained parameters in float32. Raises CheckpointError."""
         state = {name: self.read(name) for name in self.names()}
         return {**state, **{name: state[kept] for name, kept in self.tied.items()}}
 
     def optimizer(self) -> Named:
-        """Returns the optimizer's state by the names of parameters. Raises CheckpointError."""
+        """Returns the optimizer's state by parameter name. Raises CheckpointError."""
         with wrap_load_error(self.folder):
             state = {name: self.kept(name) for name in self.trained}
             groups = [
@@ -146,18 +147,18 @@ class EngineFiles:
 
 
 class ZeroFiles(EngineFiles):
-    """The partitions that each process wrote: one long tensor for each group.
+    """The partitions that each process wrote: one flat tensor for each parameter group.
 
     Args:
         folder, models, stage: see `EngineFiles`.
-        parts: of the optimizer, by process.
+        parts: the contents of each process's optimizer file, by rank.
     """
 
     def __init__(self, folder: Path, models: list[Named], parts: list[Named], stage: int) -> None:
         super().__init__(folder, models, stage)
         self._parts = parts
         self._bases = [self._base(part) for part in parts]
-        self._places: dict[str, tuple[int, int]] = {}  # name -> (group, offset of its part, after those before)
+        self._places: dict[str, tuple[int, int]] = {}  # name -> (group, offset of a process's part with stage 3)
         start = 0
         for number, group in enumerate(self.shapes):
             for name, shape in group.items():
@@ -174,11 +175,11 @@ class ZeroFiles(EngineFiles):
         return dict(base)
 
     def _size(self, shape: torch.Size) -> int:
-        """Returns the size of a process's part of a parameter that is split among all."""
+        """Returns the number of elements in each process's part of a parameter that is split among all (stage 3)."""
         return -(-shape.numel() // len(self._parts))
 
     def _flats(self, rank: int, key: str) -> list[Tensor]:
-        """Returns the long tensors of one process, by group."""
+        """Returns the flat tensors of one process, by group."""
         if key == WEIGHTS:
             name = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
             return list(self._parts[rank][name])
@@ -186,7 +187,7 @@ class ZeroFiles(EngineFiles):
         return [state[index][key] for index in range(len(state))]
 
     def read_trained(self, name: str, key: str) -> Tensor | None:
-        """See `EngineFiles`. With stage 3 each parameter is split among all processes, else each group."""
+        """See `EngineFiles`. With stage 3 each parameter is split among all processes; otherwise each group is."""
         number, start = self._places[name]
         shape, pieces = self.trained[name], []
         for rank, part in enumerate(self._parts):
@@ -207,7 +208,7 @@ class ZeroFiles(EngineFiles):
         return self._flats(0, WEIGHTS)[number].dtype if is_there else None
 
     def kept(self, name: str) -> Named:
-        """See `EngineFiles`. State as long as the weights is per element, all else is the same for all."""
+        """See `EngineFiles`. State as long as the weights is per element; other state is common to all parameters."""
         first, entry = self._bases[0]["state"].get(0, {}), {}
         flats = self._flats(0, WEIGHTS)
         for key, value in first.items():
@@ -226,7 +227,7 @@ class ZeroFiles(EngineFiles):
 
 
 class UniversalFiles(EngineFiles):
-    """The universal form by DeepSpeed's `ds_to_universal`: a folder of whole tensors for each parameter.
+    """The universal format of DeepSpeed's `ds_to_universal`: a folder of whole tensors for each parameter.
 
     Args:
         folder, models, stage: see `EngineFiles`.
@@ -244,7 +245,7 @@ class UniversalFiles(EngineFiles):
         return self.folder / "zero" / path
 
     def read_trained(self, name: str, key: str) -> Tensor | None:
-        """See `EngineFiles`; stage 3 left no shapes in the files."""
+        """See `EngineFiles`. The files of stage 3 hold flat tensors, which are reshaped here."""
         path = self._place(name) / f"{key}.pt"
         if self.stage < 3 and not path.is_file():
             return None
@@ -279,18 +280,18 @@ class UniversalFiles(EngineFiles):
 
 
 def _range(address: StandIn) -> slice:
-    """Returns the range of a piece of a parameter in the long tensor of its group."""
+    """Returns the range of a piece of a parameter in the flat tensor of its group."""
     start, length = int(address.fields["start"]), int(address.fields["numel"])
     return slice(start, start + length)
 
 
 def is_emptied(value: object) -> bool:
-    """True for the empty tensor that stage 3 leaves of a parameter in the model's own file."""
+    """True for the empty tensor that stage 3 leaves in place of a parameter in the model file."""
     return isinstance(value, Tensor) and not value.numel()
 
 
 def cut(tensors: list[Tensor], start: int, size: int) -> Iterator[Tensor]:
-    """Yields `size` elements from `start` on, of consecutive tensors."""
+    """Yields `size` elements, starting at `start`, of the concatenation of tensors, in pieces."""
     for tensor in tensors:
         flat = tensor.reshape(-1)
         taken = flat[max(start, 0) : max(start + size, 0)]
@@ -305,10 +306,10 @@ def has_zero_files(checkpoint: Path) -> bool:
 
 
 def read_zero_files(checkpoint: Path) -> EngineFiles:
-    """Returns the files of a checkpoint that DeepSpeed wrote: those that `latest` names, else the universal form.
+    """Returns the files of a DeepSpeed checkpoint: those that `latest` names, else those of `latest_universal`.
 
     Raises:
-        CheckpointError: one is missing or damaged, could run code, or has an unsupported form.
+        CheckpointError: a file is missing or damaged, could run code, or has an unsupported format.
     """
     paths = [checkpoint / name for name in (LATEST, LATEST_UNIVERSAL) if (checkpoint / name).is_file()]
     named = [path.read_text(encoding="utf-8").strip() for path in paths]
@@ -341,7 +342,7 @@ def read_parts(folder: Path) -> ZeroFiles:
 
 
 def read_universal(folder: Path) -> UniversalFiles:
-    """Returns the universal form in a folder. Raises as `read_zero_files`."""
+    """Returns the universal format in a folder. Raises as `read_zero_files`."""
     found = {(int(match[1] or 0), int(match[2])): path for path in folder.iterdir()
              if (match := _MODELS.fullmatch(path.name))}  # fmt: skip
     if not found or any(matrix for _, matrix in found):
@@ -356,16 +357,16 @@ def read_universal(folder: Path) -> UniversalFiles:
 
 
 def read_stage(part: Named) -> int:
-    """Returns the stage of ZeRO that wrote a file of partitions."""
+    """Returns the ZeRO stage that wrote a file of partitions."""
     stage = part["zero_stage"]
     return int(stage.values[0]) if isinstance(stage, StandIn) else int(stage)
 
 
 def read_plainly(path: Path) -> Any:
-    """Reads a file of torch.save, without running any code in it; values stay in the file until they are used.
+    """Reads a torch.save file without running any code in it; values stay in the file until they are used.
 
     Raises:
-        CheckpointError: it is missing or damaged, or needs a class that is not known.
+        CheckpointError: the file is missing or damaged, or needs an unknown class.
     """
     try:
         open_file(path).close()
@@ -381,7 +382,7 @@ def read_plainly(path: Path) -> Any:
 
 
 def read_mapping(path: Path) -> Named:
-    """Reads a file that holds a mapping, as `read_plainly`. Raises as that, and if it holds none."""
+    """Reads a file that holds a mapping, like `read_plainly`. Raises CheckpointError if it holds no mapping."""
     value = read_plainly(path)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no mapping")

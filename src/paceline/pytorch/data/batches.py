@@ -1,4 +1,4 @@
-"""Collated batches of any structure: their number of samples, and splitting them."""
+"""Counts the samples of collated batches of any structure, and splits batches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 def batch_size_of(batch: object) -> int:
     """Returns the number of samples in a collated batch: the leading dimension of the first array in it.
 
-    A list of arrays or dicts in a batch, as of images or detection targets, is either a nest of batched values or one
-    entry per sample: what stands beside it tells, and where it stands alone, whether its arrays are of one length.
+    A list of arrays or dicts in a batch, such as images or detection targets, either nests batched values or has one
+    entry per sample. The other values of the batch decide which; without others, its arrays are batched values if they
+    all have the same length.
 
     Args:
-        batch: a tensor or array, or dicts, lists, tuples and dataclasses of them, nested at will.
+        batch: a tensor or array, or dicts, lists, tuples and dataclasses of them, in any nesting.
 
     Raises:
         ValueError: nothing in the batch has a leading dimension.
@@ -37,10 +38,10 @@ def batch_size_of(batch: object) -> int:
 
 
 def split_batch(batch: object, chunk: int) -> list[Any]:
-    """Splits a batch into batches of at most `chunk` samples; values without one row per sample are kept whole in each.
+    """Splits a batch into batches of at most `chunk` samples; each keeps values without one row per sample unchanged.
 
     Args:
-        batch: as `batch_size_of` takes it.
+        batch: a batch as for `batch_size_of`.
         chunk: samples per part, at least 1.
     """
     size = batch_size_of(batch)
@@ -48,7 +49,7 @@ def split_batch(batch: object, chunk: int) -> list[Any]:
 
 
 def cut_batch(batch: Any, size: int, start: int, stop: int) -> Any:
-    """Samples `start` to `stop` of a batch of `size`: every leaf with `size` rows is cut, all else is kept."""
+    """Returns samples `start` to `stop` of a batch of `size`: leaves with `size` rows are sliced, others are kept."""
     unclear = [value for value in _children(batch) if _is_open(value) and len(value) == size]
     are_mixed = _are_mixed(unclear)
 
@@ -71,9 +72,7 @@ def cut_batch(batch: Any, size: int, start: int, stop: int) -> Any:
 
 
 def rebuild_mapping(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Returns a mapping of the same type with other values (a BatchEncoding or ModelOutput stays one, attributes
-    included).
-    """
+    """Returns a mapping of the same type with other values; a BatchEncoding or ModelOutput keeps its attributes."""
     if type(like) is dict:
         return values
     if dataclasses.is_dataclass(like) and not isinstance(like, type):
@@ -102,9 +101,7 @@ def rebuild_dataclass(like: object, values: dict[str, Any]) -> Any:
 
 
 def _leading_size(batch: object) -> int | None:
-    """Returns the first leading dimension, depth first; a list of anything but arrays and containers is one row per
-    sample.
-    """
+    """Returns the first leading dimension, depth first; a list of plain values counts as one row per sample."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         return int(batch.shape[0]) if batch.ndim > 0 else None
     if isinstance(batch, list | tuple) and batch and _is_row_list(batch):
@@ -121,14 +118,14 @@ def _leading_size(batch: object) -> int | None:
 
 
 def _is_open(value: object) -> bool:
-    """True if a value may be a nest of batched values or one entry per sample: a list of arrays or of dicts."""
+    """Returns True for a list of arrays or dicts, which may nest batched values or have one entry per sample."""
     if not isinstance(value, list | tuple) or hasattr(value, "_fields") or not value or _is_row_list(value):
         return False
     return all(isinstance(item, torch.Tensor | np.ndarray | Mapping) for item in value)
 
 
 def _size_of_open(unclear: list[Any]) -> int | None:
-    """The number of samples in lists of which each could be read in two ways."""
+    """Returns the number of samples of a batch from lists of arrays or dicts; None if they do not show it."""
     lengths = [set(_lengths(value)) for value in unclear]
     is_one = all(lengths) and len(set().union(*lengths)) == 1
     if is_one and not _are_mixed(unclear):  # all arrays in them have as many rows
@@ -139,20 +136,20 @@ def _size_of_open(unclear: list[Any]) -> int | None:
 
 
 def _are_mixed(unclear: list[Any]) -> bool:
-    """True if lists of one length hold arrays and dicts, as images and their targets: one for each sample."""
+    """Returns True for lists of arrays and lists of dicts of one length (images and targets): one entry per sample."""
     of_dicts = {any(isinstance(item, Mapping) for item in value) for value in unclear}
     return len(of_dicts) == 2 and len({len(value) for value in unclear}) == 1
 
 
 def _is_by_sample(values: list[Any] | tuple[Any, ...], size: int) -> bool:
-    """True if a list of `size` arrays or dicts holds one for each sample."""
+    """Returns True if a list of `size` arrays or dicts has one entry per sample."""
     lengths = list(_lengths(values))
     has_dicts = any(isinstance(value, Mapping) for value in values)
     return any(length != size for length in lengths) if has_dicts else size not in lengths
 
 
 def _lengths(value: object) -> Iterator[int]:
-    """The first dimension of each array in a nest."""
+    """Yields the first dimension of each array in a nested value."""
     if isinstance(value, torch.Tensor | np.ndarray):
         if value.ndim > 0:
             yield int(value.shape[0])
@@ -162,9 +159,7 @@ def _lengths(value: object) -> Iterator[int]:
 
 
 def _is_row_list(values: list[Any] | tuple[Any, ...]) -> bool:
-    """True if a sequence is itself the rows (numbers, strings, lists of numbers, dicts without arrays), not a
-    container.
-    """
+    """Returns True if the items of a sequence are rows: numbers, strings, lists of numbers, or dicts without arrays."""
     first = values[0] if values else None
     if isinstance(first, Mapping):  # uncollated samples
         return not any(isinstance(value, torch.Tensor | np.ndarray) for value in first.values())

@@ -15,22 +15,22 @@ from paceline.pytorch.data.padding import fill_rows, pad_features, to_rows
 
 @dataclass
 class DataCollatorForTokenClassification(DataCollatorMixin):
-    """Pads the inputs with a tokenizer's `pad`, and the classes of the tokens to the same length on the same side.
+    """Pads the inputs with a tokenizer's `pad`, and the token labels to the same length on the same side.
 
-    The classes are `label` or `labels` of each sample, one for each token: a list, array or tensor. The batch has them
-    under that name, int64 of shape (samples, longest); samples may have none.
+    The labels are `label` or `labels` of each sample, one per token: a list, array or tensor. The batch has them under
+    the same name, int64 of shape (samples, longest). Samples may have no labels.
 
     Attributes:
         tokenizer: has `pad` and `padding_side`.
         padding: True or `longest`: to the longest of the batch; `max_length`: to `max_length`, or the model's
-            longest input; False or `do_not_pad`: none.
+            maximum input length; False or `do_not_pad`: no padding.
         max_length: in tokens.
         pad_to_multiple_of: round the length up to a multiple, for tensor cores and fewer compilations.
-        label_pad_token_id: fills the classes; losses leave -100 out.
+        label_pad_token_id: pads the labels; losses ignore -100.
         return_tensors: `pt` or `np`.
 
     Raises:
-        ValueError: a sample lacks its classes, or has more of them than the batch has tokens.
+        ValueError: only some samples have labels, or a sample has more labels than the batch has tokens.
     """
 
     tokenizer: Any
@@ -69,10 +69,10 @@ class DataCollatorForTokenClassification(DataCollatorMixin):
 
 @dataclass
 class DataCollatorForMultipleChoice(DataCollatorMixin):
-    """Pads samples that hold one row of tokens for each choice; all have the same number of choices.
+    """Pads samples that have one row of tokens per choice; all samples have the same number of choices.
 
-    The right choice is `label` or `labels` of each sample, a whole number. The batch has it as `labels`, int64 of shape
-    (samples,), if the samples have it; inputs have shape (samples, choices, longest).
+    The correct choice is `label` or `labels` of each sample, an integer. It becomes `labels` of the batch, int64 of
+    shape (samples,), if the samples have it. Inputs have shape (samples, choices, longest).
 
     Attributes:
         tokenizer: has `pad`.
@@ -82,7 +82,7 @@ class DataCollatorForMultipleChoice(DataCollatorMixin):
         return_tensors: `pt` or `np`.
 
     Raises:
-        ValueError: a sample lacks an input that others have, or has another number of choices.
+        ValueError: a sample lacks an input that the first sample has, or has another number of choices.
     """
 
     tokenizer: Any
@@ -119,10 +119,10 @@ class DataCollatorForMultipleChoice(DataCollatorMixin):
 
 
 def check_choices(name: str, values: Sequence[Any], num_choices: int) -> None:
-    """Raises for an input that has not one entry for each choice.
+    """Checks that an input has one entry per choice in every sample.
 
     Raises:
-        ValueError: with the sample, the input and the counts.
+        ValueError: it has not; the message names the sample, the input and the counts.
     """
     for place, value in enumerate(values):
         found = len(value) if hasattr(value, "__len__") and not isinstance(value, str) else None

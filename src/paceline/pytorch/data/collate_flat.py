@@ -1,4 +1,4 @@
-"""A collator that concatenates samples in one row, without padding."""
+"""A collator that concatenates samples into one row, without padding."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from paceline.pytorch.data.padding import to_rows
 
 @dataclass
 class DataCollatorWithFlattening(DefaultDataCollator):
-    """Concatenates the samples of a batch to one row of all tokens, for attention that keeps them apart.
+    """Concatenates the samples of a batch into one row of tokens, for attention that isolates samples.
 
-    Inputs other than `input_ids` and `labels` are dropped. If the samples have no `labels`, they are the input
-    ids. The first label of each sample is `separator_id`: no sample predicts the next one's start.
+    Inputs other than `input_ids` and `labels` are dropped. If the samples have no `labels`, the labels are the input
+    ids. The first label of each sample is `separator_id`, so that no sample predicts the start of the next one.
 
     Attributes:
         return_tensors: `pt` or `np`.
-        return_position_ids: each token's place in its sample, int64 of shape (1, tokens).
-        separator_id: in the labels, at each sample's start; losses leave -100 out.
-        return_flash_attn_kwargs: the boundaries of the samples, `cu_seq_lens_q` and `cu_seq_lens_k`, int32 of shape
-            (samples + 1,), and the longest, `max_length_q` and `max_length_k`, as int.
-        return_seq_idx: each token's sample, int32 of shape (1, tokens).
-        position_ids_start: the position of a first token: 2 for RoBERTa and models like it, which count from
+        return_position_ids: add `position_ids`, each token's position in its sample, int64 of shape (1, tokens).
+        separator_id: the label at each sample's start; losses ignore -100.
+        return_flash_attn_kwargs: add the boundaries of the samples, `cu_seq_lens_q` and `cu_seq_lens_k`, int32 of shape
+            (samples + 1,), and the longest length, `max_length_q` and `max_length_k`, as int.
+        return_seq_idx: add `seq_idx`, each token's sample, int32 of shape (1, tokens).
+        position_ids_start: the position of a sample's first token: 2 for RoBERTa and similar models, which count from
             `padding_idx + 1`.
 
     Raises:
-        ValueError: a sample lacks its labels, or has another number of labels than of tokens.
+        ValueError: a sample has no labels while others do, or its numbers of labels and tokens differ.
     """
 
     _: KW_ONLY
@@ -78,7 +78,7 @@ class DataCollatorWithFlattening(DefaultDataCollator):
         tokens: NDArray[np.int64],
         lengths: NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        """Returns the labels of all samples in one row, or a copy of the tokens."""
+        """Returns the labels of all samples in one row, or a copy of the tokens if there are no labels."""
         if "labels" not in features[0]:
             return tokens.copy()
         rows = rows_of(features, "labels")
@@ -89,6 +89,6 @@ class DataCollatorWithFlattening(DefaultDataCollator):
 
 
 def rows_of(features: Sequence[Mapping[str, Any]], name: str) -> list[NDArray[np.int64]]:
-    """Returns one row of every sample, int64."""
+    """Returns the values of one column as an int64 row per sample."""
     values = take_column(features, name)
     return to_rows(values) or [np.asarray(value).astype(np.int64) for value in values]

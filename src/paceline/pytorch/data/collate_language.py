@@ -1,4 +1,4 @@
-"""Collators for language modelling: next token, masked tokens, masked words, permutations."""
+"""Collators for language modelling: next-token prediction, masked tokens, masked words, permutations."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from paceline.pytorch.data.collators import DataCollatorMixin, take_column
 from paceline.pytorch.data.padding import fill_rows, is_base_method, pad_features, pad_token_rows
 
 Mask = NDArray[np.bool_]
-IGNORED = -100  # the label that losses leave out
+IGNORED = -100  # the label that losses ignore
 REPLACING_BY_DEFAULT = (0.8, 0.1)
-# of transformers: they find the ids among all special ones
+# transformers classes whose get_special_tokens_mask looks ids up in all_special_ids
 LOOK_UP_IDS = ("PreTrainedTokenizerBase", "PythonBackend", "PreTrainedTokenizer")
 
 
@@ -29,26 +29,26 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
 
     Samples are dicts (or BatchEncodings) with `input_ids`, or rows of token ids. `labels` of the samples are replaced.
     With `special_tokens_mask` in the samples (`return_special_tokens_mask=True`) no lookup of special tokens is
-    needed. Masks are drawn as in transformers: equal for the same state of the generator.
+    needed. For the same generator state, masks equal those of transformers.
 
-    A `seed` gives the collator its own generator, a different one in each worker process. It restarts when a run is
-    resumed; without one, masks come from the global generators, whose state a resumed run restores.
+    With a `seed`, the collator has its own generator, a different one in each worker process, which restarts when a run
+    is resumed. Without a `seed`, masks come from the global generators, whose state a resumed run restores.
 
     Attributes:
         tokenizer: has `pad`, `mask_token`, `pad_token_id`, and a length.
-        mlm: masked tokens; else the labels are the inputs, without padding.
-        whole_word_mask: mask all tokens of a word or none. Words are read off `offset_mapping` of the samples
-            (`return_offsets_mapping=True`). All masked tokens become the mask token, whatever `mask_replace_prob` and
-            `random_replace_prob` are; a warning says so if they are not the defaults.
-        mlm_probability: of a token, or word, to be masked.
+        mlm: mask tokens; otherwise the labels are the inputs, with padding ignored.
+        whole_word_mask: mask all tokens of a word or none. Words are derived from `offset_mapping` of the samples
+            (`return_offsets_mapping=True`). All masked tokens become the mask token, regardless of `mask_replace_prob`
+            and `random_replace_prob`; a warning is issued if these are not the defaults.
+        mlm_probability: probability that a token, or word, is masked.
         mask_replace_prob: share of the masked tokens that become the mask token.
-        random_replace_prob: share of them that become any token. The rest is unchanged.
+        random_replace_prob: share of the masked tokens that become a random token. The rest is unchanged.
         pad_to_multiple_of: round the length up to a multiple, for tensor cores and fewer compilations.
         return_tensors: `pt` or `np`.
-        seed: of the masks; None: from the global generator, torch's or numpy's.
+        seed: the seed of the masks; None: the global generator of torch or numpy is used.
 
     Raises:
-        ValueError: a probability outside 0 to 1, a tokenizer without a mask token, words without offsets.
+        ValueError: a probability is outside 0 to 1, the tokenizer has no mask token, or offsets are missing for words.
     """
 
     tokenizer: Any
@@ -79,7 +79,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         self.generator: Any = None
 
     def _mask_all(self) -> None:
-        """Sets the shares for whole words: they are masked, not replaced by random tokens."""
+        """Sets the shares for whole words, which are always replaced by mask tokens."""
         shares = (self.mask_replace_prob, self.random_replace_prob)
         if shares not in ((1.0, 0.0), REPLACING_BY_DEFAULT):
             warnings.warn(
@@ -95,7 +95,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         return torch.Generator().manual_seed(seed) if self.return_tensors == "pt" else np.random.default_rng(seed)
 
     def create_rng(self) -> None:
-        """Creates the generator of `seed`; worker processes of a loader add their number to it."""
+        """Creates the generator from `seed` plus the worker id in worker processes."""
         worker = get_worker_info()
         self.generator = self.get_generator((self.seed or 0) + (0 if worker is None else worker.id))
 
@@ -117,7 +117,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         return batch
 
     def _pad(self, examples: Sequence[Any], kind: str) -> tuple[Any, NDArray[np.int64] | None]:
-        """Returns the padded inputs, and the offsets of their tokens, (samples, longest, 2), for whole words."""
+        """Returns the padded inputs, and with whole words the token offsets, (samples, longest, 2), else None."""
         if not isinstance(examples[0], Mapping):
             return {"input_ids": pad_token_rows(self.tokenizer, examples, kind, self.pad_to_multiple_of)}, None
         unused = ("labels", "offset_mapping")
@@ -144,7 +144,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         Args:
             inputs: token ids, int64 of shape (samples, longest); changed in place.
             special_tokens_mask: 1 for tokens that are never masked; None: the tokenizer's special tokens.
-            offset_mapping: for whole words, the start and end of each token in the text: (samples, longest, 2).
+            offset_mapping: the start and end of each token in the text, (samples, longest, 2); for whole words only.
 
         Returns:
             The masked inputs, and the labels: the original token if it was masked, else -100.
@@ -165,7 +165,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         return inputs, labels
 
     def _draw_tensor(self, like: Tensor, share: float) -> Tensor:
-        # by a tensor of odds: a plain number is drawn in another way, and gives other masks than transformers'
+        # a tensor of probabilities: with a plain number torch draws differently, and masks differ from transformers'
         return torch.bernoulli(torch.full(like.shape, share), generator=self.generator).bool()
 
     @staticmethod
@@ -176,7 +176,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
 
     @staticmethod
     def _whole_word_mask(word_ids: Any, mask: Any) -> Any:
-        """Returns all tokens of the words of which a token is masked; for overrides."""
+        """Returns the mask extended to all tokens of each partly masked word; for overrides."""
         return spread_over_words(np.maximum(word_ids, 0), np.asarray(mask))
 
     def numpy_mask_tokens(
@@ -203,7 +203,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         return inputs, labels
 
     def _find_fixed(self, inputs: object, specials: object, offsets: object) -> tuple[Mask, NDArray[np.int64] | None]:
-        """Returns the mask of tokens that may not start a mask, and the word of each token for whole words."""
+        """Returns a mask of the tokens at which no masking may start, and with whole words the word of each token."""
         fixed = find_special(self.tokenizer, inputs) if specials is None else np.asarray(specials).astype(bool)
         if not self.whole_word_mask:
             return fixed, None
@@ -218,7 +218,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
 
 @dataclass
 class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
-    """A `DataCollatorForLanguageModeling` with `whole_word_mask=True`; named so until transformers 4.57."""
+    """A `DataCollatorForLanguageModeling` with `whole_word_mask=True`; the class of transformers until 4.57."""
 
     whole_word_mask: bool = True
 
@@ -229,10 +229,11 @@ class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
 
 @dataclass
 class DataCollatorForSOP(DataCollatorForLanguageModeling):
-    """A `DataCollatorForLanguageModeling` with the label of sentence order; in transformers until 4.57.
+    """A `DataCollatorForLanguageModeling` with sentence order labels; in transformers until 4.57.
 
-    Samples are dicts with `input_ids`, `token_type_ids` and `sentence_order_label`, a whole number, which the batch has
-    as int64 of shape (samples,). Only padding is excluded from the attention; transformers excluded masked tokens too.
+    Samples are dicts with `input_ids`, `token_type_ids` and `sentence_order_label`, an integer. The batch has
+    `sentence_order_label` as int64 of shape (samples,). Only padding is excluded from the attention; transformers
+    excluded masked tokens too.
     """
 
     def collate(self, examples: Sequence[Any], kind: str) -> Any:
@@ -250,19 +251,19 @@ class DataCollatorForPermutationLanguageModeling(DataCollatorMixin):
     """Masks spans of tokens and draws the order in which they are predicted, for XLNet.
 
     Samples are dicts with `input_ids`, or rows of token ids; their padded length must be even. The batch has
-    `input_ids` and `labels` (int64, (samples, length)), `perm_mask` (1 if the token of a row must not attend to that of
-    a column) and `target_mapping` (the identity), both float32 of shape (samples, length, length). Tensors equal those
-    of transformers for the same state of torch's global generator; arrays are drawn from numpy's, for which
-    transformers' spans grow to `max_span_length + 1`.
+    `input_ids` and `labels` (int64, (samples, length)), `perm_mask` (1 if the token of the row must not attend to the
+    token of the column) and `target_mapping` (the identity), both float32 of shape (samples, length, length). Tensors
+    equal those of transformers for the same state of torch's global generator. Arrays are drawn from numpy's global
+    generator; there transformers' spans are up to `max_span_length + 1` long.
 
     Attributes:
         tokenizer: has `mask_token`, `pad_token_id`, `padding_side`.
-        plm_probability: share of the tokens that is masked, about: a span of n tokens is masked in n / share tokens.
+        plm_probability: approximate share of masked tokens: a span of n tokens is masked in every n / share tokens.
         max_span_length: in tokens.
         return_tensors: `pt` or `np`.
 
     Raises:
-        ValueError: a tokenizer without a mask token, an odd length.
+        ValueError: the tokenizer has no mask token, or the length is odd.
     """
 
     tokenizer: Any
@@ -279,7 +280,7 @@ class DataCollatorForPermutationLanguageModeling(DataCollatorMixin):
 
     def torch_mask_tokens(self, inputs: Any) -> tuple[Any, Any, Any, Any]:
         """Returns inputs, perm_mask, target_mapping and labels of a batch of token ids."""
-        cell = torch.empty(1, dtype=torch.int64)  # reused: half the time of a new one for each number
+        cell = torch.empty(1, dtype=torch.int64)  # reused: takes half the time of a new tensor for each number
         masked = self._mask_spans(inputs, lambda low, high: int(cell.random_(low, high)))
         num_samples, half = inputs.shape[0], inputs.shape[1] // 2
         orders = torch.stack([torch.randperm(half) for _ in range(num_samples)]).numpy()
@@ -287,13 +288,13 @@ class DataCollatorForPermutationLanguageModeling(DataCollatorMixin):
         return tuple(map(torch.from_numpy, arrays))  # type: ignore[return-value]
 
     def numpy_mask_tokens(self, inputs: Any) -> tuple[Any, Any, Any, Any]:
-        """Masks arrays like `torch_mask_tokens`, drawn from numpy's global generator."""
+        """Masks arrays like `torch_mask_tokens`, with numpy's global generator."""
         masked = self._mask_spans(inputs, lambda low, high: int(np.random.randint(low, high)))
         orders = np.stack([np.random.permutation(inputs.shape[1] // 2) for _ in range(len(inputs))])
         return self._finish(inputs.astype(np.int64), masked, orders)
 
     def _mask_spans(self, inputs: Any, draw: Any) -> Mask:
-        """Returns spans at random positions; `draw(low, high)` gives a number below `high`."""
+        """Returns a mask of spans at random positions; `draw(low, high)` returns an integer in [low, high)."""
         check_mask_token(self.tokenizer, type(self).__name__, "or use another collator")
         num_samples, length = inputs.shape
         if length % 2:
@@ -313,7 +314,13 @@ class DataCollatorForPermutationLanguageModeling(DataCollatorMixin):
         return masked
 
     def _finish(self, inputs: NDArray[np.int64], masked: Mask, orders: NDArray[np.int64]) -> tuple[Any, Any, Any, Any]:
-        """Returns the batch of masked spans and of a permutation of half the length for each sample."""
+        """Returns inputs, perm_mask, target_mapping and labels.
+
+        Args:
+            inputs: token ids, (samples, length).
+            masked: the masked spans.
+            orders: a permutation of half the length for each sample.
+        """
         num_samples, length = inputs.shape
         functional = find_special(self.tokenizer, inputs)
         if self.tokenizer.pad_token_id is not None:
@@ -322,7 +329,7 @@ class DataCollatorForPermutationLanguageModeling(DataCollatorMixin):
         labels = np.where(masked, inputs, IGNORED)
         inputs = np.where(masked, self.tokenizer.mask_token_id, inputs)
         ranks = np.concatenate([orders, orders + length // 2], axis=1)
-        ranks[~masked & ~functional] = -1  # seen by all, and sees no masked token
+        ranks[~masked & ~functional] = -1  # visible to all tokens, and sees no masked token
         may_not_see = ranks[:, :, None] <= ranks[:, None, :]
         may_not_see &= masked[:, None, :]
         same_place = np.broadcast_to(np.eye(length, dtype=np.float32), (num_samples, length, length)).copy()
@@ -333,18 +340,18 @@ def check_share(name: str, value: float | None) -> float:
     """Returns a probability as float.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not between 0 and 1.
     """
     if value is None or not 0 <= value <= 1:
-        raise ValueError(f"{name}={value} is no probability: it goes from 0 to 1.")
+        raise ValueError(f"{name}={value} is not a probability: expected a value from 0 to 1.")
     return float(value)
 
 
 def check_mask_token(tokenizer: Any, option: str, otherwise: str) -> None:
-    """Raises for a tokenizer without a mask token.
+    """Checks that a tokenizer has a mask token.
 
     Raises:
-        ValueError: it has no mask token.
+        ValueError: it has none.
     """
     if tokenizer.mask_token is None:
         raise ValueError(
@@ -354,7 +361,7 @@ def check_mask_token(tokenizer: Any, option: str, otherwise: str) -> None:
 
 
 def find_special(tokenizer: Any, inputs: Any) -> Mask:
-    """Returns the mask of a batch of token ids, (samples, longest), that the tokenizer calls special."""
+    """Returns a mask of the tokenizer's special tokens in a batch of token ids, (samples, longest)."""
     if is_base_method(tokenizer, "get_special_tokens_mask", LOOK_UP_IDS):
         return np.isin(np.asarray(inputs), tokenizer.all_special_ids)
     rows = [tokenizer.get_special_tokens_mask(row, already_has_special_tokens=True) for row in inputs.tolist()]
@@ -362,16 +369,16 @@ def find_special(tokenizer: Any, inputs: Any) -> Mask:
 
 
 def find_words(offsets: NDArray[np.int64], special: Mask) -> tuple[NDArray[np.int64], Mask]:
-    """Returns the words of tokens.
+    """Returns the word of each token.
 
-    A token starts a word after a gap in the text or a special token.
+    A token starts a word if it follows a gap in the text or a special token.
 
     Args:
         offsets: starts and ends of tokens in the text, (samples, longest, 2).
-        special: tokens of no word.
+        special: mask of the tokens that belong to no word.
 
     Returns:
-        The number of each token's word in its row, 0 for none; and a mask of the words' first tokens.
+        The number of each token's word in its row (0 if it has none), and a mask of the first tokens of words.
     """
     starts = np.ones(special.shape, dtype=bool)
     starts[:, 1:] = (offsets[:, 1:, 0] != offsets[:, :-1, 1]) | special[:, :-1]
@@ -382,7 +389,12 @@ def find_words(offsets: NDArray[np.int64], special: Mask) -> tuple[NDArray[np.in
 
 
 def spread_over_words(words: NDArray[np.int64], masked: Mask) -> Mask:
-    """Returns all tokens of the words of which a token is masked; `words` as `find_words` numbers them."""
+    """Returns the mask extended to all tokens of each word with a masked token.
+
+    Args:
+        words: word numbers from `find_words`.
+        masked: masked tokens.
+    """
     rows = np.arange(len(words))[:, None]
     chosen = np.zeros((len(words), words.shape[1] + 1), dtype=bool)
     chosen[np.broadcast_to(rows, words.shape)[masked], words[masked]] = True

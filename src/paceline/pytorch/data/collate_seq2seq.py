@@ -17,22 +17,22 @@ from paceline.pytorch.data.padding import pad_features
 class DataCollatorForSeq2Seq:
     """Pads the inputs with a tokenizer's (or other processor's) `pad`, and the labels separately.
 
-    The labels are `labels` or `label` of each sample, a list, array or tensor of token ids. The batch has them as
-    `labels`, int64 of shape (samples, longest); None if the samples have none.
+    The labels are `labels` or `label` of each sample, a list, array or tensor of token ids. They become `labels` of the
+    batch, int64 of shape (samples, longest), or None if the samples have no labels.
 
     Attributes:
         tokenizer: has `pad(features, padding=, max_length=, pad_to_multiple_of=, return_tensors=)` and `padding_side`.
-        model: makes `decoder_input_ids` of the labels, if it has `prepare_decoder_input_ids_from_labels`. Label
-            smoothing then needs no second use of the labels.
+        model: makes `decoder_input_ids` from the labels, if it has `prepare_decoder_input_ids_from_labels`. With label
+            smoothing, this avoids computing the loss twice.
         padding: True or `longest`: to the longest of the batch; `max_length`: to `max_length`, labels too; False or
-            `do_not_pad`: none.
+            `do_not_pad`: no padding.
         max_length: in tokens. Longer rows are unchanged.
         pad_to_multiple_of: round the lengths up to a multiple, for tensor cores and fewer compilations.
-        label_pad_token_id: fills the labels; losses leave -100 out.
+        label_pad_token_id: pads the labels; losses ignore -100.
         return_tensors: `pt` or `np`.
 
     Raises:
-        ValueError: labels that some samples lack, or that differ in length and are not to be padded.
+        ValueError: some samples have no labels, or labels of different lengths are not padded.
     """
 
     tokenizer: Any
@@ -89,10 +89,10 @@ class DataCollatorForSeq2Seq:
 
 
 def take_labels(features: Sequence[Mapping[str, Any]], name: str) -> list[Any] | None:
-    """Returns the labels of every sample; None if none has any.
+    """Returns the labels of every sample; None if no sample has labels.
 
     Raises:
-        ValueError: some have labels and some not.
+        ValueError: only some samples have labels.
     """
     if name not in features[0]:
         return None

@@ -1,4 +1,4 @@
-"""Collators: samples to batches."""
+"""Collators, which make batches of samples."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def default_data_collator(
 ) -> Any:
     """Stacks samples of equal shape.
 
-    Samples may be dicts (or BatchEncodings, dataclasses, plain objects with attributes), whose values are stacked
-    name by name; tuples, lists or named tuples, whose items are stacked place by place; arrays, tensors or numbers.
-    Values may be nested in turn. `label` and `label_ids` of dict-like samples become `labels`: whole numbers as
-    int64, others as float32. Strings are kept as lists; a value that is None in the first sample is dropped.
+    Samples may be dicts (or BatchEncodings, dataclasses, plain objects with attributes), whose values are stacked by
+    name; tuples, lists or named tuples, whose items are stacked by position; arrays, tensors or numbers. Values may be
+    nested. `label` and `label_ids` of dict-like samples become `labels`: integers as int64, others as float32. Strings
+    are kept as lists; a value that is None in the first sample is dropped.
 
     Args:
         features: the samples, at least one.
         return_tensors: `pt` or `np`.
-        keep_names: of `label` and `label_ids`, those that keep their name, because the model's forward takes them so.
+        keep_names: those of `label` and `label_ids` that are not renamed, because the model's forward takes them.
 
     Returns:
-        A batch of the samples' structure; every array in it has the samples as its first dimension.
+        A batch with the samples' structure; the first dimension of every array is the samples.
 
     Raises:
-        ValueError: values of different shapes under one name, or a name that some samples lack; names it.
+        ValueError: the values of a name have different shapes, or some samples lack the name; the message names it.
     """
     if return_tensors not in ("pt", "np"):
         raise ValueError(f"return_tensors={return_tensors!r} is unknown: use 'pt' or 'np'.")
@@ -54,10 +54,10 @@ def default_data_collator(
 
 
 class DataCollatorMixin:
-    """A collator that makes tensors or arrays, as the call or else its `return_tensors` says.
+    """A collator that returns tensors or arrays, depending on `return_tensors` of the call or else of the object.
 
-    Subclasses define `collate(examples, kind)`. `torch_call` and `numpy_call` are the methods that subclasses of
-    transformers' collators override, and are called for that reason.
+    Subclasses define `collate(examples, kind)`. It is called through `torch_call` and `numpy_call`, because subclasses
+    of transformers' collators override these.
     """
 
     return_tensors: str
@@ -83,11 +83,11 @@ class DataCollatorMixin:
 
 @dataclass
 class DefaultDataCollator(DataCollatorMixin):
-    """An object form of `default_data_collator`.
+    """The class form of `default_data_collator`.
 
     Attributes:
         return_tensors: `pt` or `np`.
-        keep_names: see there.
+        keep_names: see `default_data_collator`.
     """
 
     return_tensors: str = "pt"
@@ -101,17 +101,17 @@ class DefaultDataCollator(DataCollatorMixin):
 class DataCollatorWithPadding:
     """Pads samples to one length with a tokenizer's (or other processor's) `pad`.
 
-    Labels that are a list per sample are padded with -100, which losses leave out: to the length and on the side of the
-    inputs if there is one label per token, else to the longest of the batch.
+    Labels that are a list per sample are padded with -100, which losses ignore. They are padded to the length and on
+    the side of the inputs if there is one label per token, else to the longest labels of the batch.
 
     Attributes:
         tokenizer: has `pad(features, padding=, max_length=, pad_to_multiple_of=, return_tensors=)`.
         padding: True or `longest`: to the longest of the batch; `max_length`: to `max_length`, or the model's
-            longest input; False or `do_not_pad`: none.
+            maximum input length; False or `do_not_pad`: no padding.
         max_length: in tokens.
         pad_to_multiple_of: round the length up to a multiple, for tensor cores and fewer compilations.
         return_tensors: `pt` or `np`.
-        keep_names: of `label` and `label_ids`, those that keep their name, because the model's forward takes them so.
+        keep_names: those of `label` and `label_ids` that are not renamed, because the model's forward takes them.
     """
 
     tokenizer: Any
@@ -141,7 +141,7 @@ class DataCollatorWithPadding:
 
     def _pad_labels(self, labels: list[Any], features: Sequence[Any], batch: Any) -> Any:
         width, side = max(map(len, labels)), "right"
-        for name, value in batch.items():  # the input that has one entry for each label, padded
+        for name, value in batch.items():  # look for a padded input with one entry per label
             rows = [feature.get(name) for feature in features]
             pairs = zip(rows, labels, strict=True)
             is_aligned = all(hasattr(row, "__len__") and len(row) == len(label) for row, label in pairs)
@@ -153,7 +153,7 @@ class DataCollatorWithPadding:
 
 
 def take_label_lists(features: Sequence[Any]) -> tuple[Sequence[Any], str, list[Any]]:
-    """Returns the samples without list-valued labels, their name, and the lists as arrays."""
+    """Returns the samples without list-valued labels, the labels' name, and the labels as arrays (empty if none)."""
     first = features[0]
     name = next((name for name in ("labels", *LABEL_NAMES) if isinstance(first, Mapping) and name in first), None)
     if name is None or not isinstance(first[name], list | tuple | np.ndarray | torch.Tensor):
@@ -166,11 +166,11 @@ def take_label_lists(features: Sequence[Any]) -> tuple[Sequence[Any], str, list[
 
 
 def choose_collator(processing_class: object, forward_names: Iterable[str]) -> Any:
-    """Returns the default collator of a Trainer: padding if the tokenizer or processor can, else stacking.
+    """Returns the default collator of a Trainer: it pads if the tokenizer or processor can, else stacks.
 
     Args:
         processing_class: a tokenizer or processor, or None.
-        forward_names: parameters of the model's forward; `label` among them keeps its name in the batch.
+        forward_names: parameters of the model's forward; `label` and `label_ids` among them are not renamed.
     """
     keep_names = frozenset(LABEL_NAMES).intersection(forward_names)
     if hasattr(processing_class, "pad"):
@@ -179,7 +179,7 @@ def choose_collator(processing_class: object, forward_names: Iterable[str]) -> A
 
 
 def collate_fields(features: Sequence[Mapping[str, Any]], stack: Any, keep_names: frozenset[str]) -> dict[str, Any]:
-    """Collates name by name, labels renamed."""
+    """Collates mappings by name, and renames labels."""
     first = features[0]
     batch: dict[str, Any] = {}
     labels = None
@@ -194,7 +194,7 @@ def collate_fields(features: Sequence[Mapping[str, Any]], stack: Any, keep_names
         except KeyError:
             raise missing_name(features, name) from None
         if name not in LABEL_NAMES or name in keep_names:
-            is_flat = isinstance(value, torch.Tensor)  # the usual case: one call less for each
+            is_flat = isinstance(value, torch.Tensor)  # the usual case: saves one call per name
             batch[name] = stack(values, name) if is_flat else collate_values(values, stack, name)
         elif name == labels:
             batch["labels"] = stack(values, name, labels=True) if not isinstance(value, str) else values
@@ -202,7 +202,7 @@ def collate_fields(features: Sequence[Mapping[str, Any]], stack: Any, keep_names
 
 
 def collate_values(values: list[Any], stack: Any, name: str) -> Any:
-    """Collates the values of one name: stacked, or recursively if they hold other values."""
+    """Collates the values of one name: recursively if they are containers, else by stacking."""
     first = values[0]
     if isinstance(first, Mapping):
         return {key: collate_values([value[key] for value in values], stack, f"{name}.{key}") for key in first}
@@ -219,7 +219,7 @@ def collate_values(values: list[Any], stack: Any, name: str) -> Any:
 
 
 def collate_places(values: list[Any], stack: object, name: str) -> Any:
-    """Collates tuples or lists of equal length, position by position, to one of their type."""
+    """Collates tuples or lists of equal length by position, into one object of their type."""
     first = values[0]
     columns = [
         collate_values(list(column), stack, f"{name}[{place}]")
@@ -251,7 +251,7 @@ def as_label_type(labels: torch.Tensor) -> torch.Tensor:
 
 
 def stack_arrays(values: list[Any], name: str, labels: bool = False) -> Any:
-    """Stacks as `stack_tensors`, to a numpy array."""
+    """Stacks values like `stack_tensors`, but returns a numpy array."""
     try:
         rows = [value.numpy() if isinstance(value, torch.Tensor) else value for value in values]
         if labels and not (isinstance(rows[0], np.ndarray) and rows[0].ndim):
@@ -262,12 +262,12 @@ def stack_arrays(values: list[Any], name: str, labels: bool = False) -> Any:
 
 
 def is_value(value: object) -> bool:
-    """True if a sample is itself one value: a number, string, array or tensor."""
+    """Returns True if a sample is itself one value: a number, string, array or tensor."""
     return value is None or isinstance(value, numbers.Number | np.generic | np.ndarray | torch.Tensor | str | bytes)
 
 
 def is_numeric(values: Iterable[Any]) -> bool:
-    """True if a list is one row of numbers (nested at will), judged by its first items."""
+    """Returns True if a list, possibly nested, contains numbers, judged by its first items."""
     first = next(iter(values), 0)
     if isinstance(first, list | tuple):
         return is_numeric(first)
@@ -275,7 +275,7 @@ def is_numeric(values: Iterable[Any]) -> bool:
 
 
 def is_whole(value: object) -> bool:
-    """True if a number, or the first of nested lists of them, is an integer."""
+    """Returns True if a number, or the first number of nested lists, is an integer."""
     while isinstance(value, list | tuple):
         value = value[0] if len(value) else 0
     if isinstance(value, torch.Tensor | np.ndarray):
@@ -284,7 +284,7 @@ def is_whole(value: object) -> bool:
 
 
 def shape_of(value: object) -> str:
-    """Returns a value's shape in words."""
+    """Returns text that describes a value's shape."""
     if hasattr(value, "shape"):
         return str(tuple(value.shape))
     if isinstance(value, list | tuple):
@@ -309,7 +309,7 @@ def ragged(name: str, values: list[Any], error: Exception | None = None) -> Valu
 
 
 def take_column(examples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    """Returns one value of every sample.
+    """Returns the values of one name in all samples.
 
     Raises:
         ValueError: a sample lacks it.

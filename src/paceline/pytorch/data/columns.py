@@ -1,4 +1,4 @@
-"""The columns that a model takes: dropping the others, and finding the labels among them."""
+"""Finds the columns that a model takes and the labels among them, and drops the others."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def signature_columns(model: object, label_names: Sequence[str]) -> list[str] | 
 def find_labels(model: object) -> list[str]:
     """Returns the parameters of a model's `forward` that take labels, in order.
 
-    Those with "label" in their name, `target` and `targets`, and `start_positions` with `end_positions`. A parameter
-    whose default is a number or a flag is an option, not a label.
+    These are parameters with "label" in their name, `target` and `targets`, and `start_positions` together with
+    `end_positions`. A parameter whose default is a number or a flag is an option, not a label.
     """
     named = named_parameters(model)
     has_span = all(name in named for name in SPAN_NAMES)
@@ -44,7 +44,7 @@ def find_labels(model: object) -> list[str]:
 
 
 def named_parameters(model: Any) -> dict[str, inspect.Parameter]:
-    """Returns the parameters of `forward` that can be given by name; empty if it cannot be read."""
+    """Returns the parameters of `forward` that can be passed by name; empty if its signature cannot be read."""
     try:
         parameters = inspect.signature(model.forward).parameters
     except (TypeError, ValueError, AttributeError):
@@ -54,10 +54,10 @@ def named_parameters(model: Any) -> dict[str, inspect.Parameter]:
 
 
 def has_removable_columns(dataset: object) -> bool:
-    """True if columns can be dropped in the dataset itself.
+    """Returns True if columns can be dropped in the dataset itself.
 
-    False if they are unknown (some streams), or a transform makes the samples of them when they are read: it may need
-    any of them. `RemoveColumnsCollator` covers these.
+    Returns False if the columns are unknown (some streams), or if a transform runs when samples are read, because it
+    may need any column. `RemoveColumnsCollator` handles these datasets.
     """
     if not callable(getattr(dataset, "remove_columns", None)) or not getattr(dataset, "column_names", None):
         return False
@@ -69,12 +69,12 @@ def remove_unused_columns(dataset: Any, columns: Sequence[str] | None, descripti
     """Returns a `datasets` dataset without the columns that the model does not take; logs the dropped ones by name.
 
     Args:
-        dataset: never changed; one whose columns cannot be dropped (see `has_removable_columns`) is returned unchanged.
+        dataset: not modified; returned as is if its columns cannot be dropped (see `has_removable_columns`).
         columns: from `signature_columns`; None drops nothing.
         description: the use of the dataset, as in "the ... dataset".
 
     Raises:
-        ValueError: nothing would be left.
+        ValueError: no column would be left.
     """
     if columns is None or not has_removable_columns(dataset):
         return dataset
@@ -91,12 +91,12 @@ class RemoveColumnsCollator:
     """A collator that drops entries of dict samples that the model does not take, and logs them once.
 
     Args:
-        data_collator: gets the samples.
+        data_collator: collates the remaining entries.
         columns: from `signature_columns`.
-        description: as in `remove_unused_columns`.
+        description: see `remove_unused_columns`.
 
     Raises:
-        ValueError: (when called) nothing would be left of the first sample.
+        ValueError: (when called) the first sample would be empty.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The samples that each of several processes reads: index arithmetic over one common order.
+"""The samples that each of several processes reads, by index arithmetic over one common order.
 
-The order of the samples is that of one process. It is split into slots, one micro-batch of all processes together, and
-each slot into one shard per process, in the order of their ranks, sizes equal up to one sample.
+The order of the samples is that of a single process. It is split into slots, each of which is one micro-batch of all
+processes together. A slot is split into one shard per process, by rank; the sizes differ by at most one sample.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class DataShard:
     """The shard of one process.
 
     Attributes:
-        rank: this process.
+        rank: the rank of this process.
         size: number of processes.
-        slots: samples of each slot of an optimizer step, over all processes.
-        reads_all: this process reads the shards of all, one after another.
+        slots: samples in each slot of an optimizer step, over all processes.
+        reads_all: this process reads the shards of all processes in turn.
     """
 
     rank: int
@@ -32,13 +32,14 @@ class DataShard:
 
     @classmethod
     def even(cls, rank: int, size: int, batch_size: int) -> DataShard:
-        """Returns slots of `batch_size` samples for each process."""
+        """Returns a shard with slots of `batch_size` samples per process."""
         return cls(rank, size, (batch_size * size,))
 
     @classmethod
     def of_update(cls, rank: int, size: int, batch_size: int, num_samples: int) -> DataShard:
-        """Returns the fewest slots that hold an optimizer step of `num_samples`, at most `batch_size` samples per
-        process.
+        """Returns a shard with the fewest slots for an optimizer step of `num_samples`.
+
+        A slot has at most `batch_size` samples per process.
         """
         count = -(-num_samples // (batch_size * size))
         bounds = [num_samples * slot // count for slot in range(count + 1)]
@@ -46,7 +47,7 @@ class DataShard:
 
     @property
     def each(self) -> int | None:
-        """Returns the samples of each process in every slot; None if these differ."""
+        """Returns the samples per process and slot; None if they differ."""
         size = self.slots[0]
         is_even = len(set(self.slots)) == 1 and size % self.size == 0
         return size // self.size if is_even else None
@@ -57,7 +58,7 @@ class DataShard:
         return sum(self.slots)
 
     def left_in_slot(self, position: int) -> int:
-        """Returns the samples from a position in the common order to the end of its slot."""
+        """Returns the number of samples from a position in the common order to the end of its slot."""
         place = position % self.window
         for slot in self.slots:
             if place < slot:
@@ -66,7 +67,7 @@ class DataShard:
         raise AssertionError(position)
 
     def num_slots(self, num_samples: int) -> int:
-        """Returns the number of slots, the last perhaps not full, that hold `num_samples`."""
+        """Returns the number of slots that hold `num_samples`, including an incomplete last slot."""
         windows, rest = divmod(num_samples, self.window)
         count = windows * len(self.slots)
         for slot in self.slots:
@@ -77,7 +78,7 @@ class DataShard:
         return count
 
     def bounds(self, length: int, rank: int | None = None) -> tuple[int, int]:
-        """Returns the start and end of a process's shard in a slot of `length` samples; this one's by default."""
+        """Returns the start and end of a process's shard in a slot of `length` samples; None: this process's shard."""
         rank = self.rank if rank is None else rank
         return length * rank // self.size, length * (rank + 1) // self.size
 

@@ -1,7 +1,7 @@
-"""Batch dispatching (`dispatch_batches`): one process reads the data for all, and sends each other process its batches.
+"""Batch dispatching (`dispatch_batches`): one process reads the data for all and sends the others their batches.
 
-Batches are dispatched in slots, one batch for each shard of the data. All processes request a slot together, and a slot
-without a batch for everyone is the last: so none requests one after the others have ended.
+Batches are dispatched in slots, one batch for each shard of the data. All processes request a slot together. An
+incomplete slot is the last one, so no process requests a slot after the others have ended.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from paceline.pytorch.data.stream import StreamLoader
 
 
 class ReadingFailed(Exception):
-    """Raised if the process that reads for all failed; the message says why."""
+    """Raised on all processes if the reading process failed; the message names its error."""
 
 
 class DispatchedBatch(NamedTuple):
-    """The entry of a slot for one process: its batch, if there is one, or the error of the reading process."""
+    """The entry of a slot for one process: its batch if there is one, or the error of the reading process."""
 
     batch: Any = None
     num_samples: int = 0
@@ -34,11 +34,11 @@ class BatchDispatcher:
     """The reading process, and the shard of each process.
 
     Attributes:
-        parts: the shard of each process, by rank; the first one's is 0, and it is the one that reads.
+        parts: the shard of each process, by rank; rank 0 reads, and its shard is 0.
         reads: True if this process reads.
-        pack: pickles an object to send. Raises: it cannot be sent.
-        send: `(bytes for each process by rank, None if this one does not read) -> those for this one, opened`. All
-            processes take part.
+        pack: pickles an object to send; raises an error if the object cannot be sent.
+        send: `(bytes for each rank, or None if this process does not read) -> unpickled object for this process`. A
+            collective.
     """
 
     parts: tuple[int, ...]
@@ -56,11 +56,11 @@ class DispatchedBatches(Iterator[Any]):
     """The batches of this process in one pass.
 
     Args:
-        dispatcher: the reading process, and the shard of each.
+        dispatcher: the reading process, and the shard of each process.
         source: batches of all shards in turn, each with its number of samples; None if this process does not read.
 
     Attributes:
-        num_samples: of the last batch.
+        num_samples: number of samples in the last batch.
     """
 
     def __init__(self, dispatcher: BatchDispatcher, source: Iterator[tuple[Any, int]] | None) -> None:
@@ -82,7 +82,7 @@ class DispatchedBatches(Iterator[Any]):
         return own.batch
 
     def _read(self, source: Iterator[tuple[Any, int]]) -> DispatchedBatch:
-        """Reads a slot, and sends each other process its batch; returns that of this one."""
+        """Reads a slot, sends each other process its batch, and returns the batch of this process."""
         dispatcher = self.dispatcher
         try:
             found = list(itertools.islice(source, dispatcher.size))
@@ -90,7 +90,7 @@ class DispatchedBatches(Iterator[Any]):
             slot = [DispatchedBatch(batch, size, True, is_last) for batch, size in found]
             slot += [DispatchedBatch()] * (dispatcher.size - len(slot))
             packed = {part: dispatcher.pack(slot[part]) for part in set(dispatcher.parts[1:])}
-        except BaseException as error:  # also BaseException, which ends this process: the others would wait for it
+        except BaseException as error:  # also errors that end this process: otherwise the others would wait forever
             self.is_ended = True
             dispatcher.send(
                 [dispatcher.pack(DispatchedBatch(error=f"{type(error).__name__}: {error}"))] * len(dispatcher.parts)
@@ -101,23 +101,23 @@ class DispatchedBatches(Iterator[Any]):
 
 
 def uncounted(loader: Any) -> Iterator[tuple[Any, int]]:
-    """Yields the batches of a loader without counting samples. It is opened for the first of them."""
+    """Yields the batches of a loader with a sample count of 0. The loader is opened at the first batch."""
     for batch in loader:
         yield batch, 0
 
 
 def failing(error: Exception) -> Iterator[Any]:
-    """Raises the error on the first batch, so that all processes learn of data that could not be opened."""
+    """Raises the error at the first batch, so that it reaches all processes if the data could not be opened."""
     raise error
     yield
 
 
 class DispatchedLoader:
-    """A loader that one process reads for all. Other attributes are those of the loader itself.
+    """A loader that one process reads for all. Other attributes are forwarded to the wrapped loader.
 
     Args:
-        loader: gives the batches of all shards of the data, one after another; on other processes it is never read.
-        dispatcher: the reading process, and the shard of each.
+        loader: yields the batches of all shards in turn; only the reading process reads it.
+        dispatcher: the reading process, and the shard of each process.
     """
 
     def __init__(self, loader: Any, dispatcher: BatchDispatcher) -> None:
@@ -125,12 +125,12 @@ class DispatchedLoader:
         self.dispatcher = dispatcher
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not set yet, in a copy
+        if name == "loader":  # not set yet while the object is copied
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        """Returns the batches of a process in one pass, of the one with most."""
+        """Returns the largest number of batches that a process gets in one pass."""
         length = len(self.loader)
         return length if isinstance(self.loader, IndexedLoader) else -(-length // self.dispatcher.size)
 
@@ -139,7 +139,7 @@ class DispatchedLoader:
 
     @property
     def global_micro_batch_size(self) -> int | None:
-        """Returns the samples of one micro-batch of all processes; None if unknown."""
+        """Returns the samples of one micro-batch over all processes; None if unknown."""
         own, batch_size = (getattr(self.loader, name, None) for name in ("global_micro_batch_size", "batch_size"))
         return own or (batch_size * self.dispatcher.size if batch_size else None)
 
@@ -150,10 +150,10 @@ class DispatchedLoader:
 
     def close(self) -> None:
         """Stops the workers."""
-        if isinstance(self.loader, IndexedLoader | StreamLoader):  # a user's loader is the user's to close
+        if isinstance(self.loader, IndexedLoader | StreamLoader):  # users close their own loaders
             self.loader.close()
 
 
 def source_of(loader: object) -> Any:
-    """Returns the loader that is read, on this process or on the one that reads for it."""
+    """Returns the loader that is actually read, unwrapped from a `DispatchedLoader`."""
     return loader.loader if isinstance(loader, DispatchedLoader) else loader

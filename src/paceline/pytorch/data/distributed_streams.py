@@ -1,4 +1,4 @@
-"""Streams read by several processes: each worker of each process takes a shard, so no sample comes twice."""
+"""Streams read by several processes: each worker of each process reads one shard, so no sample is repeated."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ END = object()
 class StreamPart(IterableDataset[Any]):
     """The shard of a stream that one process reads.
 
-    A stream that chooses its shard by `get_worker_info()` sees one worker for each worker of each process. Of any
-    other, each of n readers keeps every n-th batch, so that the batches of all, in turn, are the stream in its order,
-    and an optimizer step has the same samples as on one process.
+    A stream that chooses its shard by `get_worker_info()` sees one worker for each worker of each process. Of any other
+    stream, each of n readers keeps every n-th batch. The batches of all readers in turn are then the stream in its
+    order, and an optimizer step has the same samples as with one process.
 
     Args:
         dataset: the whole stream.
-        rank: of this process, of `size`.
-        batch_size: samples that are one reader's in a row.
+        rank, size: the rank of this process, and the number of processes.
+        batch_size: consecutive samples of one reader.
     """
 
     def __init__(self, dataset: Any, rank: int, size: int, batch_size: int) -> None:
@@ -40,12 +40,14 @@ class StreamPart(IterableDataset[Any]):
 
     @property
     def is_shared_out(self) -> bool | None:
-        """True if the stream sharded itself; None before the first sample."""
+        """Returns True if the stream shards itself; None before the first sample."""
         return self._share.is_shared if self._share is not None else None
 
     def begin_behind(self, place: Mapping[str, Any] | None) -> None:
-        """Skips the first `num_read` samples in the next pass, before sharding; with the stream's state there, if
-        known.
+        """Makes the next pass skip the first `num_read` samples of the whole stream, before sharding.
+
+        Args:
+            place: `num_read`, and the stream's state there (`dataset`), or None to read up to it.
         """
         self._next = place
 
@@ -54,7 +56,7 @@ class StreamPart(IterableDataset[Any]):
         set_epoch(self.dataset, epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()  # reading it tells the loader not to shard again
+        info = get_worker_info()  # reading its fields tells the loader not to shard again
         worker, num_workers = (info.id, info.num_workers) if info is not None else (0, 1)
         reader, num_readers = worker * self.size + self.rank, num_workers * self.size
         told: Any = torch_worker.WorkerInfo(id=reader, num_workers=num_readers, seed=0, dataset=self.dataset)
@@ -62,7 +64,7 @@ class StreamPart(IterableDataset[Any]):
         (begun, self._next), (place, self._place) = (self._next, None), (self._place, None)
         self._begun = begun
         if begun is not None or not is_divisible(self.dataset, num_readers):
-            told = None  # a pass begun whole continues whole
+            told = None  # let the stream yield all samples; this class shards them
         at = place if place is not None else begun
         state = at["dataset"] if at is not None else None
         if state is not None:
@@ -92,29 +94,30 @@ class StatefulStreamPart(StreamPart):
     """The shard of a stream that saves its position."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the stream, and the position in this shard."""
+        """Returns the positions in the stream and in this shard."""
         share, begun = self._share, self._begun["num_read"] if self._begun is not None else 0
         read = {"num_read": 0, "is_shared": None} if share is None else vars(share)
         kept = {name: read[name] for name in ("num_read", "is_shared")}
         return {"kind": "part", "dataset": self.dataset.state_dict(), "begun": begun, **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a position with the next pass."""
+        """Loads a position for the next pass."""
         self._place = dict(state)
 
 
 def part_of(dataset: object, rank: int, size: int, batch_size: int) -> Any:
     """Returns the shard of a stream for one of several processes; the stream itself if `datasets` has split it."""
-    split = getattr(dataset, "_distributed", None)  # by `split_dataset_by_node`
+    split = getattr(dataset, "_distributed", None)  # set by `split_dataset_by_node`
     if split is not None and getattr(split, "world_size", 1) > 1:
         return dataset
     return (StatefulStreamPart if restores_exactly(dataset) else StreamPart)(dataset, rank, size, batch_size)
 
 
 def is_divisible(dataset: object, num_readers: int) -> bool:
-    """True if a stream that shards itself among `num_readers` leaves none without data.
+    """Returns True if a stream that shards itself can be divided among `num_readers`.
 
-    A stream of `datasets` distributes its shards; if their number is not divisible, every reader reads all of it.
+    A stream of `datasets` distributes its files (`num_shards`), whose number must be divisible by `num_readers`. If it
+    is not, every reader reads the whole stream.
     """
     shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)
     return not isinstance(shards, int) or shards % num_readers == 0

@@ -1,8 +1,8 @@
-"""Iterating over training data one optimizer step at a time, with a position that is saved and restored.
+"""Iterates over training data one optimizer step at a time, with a position that is saved and restored.
 
-A reader is one pass over a loader. There is one for each way to restore a loader's position: by index (ours, over a
-dataset with an index), by the state of a stream (ours), by the loader's own `state_dict`, and, for any other iterable,
-by reading the same batches again.
+A reader is one pass over a loader. There is a reader for each way to restore a loader's position: by index (our loader
+of an indexed dataset), by the state of a stream (our loader of a stream), by the loader's own `state_dict`, and for any
+other iterable by reading the same batches again.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Saved(dict[str, Any]):
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Turns errors of a damaged position in the block into a ValueError that names the file."""
+        """Converts errors that a damaged position causes in the block to a ValueError that names the file."""
         try:
             yield
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
             raise ValueError(f"{self.source} is damaged, or does not fit this data: {error}") from error
 
     def generators(self, own: Mapping[str, torch.Generator]) -> dict[str, Any]:
-        """Returns the saved states of the generators, validated; the present ones if none were saved."""
+        """Returns the saved states of the generators, validated; the current ones if none were saved."""
         if "generators" not in self:
             return capture_generators(own)
         with self.restoring(), generators_at(self["generators"], own):
@@ -80,12 +80,12 @@ class Reader:
         return batch_size_of(batch)
 
     def place(self) -> dict[str, Any]:
-        """Returns the state that restores this reader, beside the number of samples consumed; JSON-able."""
+        """Returns the JSON-serializable state that restores this reader, besides the number of samples consumed."""
         return {}
 
 
 class IndexReader(Reader):
-    """A reader over our loader of a dataset with an index: resumes at any sample, reading none."""
+    """A reader over our loader of an indexed dataset; resumes at any sample without reading earlier ones."""
 
     def __init__(self, loader: IndexedLoader, consumed: int, batches: int, saved: Saved | None) -> None:
         super().__init__(consumed, batches)
@@ -93,7 +93,7 @@ class IndexReader(Reader):
         own = own_generators(loader)
         own.pop("loader", None)
         self.sampler = indices.sampler if indices.is_positionable else None
-        # an order drawn from a generator can be repeated only from the same state of the generator
+        # an order drawn from a generator is only reproducible from the same generator state
         self.generators = None
         if self.sampler is None:
             self.generators = capture_generators(own) if saved is None else saved.generators(own)
@@ -104,13 +104,13 @@ class IndexReader(Reader):
             with generators_at(self.generators, own):
                 indices.set_position(consumed)
         self.iterator = iter(loader)
-        self.sizes = indices.sizes  # of this pass, even if other code starts another
+        self.sizes = indices.sizes  # the sizes of this pass, even if other code starts another pass
 
-    def __next__(self) -> Any:  # the hot path: one call less
+    def __next__(self) -> Any:  # duplicates the base class to save a call on the hot path
         try:
             batch = next(self.iterator)
         except StopIteration as error:
-            if self.sizes:  # raised by a collator in a worker
+            if self.sizes:  # a collator in a worker raised it
                 raise RuntimeError("StopIteration was raised while making a batch: it would end the epoch.") from error
             raise
         self.consumed += self.sizes.popleft()
@@ -156,11 +156,11 @@ class StreamedReader(Reader):
 
 
 def unread(loader: StreamLoader, consumed: int) -> dict[str, Any]:
-    """Returns the position of a stream with only a known number of samples read."""
+    """Returns the position of a stream of which only the number of samples read is known."""
     if loader.num_workers > 1:
         raise ValueError(
             f"dataloader_num_workers={loader.num_workers}: the checkpoint does not say how far each worker read into "
-            "the stream. Resume with dataloader_num_workers=0, or set ignore_data_skip=True to begin the epoch anew."
+            "the stream. Resume with dataloader_num_workers=0, or set ignore_data_skip=True to restart the epoch."
         )
     place = {"num_read": consumed, "is_shared": True, "is_ended": False, "dataset": None}
     return {"num_workers": loader.num_workers, "last": -1, "workers": [place]}
@@ -187,13 +187,13 @@ class StatefulReader(Reader):
                 loader.load_state_dict(from_portable(saved["loader"]))
             self.iterator = begin_pass(iter(loader), loader)
             return
-        # at its end such a loader is at the start of the next epoch; torchdata's would draw the same order again
+        # the state at the end of an epoch starts the next epoch; torchdata's would repeat the same order
         if not (self.is_ended and is_of_torchdata(loader)):
             with saved.restoring():
                 loader.load_state_dict(from_portable(saved["loader"]))
         with generators_at(None):
             self.iterator = iter(()) if self.is_ended else iter(loader)
-        # not every such loader restores the generators that the next epoch's order comes from
+        # some loaders do not restore the generators that determine the next epoch's order
         with saved.restoring():
             restore_own(saved.get("own") or {}, own_generators(loader))
 
@@ -213,8 +213,9 @@ class StatefulReader(Reader):
 
 
 class ReplayReader(Reader):
-    """A reader over any other iterable of batches: it reads again from the epoch's start, under the generators saved
-    there.
+    """A reader over any other iterable of batches.
+
+    To resume, it restores the generators of the epoch's start and reads the epoch again up to the position.
     """
 
     def __init__(self, loader: Any, consumed: int, batches: int, saved: Saved | None) -> None:
@@ -238,13 +239,13 @@ class ReplayReader(Reader):
                 self.iterator = self.replay(iter(loader), consumed)
 
     def replay(self, source: Iterator[Any], consumed: int) -> Iterator[Any]:
-        """Yields the batches after the first `consumed` samples; a batch that was partly consumed is sliced."""
+        """Returns the batches after the first `consumed` samples; a partly consumed batch is sliced."""
         left: list[Any] = []
         reread(itertools.islice(self.passing(source, consumed, left), consumed), consumed, "samples")
         return itertools.chain(left, source)
 
     def passing(self, source: Iterator[Any], consumed: int, left: list[Any]) -> Iterator[None]:
-        """Yields one item per sample read again; the rest of a batch beyond `consumed` is put into `left`."""
+        """Yields one item per sample that is read again; appends the rest of a partly consumed batch to `left`."""
         for batch in source:
             size = self.count(batch)
             if size > consumed:
@@ -268,7 +269,7 @@ class ReplayReader(Reader):
 
 
 class DispatchedReader(Reader):
-    """A reader over a loader that one process reads for all: the batches dispatched to this one."""
+    """A reader over a loader that one process reads for all; yields the batches dispatched to this process."""
 
     def __init__(self, loader: DispatchedLoader, consumed: int, batches: int, saved: Saved | None) -> None:
         super().__init__(consumed, batches)
@@ -298,33 +299,36 @@ def sized(reader: Reader) -> Iterator[tuple[Any, int]]:
 
 
 def forget_workers(loader: object) -> None:
-    """Makes a user's loader start new workers, which is when torch seeds them.
+    """Makes a user's loader start new workers, so that torch seeds them.
 
-    Persistent workers keep the generator state of the epochs before, and an epoch would begin with one draw less than
-    the first of a process: neither can be restored after a restart.
+    Persistent workers keep the generator state of earlier epochs, and from the second epoch on the main process draws
+    one number less per epoch. Neither can be restored after a restart.
     """
     if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is not None:
-        logger.info("persistent_workers: the loader's workers start anew with each epoch, so that it can be resumed.")
+        logger.info(
+            "persistent_workers: the loader's workers are restarted at each epoch, so that the run can be resumed."
+        )
         loader._iterator = None
 
 
 class StatefulDataIterator:
-    """Iterates over the micro-batches of one optimizer step at a time. Its position counts samples consumed, never
-    prefetched.
+    """Iterates over the micro-batches of one optimizer step at a time.
+
+    The position counts the samples that were consumed, not those that were prefetched.
 
     Args:
         loader: from `make_loader`, or any iterable of batches.
-        accumulation: micro-batches of one optimizer step.
+        accumulation: micro-batches per optimizer step.
         collect: `(iterator, accumulation) -> (batches, num_items)`: draws the accumulation window; the Trainer's
             get_batch_samples.
-        ignore_data_skip: restart the epoch in progress after a restart of the run.
+        ignore_data_skip: a resumed run restarts the epoch in progress.
 
     Attributes:
         epoch: the epoch in progress.
-        consumed: samples consumed in it, by all processes.
-        batches: micro-batches consumed in it, by the process with most.
+        consumed: samples of this epoch consumed by all processes.
+        batches: largest number of micro-batches of this epoch that a process consumed.
         synchronize: `(window, samples in it) -> (window, samples, micro-batches)`: agrees on the accumulation window
-            with other processes. None: one process.
+            with other processes. None with a single process.
     """
 
     synchronize: Synchronize | None = None
@@ -342,46 +346,47 @@ class StatefulDataIterator:
         self.collect = collect
         self.ignore_data_skip = ignore_data_skip
         self.epoch = self.consumed = self.batches = 0
-        self._num_read = 0  # samples taken by this reader; the position counts those of all processes
+        self._num_read = 0  # samples that this process took; the position counts those of all processes
         self._reader: Reader | None = None
         self._saved: Saved | None = None  # a position for the next start_epoch
         self._is_at_end = False  # the last window was empty
-        self._largest: int | None = 0  # the most samples in a window; None: not in the saved position
+        self._largest: int | None = 0  # most samples in a window so far; None: the saved position lacks it
 
     @property
     def is_restored(self) -> bool:
-        """True if a loaded position is still to be applied by `start_epoch`."""
+        """Returns True if `start_epoch` still has to apply a loaded position."""
         return self._saved is not None
 
     @property
     def is_common(self) -> bool:
-        """True if the position is the same on all processes: they read shards of one order, and need no more."""
+        """Returns True if the position is the same on all processes, because they read shards of one order."""
         if isinstance(self.loader, DispatchedLoader):
-            return True  # position of the one process which reads
+            return True  # the position is that of the reading process
         return isinstance(self.loader, IndexedLoader) and self.loader.batches.is_positionable
 
     @property
     def _is_in_order(self) -> bool:
-        """True if a position is a global number of samples: this process reads its shards of one order."""
+        """Returns True if a position counts samples globally, because this process reads a shard of one order."""
         loader = self.loader
         return self.is_common or (isinstance(loader, IndexedLoader) and loader.batches.batch_size is not None)
 
     def synchronize_with(self, synchronize: Synchronize, collect: Collect) -> None:
-        """Draws the windows together with the other ranks from now on.
+        """Makes `draw` synchronize each window with the other ranks from now on.
 
         Args:
-            synchronize, collect: as in the constructor.
+            synchronize, collect: see the class.
         """
         self.synchronize = synchronize
         self.collect = collect
 
     def start_epoch(self, epoch: int) -> None:
-        """Begins an epoch, or continues the one that was loaded.
+        """Starts an epoch at its beginning, or at the loaded position.
 
-        Our loaders leave the global generators unchanged; with samples read again, any loader does.
+        Our loaders leave the global generators unchanged. If samples are read again, every loader does.
 
         Raises:
-            ValueError: the loaded position cannot be reached with this loader; names the option and the remedy.
+            ValueError: the loaded position cannot be reached with this loader; the message names the option and the
+                remedy.
         """
         saved, self._saved = self._saved, None
         if saved is not None and saved["epoch"] != epoch:
@@ -398,11 +403,13 @@ class StatefulDataIterator:
         self.epoch = epoch
         own = consumed if saved is None or self._is_in_order else int(saved.get("own_consumed", consumed))
         self._reader = open_reader(self.loader, own, batches, saved)
-        self.consumed, self.batches, self._num_read = consumed, max(batches, 0), own  # an order with more may be left
+        # batches is negative if the rest of the restored order has more micro-batches than an epoch
+        self.consumed, self.batches, self._num_read = consumed, max(batches, 0), own
 
     def draw(self) -> tuple[list[Any], Any]:
-        """Returns the next accumulation window: (micro-batches, their count of items); no batches at the end of the
-        epoch.
+        """Returns the next accumulation window: (micro-batches, `num_items_in_batch`).
+
+        The window has no micro-batches at the end of the epoch.
         """
         reader = self._reader
         if reader is None:
@@ -422,18 +429,16 @@ class StatefulDataIterator:
         return window
 
     def finish_epoch(self) -> None:
-        """Marks this epoch as done: a position saved from now on is the start of the next one."""
+        """Ends this epoch; a position saved from now on is the start of the next epoch."""
         is_left = self._reader is not None and not self._is_at_end
         self._reader = None
         self.epoch, self.consumed, self.batches = self.epoch + 1, 0, 0
         position = Saved(self.state_dict())
-        if is_left and self._begins_at(position):  # continue from the saved position, as a resumed run does
+        if is_left and self._begins_at(position):  # start the next epoch as a resumed run would
             self._saved = position
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, JSON-able: epoch, samples and micro-batches consumed, and the state for the loader's
-        type.
-        """
+        """Returns the JSON-serializable position: epoch, samples and micro-batches consumed, and the reader's state."""
         if self._saved is not None:
             return dict(self._saved)
         place = self._reader.place() if self._reader is not None else self._between()
@@ -451,7 +456,9 @@ class StatefulDataIterator:
         }
 
     def _between(self) -> dict[str, Any]:
-        """Returns the start of the next epoch: generators that its order is drawn from, and a lasting position."""
+        """Returns the state at the start of the next epoch: the generators of its order, and a stateful loader's
+        position.
+        """
         loader = source_of(self.loader)
         own = own_generators(loader)
         if isinstance(loader, IndexedLoader | StreamLoader):
@@ -461,12 +468,12 @@ class StatefulDataIterator:
             standing = loader.standing()
             if standing is not None:
                 place["stream"] = to_portable(standing)
-        elif is_stateful(loader) and not is_of_torchdata(loader):  # those begin from generators alone
+        elif is_stateful(loader) and not is_of_torchdata(loader):  # torchdata's epochs depend on generators only
             place["loader"] = to_portable(loader.state_dict())
         return place
 
     def _begins_at(self, saved: Saved) -> bool:
-        """True if a position between two epochs holds this loader's position."""
+        """Returns True if a position saved between two epochs contains this loader's state."""
         source = source_of(self.loader)
         if isinstance(source, StreamLoader):
             return "stream" in saved and not source.num_workers
@@ -477,7 +484,7 @@ class StatefulDataIterator:
 
         Args:
             state: from `state_dict`.
-            source: the file it was read from, for the error of a position that cannot be restored.
+            source: the file it was read from, for the error message if the position cannot be restored.
         """
         saved = Saved(state)
         if self.ignore_data_skip:
@@ -488,7 +495,10 @@ class StatefulDataIterator:
         self.epoch, self.consumed, self.batches = saved["epoch"], saved["consumed"], saved.get("batches", 0)
 
     def is_within(self, num_windows: int) -> bool:
-        """True if `num_windows` can have held the samples consumed: reading to a false position could never end."""
+        """Returns True if `num_windows` windows can contain the samples consumed.
+
+        This rejects a wrong position, because reading up to it might never end.
+        """
         return self._largest is None or self.consumed <= num_windows * self._largest
 
     def close(self) -> None:
@@ -513,18 +523,18 @@ def open_reader(loader: object, consumed: int, batches: int, saved: Saved | None
 
 
 def is_stateful(loader: object) -> bool:
-    """True if a loader saves its own position. Loaders that accelerate prepared say so by an attribute."""
+    """Returns True if a loader saves its own position; loaders prepared by accelerate declare it by an attribute."""
     offers = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
     return offers and bool(getattr(loader, "use_stateful_dataloader", True))
 
 
 def is_of_torchdata(loader: object) -> bool:
-    """True if a loader is one of torchdata, whose state at the end of an epoch begins the same order again."""
+    """Returns True for a loader of torchdata, whose state at the end of an epoch repeats the same order."""
     return type(loader).__module__.startswith("torchdata.")
 
 
 def announce_epoch(loader: object, epoch: int) -> None:
-    """Sets the epoch of everything that shuffles by it, each once."""
+    """Sets the epoch of the loader, its samplers and its dataset, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = [getattr(batch_sampler, name, None) for name in ("batch_sampler", "sampler")]
     holders = [loader, batch_sampler, *inner, getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
@@ -540,8 +550,9 @@ def announce_epoch(loader: object, epoch: int) -> None:
 
 
 def place_in(loader: object, saved: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns (samples, micro-batches) consumed, in micro-batches of the present size, so that the epoch has its
-    length.
+    """Returns (samples, micro-batches) consumed at a saved position.
+
+    Micro-batches are converted to the current micro-batch size, so that the length of the epoch stays correct.
     """
     consumed, batches = int(saved["consumed"]), int(saved.get("batches", 0))
     batches_after = getattr(getattr(loader, "batch_sampler", None), "batches_after", None)

@@ -1,4 +1,4 @@
-"""Random generators around the data: seeding in worker processes, and snapshots for epochs to replay."""
+"""Seeds the random generators of worker processes, and saves generator states with which epochs are replayed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 
 def seed_generators(*key: int) -> None:
-    """Seeds Python's, numpy's and torch's global generators from a key: for worker processes, about 30 us.
+    """Seeds Python's, numpy's and torch's global generators of a worker process from a key, in about 30 us.
 
     Args:
-        key: non-negative integers, for instance (seed, epoch, position). Different keys give unrelated streams.
+        key: integers, for instance (seed, epoch, position). Different keys give unrelated random numbers.
     """
     words = np.random.SeedSequence([len(key), *(part % 2**64 for part in key)]).generate_state(10, np.uint32)
     random.seed(words[:4].tobytes())
@@ -24,7 +24,7 @@ def seed_generators(*key: int) -> None:
 
 
 def capture_generators(own: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
-    """Returns the state of this process's global generators (of the CPU), and of generators passed in; JSON-able."""
+    """Returns the JSON-serializable states of this process's global CPU generators and of the generators in `own`."""
     version, keys, gauss = random.getstate()
     name, numpy_keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -46,7 +46,7 @@ def restore_generators(state: Mapping[str, Any], own: Mapping[str, torch.Generat
 
 
 def capture_own(own: Mapping[str, torch.Generator]) -> dict[str, str]:
-    """Returns the states of generators by name; JSON-able."""
+    """Returns the JSON-serializable states of generators by name."""
     return {key: generator.get_state().numpy().tobytes().hex() for key, generator in own.items()}
 
 
@@ -64,9 +64,9 @@ def tensor_of(text: str) -> torch.Tensor:
 
 @contextmanager
 def generators_at(state: Mapping[str, Any] | None, own: Mapping[str, torch.Generator] | None = None) -> Iterator[None]:
-    """Runs a block with the global generators at `state` (or unchanged), and restores them afterwards.
+    """Runs a block with the global generators at `state` (None: unchanged), and restores them afterwards.
 
-    Generators in `own` are set as well, and keep their state after the block.
+    Generators in `own` are set as well, but not restored after the block.
     """
     present = capture_generators()
     try:
@@ -78,7 +78,7 @@ def generators_at(state: Mapping[str, Any] | None, own: Mapping[str, torch.Gener
 
 
 def own_generators(loader: object) -> dict[str, torch.Generator]:
-    """Returns the loader's and its samplers' own generators, if they have any."""
+    """Returns the generators that the loader and its samplers hold."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None)
     holders = {

@@ -1,4 +1,4 @@
-"""Sample ids of an optimizer step, from its position in the order of its epoch."""
+"""Finds the sample ids of an optimizer step from its position in the order of its epoch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from paceline.pytorch.data.sampling import OrderedSampler
 
 
 def has_ids(loader: object) -> bool:
-    """True if samples have indices in a dataset, in an order that our sampler determines."""
+    """Returns True if samples have dataset indices, in an order that one of our samplers determines."""
     loader = source_of(loader)
     return isinstance(loader, IndexedLoader) and isinstance(loader.sampler, OrderedSampler)
 
 
 def sample_ids(loader: Any, epoch: int, first: int, count: int) -> list[int]:
-    """Returns the indices in the dataset of `count` samples of `epoch`, from the `first` one on.
+    """Returns the dataset indices of `count` samples of `epoch`, starting with sample `first`.
 
-    For a loader of another kind (a stream, someone else's sampler) the positions in the epoch themselves: a stream's
-    samples have no other name.
+    For other loaders (a stream, a user's sampler), returns the positions in the epoch, because the samples have no
+    other known identity.
     """
     if not has_ids(loader):
         return list(range(first, first + count))

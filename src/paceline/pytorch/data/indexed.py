@@ -1,4 +1,4 @@
-"""Loading datasets with an index: batches of indices that can start anywhere, and seeded workers."""
+"""Loads datasets with an index, with batches of indices that can start anywhere and seeded workers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from paceline.pytorch.data.sampling import DealtBatches, skip_samples
 
 
 class SeededIndices(list[int]):
-    """The indices of one batch, and the key that a worker seeds its generators with before it reads them."""
+    """The indices of one batch, and the key with which a worker seeds its generators before reading the batch."""
 
-    key: tuple[int, int]  # epoch, samples of the epoch before this batch
+    key: tuple[int, int]  # (epoch, samples of the epoch before this batch)
 
 
 class SeededItems(Dataset[Any]):
-    """A dataset in the workers: random augmentation depends on (seed, epoch, position), never on the worker.
+    """A dataset in the workers, whose random augmentation depends on (seed, epoch, position), not on the worker.
 
-    So it is the same for any number of workers, any read-ahead, and after a restart.
+    Augmentation is therefore the same for any number of workers, any prefetch factor, and after a restart.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -39,7 +39,7 @@ class SeededItems(Dataset[Any]):
     def __getitems__(self, indices: SeededIndices) -> list[Any]:
         epoch, position = indices.key
         seed_generators(self.seed, epoch, position)
-        if epoch != self.epoch:  # a persistent worker has the dataset of the epoch it was started in
+        if epoch != self.epoch:  # a persistent worker's dataset still has the epoch in which the worker started
             self.epoch = epoch
             set_epoch(self.dataset, epoch)
         read_many = getattr(self.dataset, "__getitems__", None)
@@ -65,15 +65,15 @@ def cut_short(dataset: object, *indices: int) -> RuntimeError:
 
 
 class IndexBatches(Sampler[list[int]]):
-    """Batches of indices from any sampler, and the number of samples of each, in their order.
+    """Batches of indices from any sampler, and the number of samples in each batch.
 
     Args:
-        sampler: gives indices; or lists of them, if `batch_size` is None.
+        sampler: yields indices, or lists of indices if `batch_size` is None.
         batch_size: samples per batch.
-        drop_last: leave out a last batch that is smaller.
-        is_seeded: attach to each batch the key that a worker seeds its generators with.
-        data_shard: the shard of this process, if several read in the sampler's order; of a sampler's batches, each of n
-            processes takes every n-th.
+        drop_last: drop a smaller last batch.
+        is_seeded: attach to each batch the key with which a worker seeds its generators.
+        data_shard: the shard of this process if several processes share the sampler's order. If the sampler yields
+            batches, each of n processes takes every n-th batch.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class IndexBatches(Sampler[list[int]]):
         self.drop_last = drop_last
         self.is_seeded = is_seeded
         self.data_shard = data_shard
-        self.sizes: deque[int] = deque()  # of the batches yielded by the latest iteration
+        self.sizes: deque[int] = deque()  # sizes of the batches that the latest iteration yielded
         self._epoch = 0
         self._start = 0
         self._opened: Iterator[Any] | None = None
 
     @property
     def is_positionable(self) -> bool:
-        """True if the sampler can start anywhere, and has settings that its order depends on."""
+        """Returns True if the sampler can start anywhere, and saves the settings that its order depends on."""
         return all(hasattr(self.sampler, name) for name in ("set_position", "state_dict", "load_state_dict"))
 
     def set_epoch(self, epoch: int) -> None:
@@ -105,11 +105,10 @@ class IndexBatches(Sampler[list[int]]):
         set_epoch(self.sampler, epoch)
 
     def set_position(self, consumed: int) -> None:
-        """Skips the first `consumed` samples in the next pass: of the common order, or of this process's sampler
-        batches.
+        """Makes the next pass skip the first `consumed` samples of the common order.
 
-        A sampler that can only be read from its start is read immediately, so that a generator it draws from is used
-        here and now. No sample is read.
+        If the sampler yields batches, `consumed` counts samples of this process's batches. A sampler that can only be
+        read from its start is read immediately, so that it draws from its generator now. No sample is read.
         """
         self._start = consumed
         if hasattr(self.sampler, "set_position"):
@@ -122,13 +121,13 @@ class IndexBatches(Sampler[list[int]]):
                 pass
 
     def forget_position(self) -> None:
-        """Lets later passes start at the beginning; open ones continue."""
+        """Makes later passes start at the beginning; open passes are not affected."""
         self._start, self._opened = 0, None
         if hasattr(self.sampler, "set_position"):
             self.sampler.set_position(0)
 
     def __len__(self) -> int:
-        """Returns the batches of a whole epoch."""
+        """Returns the number of batches in an epoch."""
         num = len(self.sampler)
         if self.data_shard is not None:
             return self._length_of_share(self.data_shard, num)
@@ -137,7 +136,7 @@ class IndexBatches(Sampler[list[int]]):
         return num // self.batch_size if self.drop_last else -(-num // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # not consumed here: a DataLoader with workers opens two iterators and reads the second
+        # keep `_opened`: a DataLoader with workers opens two iterators and reads the second
         source = self._opened if self._opened is not None else iter(self.sampler)
         self.sizes = sizes = deque[int]()
         if self.data_shard is not None and self.batch_size is not None:
@@ -163,7 +162,7 @@ class IndexBatches(Sampler[list[int]]):
         sizes: deque[int],
         position: int,
     ) -> Iterator[list[int]]:
-        """Yields this process's shard of each slot; one at the end may be too small to have a shard for it."""
+        """Yields this process's shard of each slot; a small last slot may have no shard for this process."""
         epoch = self._epoch
         while slot := list(itertools.islice(source, length := data_shard.left_in_slot(position))):
             if self.drop_last and len(slot) < length:
@@ -198,12 +197,12 @@ class IndexBatches(Sampler[list[int]]):
 
 
 class LocalBatches(Iterator[Any]):
-    """Reads and collates batches in this process: the same as a DataLoader without workers, in less time.
+    """Reads and collates batches in this process, like a DataLoader without workers but faster.
 
     Args:
-        dataset: with `__getitem__`, or `__getitems__` for a whole batch.
+        dataset: has `__getitem__`, or `__getitems__` for a whole batch.
         batches: lists of indices.
-        collate: makes a batch of a list of samples.
+        collate: `(samples) -> batch`.
     """
 
     def __init__(self, dataset: Any, batches: Iterator[list[int]], collate: Callable[[list[Any]], Any]) -> None:
@@ -218,7 +217,7 @@ class LocalBatches(Iterator[Any]):
         try:
             if self.read_many is not None:
                 return self.collate(self.read_many(indices))
-            rows = list(map(self.read, indices))  # which ends at an item that raises StopIteration
+            rows = list(map(self.read, indices))  # shorter than `indices` if an item raises StopIteration
             if len(rows) == len(indices):
                 return self.collate(rows)
         except StopIteration as error:
@@ -229,8 +228,8 @@ class LocalBatches(Iterator[Any]):
 class OpenPasses:
     """The passes over a loader that may still have workers.
 
-    A worker ends with the iterator that started it. An error on the way holds on to that iterator, through its
-    traceback, so it is ended explicitly.
+    Workers end with the iterator that started them. The traceback of an error keeps that iterator alive, so `close`
+    stops the workers explicitly.
     """
 
     def __init__(self) -> None:
@@ -245,7 +244,7 @@ class OpenPasses:
     def close(self) -> None:
         """Stops the workers of all passes, and waits until they have ended."""
         for iterator in list(self._iterators):
-            stop = getattr(iterator, "_shutdown_workers", None)  # torch's own, which it calls from __del__
+            stop = getattr(iterator, "_shutdown_workers", None)  # torch calls this method from __del__
             if callable(stop):
                 stop()
         self._iterators.clear()
@@ -254,10 +253,10 @@ class OpenPasses:
 class IndexedLoader(DataLoader[Any]):
     """A DataLoader over a dataset with an index, whose next pass can start at any sample.
 
-    The attributes are those of the DataLoader that a user would have built. With workers or pinned memory batches come
-    from an inner one, over `IndexBatches` and, with workers, `SeededItems`; else they are read here, and augmentation
-    draws from this process's generators as usual. If several processes share the data, the sampler gives the order of
-    all of them, and this reads the shard of this one.
+    The attributes are those of the DataLoader that a user would have built. With workers or pinned memory, batches come
+    from an inner DataLoader over `IndexBatches` and, with workers, `SeededItems`. Otherwise this process reads them,
+    and augmentation draws from its generators as usual. If several processes share the data, the sampler yields the
+    common order, and each process reads its shard.
     """
 
     def __init__(
@@ -285,7 +284,7 @@ class IndexedLoader(DataLoader[Any]):
             sampler,
             None if gives_batches else batch_size,
             not gives_batches and drop_last,
-            bool(self.num_workers),  # workers give each batch its own seed
+            bool(self.num_workers),  # workers seed their generators for each batch
             None if is_dealt or isinstance(sampler, DistributedSampler) else data_shard,
         )
         if data_shard is not None and getattr(sampler, "generator", self) is None:  # one order for all processes
@@ -296,7 +295,7 @@ class IndexedLoader(DataLoader[Any]):
 
     @property
     def global_micro_batch_size(self) -> int | None:
-        """Returns the samples of one micro-batch over all processes; None if the sampler makes the batches."""
+        """Returns the samples per micro-batch over all processes; None if the sampler yields batches."""
         data_shard = self.batches.data_shard
         return self.batch_size if data_shard is None or self.batch_size is None else data_shard.slots[0]
 
@@ -330,7 +329,7 @@ class IndexedLoader(DataLoader[Any]):
         return iterator
 
     def close(self) -> None:
-        """Stops the workers: those of unfinished passes, and persistent ones."""
+        """Stops the workers of unfinished passes and persistent workers."""
         self._inner = None
         self._passes.close()
 

@@ -1,4 +1,4 @@
-"""The sizes of a loader, if they can be known without reading it."""
+"""Returns the sizes of a loader, if they are known without reading it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def loader_length(loader: object) -> int | None:
 def sample_count(loader: object) -> int | None:
     """Returns the number of samples in one pass over a loader, or None if unknown.
 
-    Taken from the sampler's `num_samples`, else the sampler's length, else the dataset's. Samples that
-    `drop_last` leaves out do not count.
+    The number is the batch sampler's `num_samples`, else the sampler's length, else the dataset's. Samples that
+    `drop_last` drops do not count.
     """
     batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     batch_size = getattr(loader, "batch_size", None)
@@ -33,7 +33,7 @@ def sample_count(loader: object) -> int | None:
 
 
 def global_micro_batch_size(loader: object) -> int | None:
-    """Returns the samples of one micro-batch over all processes that read this loader's order; None if unknown."""
+    """Returns the samples per micro-batch over all processes that share this loader's order; None if unknown."""
     known: int | None = getattr(loader, "global_micro_batch_size", None) or getattr(loader, "batch_size", None)
     return known
 

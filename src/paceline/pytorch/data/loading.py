@@ -1,6 +1,6 @@
-"""Loaders of datasets by the arguments: workers, pinning, prefetching, and an order that can be resumed.
+"""Makes data loaders from the arguments: workers, pinned memory, prefetching, and an order that can be resumed.
 
-The loaders draw from their own generators: building or iterating one leaves the global generators unchanged.
+The loaders draw from their own generators, so creating or iterating one leaves the global generators unchanged.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def make_loader(
     """Returns a DataLoader over any dataset.
 
     Args:
-        dataset: with an index and a length (a list does), or an iterable of samples.
-        batch_size: samples per batch; a sampler that gives whole batches has its own.
-        sampler: gives indices, or batches of them; None: in dataset order. Not used for streams.
-        collate: a list of samples to a batch.
-        args: the `dataloader_*` options are read.
+        dataset: a dataset with an index and a length (such as a list), or an iterable of samples.
+        batch_size: samples per batch; ignored if the sampler yields batches.
+        sampler: yields indices, or batches of indices; None: dataset order. Not used for streams.
+        collate: `(samples) -> batch`.
+        args: provides the `dataloader_*` options.
         train: True if the loader must resume exactly; evaluation always runs from the start.
-        seed: of the workers' generators. They are seeded before each batch from (seed, epoch, samples before it).
+        seed: seed of the workers' generators, which are seeded with (seed, epoch, samples before it) for each batch.
             Without workers, augmentation draws from this process's generators, as usual.
-        data_shard: the shard of this process, if several share the data.
-        dispatcher: reads on one process for all; None: each reads its shard.
+        data_shard: the shard of this process, if several processes share the data.
+        dispatcher: one process reads for all; None: each process reads its shard.
 
     Raises:
-        ValueError: an option that needs workers was given without them; a dataset that is neither kind.
+        ValueError: an option requires workers and there are none, or the dataset has neither an index nor an iterator.
     """
     options = worker_options(args)
     if train and not args.dataloader_in_order:
@@ -66,7 +66,7 @@ def make_loader(
             "dataloader_in_order=False: batches come as workers finish them, so neither two runs nor a resumed run "
             "see them in the same order."
         )
-    drop_last = bool(args.dataloader_drop_last) and train  # every sample is evaluated, and predicted for
+    drop_last = bool(args.dataloader_drop_last) and train  # evaluation and prediction need every sample
     if is_stream(dataset):
         make_stream = partial(StreamLoader, drop_last=drop_last, collate=collate, seed=seed, options=options)
         stream = make_stream_loader(make_stream, dataset, batch_size, data_shard, is_split=dispatcher is None)
@@ -97,11 +97,14 @@ def make_stream_loader(
     *,
     is_split: bool,
 ) -> StreamLoader:
-    """Returns the loader of a stream, or of the shard of it that this process reads.
+    """Returns the loader of a stream, or of this process's shard of it.
 
     Args:
         make: `(dataset, batch_size=..., num_parts=...) -> loader`.
-        is_split: each process reads its shard; else one reads for all.
+        dataset: the stream.
+        batch_size: samples per batch without a shard.
+        data_shard: the shard of this process, or None.
+        is_split: each process reads its shard; otherwise one process reads for all.
     """
     if data_shard is None:
         return make(dataset, batch_size=batch_size, num_parts=1)
@@ -112,31 +115,31 @@ def make_stream_loader(
 
 
 def dispatched(data_shard: DataShard | None, dispatcher: BatchDispatcher | None) -> DataShard | None:
-    """Returns the shard of this process, or the one that reads for the others too."""
+    """Returns the shard of this process; with a dispatcher, the reading process reads the shards of all."""
     return data_shard if data_shard is None or dispatcher is None else replace(data_shard, reads_all=True)
 
 
 class KeptLoaders:
-    """Loaders with persistent workers for repeated evaluations, by the dataset that they read.
+    """Caches loaders with persistent workers for repeated evaluations, by dataset.
 
     Args:
-        limit: the number kept; beyond it, the least recently used one is closed.
+        limit: maximum number of loaders; beyond it, the least recently used loader is closed.
     """
 
     def __init__(self, limit: int = 8) -> None:
         self.limit = limit
-        self._kept: dict[tuple[int, str], tuple[Any, Any]] = {}  # with the dataset, so that its id stays unique
+        self._kept: dict[tuple[int, str], tuple[Any, Any]] = {}  # keeps each dataset alive, so that its id stays unique
 
     def get(self, dataset: object, description: str, make: Callable[[], Any]) -> Any:
-        """Returns the loader of this dataset for this purpose, made at the first call."""
+        """Returns the loader of this dataset for this purpose; `make` creates it at the first call."""
         key = (id(dataset), description)
-        self._kept[key] = self._kept.pop(key) if key in self._kept else (dataset, make())  # the latest comes last
+        self._kept[key] = self._kept.pop(key) if key in self._kept else (dataset, make())  # most recently used last
         if len(self._kept) > self.limit:
             close_loader(self._kept.pop(next(iter(self._kept)))[1])
         return self._kept[key][1]
 
     def holds(self, loader: object) -> bool:
-        """True if this loader is one of them."""
+        """Returns True if this loader is cached here."""
         return any(loader is kept for _, kept in self._kept.values())
 
     def close(self) -> None:
@@ -147,7 +150,7 @@ class KeptLoaders:
 
 
 def stream_cannot_split(data_shard: DataShard) -> int:
-    """Raises for slots of a stream that do not give every process the same number of samples.
+    """Raises the error for slots of a stream that do not give every process the same number of samples.
 
     Raises:
         ValueError: always.
@@ -159,7 +162,7 @@ def stream_cannot_split(data_shard: DataShard) -> int:
 
 
 def is_split(loader: object) -> bool:
-    """True if each of several processes gets a shard of this loader's data: ours always, others by their sampler."""
+    """Returns True if a loader shards its data among processes: ours always do, others with a DistributedSampler."""
     ours = isinstance(loader, IndexedLoader | StreamLoader | DispatchedLoader)
     return ours or isinstance(getattr(loader, "sampler", None), DistributedSampler)
 
@@ -170,9 +173,10 @@ def split_loader(
     seed: int,
     dispatcher: BatchDispatcher | None = None,
 ) -> Any:
-    """Returns a user's loader rebuilt as ours, reading this process's shard; unchanged if it cannot be rebuilt.
+    """Returns a user's loader rebuilt as one of ours that reads this process's shard.
 
-    With `dispatcher` one process reads for all, also a loader over a stream, unchanged.
+    A loader that shards its data already is returned unchanged, and so is a loader over a stream. With `dispatcher`,
+    one process reads for all; a loader over a stream is then wrapped.
     """
     sampler, batch_sampler = loader.sampler, loader.batch_sampler
     if is_split(loader):
@@ -201,13 +205,13 @@ def split_loader(
 
 
 def close_loader(loader: object) -> None:
-    """Stops the workers of a loader that was made here, not of a user's."""
+    """Stops the workers of a loader unless it is the user's own."""
     if isinstance(loader, IndexedLoader | StreamLoader | DispatchedLoader):
         loader.close()
 
 
 def order_by_length(loader: Any) -> list[int] | None:
-    """Returns the order of a loader's samples, if it is by length; None for any other."""
+    """Returns the indices in the order of a loader that groups samples by length; None for any other loader."""
     loader = source_of(loader)
     if not isinstance(loader, IndexedLoader) or (loader.num_workers and not loader.in_order):
         return None
@@ -217,10 +221,10 @@ def order_by_length(loader: Any) -> list[int] | None:
 
 
 def check_dataset(dataset: object) -> None:
-    """Raises for objects that are often mistaken for a dataset.
+    """Rejects objects that are often mistaken for a dataset.
 
     Raises:
-        TypeError: it is a loader, or a dict; the message says what to pass instead.
+        TypeError: it is a loader or a dict; the message says what to pass instead.
     """
     if isinstance(dataset, DataLoader):
         raise TypeError(
@@ -235,10 +239,14 @@ def check_dataset(dataset: object) -> None:
 
 
 def named_dataset(default: object, asked: object) -> Any:
-    """Returns the evaluation set that was asked for: itself, the one of that name in a dict, or the default for None.
+    """Returns an evaluation set.
+
+    Args:
+        default: the evaluation set of the Trainer, or a dict of several by name.
+        asked: a dataset, or a name in `default`; None: `default`.
 
     Raises:
-        ValueError: there is none; the message lists the known names.
+        ValueError: there is no such set; for a name, the message lists the known names.
     """
     if isinstance(asked, str):
         if not isinstance(default, Mapping) or asked not in default:
@@ -252,7 +260,7 @@ def named_dataset(default: object, asked: object) -> Any:
 
 
 def is_stream(dataset: object) -> bool:
-    """True if samples come by iteration only: an IterableDataset, or any iterable without an index or a length."""
+    """Returns True for an IterableDataset, or any iterable without an index or a length."""
     if isinstance(dataset, IterableDataset):
         return True
     if hasattr(dataset, "__getitem__") and has_length(dataset):
@@ -261,10 +269,10 @@ def is_stream(dataset: object) -> bool:
 
 
 def worker_options(args: Options) -> dict[str, Any]:
-    """Returns the options of DataLoader for workers and memory, checked.
+    """Returns the checked options of DataLoader for workers and memory.
 
     Raises:
-        ValueError: an option for workers, without workers.
+        ValueError: an option requires workers and there are none.
     """
     num_workers = int(args.dataloader_num_workers)
     if num_workers == 0:
@@ -290,5 +298,5 @@ def worker_options(args: Options) -> dict[str, Any]:
 
 
 def can_pin(args: Options) -> bool:
-    """True if pinned memory helps: an accelerator with its own memory is in use."""
+    """Returns True if pinned memory helps: an accelerator with its own memory is in use."""
     return not args.use_cpu and has_pinned_memory()

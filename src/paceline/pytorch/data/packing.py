@@ -1,8 +1,8 @@
-"""Batches without padding: samples packed into rows, or concatenated in one row, with positions that restart.
+"""Batches without padding: samples are packed into rows, or concatenated into one row, with positions that restart.
 
-A packed batch holds `input_ids`, `position_ids`, `labels` and whatever else has one value for each token, of shape
-(rows, tokens). A document begins wherever a position is not the one before plus one; no other description of the
-documents travels, so that rows can be cut, moved and counted like those of any batch.
+A packed batch has `input_ids`, `position_ids`, `labels` and any other column with one value per token, all of shape
+(rows, tokens). A document begins at each position that is not its predecessor plus one. The batch has no other
+description of the documents, so its rows can be split, moved and counted like those of any batch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Column = NDArray[Any]
 
 @dataclass(frozen=True)
 class PackedForm:
-    """The form of packed batches that a model takes.
+    """The format of packed batches that a model takes.
 
     Attributes:
-        first_position: the position of a document's first token: 2 for RoBERTa and models like it.
-        shifts: the loss compares the output at i with the label at i + 1, so that a document's first label is ignored.
+        first_position: the position of a document's first token: 2 for RoBERTa and similar models.
+        shifts: the loss compares the output at i with the label at i + 1, so each document's first label is ignored.
         pad_token_id: the token that fills the end of a row.
     """
 
@@ -41,9 +41,9 @@ class PackedForm:
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Returns rows of places in `lengths`, each of at most `capacity` tokens.
+    """Returns rows of indices into `lengths`, each row of at most `capacity` tokens.
 
-    The longest is placed first, each into the fullest row that has room for it.
+    Best-fit decreasing: from the longest to the shortest, each goes into the fullest row that has room for it.
 
     Raises:
         ValueError: a length is above the capacity.
@@ -72,14 +72,14 @@ class PackingCollator:
     """Collates samples into rows of whole documents.
 
     Args:
-        inner: the user's collator, whose batch is packed: it may pad and make labels; None: samples are packed as they
-            are, each a mapping with `input_ids`.
-        form: what the model takes.
-        kind: "pack": rows of at most `length` tokens, filled up to the fullest one; "flatten": one row.
-        length: tokens of a row; None: the longest document of each batch.
+        inner: the user's collator, whose batch is packed; it may pad and make labels. None: the samples themselves,
+            mappings with `input_ids`, are packed.
+        form: the format that the model takes.
+        kind: "pack": rows of at most `length` tokens, padded to the fullest row; "flatten": one row.
+        length: maximum tokens per row; None: the length of the longest document of each batch.
 
     Raises:
-        ValueError: samples have values that are not one for each token, or are packed already.
+        ValueError: samples have columns without exactly one value per token, or are already packed.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class PackingCollator:
         return self.fill(rows, lengths, columns)
 
     def fill(self, rows: list[list[int]], lengths: list[int], columns: Mapping[str, Column]) -> dict[str, torch.Tensor]:
-        """Returns the batch of documents in rows.
+        """Returns the batch with the documents arranged in rows.
 
         Args:
-            rows: places of documents.
+            rows: indices of the documents of each row.
             lengths: tokens of each document.
-            columns: the values of all documents, one after another.
+            columns: the concatenated values of all documents, by name.
         """
         ends = np.cumsum(lengths)
         starts = ends - np.asarray(lengths)
@@ -123,7 +123,7 @@ class PackingCollator:
             if name == LABELS and self.form.shifts:
                 values[begins] = IGNORED
             batch[name] = torch.from_numpy(values.reshape(len(rows), width))
-        # what fills a row counts as documents of its own, none longer than a real one: its positions stay in range
+        # padding is split into documents no longer than the longest real one, so that its positions stay in range
         positions = np.tile(np.arange(width), (len(rows), 1))
         for number, row in enumerate(rows):
             restarts = [*self._begins(row, lengths).tolist(), *range(fill[number], width, longest)]
@@ -134,18 +134,18 @@ class PackingCollator:
 
     @staticmethod
     def _begins(row: list[int], lengths: list[int]) -> NDArray[np.int64]:
-        """Returns the place of each document's first token in its row."""
+        """Returns the index of each document's first token in its row."""
         own = np.asarray([lengths[place] for place in row], dtype=np.int64)
         begins: NDArray[np.int64] = np.cumsum(own) - own
         return begins
 
 
 def read_samples(features: Sequence[Any]) -> tuple[list[int], dict[str, Column]]:
-    """Returns the lengths of samples, and their values one after another by name; padding in them is left out.
+    """Returns the lengths of samples, and their concatenated values by name, both without padding.
 
     Raises:
-        ValueError: they are no mappings with `input_ids`, have different columns, or values that are not one for each
-            token.
+        ValueError: samples are no mappings with `input_ids`, have different columns, or have columns without exactly
+            one value per token.
     """
     names = names_of(features)
     if POSITIONS in names:
@@ -168,10 +168,11 @@ def read_samples(features: Sequence[Any]) -> tuple[list[int], dict[str, Column]]
 
 
 def names_of(features: Sequence[Any]) -> list[str]:
-    """Returns the columns of samples that hold values.
+    """Returns the names of the samples' columns whose values are not None.
 
     Raises:
-        ValueError: a sample is no mapping with `input_ids`, has other columns than the first, or labels by two names.
+        ValueError: a sample is no mapping with `input_ids`, has other columns than the first, or has labels under two
+            names.
     """
     first: dict[str, None] = {}
     for place, sample in enumerate(features):
@@ -181,8 +182,8 @@ def names_of(features: Sequence[Any]) -> list[str]:
         labels = [name for name in (LABELS, *LABEL_NAMES) if name in names]
         if len(labels) > 1:
             raise ValueError(
-                f"packing: sample {place} of a micro-batch has labels by two names, {labels[0]!r} and {labels[1]!r}. "
-                "Leave one of them out of the data."
+                f"packing: sample {place} of a micro-batch has labels under two names, {labels[0]!r} and "
+                f"{labels[1]!r}: leave one of them out of the data."
             )
         first = first or names
         other = min(first.keys() ^ names.keys(), default=None)
@@ -196,10 +197,10 @@ def names_of(features: Sequence[Any]) -> list[str]:
 
 
 def joined(name: str, values: Sequence[Column]) -> Column:
-    """Returns the values of all documents, one after another: int64, float32 if some are floats, or booleans.
+    """Returns the concatenated values of all documents as int64, as float32 if some are floats, or as booleans.
 
     Raises:
-        ValueError: they are no numbers.
+        ValueError: the values are not numbers.
     """
     kinds = {each.dtype.kind for each in values}
     if not kinds <= set("biuf"):
@@ -211,14 +212,14 @@ def joined(name: str, values: Sequence[Column]) -> Column:
 
 
 def read_padded(batch: Any, features: Sequence[Any]) -> tuple[list[int], dict[str, Column]]:
-    """Returns the lengths of the documents in a padded batch, and their values one after another by name.
+    """Returns the lengths of the documents in a padded batch, and their concatenated values by name.
 
     Args:
-        batch: of a collator: `input_ids` of shape (samples, tokens), with an `attention_mask` if it is padded.
-        features: the samples that it is of.
+        batch: from a collator: `input_ids` of shape (samples, tokens), with an `attention_mask` if it is padded.
+        features: the samples of the batch.
 
     Raises:
-        ValueError: it has values that are not one for each token, or is packed already.
+        ValueError: the batch has columns without exactly one value per token, or is already packed.
     """
     ids = batch.get(IDS) if isinstance(batch, Mapping) else None
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
@@ -248,7 +249,7 @@ def read_padded(batch: Any, features: Sequence[Any]) -> tuple[list[int], dict[st
 
 
 def unpadded_lengths(features: Sequence[Any], ids: torch.Tensor) -> Iterator[int]:
-    """Yields the tokens of each sample of a batch without an attention mask, padded on the right if at all.
+    """Yields the number of tokens of each sample in a batch without an attention mask that may be padded on the right.
 
     Raises:
         ValueError: a row of the batch does not begin with the tokens of its sample.
@@ -267,7 +268,7 @@ def attended(mask: Any) -> NDArray[np.bool_]:
     """Returns an attention mask as booleans.
 
     Raises:
-        ValueError: it leaves out tokens between others, so that what is left is no text.
+        ValueError: it masks tokens in the middle of a sample.
     """
     kept = np.asarray(mask).astype(bool)
     places = np.flatnonzero(kept)
@@ -280,7 +281,7 @@ def attended(mask: Any) -> NDArray[np.bool_]:
 
 
 def check_masked(labels: Sequence[Any], kept: Sequence[NDArray[np.bool_]]) -> None:
-    """Raises ValueError for a target that is at a masked token, which packing would leave out."""
+    """Raises ValueError if a masked token has a target, which packing would drop."""
     for row, mask in zip(labels, kept, strict=False):
         if np.shape(row) == mask.shape and np.any(np.asarray(row)[~mask] != IGNORED):
             raise ValueError(
@@ -290,14 +291,14 @@ def check_masked(labels: Sequence[Any], kept: Sequence[NDArray[np.bool_]]) -> No
 
 
 def check_not_empty(lengths: list[int]) -> list[int]:
-    """Returns the lengths; raises ValueError for a sample without a token."""
+    """Returns the lengths; raises ValueError if a sample has no tokens."""
     if min(lengths) == 0:
         raise ValueError("packing: a sample has no token. Leave empty samples out of the data.")
     return lengths
 
 
 def not_by_token(name: str) -> ValueError:
-    """Returns the error for values that cannot be packed."""
+    """Returns the error for a column that cannot be packed."""
     return ValueError(
         f"packing joins samples token by token, and {name!r} does not hold one value for each token of input_ids. Use "
         "packing='group', which keeps one row for each sample, or leave the column out of the data."

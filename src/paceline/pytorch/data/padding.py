@@ -1,4 +1,4 @@
-"""Padding by row instead of by token, with the results of `tokenizer.pad`."""
+"""Pads whole rows at once instead of token by token, with the same results as `tokenizer.pad`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def pad_features(tokenizer: Any, features: Sequence[Any], **options: Any) -> Any:
     """Returns the batch of `tokenizer.pad(features, **options)`.
 
-    It is computed here if the tokenizer pads as transformers' base class does and the samples hold rows of whole
-    numbers; else by the tokenizer, without its advice to call it on text, which does not apply to tokens.
+    It is computed here if the tokenizer pads like transformers' base class and the samples contain rows of integers.
+    Otherwise the tokenizer computes it; its advice to call it on text is suppressed, because samples are tokens.
 
     Args:
         tokenizer: a tokenizer or any other processor with `pad`.
         features: samples, at least one; lists, tuples, arrays or tensors by name.
-        options: of `pad`.
+        options: the options of `pad`.
 
     Returns:
         A BatchEncoding of arrays of shape (samples, longest), or the result of the processor's `pad`.
@@ -47,12 +47,12 @@ def pad_features(tokenizer: Any, features: Sequence[Any], **options: Any) -> Any
 
 
 def pads_as_base(tokenizer: object) -> bool:
-    """True if neither a class nor an object overrides the padding of transformers' tokenizers."""
+    """Returns True if neither the class nor the object overrides the padding of transformers' tokenizers."""
     return all(is_base_method(tokenizer, name) for name in ("pad", "_pad", "_get_padding_truncation_strategies"))
 
 
 def is_base_method(tokenizer: object, name: str, owners: Sequence[str] = ("PreTrainedTokenizerBase",)) -> bool:
-    """True if a method is still that of one of transformers' general tokenizer classes."""
+    """Returns True if a method is inherited unchanged from one of transformers' base tokenizer classes."""
     method = getattr(type(tokenizer), name, None)
     if method is None or name in getattr(tokenizer, "__dict__", ()):
         return False
@@ -68,8 +68,9 @@ def pad_at_once(
     pad_to_multiple_of: int | None = None,
     return_tensors: str | None = None,
 ) -> Any:
-    """Returns `pad_features` for the usual case; None for any other, errors included, whose messages the tokenizer
-    gives.
+    """Returns the padded batch in the usual case; None in any other.
+
+    None is also returned for invalid samples, so that the tokenizer raises its own error.
     """
     main = tokenizer.model_input_names[0]
     if return_tensors not in ("pt", "np") or not all(isinstance(sample, Mapping) for sample in features[:1]):
@@ -105,7 +106,7 @@ def pad_at_once(
 
 
 def find_fillers(tokenizer: Any, main: str) -> dict[str, Any]:
-    """Returns the padding value of each input; inputs that are not named are not padded."""
+    """Returns the padding value of each input; other inputs are not padded."""
     fillers = {"token_type_ids": tokenizer.pad_token_type_id, "special_tokens_mask": 1}
     if "attention_mask" in tokenizer.model_input_names:
         fillers["attention_mask"] = 0
@@ -113,7 +114,7 @@ def find_fillers(tokenizer: Any, main: str) -> dict[str, Any]:
 
 
 def choose_width(lengths: Sequence[int], strategy: object, max_length: int | None, multiple: int | None) -> int | None:
-    """Returns the padded length in tokens; None if rows are unchanged, or longer than that."""
+    """Returns the padded length in tokens; None if there is no padding, or a row is longer than that length."""
     width = max(lengths) if strategy == "longest" else max_length
     if width is None or strategy not in ("longest", "max_length"):
         return None
@@ -122,12 +123,12 @@ def choose_width(lengths: Sequence[int], strategy: object, max_length: int | Non
 
 
 def round_up(width: int, multiple: int | None) -> int:
-    """Returns the next multiple of `multiple` from `width` on."""
+    """Returns `width` rounded up to a multiple; None does not round."""
     return -(-width // multiple) * multiple if multiple else width
 
 
 def to_rows(values: Sequence[Any]) -> list[Row] | None:
-    """Returns rows of whole numbers as int64 arrays; None if they are anything else, or of several types."""
+    """Returns rows of integers as int64 arrays; None if the values are anything else, or of several types."""
     first = values[0]
     kind, convert = next((pair for pair in CONVERTERS if isinstance(first, pair[0])), ((), list_to_row))
     if not all(isinstance(value, kind) for value in values):
@@ -139,7 +140,7 @@ def to_rows(values: Sequence[Any]) -> list[Row] | None:
 
 
 def list_to_row(values: Any) -> Row | None:
-    """Returns a list as an array, in a third of numpy's time; None if it holds more than whole numbers."""
+    """Returns a list as an array, in a third of numpy's time; None if it contains other values than integers."""
     try:
         return np.frombuffer(array("q", values), dtype=np.int64)
     except (TypeError, OverflowError):
@@ -147,7 +148,7 @@ def list_to_row(values: Any) -> Row | None:
 
 
 def array_to_row(values: Any) -> Row | None:
-    """Returns the array itself if it is int64 already; None for another shape, or numbers beyond int64."""
+    """Returns the array as int64, without a copy if possible; None for another shape or dtype, or for uint64."""
     if values.ndim != 1 or values.dtype.kind not in "iu" or values.dtype == np.uint64:
         return None
     row: Row = values.astype(np.int64, copy=False)
@@ -155,7 +156,7 @@ def array_to_row(values: Any) -> Row | None:
 
 
 def tensor_to_row(values: Any) -> Row | None:
-    """Returns a view of the tensor's memory; None for another shape or dtype, or another device."""
+    """Returns a tensor as an int64 array, without a copy if possible; None for another shape, dtype or device."""
     if values.ndim != 1 or values.dtype not in INTEGERS or values.device.type != "cpu":
         return None
     return array_to_row(values.detach().numpy())
@@ -169,7 +170,7 @@ CONVERTERS: tuple[tuple[Any, Any], ...] = (
 
 
 def fill_rows(rows: Sequence[Any], width: int, filler: int, side: str) -> Row:
-    """Returns the rows as int64 of shape (rows, width), padded on `side`. The memory is new."""
+    """Returns the rows as a new int64 array of shape (rows, width), padded on `side`."""
     filled = np.full((len(rows), width), filler, dtype=np.int64)
     if side == "right":
         for target, row in zip(filled, rows, strict=True):
@@ -190,19 +191,19 @@ def to_python(value: object) -> Any:
 
 
 def pad_token_rows(tokenizer: Any, examples: Sequence[Any], return_tensors: str, multiple: int | None = None) -> Any:
-    """Pads rows of token ids without names to the longest, with the tokenizer's padding token.
+    """Pads rows of token ids to the longest row, with the tokenizer's padding token.
 
     Args:
         tokenizer: has `pad_token_id` and `padding_side`.
         examples: lists, arrays or tensors of token ids.
         return_tensors: `pt` or `np`.
-        multiple: the length is rounded up to a multiple of it.
+        multiple: round the length up to a multiple of this number.
 
     Returns:
-        Shape (examples, longest); int64, or the dtype of the first array or tensor if transformers keeps it.
+        The padded rows, (examples, longest); int64, or the dtype of the first array or tensor if transformers keeps it.
 
     Raises:
-        ValueError: padding is needed, and the tokenizer has no token for it.
+        ValueError: padding is required, and the tokenizer has no padding token.
     """
     rows = [np.asarray(row) for row in examples] if (found := to_rows(examples)) is None else found
     longest = max(len(row) for row in rows)

@@ -1,7 +1,7 @@
-"""The shards of a stream, one per worker, and reading them with another number of workers, or with none.
+"""The shards of a stream, one per worker, and reading them with another number of workers or without workers.
 
-A pass over a stream that N workers began has N shards, each at its own position. It is finished in the same N shards:
-each reader takes some of them, and while it reads one the stream sees that worker's identity.
+A pass that N workers started has N shards, each at its own position. A resumed run finishes the pass in the same N
+shards: each reader takes some of them, and sets `get_worker_info()` to the shard's worker while it reads.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """Records a read of the worker's identity: then the stream shards itself."""
+    """Records if a stream reads its worker's identity, which means that the stream shards itself."""
 
     def __init__(self, info: object) -> None:
         self.was_read = False
         watch = self
 
         class WatchedInfo(type(info)):  # type: ignore[misc]
-            __slots__ = ()  # the same layout, so that the object can change its class
+            __slots__ = ()  # keeps the memory layout, which assigning to __class__ requires
 
             def __getattribute__(self, name: str) -> Any:
                 if name in ("id", "num_workers"):
@@ -39,15 +39,18 @@ class Watch:
 class Share:
     """The shard of a stream that one of several workers reads.
 
-    A stream that reads its worker's identity (as `datasets` streams do) shards itself; of any other,
-    worker w of n keeps the samples w, w + n, w + 2n, ..., so that none comes twice.
+    A stream that reads its worker's identity (as `datasets` streams do) shards itself. Of any other stream, worker w of
+    n keeps the samples w, w + n, w + 2n, ..., so that no sample is repeated.
 
     Args:
         source: the stream's iterator.
-        watch: records a read of the worker's identity.
-        worker: this worker, of `num_workers`.
-        block: samples in a row of one worker, before the next one's.
-        place: `num_read`, and `is_shared` once it is known.
+        watch: records if the stream reads its worker's identity.
+        worker, num_workers: this worker, and the number of workers.
+        block: consecutive samples of one worker before those of the next worker.
+
+    Attributes:
+        num_read: samples read from the stream.
+        is_shared: the stream shards itself; None until the first sample.
     """
 
     def __init__(self, source: Iterator[Any], watch: Watch, worker: int, num_workers: int, block: int = 1) -> None:
@@ -83,12 +86,12 @@ class Share:
 
 
 class Part:
-    """The rest of one worker's shard, read by any process.
+    """The rest of one worker's shard, which any process can read.
 
     Args:
-        dataset: the stream; one that no other part uses.
-        worker: the shard's worker, of `num_workers`; 0 workers: the whole stream was read in the main process.
-        place: position of that worker; None: its start.
+        dataset: the stream; no other part may use this object.
+        worker, num_workers: the shard's worker, and the number of workers; 0: the main process read the whole stream.
+        place: position of that worker; None: the start of its shard.
         start: `(dataset, place) -> iterator`.
     """
 
@@ -122,7 +125,7 @@ class Part:
 
 @contextmanager
 def acting_as(info: Any) -> Iterator[None]:
-    """While entered, `get_worker_info()` returns `info`."""
+    """Makes `get_worker_info()` return `info` while entered."""
     before = torch_worker._worker_info
     torch_worker._worker_info = info
     try:
@@ -138,11 +141,10 @@ def open_parts(
     num_readers: int,
     start: Callable[[Any, Mapping[str, Any] | None], Iterator[Any]],
 ) -> list[Part]:
-    """Returns the shards that one of several readers takes over: those of the workers `reader`, `reader + num_readers`,
-    ...
+    """Returns the shards that a reader takes over: those of the workers `reader`, `reader + num_readers`, ...
 
     Raises:
-        ValueError: there are several, and the stream cannot be copied.
+        ValueError: there are several shards, and the stream cannot be copied.
     """
     num_workers, places = position["num_workers"], position["workers"]
     own = range(reader, len(places), num_readers)
@@ -154,12 +156,12 @@ def open_parts(
             raise ValueError(
                 f"dataloader_num_workers: the checkpoint was written in the middle of a stream that {num_workers} "
                 f"workers shared, and the stream cannot be copied to finish their parts here ({error}). Resume with "
-                f"dataloader_num_workers={num_workers}, or set ignore_data_skip=True to begin the epoch anew."
+                f"dataloader_num_workers={num_workers}, or set ignore_data_skip=True to restart the epoch."
             ) from error
         parts.append(Part(of_its_own, worker, num_workers, places[worker], start))
     return parts
 
 
 def next_part(parts: list[Part]) -> Part:
-    """Returns the next shard to read: the one that has read least, so that it depends on their positions only."""
+    """Returns the shard with the fewest samples read, so that the order depends only on the positions."""
     return min(parts, key=lambda part: (part.share.num_read, part.worker))

@@ -1,4 +1,4 @@
-"""States of users' objects as JSON: tensors, arrays, bytes and tuples are tagged, all else must be plain."""
+"""Converts states of users' objects to JSON: tensors, arrays, bytes and tuples are tagged, all else must be plain."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ TAG = "__kind__"
 
 
 def to_portable(value: object) -> Any:
-    """Converts values so that `json` writes and `from_portable` reads them.
+    """Returns the value in a form that `json` can write and `from_portable` can read.
 
     Raises:
-        TypeError: something that has no such form, named by its type.
+        TypeError: the value contains an unsupported type; the message names it.
     """
     if value is None or isinstance(value, str | bool | int | float):
         return value
@@ -42,7 +42,7 @@ def to_portable(value: object) -> Any:
 
 
 def from_portable(value: object) -> Any:
-    """Returns the argument of `to_portable` (numpy scalars as Python numbers)."""
+    """Returns the value that was passed to `to_portable`; numpy scalars become Python numbers."""
     if isinstance(value, list):
         return [from_portable(item) for item in value]
     if not isinstance(value, Mapping):

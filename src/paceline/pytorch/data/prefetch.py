@@ -1,4 +1,4 @@
-"""Moving batches to the device."""
+"""Moves batches to the device."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def move_to_device(batch: object, device: torch.device | str, non_blocking: bool
     Args:
         batch: a tensor, or dicts, lists, tuples, dataclasses, ModelOutputs or BatchEncodings of them, nested at will.
         device: target device.
-        non_blocking: do not wait for the copy; only pinned memory makes a difference.
+        non_blocking: do not wait for the copy; has an effect with pinned memory only.
 
     Returns:
-        The very same object if nothing had to move, else a new one of the same type; the batch is never changed.
+        The same object if all tensors are on the device, else a new object of the same type. The batch is not modified.
     """
     if type(device) is not torch.device:
         device = torch.device(device)
-    # a dict of tensors that are all on the device: by far the most common batch on a CPU
+    # fast path for a dict of tensors that are all on the device, the most common batch on a CPU
     if type(batch) is dict:
         for value in batch.values():
             if not isinstance(value, torch.Tensor) or value.device != device:
@@ -58,9 +58,9 @@ def _same(before: Any, after: Any) -> bool:
 class DevicePrefetcher:
     """Moves batches to an accelerator on a separate copy stream.
 
-    The host runs ahead of the device, so the copy of a batch overlaps with the step before it, and the next step does
-    not wait for it. Batches must be in pinned memory for that (`dataloader_pin_memory`). No batch is fetched before it
-    is requested. On a CPU this is `move_to_device`.
+    The host runs ahead of the device, so the copy of a batch overlaps with the previous step, and its own step does not
+    wait for it. This requires batches in pinned memory (`dataloader_pin_memory`). No batch is fetched before it is
+    requested. On a CPU this is `move_to_device`.
 
     Args:
         device: the target device.
@@ -70,13 +70,13 @@ class DevicePrefetcher:
         self.device = torch.device(device)
         self.copies: Any = None
         if self.device.type != "cpu":
-            module: Any = getattr(torch, self.device.type, None)  # not for the meta device, which has none
+            module: Any = getattr(torch, self.device.type, None)  # the meta device has no module
             if hasattr(module, "Stream") and hasattr(module, "current_stream"):
                 self.copies = module.Stream(device=self.device)
                 self._module = module
 
     def __call__(self, batch: object) -> Any:
-        """Returns the batch on the device; operations queued afterwards wait for the copy, the host does not."""
+        """Returns the batch on the device. Operations queued afterwards wait for the copy; the host does not."""
         if self.copies is None:
             return move_to_device(batch, self.device, non_blocking=True)
         compute = self._module.current_stream(self.device)
@@ -90,7 +90,7 @@ class DevicePrefetcher:
 
 
 def has_pinned_memory() -> bool:
-    """True if there is an accelerator with its own memory, which copies from page-locked memory faster."""
+    """Returns True if there is an accelerator with its own memory, which copies from page-locked memory faster."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator is not None and accelerator.type != "mps"
 

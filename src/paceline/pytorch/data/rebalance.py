@@ -1,8 +1,8 @@
-"""Splitting the samples of one optimizer step into micro-batches of about equal cost, for data of varying length.
+"""Splits the samples of one optimizer step into micro-batches of about equal cost, for data of varying length.
 
-The rule is that of transformers' `BatchRebalanceSampler`, so that a run has the same micro-batches: samples sorted by
-length are split into contiguous groups, and the group sizes move one sample at a time from the costliest group to the
-cheapest, until no such move is new. Only the sizes move: a move costs O(groups), for any number of samples.
+The algorithm is that of transformers' `BatchRebalanceSampler`, so that a run has the same micro-batches. Samples sorted
+by length are split into contiguous groups. Then one sample at a time moves from the costliest group to the cheapest,
+until the group sizes repeat. Only the sizes change, so a move costs O(groups) for any number of samples.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from paceline.core.lengths import GivenLengths
 
-QUADRATIC_COST = 0.001  # weight of attention's length squared against the linear layers' length
-ROUNDS_PER_GROUP = 30  # at least this many moves per group are tried
+QUADRATIC_COST = 0.001  # cost of attention per squared length, relative to linear layers per length
+ROUNDS_PER_GROUP = 30  # minimum of the maximum number of moves, per group
 
 
 def padded_cost(num_samples: int, longest: int) -> float:
@@ -28,25 +28,24 @@ def balance(
     num_ranks: int = 1,
     max_moves: int | None = None,
 ) -> list[list[int]]:
-    """Splits the samples of one optimizer step into `num_groups` micro-batches of near-equal padded cost, costliest
-    first.
+    """Returns `num_groups` micro-batches of about equal padded cost for one optimizer step, the costliest first.
 
     Args:
         indices: the samples, at least `num_groups`.
         lengths: length in tokens of every sample of the dataset.
-        num_groups: micro-batches of one optimizer step, over all processes.
+        num_groups: micro-batches per optimizer step, over all processes.
         num_ranks: processes that run one micro-batch each at the same time.
-        max_moves: how many samples may move at most; default and floor: 30 per group.
+        max_moves: maximum number of moves; the default and minimum is 30 per group.
 
     Raises:
-        ValueError: fewer samples than groups.
+        ValueError: there are fewer samples than groups.
     """
     if len(indices) < num_groups:
         raise ValueError(
             f"{len(indices)} samples cannot fill {num_groups} micro-batches: lower gradient_accumulation_steps, or "
             "raise per_device_train_batch_size."
         )
-    ordered = sorted(indices, key=lambda index: -lengths[index])  # stable: ties stay in drawing order
+    ordered = sorted(indices, key=lambda index: -lengths[index])  # stable: ties stay in the order of `indices`
     groups = Groups([int(lengths[index]) for index in ordered], num_groups, num_ranks)
     groups.balance(max(num_groups * ROUNDS_PER_GROUP, max_moves or 0))
     costs = groups.costs()
@@ -56,7 +55,7 @@ def balance(
 
 
 class Groups:
-    """Contiguous groups over lengths in descending order; only their sizes (`counts`) change."""
+    """Contiguous groups of lengths in descending order; only their sizes (`counts`) change."""
 
     def __init__(self, lengths: list[int], num_groups: int, num_ranks: int) -> None:
         base, remainder = divmod(len(lengths), num_groups)
@@ -74,11 +73,11 @@ class Groups:
         return starts
 
     def costs(self) -> list[float]:
-        """Returns the cost of each group, padded to its first and longest sample."""
+        """Returns the cost of each group, padded to its first sample, which is the longest."""
         return [padded_cost(c, self.lengths[s]) for c, s in zip(self.counts, self.starts(), strict=True)]
 
     def balance(self, max_moves: int) -> None:
-        """Moves samples until the costs settle; keeps the counts with the smallest spread."""
+        """Moves samples until the counts repeat; keeps the counts with the smallest spread of costs."""
         seen: set[tuple[int, ...]] = set()
         best_spread, best = float("inf"), list(self.counts)
         for _ in range(max_moves):
@@ -103,8 +102,9 @@ class Groups:
         self.counts = best
 
     def _freeze_slot(self, dearest: int, costs: list[float]) -> None:
-        """Fills the other groups of a slot up to the cost of its one-sample group, which can give nothing away; then
-        freezes it.
+        """Freezes the slot of a one-sample group, which cannot give a sample away.
+
+        The other groups of the slot are first filled up to its cost.
         """
         ranking = sorted(range(len(costs)), key=lambda group: -costs[group])
         first = ranking.index(dearest) // self.num_ranks * self.num_ranks

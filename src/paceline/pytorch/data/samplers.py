@@ -1,4 +1,4 @@
-"""Samplers under transformers' names: shards of a dataset for each process, samples of similar length together."""
+"""Samplers with transformers' names, which shard a dataset among processes or group samples of similar length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def get_length_grouped_indices(
         lengths: length of every sample.
         batch_size: samples that will be padded together.
         mega_batch_mult: batches in a block that is sorted by length; None: 50, or fewer for little data.
-        generator: of the random order; None: torch's global one.
+        generator: draws the random order; None: torch's global generator.
     """
     permutation = torch.randperm(len(lengths), generator=generator)
     order: list[int] = length_grouped_order(lengths, batch_size, permutation, mega_batch_mult).tolist()
@@ -33,19 +33,19 @@ def get_length_grouped_indices(
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """Samples of similar length together, in another order each time; see `length_grouped_order`.
+    """Groups samples of similar length, in a different order each time; see `length_grouped_order`.
 
-    The permutation is drawn from `generator`, or torch's global one, when an iteration begins.
+    The permutation is drawn from `generator`, or from torch's global generator, when an iteration begins.
 
     Args:
         batch_size: samples that will be padded together.
-        dataset: of dict samples, read once to measure them. Not needed with `lengths`.
-        lengths: of every sample.
+        dataset: its samples are dicts, read once to measure them. Not needed with `lengths`.
+        lengths: the length of every sample.
         model_input_name: the input that is measured; None: `input_ids`.
-        generator: of the order.
+        generator: draws the order; None: torch's global generator.
 
     Raises:
-        ValueError: neither a dataset nor lengths, or samples that cannot be measured.
+        ValueError: neither a dataset nor lengths are given, or samples cannot be measured.
     """
 
     def __init__(
@@ -69,20 +69,20 @@ class LengthGroupedSampler(Sampler[int]):
 
 
 class DistributedLengthGroupedSampler(DistributedSampler[int]):
-    """One process's shard of the samples, those of similar length together; all processes have the same number.
+    """One process's shard of the samples, grouped by similar length; all shards have the same number of samples.
 
     Args:
         batch_size: samples that will be padded together, over all processes.
         dataset: as for `LengthGroupedSampler`.
-        num_replicas: processes; None: those of torch.distributed.
-        rank: this process; None: as torch.distributed says.
-        seed: of the order; epoch e is drawn with `seed + e`.
-        drop_last: drop the samples that do not fill a round of the processes; else the first ones fill it.
-        lengths: of every sample.
+        num_replicas: number of processes; None: torch.distributed's world size.
+        rank: the rank of this process; None: torch.distributed's rank.
+        seed: the seed of the order; epoch e is drawn with `seed + e`.
+        drop_last: drop the samples that do not give every process one more; otherwise repeat the first samples.
+        lengths: the length of every sample.
         model_input_name: as for `LengthGroupedSampler`.
 
     Raises:
-        ValueError: neither a dataset nor lengths, samples that cannot be measured, a rank out of range.
+        ValueError: neither a dataset nor lengths are given, samples cannot be measured, or the rank is out of range.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class DistributedLengthGroupedSampler(DistributedSampler[int]):
 
 
 class DistributedSamplerWithLoop(DistributedSampler[int]):
-    """A DistributedSampler of torch with samples of the epoch's start until the last batch is full.
+    """A DistributedSampler of torch that fills the last batch with samples from the epoch's start.
 
     Args:
-        dataset: anything with a length.
+        dataset: any object with a length.
         batch_size: samples per process and batch.
-        kwargs: of `torch.utils.data.distributed.DistributedSampler`.
+        kwargs: arguments of `torch.utils.data.distributed.DistributedSampler`.
     """
 
     def __init__(self, dataset: Any, batch_size: int, **kwargs: Any) -> None:
@@ -122,20 +122,20 @@ class DistributedSamplerWithLoop(DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         indices = list(super().__iter__())
         num_missing = -len(indices) % self.batch_size
-        # torch has put the first sample of these processes at the end already
+        # torch has already repeated the first sample of these ranks at the end
         start = 1 if self.rank < len(self.dataset) % self.num_replicas else 0  # type: ignore[arg-type]
         return itertools.chain(indices, itertools.islice(itertools.cycle(indices), start, start + num_missing))
 
 
 class ShardSampler(Sampler[int]):
-    """One process's batches of a dataset in its order: batches go to the processes in turn.
+    """One process's batches of a dataset in dataset order; batches go to the processes in turn.
 
     Args:
-        dataset: anything with a length.
+        dataset: any object with a length.
         batch_size: samples per process and batch.
-        drop_last: drop the samples that do not fill a batch of every process; else the first ones fill it.
-        num_processes: that share the dataset.
-        process_index: this process.
+        drop_last: drop the samples that do not fill a batch of every process; otherwise repeat the first samples.
+        num_processes: number of processes that share the dataset.
+        process_index: the rank of this process.
     """
 
     def __init__(
@@ -166,20 +166,20 @@ class ShardSampler(Sampler[int]):
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """One process's batches of a stream: batches go to the processes in turn.
+    """One process's batches of a stream; batches go to the processes in turn.
 
-    Every process reads the whole stream, so its order must be the same for all. The epoch is set by `set_epoch` if the
-    stream has that method; else a torch.Generator in its attribute `generator` is seeded with `seed + epoch` when an
-    iteration begins.
+    Every process reads the whole stream, so its order must be the same on all of them. The epoch is set by `set_epoch`
+    if the stream has that method; otherwise a torch.Generator in its attribute `generator` is seeded with `seed +
+    epoch` when an iteration begins.
 
     Attributes:
         dataset: the stream.
         batch_size: samples per process and batch.
-        drop_last: drop the samples that do not fill a batch of every process; else the first ones fill it.
-        num_processes: that share the stream.
-        process_index: this process.
-        seed: of a `generator` of the stream.
-        num_examples: samples read in this iteration, over all processes, without those that fill it up.
+        drop_last: drop the samples that do not fill a batch of every process; otherwise repeat the first samples.
+        num_processes: number of processes that share the stream.
+        process_index: the rank of this process.
+        seed: seeds the `generator` of the stream.
+        num_examples: samples read in this iteration, over all processes, without repeated ones.
     """
 
     def __init__(
@@ -201,13 +201,13 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.num_examples = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to an epoch, from the next iteration on."""
+        """Sets the epoch of the next iteration."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Returns the samples of this process; raises TypeError if the stream has no length."""
+        """Returns the number of samples of this process; raises TypeError if the stream has no length."""
         size, per_round = len(self.dataset), self.batch_size * self.num_processes  # type: ignore[arg-type]
         return (size // per_round if self.drop_last else -(-size // per_round)) * self.batch_size
 
@@ -234,17 +234,17 @@ class BatchRebalanceSampler(RebalancedBatches):
     """Micro-batches of about equal padded cost: `RebalancedBatches` with transformers' names.
 
     Args:
-        lengths: in tokens, of every sample.
-        effective_batch_size: samples of one optimizer step, over all processes.
-        dp_size: processes that share each optimizer step.
+        lengths: length of every sample in tokens.
+        effective_batch_size: samples per optimizer step, over all processes.
+        dp_size: number of processes that share each optimizer step.
         grad_accum: micro-batches per optimizer step and process.
-        shuffle: another order each epoch.
-        seed: of the order; epoch e is drawn with `seed + e`.
-        rank: this process.
+        shuffle: use a different order each epoch.
+        seed: the seed of the order; epoch e is drawn with `seed + e`.
+        rank: the rank of this process.
         drop_last: drop the samples that do not fill an optimizer step.
 
     Raises:
-        ValueError: an optimizer step of fewer samples than micro-batches.
+        ValueError: an optimizer step has fewer samples than micro-batches.
     """
 
     def __init__(
@@ -275,10 +275,10 @@ class BatchRebalanceSampler(RebalancedBatches):
 
 
 def measure(dataset: Any, lengths: Any, name: str | None) -> list[int]:
-    """Returns the lengths as integers: those given, else of the input `name` (`input_ids`) of every sample.
+    """Returns `lengths` as integers, or else the length of the input `name` (None: `input_ids`) of every sample.
 
     Raises:
-        ValueError: there is neither, or samples are no dicts with that input.
+        ValueError: neither a dataset nor lengths are given, or samples are not dicts with that input.
     """
     if lengths is not None:
         return lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths)

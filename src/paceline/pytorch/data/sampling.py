@@ -1,7 +1,7 @@
 """The order of samples: pure index arithmetic, a function of (seed, epoch, samples consumed).
 
-Nothing here reads a sample, draws from a global generator or keeps a position while iterating. To resume, the order of
-the epoch is recomputed (one permutation) and read from the position on.
+Nothing here reads a sample, draws from a global generator or keeps a position while iterating. On resume, the order of
+the epoch is recomputed (one permutation) and read from the saved position.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from paceline.pytorch.data.rebalance import balance
 logger = logging.getLogger(__name__)
 
 Order = Sequence[int] | Tensor | Lengths
-CHUNK = 65536  # indices converted to Python integers at a time: 2 MB, not the whole permutation
+CHUNK = 65536  # indices converted to Python integers at a time: 2 MB instead of the whole permutation
 
 
 def random_order(size: int, seed: int, epoch: int) -> Tensor:
-    """Returns the permutation of one epoch, int64 of shape (size,): transformers' for the same seed."""
+    """Returns the permutation of one epoch, int64 of shape (size,); equals transformers' for the same seed."""
     generator = torch.Generator(device="cpu").manual_seed(seed + epoch)
     return torch.randperm(size, generator=generator, device="cpu")
 
 
 class OrderedSampler(Sampler[int]):
-    """Samples of an epoch in an order that depends only on (settings, epoch); can start anywhere in it.
+    """A sampler whose order depends only on (settings, epoch), and which can start anywhere in an epoch.
 
     Args:
         size: number of samples.
-        settings: JSON-able values that the order depends on. They travel in checkpoints, so that an epoch in
-            progress is finished in its own order, even if the arguments were changed in between.
+        settings: JSON-serializable values that the order depends on. Checkpoints contain them, so that a resumed run
+            finishes the epoch in progress in its original order even if the arguments have changed.
         order: `(epoch, settings) -> the indices of that epoch`.
     """
 
@@ -71,23 +71,23 @@ class OrderedSampler(Sampler[int]):
         return {**self._current, "size": self.size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Finishes the epoch in progress in the order it was begun in; the next epoch follows the present settings."""
+        """Restores the order of the epoch in progress; the next epoch follows the current settings."""
         self._current = finish_in(state, self.settings, self.size)
 
     def __len__(self) -> int:
-        """Returns the samples of a whole epoch."""
+        """Returns the number of samples in an epoch."""
         return self.size
 
     def __iter__(self) -> Iterator[int]:
         return walk(self.indices(), self.position)
 
     def indices(self) -> Order:
-        """Returns the indices of the whole epoch, in its order."""
+        """Returns the indices of the whole epoch, in order."""
         return self.order(self.epoch, self._current)
 
 
 def finish_in(saved: Mapping[str, Any], settings: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Returns the settings of an epoch in progress: those saved, if they describe the same type of order."""
+    """Returns the settings for the epoch in progress: the saved ones if they describe the same kind of order."""
     saved = dict(saved)
     saved_size = saved.pop("size", size)
     if saved_size != size:
@@ -112,7 +112,7 @@ def finish_in(saved: Mapping[str, Any], settings: Mapping[str, Any], size: int) 
 
 
 def walk(order: Order, start: int) -> Iterator[int]:
-    """Yields the indices from `start` on, as Python integers, a chunk at a time."""
+    """Yields the indices from `start` on as Python integers, converted in chunks."""
     rest = order[start:]
     if isinstance(rest, Tensor):
         rest = rest.numpy()
@@ -123,7 +123,7 @@ def walk(order: Order, start: int) -> Iterator[int]:
 
 
 def random_sampler(size: int, seed: int) -> OrderedSampler:
-    """Returns a sampler of every sample once per epoch, each epoch in another order."""
+    """Returns a sampler that yields every sample once per epoch, in a different order each epoch."""
     return OrderedSampler(
         size, {"kind": "random", "seed": seed}, lambda epoch, settings: random_order(size, settings["seed"], epoch)
     )
@@ -135,7 +135,7 @@ def sequential_sampler(size: int) -> OrderedSampler:
 
 
 def length_grouped_sampler(lengths: GivenLengths, batch_size: int, seed: int) -> OrderedSampler:
-    """Returns a sampler that groups similar lengths, in another order each epoch; see `length_grouped_order`."""
+    """Returns a sampler that groups similar lengths, in a different order each epoch; see `length_grouped_order`."""
 
     def order(epoch: int, settings: Mapping[str, Any]) -> Order:
         permutation = random_order(len(lengths), settings["seed"], epoch)
@@ -146,20 +146,20 @@ def length_grouped_sampler(lengths: GivenLengths, batch_size: int, seed: int) ->
 
 
 class DealtBatches(Sampler[list[int]]):
-    """Gives the micro-batches of one process, from a plan that is common to all.
+    """Yields the micro-batches of one process, from a plan that all processes compute alike.
 
     Attributes:
-        lengths: of every sample.
-        settings: what the micro-batches of an epoch depend on.
-        epoch: of the samples that come next.
-        position: samples of the epoch that are skipped, over all processes.
+        lengths: the length of every sample.
+        settings: the values that determine the micro-batches of an epoch.
+        epoch: the epoch of the next samples.
+        position: samples of the epoch to skip, over all processes.
     """
 
     lengths: Any
     settings: dict[str, Any]
     epoch = 0
     position = 0
-    _current: dict[str, Any]  # the settings of the epoch in progress, which a resume may have brought
+    _current: dict[str, Any]  # settings of the epoch in progress, possibly restored from a checkpoint
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of an epoch."""
@@ -179,12 +179,12 @@ class RebalancedBatches(DealtBatches):
 
     Args:
         lengths: length in tokens of every sample.
-        global_batch_size: samples of one optimizer step, over all processes.
+        global_batch_size: samples per optimizer step, over all processes.
         accumulation: micro-batches per optimizer step and process.
-        seed: of the order in which samples are taken.
+        seed: the seed of the sample order.
         num_ranks: processes that share each optimizer step.
-        rank: this process.
-        shuffle: another order each epoch; else dataset order.
+        rank: the rank of this process.
+        shuffle: use a different order each epoch; otherwise dataset order.
         drop_last: drop the samples that do not fill an optimizer step. If they are kept and are fewer than the
             micro-batches of an optimizer step, samples from the epoch's start fill the gap, as in transformers.
     """
@@ -222,12 +222,12 @@ class RebalancedBatches(DealtBatches):
         self._current = self.settings
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Finishes the epoch in progress in the batches it was begun in."""
+        """Restores the batches of the epoch in progress."""
         self._current = finish_in(state, self.settings, len(self.lengths))
 
     @property
     def num_samples(self) -> int:
-        """Returns the samples of a whole epoch, over all processes."""
+        """Returns the number of samples in an epoch, over all processes."""
         per_update, size = int(self.settings["samples_per_update"]), len(self.lengths)
         rest = size % per_update
         if self.drop_last or rest == 0:
@@ -235,7 +235,7 @@ class RebalancedBatches(DealtBatches):
         return size - rest + max(rest, self.num_ranks * int(self.settings["accumulation"]))
 
     def __len__(self) -> int:
-        """Returns the micro-batches of a whole epoch, of one process."""
+        """Returns the number of micro-batches of one process in an epoch."""
         num_samples, per_update = len(self.lengths), self.settings["samples_per_update"]
         num_updates = num_samples // per_update if self.drop_last else -(-num_samples // per_update)
         return int(num_updates * self.settings["accumulation"])
@@ -246,7 +246,7 @@ class RebalancedBatches(DealtBatches):
         return self._updates(order, self._current["samples_per_update"], self.position)
 
     def _updates(self, order: Lengths, per_update: int, position: int) -> Iterator[list[int]]:
-        """Yields this process's micro-batches, one optimizer step after another, from a position on."""
+        """Yields this process's micro-batches from a position on."""
         size = len(order)
         first, skip = divmod(position, per_update)
         for start in range(first * per_update, size, per_update):
@@ -257,8 +257,9 @@ class RebalancedBatches(DealtBatches):
             skip = 0
 
     def _micro_batches(self, samples: list[int], order: Lengths, skip: int) -> Iterator[list[int]]:
-        """Yields this process's micro-batches of one optimizer step, without the first `skip` samples (of all
-        processes).
+        """Yields this process's micro-batches of one optimizer step.
+
+        The first `skip` samples, counted over all processes, are left out.
         """
         num_groups = self.num_ranks * self._current["accumulation"]
         if len(samples) < num_groups:
@@ -283,21 +284,22 @@ class RebalancedBatches(DealtBatches):
 
 @dataclass(frozen=True)
 class SamplerRequest:
-    """The facts that a training sampler is made of; the argument of each factory in `ORDERS`.
+    """The facts from which a training sampler is made; the argument of each factory in `ORDERS`.
 
     Attributes:
         size: number of samples.
-        find_lengths: returns the length of every sample. May read them all.
-        batch_size: samples of one micro-batch, over all processes.
+        find_lengths: returns the length of every sample; may read all of them.
+        batch_size: samples per micro-batch, over all processes.
         accumulation: micro-batches per optimizer step.
-        seed: of the order.
-        drop_last: leave out samples that do not fill a batch; of a sampler of indices the loader does that.
-        num_ranks: processes that read different samples. They share one order: of single indices, and of the batches of
-            a `BatchSampler`, the loader gives each process its part.
-        rank: this process.
-        budget: tokens of a micro-batch; None: `batch_size` counts.
-        update_size: micro-batches of an optimizer step over all processes, of a run on another number of them.
-        multiple: rows are padded to a multiple of so many tokens.
+        seed: the seed of the order.
+        drop_last: drop samples that do not fill a batch. If the sampler yields indices, the loader drops them.
+        num_ranks: processes that read different samples of one common order. The loader shards the indices, or the
+            batches of a `BatchSampler`, among them.
+        rank: the rank of this process.
+        budget: tokens per micro-batch; None: `batch_size` applies.
+        update_size: micro-batches per optimizer step over all processes, if a run is resumed on another number of
+            processes.
+        multiple: rows are padded to a multiple of this number of tokens.
     """
 
     size: int
@@ -358,20 +360,20 @@ def make_train_sampler(
     update_size: int | None = None,
     multiple: int = 1,
 ) -> Sampler[Any] | None:
-    """Returns the sampler of training samples: one order for all processes, each of which takes its shard.
+    """Returns the sampler of training samples, in one order for all processes; None for a dataset without a length.
 
     Args:
-        dataset: anything with a length; None is returned for one without.
+        dataset: any dataset.
         strategy: a name in `ORDERS` of `paceline.args.registry`.
-        batch_size: samples of one micro-batch, over all processes.
+        batch_size: samples per micro-batch, over all processes.
         accumulation: micro-batches per optimizer step.
-        seed: of the order; epoch e is drawn with `seed + e`.
-        lengths: of every sample, for the strategies that need them; else read from the column
+        seed: the seed of the order; epoch e is drawn with `seed + e`.
+        lengths: the length of every sample, for the strategies that need them; None: read from the column
             `length_column`, else measured on `model_input_name` of every sample.
-        drop_last, num_ranks, rank, budget, update_size, multiple: as in `SamplerRequest`.
+        drop_last, num_ranks, rank, budget, update_size, multiple: see `SamplerRequest`.
 
     Raises:
-        ValueError: an unknown strategy, or lengths that cannot be found.
+        ValueError: the strategy is unknown, or needs lengths that cannot be found.
     """
     if dataset is None:
         return None
@@ -420,9 +422,8 @@ def make_eval_sampler(
 ) -> OrderedSampler | None:
     """Returns the sampler of evaluation samples: in dataset order, or by length if training is `group_by_length`.
 
-    That is the order of computation, for speed: `predict` gives the rows in dataset order.
-
-    Arguments and errors as `make_train_sampler`; None for a dataset without a length.
+    Sorting by length only changes the order of computation; `predict` returns the rows in dataset order. Arguments and
+    errors are those of `make_train_sampler`. Returns None for a dataset without a length.
     """
     if dataset is None or not has_length(dataset):
         return None
@@ -433,7 +434,7 @@ def make_eval_sampler(
 
 
 def has_length(dataset: Any) -> bool:
-    """True if `len(dataset)` works."""
+    """Returns True if `len(dataset)` works."""
     try:
         len(dataset)
     except TypeError:
@@ -442,9 +443,7 @@ def has_length(dataset: Any) -> bool:
 
 
 def skip_samples(batches: Iterable[list[int]], consumed: int) -> Iterator[list[int]]:
-    """Yields batches of indices without the first `consumed` indices; for samplers that can only be read from the
-    start.
-    """
+    """Returns an iterator over batches of indices without the first `consumed` indices, which it reads and drops."""
     iterator = iter(batches)
     for batch in iterator:
         if consumed < len(batch):

@@ -1,4 +1,4 @@
-"""A shuffle buffer for streams whose contents are restored on resume."""
+"""A shuffle buffer for streams; its contents are restored on resume."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ logger = logging.getLogger(__name__)
 
 
 class ShuffleBuffer(IterableDataset[Any]):
-    """Shuffles a stream, in another order each epoch; its position is saved and restored exactly.
+    """Shuffles a stream, in a different order each epoch; its position is saved and restored exactly.
 
-    `buffer_size` samples are held. They leave in random order, each replaced by the next of the stream, until all have;
-    then those that have come in leave in another random order. So a sample leaves anywhere within its block of
-    `buffer_size`, and the content of the buffer follows from the stream's position when the round began and the number
-    of samples that have left since: that is all a checkpoint holds. To resume, at most `2 * buffer_size` samples are
-    read again if the stream has `state_dict` and `load_state_dict`; else, with a warning, all that were read before.
+    The buffer holds `buffer_size` samples. In each round, these samples leave in random order while the next block of
+    the stream replaces them, so a sample is shuffled within its block of `buffer_size`. The content of the buffer
+    follows from the stream's position at the start of the round and the number of samples that have left since. A
+    checkpoint contains only these two. On resume, at most `2 * buffer_size` samples are read again if the stream has
+    `state_dict` and `load_state_dict`; otherwise all previous samples are, with a warning.
 
     Args:
-        stream: any iterable of samples; one that is split among workers is sharded as without a buffer.
+        stream: any iterable of samples; it is sharded among workers as without a buffer.
         buffer_size: samples held, at least 1.
-        seed: of the orders; epoch e and round r draw from (seed, e, r). The same in every worker.
-        transform: applied to a sample as it leaves. Augmentation that draws random numbers belongs here or into the
-            collator: before the buffer it would draw others when samples are read again.
+        seed: the seed of the orders, the same in every worker; epoch e and round r draw from (seed, e, r).
+        transform: applied to a sample as it leaves the buffer. Random augmentation belongs here or into the collator:
+            applied before the buffer, it would draw different numbers when samples are read again.
 
     Raises:
         ValueError: `buffer_size` is below 1.
@@ -52,7 +52,7 @@ class ShuffleBuffer(IterableDataset[Any]):
         self.seed = seed
         self.transform = transform
         self.epoch = 0
-        self._epoch = 0  # epoch of the orders; an epoch that was left early is finished in its own
+        self._epoch = 0  # epoch of the current order; a partly read epoch is finished in its original order
         self._round = 0
         self._left = 0  # samples that have left in this round
         self._begin: Any = None  # the stream's state at the beginning of this round
@@ -61,7 +61,7 @@ class ShuffleBuffer(IterableDataset[Any]):
 
     @property
     def restores_exactly(self) -> bool:
-        """True if resuming reads no more than the buffer's samples again."""
+        """Returns True if a resume reads only the buffer's samples again."""
         return restores_exactly(self.stream)
 
     def set_epoch(self, epoch: int) -> None:
@@ -71,11 +71,11 @@ class ShuffleBuffer(IterableDataset[Any]):
         set_epoch(self.stream, epoch)
 
     def __len__(self) -> int:
-        """Returns the number of samples of the stream. Raises TypeError if that is unknown."""
+        """Returns the number of samples of the stream; raises TypeError if it is unknown."""
         return len(self.stream)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the samples given so far."""
+        """Returns the position after the samples yielded so far."""
         has_begun = self._round > 0 or self._left > 0
         return {
             "epoch": self._epoch if has_begun else self.epoch,
@@ -90,7 +90,7 @@ class ShuffleBuffer(IterableDataset[Any]):
         """Loads a position for the next `iter`.
 
         Raises:
-            ValueError: it was saved with another buffer size or seed: the order would be another one.
+            ValueError: it was saved with another buffer size or seed, and therefore another order.
         """
         has_begun = state["round"] > 0 or state["left"] > 0
         for name in ("buffer_size", "seed"):
@@ -98,7 +98,7 @@ class ShuffleBuffer(IterableDataset[Any]):
                 raise ValueError(
                     f"ShuffleBuffer: {name}={getattr(self, name)}, and the checkpoint was written in the middle of an "
                     f"epoch with {name}={state[name]}. Use that until the epoch is over, or set ignore_data_skip=True "
-                    "to begin it anew."
+                    "to restart it."
                 )
         self._round, self._left, self._begin = state["round"], state["left"], state["stream"]
         self._epoch = state.get("epoch", self.epoch)
@@ -113,7 +113,7 @@ class ShuffleBuffer(IterableDataset[Any]):
             self._begin = self._state()
         self._is_restored = False
         skipped, self._left = self._left, 0
-        # samples read again leave the generators unchanged
+        # reading samples again must not change the generators
         with generators_at(None) if is_resumed else nullcontext():
             source = iter(self.stream)
             if not self.restores_exactly:
@@ -127,7 +127,7 @@ class ShuffleBuffer(IterableDataset[Any]):
         self._forget()
 
     def _rounds(self, source: Iterator[Any], held: list[Any]) -> Iterator[Any]:
-        """Yields samples from the beginning of the present round on."""
+        """Yields samples from the start of the current round on."""
         while held:
             following = self._state()  # the stream's position when the next round begins
             coming: list[Any] = []

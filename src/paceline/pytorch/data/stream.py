@@ -1,6 +1,6 @@
-"""Loading datasets without an index: streams, split over seeded workers, with a position that can be restored.
+"""Loads datasets without an index (streams), sharded among seeded workers, with a position that can be restored.
 
-A stream with `state_dict` and `load_state_dict` saves its position; one without is read again from its start.
+A stream with `state_dict` and `load_state_dict` saves its position; any other stream is read again from its start.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ FIRST_REPORT, REPORT_EVERY = 1.0, 10.0  # seconds of rereading before the remain
 
 
 class Delivery(NamedTuple):
-    """A batch from a worker. Without samples, it only takes the worker's turn."""
+    """A batch from a worker. A delivery with no samples only takes up the worker's turn."""
 
     worker: int
     num_samples: int
-    place: dict[str, Any]  # this worker's position after it: num_read, is_shared, is_ended, dataset
+    place: dict[str, Any]  # this worker's position after the batch: num_read, is_shared, is_ended, dataset
     batch: Any
 
 
 class Stream(IterableDataset[Any]):
-    """Batches of a stream, made where it is read: in the workers, or in this process if there are none.
+    """Batches of a stream, collated where the stream is read: in the workers, or in this process if there are none.
 
     Args:
         dataset: any iterable of samples.
         batch_size: samples per batch.
-        drop_last: leave out a last batch that is smaller (of each worker).
-        collate: samples to batch.
-        seed: of the workers' generators; a batch is made under (seed, epoch, worker, samples read).
-        clock: int64 of shape (2,), shared with the workers: the epoch, and which pass over the loader this is.
+        drop_last: drop the smaller last batch of each worker.
+        collate: `(samples) -> batch`.
+        seed: seed of the workers' generators; each batch is seeded with (seed, epoch, worker, samples read).
+        clock: int64 of shape (2,), shared with the workers: the epoch, and the number of the pass over the loader.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Stream(IterableDataset[Any]):
         self.asks = restores_exactly(dataset)
         self.resume: dict[str, Any] | None = None  # the position to start from, in the pass `resume["pass"]`
         self._begin: list[Any] = []  # in a worker: the dataset's own state before its first pass
-        self._begun: Mapping[str, Any] | None = None  # of this pass: samples that other processes read
+        self._begun: Mapping[str, Any] | None = None  # the prefix of this pass that other processes have read
 
     def __iter__(self) -> Iterator[Delivery]:
         epoch, number = self.clock.tolist()
@@ -80,7 +80,7 @@ class Stream(IterableDataset[Any]):
             return self._read_here(self._open(self.dataset, place), place)
         worker, num_workers = info.id, info.num_workers
         watch = Watch(info)
-        object.__setattr__(info, "dataset", self.dataset)  # the stream finds itself there, as usual
+        object.__setattr__(info, "dataset", self.dataset)  # streams expect to find themselves in the worker info
         place = resume["workers"][worker] if resume is not None else None
         seed_generators(self.seed, epoch, worker)
         set_epoch(self.dataset, epoch)
@@ -91,7 +91,7 @@ class Stream(IterableDataset[Any]):
         return self._read_share(share, epoch, had_its_turn)
 
     def _begin_alike(self) -> None:
-        """Makes a persistent worker begin each pass as a fresh one would: a pass may have been left half-read."""
+        """Resets the dataset in a persistent worker, because the previous pass may have been left half-read."""
         if self._begin:
             self.dataset.load_state_dict(copy.deepcopy(self._begin[0]))
         else:
@@ -139,7 +139,7 @@ class Stream(IterableDataset[Any]):
         return Delivery(share.worker, len(samples), place, batch)
 
     def _open(self, dataset: Any, place: Mapping[str, Any] | None, is_quiet: bool = False) -> Iterator[Any]:
-        """Returns the stream's iterator at a position: restored, or read up to it."""
+        """Returns the stream's iterator at a position, by restoring its state or by reading up to the position."""
         if place is not None and place["is_ended"]:
             return iter(())  # a dataset at its end may report its start
         is_restored = place is not None and place.get("dataset") is not None
@@ -181,8 +181,8 @@ class Stream(IterableDataset[Any]):
 class StreamLoader(DataLoader[Any]):
     """A DataLoader over a stream, whose position in samples can be saved and restored.
 
-    The attributes are those of the DataLoader that a user would have built; batches come from an inner one.
-    `num_parts` processes read such batches.
+    The attributes are those of the DataLoader that a user would have built; batches come from an inner DataLoader.
+    `num_parts` is the number of processes that read such batches.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class StreamLoader(DataLoader[Any]):
             dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=collate, generator=generator, **options
         )
         self.seed = seed
-        self.global_micro_batch_size = batch_size * num_parts  # of all processes
+        self.global_micro_batch_size = batch_size * num_parts
         self.clock = torch.zeros(2, dtype=torch.int64, device="cpu")
         if self.num_workers:
             self.clock.share_memory_()  # type: ignore[no-untyped-call]
@@ -218,7 +218,7 @@ class StreamLoader(DataLoader[Any]):
 
     @property
     def restores(self) -> bool:
-        """True if the stream's position can be restored without reading it again."""
+        """Returns True if the stream's position can be restored without reading the stream again."""
         return restores_exactly(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
@@ -230,10 +230,11 @@ class StreamLoader(DataLoader[Any]):
     def set_position(self, position: Mapping[str, Any]) -> None:
         """Starts the next pass at a position of a `StreamReader`.
 
-        A position of another number of workers is resumed in the shards of those workers.
+        A position saved with another number of workers is resumed in the shards of those workers.
 
         Raises:
-            ValueError: it was, and the stream does not shard itself: each shard would read all of it again.
+            ValueError: the number of workers differs, and the stream does not shard itself, so that each shard would
+                read the whole stream again.
         """
         saved = position["num_workers"]
         if is_cut_otherwise(position, self.num_workers, self.restores):
@@ -241,7 +242,7 @@ class StreamLoader(DataLoader[Any]):
                 raise ValueError(
                     f"dataloader_num_workers={self.num_workers}: the checkpoint was written in the middle of a stream "
                     f"that {saved} workers shared, each of which reads the whole stream and keeps its part. Resume "
-                    f"with dataloader_num_workers={saved}, or set ignore_data_skip=True to begin the epoch anew. A "
+                    f"with dataloader_num_workers={saved}, or set ignore_data_skip=True to restart the epoch. A "
                     "stream whose __iter__ chooses its part by torch.utils.data.get_worker_info() (as datasets streams "
                     "of several shards do) can change the number."
                 )
@@ -250,9 +251,9 @@ class StreamLoader(DataLoader[Any]):
         self._resume = dict(position)
 
     def standing(self) -> dict[str, Any] | None:
-        """Returns the position of a stream between two passes, if it keeps one.
+        """Returns the position of a stream between two passes.
 
-        None if every pass begins alike: without such a position, and with workers, which read copies of the stream.
+        Returns None if every pass begins alike: the stream saves no position, or workers read copies of it.
         """
         if self.num_workers or not self.restores:
             return None
@@ -264,7 +265,7 @@ class StreamLoader(DataLoader[Any]):
         }
 
     def open(self) -> StreamReader:
-        """Starts a pass: samples to reread are read now, if there are no workers."""
+        """Starts a pass; without workers, samples to read again are read now."""
         resume, self._resume = self._resume, None
         self.clock[1] += 1
         begin = self.standing()
@@ -293,7 +294,7 @@ class StreamLoader(DataLoader[Any]):
 
 
 class StreamReader:
-    """One pass over a `StreamLoader`; its position is that of the batches taken, not of those prefetched."""
+    """One pass over a `StreamLoader`. Its position counts the batches taken, not those prefetched."""
 
     def __init__(self, loader: StreamLoader, deliveries: Iterator[Delivery], resume: Mapping[str, Any] | None) -> None:
         self.loader = loader
@@ -306,7 +307,7 @@ class StreamReader:
         )
         self.last: int = resume["last"] if resume else -1
         self.kept = {name: resume[name] for name in ("of_all", "begun") if resume and name in resume}
-        self.sizes: deque[int] = deque()  # batches taken from here and not yet counted
+        self.sizes: deque[int] = deque()  # samples of each batch that was taken and not counted yet
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -320,7 +321,7 @@ class StreamReader:
                 return batch
 
     def position(self) -> dict[str, Any]:
-        """Returns the stream's position after the batches taken so far; JSON-able if the dataset's state is."""
+        """Returns the stream's position after the batches taken; JSON-serializable if the dataset's state is."""
         loader, places, num_workers = self.loader, self.places, self.num_workers
         if not loader.num_workers and not num_workers and loader.restores and places[0] and places[0]["num_read"]:
             places = [{**places[0], "dataset": loader.dataset.state_dict()}]  # type: ignore[attr-defined]
@@ -329,10 +330,10 @@ class StreamReader:
 
 
 def is_cut_otherwise(position: Mapping[str, Any], num_workers: int, restores: bool) -> bool:
-    """True if a position was taken with an incompatible number of workers.
+    """Returns True if a position was saved with an incompatible number of workers.
 
-    A stream that restores its position reads alike with none and with one. One that is read again may not: those of
-    `datasets` shuffle differently in a worker.
+    No worker and one worker are compatible for a stream that restores its position. They are not for a stream that is
+    read again: those of `datasets` shuffle differently in a worker.
     """
     if position.get("of_all"):
         return True
@@ -342,7 +343,7 @@ def is_cut_otherwise(position: Mapping[str, Any], num_workers: int, restores: bo
 
 
 def share_of(dataset: Any) -> tuple[Any, int, int]:
-    """Returns a stream itself, the rank of this process among those that share it, and their number."""
+    """Returns (the unwrapped stream, the rank of this process, the number of processes that share the stream)."""
     if hasattr(dataset, "begin_behind"):
         return dataset.dataset, dataset.rank, dataset.size
     return dataset, 0, 1
@@ -354,7 +355,10 @@ def shared_out(dataset: Any) -> dict[str, Any]:
 
 
 def samples_in(position: Mapping[str, Any]) -> int:
-    """Returns the samples before a position. Of a stream that workers read whole, each keeps its shard."""
+    """Returns the number of samples yielded before a position.
+
+    If the stream does not shard itself, each worker reads all of it and only the samples of its shard count.
+    """
     num_workers, num_samples = max(int(position["num_workers"]), 1), 0
     for worker, place in enumerate(position["workers"]):
         if place is not None:
@@ -364,10 +368,10 @@ def samples_in(position: Mapping[str, Any]) -> int:
 
 
 def begin_pass(source: Iterator[Any], again: Any) -> Iterator[Any]:
-    """Yields a pass that begins at a position between two.
+    """Returns an iterator over a pass that begins at a position between two passes.
 
-    A stream still at the end of the pass before gives nothing; then it is opened once more, as in a run without
-    interruption.
+    A stream that is still at the end of the previous pass yields nothing. It is then opened once more, as in a run
+    without interruption.
     """
 
     def passes() -> Iterator[Iterable[Any]]:
@@ -379,14 +383,14 @@ def begin_pass(source: Iterator[Any], again: Any) -> Iterator[Any]:
 
 
 def hand_over(delivery: object) -> Any:
-    """Returns a batch unchanged, in place of collation."""
+    """Returns a batch unchanged; replaces the collator of the inner loader."""
     return delivery
 
 
 def restores_exactly(dataset: object) -> bool:
-    """True if a stream offers its state, and the state is complete.
+    """Returns True if a stream has a state_dict and the state is complete.
 
-    `datasets` streams omit the contents of a shuffle buffer, so one with such a buffer is read again instead.
+    `datasets` streams omit the contents of a shuffle buffer, so a stream with such a buffer is read again instead.
     """
     offers = callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
     is_whole = getattr(dataset, "restores_exactly", True)  # a stream that wraps another may report it
@@ -394,7 +398,7 @@ def restores_exactly(dataset: object) -> bool:
 
 
 def has_shuffle_buffer(link: object) -> bool:
-    """True if a chain of `datasets` iterables holds a shuffle buffer."""
+    """Returns True if a chain of `datasets` iterables contains a shuffle buffer."""
     if link is None:
         return False
     if "BufferShuffled" in type(link).__name__:
@@ -404,11 +408,11 @@ def has_shuffle_buffer(link: object) -> bool:
 
 
 def reread(source: Iterator[Any], count: int, unit: str, is_quiet: bool = False) -> int:
-    """Reads and drops `count` items, and logs the cost and how to avoid it. Returns their number."""
+    """Reads and drops `count` items, logs the time and how to avoid it, and returns the number of items read."""
     if not is_quiet and count:
         logger.warning(
-            "This data cannot be put back to its place: reading the first %d %s again. To avoid it, give the dataset "
-            "(or loader) state_dict() and load_state_dict(), or set ignore_data_skip=True to begin the epoch anew.",
+            "The position in this data cannot be restored: reading the first %d %s again. To avoid it, give the "
+            "dataset (or loader) state_dict() and load_state_dict(), or restart the epoch with ignore_data_skip=True.",
             count,
             unit,
         )

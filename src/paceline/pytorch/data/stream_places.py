@@ -1,8 +1,8 @@
-"""The position of a stream read by several processes, converted to another number of them within an epoch.
+"""Converts the position of a stream that several processes read to another number of processes, within an epoch.
 
-A stream that shards itself (by `get_worker_info()`) is finished in the shards that it was begun in, one for each worker
-of each process; its new readers take them over. Of any other, the processes have read one stretch from its start
-together: the new ones continue after it, and shard the rest.
+If the stream shards itself (by `get_worker_info()`), the epoch is finished in its original shards, one for each worker
+of each process; the new readers take them over. Of any other stream, the processes together have read one prefix: the
+new readers continue after it, and shard the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Position = Mapping[str, Any]
 
 
 class CannotContinue(ValueError):
-    """Raised if another number of processes cannot continue a stream; the message is half a sentence."""
+    """Raised if another number of processes cannot continue a stream; the message is a clause for a longer message."""
 
 
 def place_for_others(
@@ -27,13 +27,13 @@ def place_for_others(
     """Returns the position that each of `size` processes resumes from.
 
     Args:
-        positions: `StreamReader.position` of each process before, by rank.
-        size: processes now, of `num_workers` workers each.
-        consumed: samples that all of them had taken from the stream.
-        batch_size: samples per batch of each of those, consecutive in the stream.
+        positions: `StreamReader.position` of each previous process, by rank.
+        size, num_workers: the new number of processes, and of workers in each.
+        consumed: samples that all previous processes had taken from the stream.
+        batch_size: samples per batch of each previous process, consecutive in the stream.
 
     Raises:
-        CannotContinue: the samples read are neither the stream's own shards nor a stretch from its start.
+        CannotContinue: the samples read are neither the stream's own shards nor a prefix of the stream.
     """
     if positions[0].get("of_all"):
         owners = [positions[part % len(positions)] for part in range(len(positions[0]["workers"]))]
@@ -54,12 +54,15 @@ def place_for_others(
 
 
 def parts(places: list[Any]) -> dict[str, Any]:
-    """Returns the position of all readers' own shards, for any number of processes."""
+    """Returns a position made of all previous readers' shards, valid for any number of processes."""
     return {"num_workers": len(places), "last": -1, "workers": places, "of_all": True}
 
 
 def stretch(places: Sequence[Any], size: int, num_workers: int, consumed: int) -> dict[str, Any]:
-    """Returns the position after the first `consumed` samples; with the stream's own state if one reader was there."""
+    """Returns the position after the first `consumed` samples.
+
+    It contains the stream's own state if a reader had reached exactly this position.
+    """
     states = [of_the_stream(place)["dataset"] for place in places if place is not None and reached(place) == consumed]
     state = next((state for state in states if state is not None), None)
     if size == 1:
@@ -70,13 +73,13 @@ def stretch(places: Sequence[Any], size: int, num_workers: int, consumed: int) -
 
 
 def is_shared_out(place: Position, is_alone: bool) -> bool | None:
-    """True if the stream gave this reader its own shard; None if unknown."""
+    """Returns True if the stream gave this reader its own shard; None if unknown."""
     found: bool | None = place["is_shared"] if is_alone else place.get("is_shared_out")
     return found
 
 
 def of_the_stream(place: Any) -> Any:
-    """Returns a reader's position in the stream itself, without its process's additions."""
+    """Returns a reader's position in the stream itself, without the state that `StreamPart` adds."""
     state = place["dataset"] if place is not None else None
     if isinstance(state, Mapping) and state.get("kind") == "part":
         return {**place, "dataset": state["dataset"]}
@@ -92,11 +95,11 @@ def reached(place: Position) -> int:
 
 
 def delivered(place: Any) -> int:
-    """Returns the samples that a reader yielded."""
+    """Returns the number of samples that a reader yielded."""
     return 0 if place is None else int(place["num_read"])
 
 
 def dealt(num_samples: int, num_readers: int, batch_size: int) -> list[int]:
-    """Returns how many of the first samples each reader gets, batch by batch in turn."""
+    """Returns the share of each reader in the first samples, if batches go to the readers in turn."""
     turns, rest = divmod(num_samples, num_readers * batch_size)
     return [turns * batch_size + min(max(rest - reader * batch_size, 0), batch_size) for reader in range(num_readers)]

@@ -1,8 +1,8 @@
-"""Micro-batches of a number of tokens: planned from the lengths of the samples, in another order each epoch.
+"""Micro-batches with a token budget, planned from the lengths of the samples, in a different order each epoch.
 
-What a micro-batch of an epoch holds follows from (lengths, settings, seed, epoch). The lengths alone decide how many
-there are and how long their samples are, so that each epoch has the same number; the epoch decides which samples of
-about equal length take which place, and the order of the micro-batches.
+The content of a micro-batch is a function of (lengths, settings, seed, epoch). The lengths alone determine the number
+of micro-batches and the lengths of their samples, so each epoch has the same number. The epoch determines which of the
+samples of about equal length go into which micro-batch, and the order of the micro-batches.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from paceline.pytorch.data.packing import best_fit_decreasing
 from paceline.pytorch.data.rebalance import QUADRATIC_COST
 from paceline.pytorch.data.sampling import DealtBatches, SamplerRequest, finish_in
 
-OCTAVE = 4  # lengths of the same first 4 + 1 binary digits may change places: at most 6 % more padding
+OCTAVE = 4  # samples whose lengths share the first 4 + 1 binary digits may swap: at most 6 % more padding
 
 
 class PlacedBatch(list[int]):
     """The indices of a micro-batch.
 
     Attributes:
-        position: samples of the epoch before it, over all processes.
+        position: number of samples of the epoch before this micro-batch, over all processes.
     """
 
     position: int
@@ -37,11 +37,11 @@ class PlacedBatch(list[int]):
 
 @dataclass(frozen=True)
 class Partition:
-    """Micro-batches of places in a list of samples in descending order of their lengths.
+    """Micro-batches as positions in the list of samples sorted by descending length.
 
     Attributes:
-        batches: the places of each.
-        costs: of each, in tokens.
+        batches: the positions of the samples in each micro-batch.
+        costs: the cost of each micro-batch, in tokens.
     """
 
     batches: list[Lengths]
@@ -49,10 +49,10 @@ class Partition:
 
 
 def padded_batches(widths: Lengths, tokens: int) -> list[Lengths]:
-    """Returns micro-batches of neighbours, as many as keep number times width within the budget.
+    """Returns micro-batches of consecutive samples whose number times width stays within the token budget.
 
     Args:
-        widths: of the samples, in descending order; none above `tokens`.
+        widths: padded lengths of the samples, in descending order; none above `tokens`.
         tokens: the budget.
     """
     batches, start = [], 0
@@ -66,12 +66,12 @@ def padded_batches(widths: Lengths, tokens: int) -> list[Lengths]:
 def packed_batches(lengths: Lengths, row_length: int, num_rows: int) -> list[Lengths]:
     """Returns micro-batches of at most `num_rows` rows, filled by best-fit decreasing.
 
-    A collator that packs the samples of one of them in the same way makes the same rows.
+    A collator that packs the samples of a micro-batch in the same way makes the same rows.
 
     Args:
-        lengths: of the samples, in descending order; none above `row_length`.
-        row_length: tokens of a row.
-        num_rows: rows of a micro-batch.
+        lengths: lengths of the samples, in descending order; none above `row_length`.
+        row_length: maximum tokens per row.
+        num_rows: maximum rows per micro-batch.
     """
     rows = best_fit_decreasing(lengths.tolist(), row_length)
     starts = range(0, len(rows), num_rows)
@@ -79,9 +79,9 @@ def packed_batches(lengths: Lengths, row_length: int, num_rows: int) -> list[Len
 
 
 def evened(batches: list[Lengths], num_ranks: int) -> list[Lengths]:
-    """Returns micro-batches, those of most samples split, so that their number is a multiple of `num_ranks`.
+    """Returns the micro-batches, with the largest ones split until their number is a multiple of `num_ranks`.
 
-    It is none only if all of them are single samples.
+    The number is not a multiple only if all micro-batches are single samples.
     """
     batches = list(batches)
     while len(batches) % num_ranks:
@@ -94,10 +94,10 @@ def evened(batches: list[Lengths], num_ranks: int) -> list[Lengths]:
 
 
 def batch_cost(lengths: Lengths, is_packed: bool) -> float:
-    """Returns the cost of a micro-batch in tokens: linear layers by length, attention by its square.
+    """Returns the cost of a micro-batch in tokens: linear layers by length, attention by squared length.
 
     Args:
-        lengths: of its samples.
+        lengths: lengths of its samples.
         is_packed: its samples are not padded.
     """
     sizes = lengths.astype(np.float64)
@@ -106,16 +106,16 @@ def batch_cost(lengths: Lengths, is_packed: bool) -> float:
 
 
 def class_widths(lengths: Lengths, multiple: int) -> Lengths:
-    """Returns for each sample the longest length of its class, in whose micro-batches it may be.
+    """Returns for each sample the longest length in its class, rounded up to the multiple.
 
-    Samples of a class change places from epoch to epoch. Lengths below 32 are a class each; above, one holds those that
-    differ by less than a 16th.
+    Samples of the same class swap positions between epochs. Each length below 32 is a class; longer lengths share a
+    class if they differ by less than 1/16.
 
     Args:
-        lengths: of the samples.
-        multiple: rows are padded to a multiple of so many tokens.
+        lengths: lengths of the samples.
+        multiple: rows are padded to a multiple of this number of tokens.
     """
-    exponents = np.frexp(lengths.astype(np.float64))[1].astype(np.int64) - 1  # of the highest binary digit
+    exponents = np.frexp(lengths.astype(np.float64))[1].astype(np.int64) - 1  # exponent of the highest binary digit
     steps = np.left_shift(1, np.maximum(exponents - OCTAVE, 0))
     classes, members = np.unique(lengths // steps * steps, return_inverse=True)
     longest = np.zeros(len(classes), dtype=np.int64)
@@ -125,9 +125,10 @@ def class_widths(lengths: Lengths, multiple: int) -> Lengths:
 
 
 def shuffled_slots(costs: NDArray[np.float64], size: int, generator: torch.Generator) -> Lengths:
-    """Returns an order of micro-batches in which `size` of about equal cost follow each other, the costliest first.
+    """Returns an order of micro-batches in slots of `size` micro-batches of about equal cost.
 
-    The order of these slots is random otherwise. Micro-batches that fill no slot come last, other ones each time.
+    The costliest slot comes first; the order of the others is random. Micro-batches that do not fill a slot come last;
+    they are chosen at random.
     """
     drawn = torch.randperm(len(costs), generator=generator).numpy()
     rest = len(costs) % size
@@ -141,22 +142,23 @@ def shuffled_slots(costs: NDArray[np.float64], size: int, generator: torch.Gener
 
 
 class TokenBatches(DealtBatches):
-    """Micro-batches of at most so many tokens, padding included; the shard of one process.
+    """One process's micro-batches within a token budget, which includes padding.
 
-    All processes have the same number of them, those of one moment about equally costly; some are split for that. Only
-    where all are single samples, some processes may have one less, at the end of the epoch.
+    All processes have the same number of micro-batches, and run micro-batches of about equal cost at the same time;
+    some micro-batches are split for that. Only if all micro-batches are single samples, some processes may have one
+    fewer at the end of the epoch.
 
     Args:
-        lengths: of every sample.
-        budget: tokens of a micro-batch, and of a packed row.
-        seed: of the order.
-        per_update: micro-batches of an optimizer step over all processes: a multiple of `num_ranks`.
-        multiple: rows are padded to a multiple of so many tokens.
-        num_ranks: processes that share each optimizer step.
-        rank: this process.
+        lengths: the length of every sample.
+        budget: tokens per micro-batch and per packed row.
+        seed: the seed of the order.
+        per_update: micro-batches per optimizer step over all processes; a multiple of `num_ranks`.
+        multiple: rows are padded to a multiple of this number of tokens.
+        num_ranks: number of processes that share each optimizer step.
+        rank: the rank of this process.
 
     Raises:
-        ValueError: a sample is longer than the budget, or than a row.
+        ValueError: a sample is longer than the budget or a row.
     """
 
     def __init__(
@@ -186,28 +188,28 @@ class TokenBatches(DealtBatches):
         self.epoch = 0
         self.position = 0
         self._current = self.settings
-        self._partition: tuple[tuple[int, ...], Lengths, Partition] | None = None  # with the settings it is of
+        self._partition: tuple[tuple[int, ...], Lengths, Partition] | None = None  # cached, with its settings as key
         self._sequence: tuple[Any, Lengths, Lengths] | None = None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Finishes the epoch in progress in the micro-batches it was begun in."""
+        """Restores the micro-batches of the epoch in progress."""
         self._current = finish_in(state, self.settings, len(self.lengths))
         check_lengths(self.lengths, TokenBudget(self._current["tokens"], self._current["row_length"] or None), 1)
 
     @property
     def num_samples(self) -> int:
-        """Returns the samples of a whole epoch, over all processes."""
+        """Returns the number of samples in an epoch, over all processes."""
         return len(self.lengths)
 
     def __len__(self) -> int:
-        """Returns the micro-batches of a whole epoch, of one process."""
+        """Returns the number of micro-batches of one process in an epoch."""
         return -(-len(self.partition(self.settings)[1].batches) // self.num_ranks)
 
     def batches_after(self, saved: Mapping[str, Any]) -> int:
-        """Returns the micro-batches of one process that a saved position leaves of its epoch.
+        """Returns the number of micro-batches of one process that follow a saved position in its epoch.
 
         Args:
-            saved: epoch, samples consumed, and the settings of the order if they had been read.
+            saved: epoch, samples consumed, and the settings of the order if the epoch had begun.
         """
         settings = self.settings
         if "order" in saved:
@@ -220,7 +222,7 @@ class TokenBatches(DealtBatches):
         return self._walk(*self.sequence(self.epoch, self._current), self.position)
 
     def partition(self, settings: Mapping[str, Any]) -> tuple[Lengths, Partition]:
-        """Returns the width of each sample, and the micro-batches of places; computed once."""
+        """Returns the width of each sample, and the partition into micro-batches; cached."""
         key = (settings["tokens"], settings["row_length"], settings["multiple"], settings["num_ranks"])
         if self._partition is None or self._partition[0] != key:
             tokens, row_length, multiple, num_ranks = key
@@ -236,7 +238,7 @@ class TokenBatches(DealtBatches):
         return self._partition[1:]
 
     def sequence(self, epoch: int, settings: Mapping[str, Any]) -> tuple[Lengths, Lengths]:
-        """Returns the indices of an epoch, one micro-batch after another, and the ends of these."""
+        """Returns the concatenated indices of the micro-batches of an epoch, and the end of each micro-batch."""
         key = (epoch, dict(settings))
         if self._sequence is None or self._sequence[0] != key:
             widths, partition = self.partition(settings)
@@ -250,7 +252,7 @@ class TokenBatches(DealtBatches):
         return self._sequence[1:]
 
     def _walk(self, indices: Lengths, ends: Lengths, position: int) -> Iterator[list[int]]:
-        """Yields this process's micro-batches, one optimizer step after another, from a position on."""
+        """Yields this process's micro-batches from a position on."""
         first = int(np.searchsorted(ends, position, side="right"))
         for start in range(first, len(ends), self.per_update):
             bounds = ends[start : start + self.per_update]
@@ -263,7 +265,7 @@ class TokenBatches(DealtBatches):
                 position += sum(map(len, slot))
 
     def _slots(self, batches: list[Lengths]) -> list[list[Lengths]]:
-        """Returns the micro-batches of an optimizer step in slots of one for each process, of about equal cost."""
+        """Returns the micro-batches of an optimizer step in slots of about equal cost, with one per process."""
         if self.num_ranks == 1:
             return [[batch] for batch in batches]
         while len(batches) % self.num_ranks and any(len(batch) > 1 for batch in batches):
@@ -273,12 +275,12 @@ class TokenBatches(DealtBatches):
         return [batches[start : start + self.num_ranks] for start in range(0, len(batches), self.num_ranks)]
 
     def _cost(self, batch: Lengths) -> float:
-        """Returns the cost of a micro-batch of indices."""
+        """Returns the cost in tokens of a micro-batch, given as sample indices."""
         return batch_cost(self.lengths[batch], bool(self._current["row_length"]))
 
 
 def check_lengths(lengths: Lengths, budget: TokenBudget, multiple: int) -> None:
-    """Raises ValueError for a sample that fits no micro-batch; names it."""
+    """Raises ValueError, which names the longest sample, if it does not fit into a micro-batch."""
     if not len(lengths):
         return
     index = int(np.argmax(lengths))
@@ -288,7 +290,7 @@ def check_lengths(lengths: Lengths, budget: TokenBudget, multiple: int) -> None:
         rounded = f", padded to a multiple of {multiple}" if length <= most else ""
         raise ValueError(
             f"{name}={most}: sample {index} of the training data has {length} tokens{rounded}, more than any other. "
-            f"Raise {name}, or cut the samples when they are tokenized."
+            f"Raise {name}, or truncate the samples during tokenization."
         )
 
 

@@ -1,4 +1,4 @@
-"""The useful tokens of training batches: those that are not padding."""
+"""Counts the useful tokens of training batches, which are those that are not padding."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 class PaddingCounter:
-    """Counts the useful tokens of batches on the host, and warns once of one above the budget.
+    """Counts the useful tokens of batches on the host, and warns once about a batch above the token budget.
 
     Args:
-        name: of the model's main input.
-        pad_token_id: of batches without an `attention_mask`; None: their padding cannot be told, and is not counted.
-        tokens: the budget of a micro-batch; None: there is none.
-        form: of packed batches; None: they are padded.
+        name: the name of the model's main input.
+        pad_token_id: identifies padding in batches without an `attention_mask`; None: such batches are not counted.
+        tokens: the token budget of a micro-batch, or None.
+        form: the format of packed batches; None: batches are padded.
     """
 
     def __init__(self, name: str, pad_token_id: int | None, tokens: int | None, form: PackedForm | None) -> None:
@@ -29,7 +29,7 @@ class PaddingCounter:
         self.tokens = tokens
 
     def __call__(self, batch: Any) -> tuple[int, int]:
-        """Returns the useful tokens of a batch, and all of them; zeros if they cannot be told apart."""
+        """Returns (useful tokens, all tokens) of a batch; (0, 0) if padding cannot be identified."""
         ids = batch.get(self.name) if isinstance(batch, Mapping) else None
         if not isinstance(ids, Tensor):
             return 0, 0
@@ -52,7 +52,7 @@ class PaddingCounter:
 
 
 def num_filling(batch: Mapping[str, Any], form: PackedForm) -> int:
-    """Returns the tokens of a packed batch that fill the ends of rows: documents of the padding token alone."""
+    """Returns the number of tokens that fill the ends of packed rows: documents that only contain padding tokens."""
     starts = np.flatnonzero((batch[POSITIONS] == form.first_position).reshape(-1).numpy())
     is_filling = (batch[IDS] == form.pad_token_id).reshape(-1).numpy()
     if LABELS in batch:

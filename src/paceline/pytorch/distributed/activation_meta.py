@@ -1,4 +1,4 @@
-"""Shapes and dtype of the activations that a stage receives, by the shapes of the batch."""
+"""Shapes and dtype of the activations that one stage sends to the next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Signature = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class ActivationMeta:
-    """The shapes of the tensors that a stage hands on for one micro-batch, and their type."""
+    """The shapes and the dtype of the tensors that a stage sends to the next for one micro-batch."""
 
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
@@ -24,12 +24,12 @@ class ActivationMeta:
         return sum(shape.numel() for shape in self.shapes)
 
     def pack(self, tensors: Sequence[Tensor], length: int) -> Tensor:
-        """Returns the tensors as one of one dimension, padded to `length`."""
+        """Returns the tensors concatenated into a 1-dim tensor, zero-padded to `length` elements."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
         return flat if flat.numel() == length else nn.functional.pad(flat, (0, length - flat.numel()))
 
     def unpack(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Returns the tensors of a buffer."""
+        """Returns the tensors that `pack` concatenated; padding is dropped."""
         if flat.numel() != self.numel:
             flat = flat[: self.numel]
         parts = torch.split(flat, [shape.numel() for shape in self.shapes])
@@ -37,7 +37,7 @@ class ActivationMeta:
 
 
 def signature_of(batch: Mapping[str, Any]) -> Signature:
-    """Returns the shapes and types of a batch's tensors."""
+    """Returns the shape and dtype of each of a batch's tensors, and the type name of every other entry."""
     return tuple(
         (name, (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__)
         for name, value in batch.items()

@@ -23,17 +23,18 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     auto_find_batch_size: bool = False,
 ) -> Callable[..., Any]:
-    """A decorator for a function whose first parameter is a batch size in samples, which its caller leaves out.
+    """Decorates a function whose first parameter is a batch size in samples, so that the caller leaves it out.
 
     Inside a Trainer, `TrainingArguments(auto_find_batch_size=True)` does the same without restarting the training.
 
     Args:
-        function: called with `starting_batch_size`.
-        auto_find_batch_size: after an out-of-memory call it again, with nine tenths of the batch size, until it ends.
+        function: first called with `starting_batch_size`.
+        auto_find_batch_size: after an out-of-memory error, call it again with nine tenths of the batch size, until it
+            succeeds.
 
     Raises:
-        TypeError: the function has no first parameter `batch_size`.
-        RuntimeError: not even a batch size of 1 has room.
+        TypeError: the function's first parameter is not `batch_size`.
+        RuntimeError: not even a batch size of 1 fits in memory.
     """
     if function is None:
         return functools.partial(

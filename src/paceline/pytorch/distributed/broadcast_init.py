@@ -19,38 +19,38 @@ Place = tuple[nn.Module, str]  # a module, and the name that a tensor has in it
 class FirstWeights:
     """Sends the parameters and buffers of the first process to the others, one tensor at a time.
 
-    On the others the model may be on the device "meta", in whole or in part; their values are replaced. A tensor that
-    several modules share stays one. Non-persistent buffers are sent like the others.
+    On other processes the model may be wholly or partly on the device "meta"; its values are replaced. A tensor that
+    several modules share stays shared. Non-persistent buffers are sent like the others.
 
     Args:
-        world: the processes; all of them make this object, and call `fill` alike.
-        model: the same on every process, but for values and devices.
-        device: the target of tensors.
+        world: the processes; all of them create this object and make the same calls of `fill`.
+        model: the same on every process, except for values and devices.
+        device: tensors are moved to it.
 
     Raises:
-        ValueError: on all processes: the first has no values either, or the models differ.
+        ValueError: on all processes, if the first process lacks values or the models differ.
     """
 
     def __init__(self, world: World, model: nn.Module, device: torch.device) -> None:
         self._world = world
         self._device = device
-        self._room = torch.empty(0, dtype=torch.uint8, device=device)  # device of parameters while they are whole
-        self._taken = 0  # size of it in bytes
+        self._room = torch.empty(0, dtype=torch.uint8, device=device)  # holds parameters until they are sharded
+        self._taken = 0  # bytes used in `_room`
         self._places: dict[int, list[Place]] = {}  # keyed by the id of the tensor, which the model keeps alive
         for module, leaf, tensor in tensors_of(model):
             self._places.setdefault(id(tensor), []).append((module, leaf))
         check_alike(world, model)
 
     def fill(self, unit: nn.Module) -> None:
-        """Gives a module and its submodules the values of the first process; values given before stay as they are.
+        """Gives a module and its submodules the values of the first process; tensors filled before are skipped.
 
-        Values of a module without memory are in a buffer that the next call reuses: it must be sharded before, which
-        copies. Costs the memory of the largest module, on each process.
+        Parameters that were on "meta" point into a buffer that the next call reuses. The module must be sharded before
+        then, which copies them. Costs the memory of the largest module on each process.
         """
         given = [tensor for _, _, tensor in tensors_of(unit)]
         given = [tensor for tensor in {id(tensor): tensor for tensor in given}.values() if id(tensor) in self._places]
         needed = sum(spaced(tensor.nbytes) for tensor in given if tensor.is_meta and is_parameter(tensor))
-        if needed > len(self._room):  # new memory for each would leave gaps that the allocator of a host keeps
+        if needed > len(self._room):  # reused: a new buffer per module would fragment the host allocator's memory
             self._room = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._room = torch.empty(needed, dtype=torch.uint8, device=self._device)
         self._taken = 0
@@ -67,7 +67,7 @@ class FirstWeights:
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         else:
             value = tensor.detach().to(self._device).contiguous()
-        if value.numel():  # as bytes: backends differ in the types that they take
+        if value.numel():  # sent as bytes, because backends differ in the dtypes they support
             distributed.broadcast(value.view(-1).view(torch.uint8), src=0)
         if not tensor.is_meta:
             tensor.data = value
@@ -84,7 +84,7 @@ def spread(model: nn.Module, device: torch.device) -> None:
     """Broadcasts the first process's values into a model that is whole on every process, as DistributedDataParallel
     does.
 
-    Costs a message of each tensor, once. Tensor subclasses (quantised weights) and tensors without values are skipped.
+    Costs one broadcast per tensor. Tensor subclasses (quantised weights) and tensors without values are skipped.
     """
     plain = (tensor for _, _, tensor in tensors_of(model) if type(tensor) in (nn.Parameter, Tensor))
     for tensor in {id(tensor): tensor for tensor in plain if not tensor.is_meta}.values():
@@ -100,12 +100,12 @@ def spaced(num_bytes: int) -> int:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """True if a module lists the tensor among its parameters."""
+    """True if the tensor is a parameter, not a buffer."""
     return isinstance(tensor, nn.Parameter)
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yields (module, name in it, tensor) of each parameter and buffer, for each place where it is used."""
+    """Yields (module, name in the module, tensor) for each use of each parameter and buffer."""
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for leaf, tensor in table.items():
@@ -114,7 +114,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def without_values(model: nn.Module) -> str | None:
-    """Returns the name of the first parameter or buffer on the device "meta"."""
+    """Returns the name of the first parameter or buffer on the device "meta"; None if there is none."""
     for named in (model.named_parameters(), model.named_buffers()):
         for name, tensor in named:
             if tensor.is_meta:
@@ -123,10 +123,10 @@ def without_values(model: nn.Module) -> str | None:
 
 
 def check_alike(world: World, model: nn.Module) -> None:
-    """Compares the processes' models before anything is sent, since a difference would hang or mix tensors up.
+    """Compares the processes' models before anything is sent: a difference would hang or mix up tensors.
 
     Raises:
-        ValueError: on all processes, for the same reason.
+        ValueError: on all processes alike, if the models differ or cannot be sent.
     """
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     odd = next((name for name, tensor in named if type(tensor) not in (nn.Parameter, Tensor)), None)

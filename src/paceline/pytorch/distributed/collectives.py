@@ -1,4 +1,4 @@
-"""Collectives of small host values, one call each. With one process nothing is sent."""
+"""Collectives of small host values, each a single call. With one process nothing is sent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sum_floats(world: World, values: Sequence[float]) -> list[float]:
 
 
 def any_on_device(world: World, flag: Tensor) -> Tensor:
-    """Returns a 0-dim flag, true if it is set on any process, on the device; the host does not wait."""
+    """Returns a 0-dim flag on the device that is true if `flag` is set on any process; the host does not wait."""
     if not world.is_distributed:
         return flag
     number = flag.to(torch.float32)
@@ -47,7 +47,7 @@ def any_on_device(world: World, flag: Tensor) -> Tensor:
 
 
 def gather_objects(world: World, value: object) -> list[Any]:
-    """Gathers an object from each process, by rank. Pickled: for trusted data of our own processes."""
+    """Gathers an object from each process, ordered by rank. Objects are pickled, so all processes must be trusted."""
     if not world.is_distributed:
         return [value]
     gathered: list[Any] = [None] * world.world_size
@@ -73,11 +73,11 @@ def pack(value: object) -> bytes:
 
 
 def dispatch_objects(world: World, packed: list[bytes] | None) -> Any:
-    """Scatters objects from the first process: each process gets its own, or None.
+    """Scatters pickled objects from the first process; returns this process's object, None on the first.
 
     Args:
         world: the processes.
-        packed: one for each, by rank; None on the others.
+        packed: on the first process, one per rank; None on the others.
     """
     received: list[Any] = [None]
     distributed.scatter_object_list(received, packed, src=0)
@@ -85,9 +85,9 @@ def dispatch_objects(world: World, packed: list[bytes] | None) -> Any:
 
 
 def on_first(world: World, action: Callable[[], Made]) -> Made:
-    """Runs `action` on the first process and returns its result on all, which wait for it.
+    """Runs `action` on the first process and returns its result on all processes, which wait for it.
 
-    Raises: on all processes, the error of `action`: on the first unchanged, on the others as `portable` returns it.
+    Raises: the error of `action` on all processes: unchanged on the first, as `portable` returns it on the others.
     """
     made, error = None, None
     if world.is_first:
@@ -111,7 +111,7 @@ def portable(error: Exception) -> Exception:
 
 
 def gather_tensor(world: World, tensor: Tensor) -> list[Tensor]:
-    """Gathers the tensor of each process, by rank; sizes may differ, the number of dimensions and the dtype may not."""
+    """Gathers the tensor of each process, by rank. Sizes may differ; the number of dimensions and the dtype may not."""
     if not world.is_distributed:
         return [tensor]
     tensor = tensor.contiguous()
@@ -133,8 +133,11 @@ def gather_nest(world: World, nest: object, is_data_leader: Callable[[int], bool
 
     Args:
         world: the processes.
-        nest: of this one.
-        is_data_leader: `(rank) -> bool`, True if its tensors are included; None: all are.
+        nest: the tensors of this process.
+        is_data_leader: `(rank) -> bool`, True if that rank's tensors are included; None includes all.
+
+    Raises:
+        ValueError: shapes differ beyond the first dimension.
     """
     if not world.is_distributed:
         return nest

@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Link:
-    """A link from a module to the context that runs its model on shards. It keeps nothing alive; a copy is empty."""
+    """A weak reference from a module to the context that runs its model on shards; copies and pickles are empty."""
 
     def __init__(self, context: object = None) -> None:
         self.find: Any = weakref.ref(context) if context is not None else lambda: None

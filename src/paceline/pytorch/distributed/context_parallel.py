@@ -1,10 +1,12 @@
-"""Context and sequence parallel: each process holds a shard of every sequence, and attends to all of it.
+"""Context and sequence parallelism: each process holds a shard of every sequence, and attends to the whole sequence.
 
-The batch is whole on each process until the model is called. Then each process takes its shard of it, and the outputs
-are gathered: the loss is exactly that of the whole sequences, with gradients for the shards. Either keys and values are
-gathered by a differentiable collective, so that activation memory falls with the number of shards, except for the keys
-and values of one layer; or an all-to-all exchanges tokens for heads: see `ulysses`. Before the first pass a sample goes
-through the model whole and sharded, with equal results: this detects models that mix tokens outside attention.
+The batch is whole on each process until the model is called. Then each process takes its shard, and the outputs are
+gathered: the loss is exactly that of the whole sequences, with gradients for the shards.
+
+With context parallelism a differentiable collective gathers keys and values, so that activation memory falls with the
+number of shards, except for the keys and values of one layer. With sequence parallelism an all-to-all exchanges tokens
+for heads: see `ulysses`. Before the first pass a sample runs through the model whole and sharded, and the results must
+be equal: this detects models that mix tokens outside attention.
 """
 
 from __future__ import annotations
@@ -44,16 +46,17 @@ class Pass:
 
     Attributes:
         length: tokens of the whole sequences, without the padding that makes them divisible.
-        own: tokens here.
-        offset: first token here.
+        own: number of tokens on this process.
+        offset: index of the first token on this process.
         total: tokens of the whole sequences with that padding.
-        targets: the targets here, if the model makes the loss; None: it does not.
-        is_scaled: the model divides by the number of targets of the whole optimizer step.
-        has_gradient: it is a pass of training.
-        num_attended: how often attention was asked for.
-        mask: mask of all tokens, if attention is by heads and not causal.
-        has_window: a layer attended to the last tokens only.
-        windows: masks of such layers, by the number of tokens.
+        targets: the targets on this process; None if the model does not compute the loss.
+        is_scaled: the model divides the loss by the number of targets of the whole optimizer step.
+        has_gradient: the pass records gradients.
+        num_attended: number of attention calls.
+        mask: mask of all tokens, if attention is by heads and not plainly causal.
+        has_window: a layer used sliding-window attention.
+        windows: masks of such layers, by window size in tokens.
+        mode: the `GatheredAttention` in effect, if any.
     """
 
     length: int
@@ -74,13 +77,13 @@ class ContextParallel:
     """Runs a model on shards of its sequences.
 
     Args:
-        model: as the user gave it, or sharded; hooks are set on it.
-        mesh: of one axis.
+        model: as the user gave it, or sharded; hooks are registered on it.
+        mesh: a device mesh with one axis.
         checkpoints: True if activations are recomputed in the backward pass.
-        by_heads: exchange tokens for heads (`sp`), and gather no keys and values (`cp`).
+        by_heads: True exchanges tokens for heads (`sp`); False gathers keys and values (`cp`).
 
     Raises:
-        UnsupportedOption: a model that could not be right in parts.
+        UnsupportedOption: the model would give wrong results on shards.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, checkpoints: bool, by_heads: bool = False) -> None:
@@ -112,7 +115,7 @@ class ContextParallel:
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
         model.register_forward_hook(self._leave, always_call=True)
-        self._num_hooks = len(model._forward_hooks)  # more than one: a hook or user code reads the outputs
+        self._num_hooks = len(model._forward_hooks)  # if there are more later, a user's hook reads the outputs
 
     def _replace_attention(self) -> None:
         registry: Any = require("transformers", "transformers").AttentionInterface
@@ -127,12 +130,12 @@ class ContextParallel:
     # ---- before the first pass
 
     def _compare_once(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Compares a sample of the inputs whole and sharded, once with an attention_mask and once without.
+        """Compares the outputs of a whole and a sharded sample, once with an attention_mask and once without.
 
-        All processes do so at the same time, and synchronize the result.
+        Collective: all processes compare at the same time and get the same result.
 
         Raises:
-            UnsupportedOption: they differ.
+            UnsupportedOption: the outputs differ.
         """
         inputs = {**dict(zip(self.names, args, strict=False)), **kwargs}
         has_mask = isinstance(inputs.get("attention_mask"), Tensor)
@@ -141,7 +144,7 @@ class ContextParallel:
         self._compared.add(has_mask)
         found = next((value for name in INPUTS if isinstance(value := inputs.get(name), Tensor)), None)
         if found is None or found.dim() < 2:
-            return  # is refused when it is cut
+            return  # `_before` refuses these inputs
         positions = inputs.get("position_ids")
         positions = self._positions(found, None) if positions is None else positions
         self._check(inputs, inputs.get("labels"), positions, (found.shape[0], found.shape[1]))
@@ -174,7 +177,7 @@ class ContextParallel:
 
     @contextmanager
     def uncut(self) -> Iterator[None]:
-        """While entered, the model takes whole sequences, as without context parallelism; used for generation."""
+        """Returns a context in which the model takes whole sequences, as generation does."""
         self.is_whole = True
         try:
             if self._usual_attention == "eager":
@@ -186,7 +189,7 @@ class ContextParallel:
                 self.model.set_attn_implementation(NAME)  # type: ignore[operator]
 
     def _fill_in(self, inputs: dict[str, Any], sample: Sample) -> None:
-        """Fills in inputs that a custom module needs on shards: its mask is of (batch, 1, own, all)."""
+        """Adds the inputs that a custom module needs: its mask has the shape (batch, 1, own, all)."""
         number, length = sample.main.shape[:2]
         positions = torch.arange(length, device=sample.main.device)[None].expand(number, length)
         if "attention_mask" in self.names:
@@ -248,7 +251,11 @@ class ContextParallel:
         return torch.arange(length, device=main.device)[None].expand(number, length)
 
     def _check(self, inputs: Mapping[str, Any], labels: object, positions: Tensor, shape: tuple[int, int]) -> None:
-        """Raises for inputs without an entry for each token, and for a pass that continues from a cache."""
+        """Refuses inputs without an entry for each token, and a pass that continues from a cache.
+
+        Raises:
+            UnsupportedOption: names the input.
+        """
         if isinstance(labels, Tensor) and labels.shape != shape:
             raise UnsupportedOption(
                 f"{self.said}: labels of shape {tuple(labels.shape)} for inputs of {shape} are not supported: give a "
@@ -272,7 +279,7 @@ class ContextParallel:
         return self._cut(value, 1, IGNORED if name in ("labels", "shift_labels") else 0)
 
     def _cut(self, tensor: Tensor, dimension: int, dummy_batch: int) -> Tensor:
-        """Returns this process's shard of a tensor, padded with a filler."""
+        """Returns this process's shard of a tensor, padded with `dummy_batch`."""
         missing = self.now.total - tensor.shape[dimension]
         if missing:
             shape = [missing if place == dimension else size for place, size in enumerate(tensor.shape)]
@@ -284,8 +291,8 @@ class ContextParallel:
         now = self.now
         if not (self.by_heads and self.is_of_transformers):
             return self._mask(given, positions, shape)
-        # of the right shape only: the attention uses another mask, or none, with which torch has its fastest kernels.
-        # Reading it waits for the device, once per pass
+        # only the shape of the returned mask matters: attention uses `now.mask`, or none, for which torch has its
+        # fastest kernels. Reading the given mask waits for the device once per pass
         if not is_plain(given, positions):
             now.mask = mask_of(given, positions, now.total, (0, now.total), self.said)
         return positions.new_ones((), dtype=torch.bool).expand(shape[0], 1, now.own, now.total)
@@ -295,13 +302,17 @@ class ContextParallel:
         rows = (self.now.offset, self.now.own)
         mask = mask_of(given, positions, self.now.total, rows, self.said)
         if not self.is_of_transformers:
-            # padding on the left attends to itself, its output is not used. Models of transformers use the first
-            # token's output in the loss, so there it has nothing to attend to, as without context parallelism
+            # left padding attends to itself, and its output is unused. Models of transformers may use it in the loss,
+            # so there it has nothing to attend to, as without context parallelism
             mask = with_itself(mask, rows)
         return mask.expand(shape[0], -1, -1, -1)
 
     def _after(self, module: nn.Module, args: Any, outputs: Any) -> Any:
-        """Returns the loss of the whole sequences; the outputs too, if they are read."""
+        """Returns the outputs with the loss of the whole sequences; other outputs are gathered if they are read.
+
+        Raises:
+            UnsupportedOption: the model does not use torch's attention, or does not pass its sliding window on.
+        """
         now = self.now
         if self.is_whole:
             return outputs
@@ -326,7 +337,7 @@ class ContextParallel:
         return self._whole_loss(outputs) if makes_loss else self._together(outputs)
 
     def _together(self, nest: object) -> Any:
-        """Gathers the outputs of all shards that have an entry for each token, to be read or for a loss."""
+        """Gathers the outputs that have an entry for each token from all shards, for callers or for a loss."""
         now, makes_loss = self.now, self.now.targets is not None
         if now.has_gradient and makes_loss and len(self.model._forward_hooks) == self._num_hooks:
             return nest
@@ -349,12 +360,12 @@ class ContextParallel:
     def _whole_loss(self, loss: Tensor) -> Tensor:
         """Returns the loss of all shards, with the gradient of this shard's contribution.
 
-        Multiplied by the number of shards, since gradients are averaged over the processes that have them.
+        The gradient is multiplied by the number of shards, since gradients are averaged over their processes.
         """
         now = self.now
         assert now.targets is not None
         number = (now.targets != IGNORED).sum()
-        # without a target the loss is of a dummy one: its weight is 0, and its gradient finite
+        # a shard without targets has the loss of a dummy target: its weight is 0, and its gradient is finite
         share = torch.where(number > 0, loss, 0.0)
         if not now.is_scaled:
             total = number.clone()
@@ -386,7 +397,11 @@ class ContextParallel:
         attention_mask: Tensor | None,
         options: Mapping[str, Any],
     ) -> Any:
-        """Replaces transformers' own attention function, `attention`; the mask has come through the model."""
+        """Runs transformers' attention function `attention` on shards; the model has passed on `attention_mask`.
+
+        Raises:
+            UnsupportedOption: the layer uses an option that is not supported, or its own mask.
+        """
         refused = [n for n in ("softcap", "s_aux", "position_bias") if options.get(n) is not None]
         if refused or attention_mask is None or attention_mask.shape[-1] != self.now.total:
             what = refused[0] if refused else "masks of its own"
@@ -401,7 +416,7 @@ class ContextParallel:
             mask = self._within(mask, window)
         if self.by_heads:
             drawn = {"dropout_p": options.get("dropout", 0.0), "scale": options.get("scaling")}
-            window = window if window is not None and window < self.now.total else None  # a wider one masks nothing
+            window = window if window is not None and window < self.now.total else None  # a wider window masks nothing
             seen = attend_by_heads(query, key, value, mask, self.size, self.group, window, **drawn)
             return seen.transpose(1, 2).contiguous(), None
 
@@ -430,7 +445,7 @@ def attend_for_transformers(
 
 
 def title_of(model: nn.Module) -> str:
-    """Returns the name of a model's class, before it was sharded."""
+    """Returns the name of a model's class; sharding by FSDP replaces the class."""
     return next(each.__name__ for each in type(model).__mro__ if not issubclass(each, FSDPModule))
 
 
@@ -440,19 +455,19 @@ def has_place_of_padding(model: nn.Module) -> bool:
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Returns the target of each token: the label of the next, and none for the last."""
+    """Returns the target of each token: the label of the next token, and no target for the last."""
     return nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
 def with_target(part: Tensor, whole: Tensor) -> Tensor:
-    """Returns the targets of a shard; without any, one of another shard comes first, so that a mean is a number."""
+    """Returns the targets of a shard. If it has none, its first becomes a dummy target, so that a mean is finite."""
     part = part.clone()
     part[0, 0] = torch.where((part != IGNORED).any(), part[0, 0], whole.max().clamp(min=0))
     return part
 
 
 class GatheredAttention(TorchFunctionMode):
-    """While entered, torch's attention is over the keys and values of all shards."""
+    """A context in which torch's attention runs over the keys and values of all shards."""
 
     def __init__(self, context: ContextParallel) -> None:
         self.context = context
@@ -480,7 +495,7 @@ class GatheredAttention(TorchFunctionMode):
             )
 
         if context.by_heads:
-            if mask is not None:  # of the rows of all processes; a boolean tensor has no gradient
+            if mask is not None:  # gather the rows of all processes; as bytes, since booleans have no gradient
                 mask = context.gather(mask.byte() if mask.dtype == torch.bool else mask, mask.dim() - 2).to(mask.dtype)
             return attend_by_heads(query, key, value, mask, context.size, context.group, **given)
 
@@ -491,7 +506,9 @@ class GatheredAttention(TorchFunctionMode):
 
 
 class GatherOutputs(torch.autograd.Function):
-    """Gathers the outputs of all shards, for a loss of the whole on every process; the gradient is this shard's."""
+    """Gathers the outputs of all shards, for a loss over the whole on every process; backward keeps this shard's
+    gradient.
+    """
 
     @staticmethod
     def forward(saved: Any, value: Tensor, context: ContextParallel) -> Tensor:  # type: ignore[override]
@@ -501,24 +518,24 @@ class GatherOutputs(torch.autograd.Function):
     @staticmethod
     def backward(saved: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         part = gradient.narrow(1, saved.now.offset, saved.now.own)
-        return part * saved.context.size, None  # gradients are averaged over the processes that have them
+        return part * saved.context.size, None  # gradients are averaged over the processes of the shards
 
 
 def parameter_names(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the parameters of the model's forward; "**" if it takes any."""
+    """Returns the names of the parameters of the model's forward, with "**" for arbitrary keywords."""
     parameters = inspect.signature(model.forward).parameters.values()
     return tuple("**" if each.kind is each.VAR_KEYWORD else each.name for each in parameters if each.name != "self")
 
 
 def check_model(model: nn.Module, names: tuple[str, ...], said: str) -> None:
-    """Raises for a model whose positions or targets would be wrong on shards.
+    """Refuses a model whose positions or targets would be wrong on shards.
 
     Raises:
         UnsupportedOption: names the missing feature.
     """
     said = f"{said}: {title_of(model)}"
     if "position_ids" not in names:
-        raise UnsupportedOption(f"{said} takes no position_ids, so that positions would begin anew in every part.")
+        raise UnsupportedOption(f"{said} takes no position_ids, so positions would restart in every shard.")
     is_causal_loss = getattr(model, "loss_type", None) == "ForCausalLM" and "**" in names
     if "labels" in names and not ("shift_labels" in names or is_causal_loss):
         raise UnsupportedOption(
@@ -529,7 +546,7 @@ def check_model(model: nn.Module, names: tuple[str, ...], said: str) -> None:
     if kinds - KINDS:
         others = ", ".join(sorted(kinds - KINDS))
         raise UnsupportedOption(f"{said} has layers of the kind {others}, which are not supported; leave it out.")
-    # these use the last position of a pass, which differs in each shard; no short sample detects it
+    # these depend on the last position of a pass, which differs in each shard; no short sample detects it
     rotations = sorted(rope for rope in rope_types(model) if "dynamic" in rope or rope == "longrope")
     if rotations:
         raise UnsupportedOption(

@@ -1,4 +1,4 @@
-"""Data parallel: every process holds the whole model; gradients are averaged in buckets during the backward pass."""
+"""Data parallelism: every process holds the whole model; gradients are averaged in buckets during the backward pass."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from paceline.pytorch.distributed.collectives import sum_ints
 from paceline.pytorch.distributed.strategy import NOTHING, Prepared, SingleDevice
 
 SENT_AS = {"fp16": torch.float16, "bf16": torch.bfloat16}
-BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's own buckets
+BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
 
 
 class DistributedData(SingleDevice):
     """One model per process, wrapped in torch's DistributedDataParallel (Li et al., 2020, arXiv:2006.15704).
 
     Args:
-        world, precision: as for one device.
+        world, precision: as for `SingleDevice`.
         args: `ddp_*`, `activation_checkpointing` and `gradient_accumulation_steps` are read.
 
     Raises:
-        UnsupportedOption: a static graph with accumulation.
+        UnsupportedOption: a static graph with accumulation or `auto_find_batch_size`.
     """
 
     delays_grad_sync = True
@@ -70,9 +70,8 @@ class DistributedData(SingleDevice):
         """Delays gradient synchronization until the last micro-batch of an optimizer step.
 
         Args:
-            last: True for that micro-batch.
-            silent: its weight is 0, and it takes part in the collective only: its gradients are zero, whatever its
-                loss.
+            last: True for the last micro-batch.
+            silent: the micro-batch only takes part in the collective: its gradients are zero, whatever its loss.
         """
         is_held = not last or self.reduces_late
         if not is_held and not silent:
@@ -85,7 +84,7 @@ class DistributedData(SingleDevice):
         return stack
 
     def reduce_gradients(self) -> None:
-        """Averages the gradients over the processes after the backward passes, if these did not."""
+        """Averages the gradients over the processes; called if the backward passes did not."""
         if self._wrapped is None:
             return
         trained = [parameter for parameter in self._wrapped.module.parameters() if parameter.requires_grad]
@@ -104,7 +103,7 @@ class DistributedData(SingleDevice):
         share_buffers(self._wrapped)
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
-        """Returns the module itself, called without collectives; its buffers are those of the first process."""
+        """Returns the unwrapped module, whose forward needs no collectives, with the buffers of the first process."""
         if model is not self._wrapped or self._wrapped is None:
             return model
         share_buffers(self._wrapped)
@@ -124,7 +123,7 @@ def share_buffers(wrapped: DistributedDataParallel) -> None:
 
 
 def in_buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields gradients of one dtype and device in buckets of some megabytes."""
+    """Yields buckets of at most `BUCKET_BYTES` of consecutive gradients of one dtype and device."""
     bucket: list[Tensor] = []
     for gradient in gradients:
         is_alike = not bucket or (gradient.dtype, gradient.device) == (bucket[0].dtype, bucket[0].device)
@@ -139,8 +138,8 @@ def in_buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
 def ddp_options(args: Any) -> dict[str, Any]:
     """Returns DistributedDataParallel's options from the arguments.
 
-    Unused parameters are looked for unless that is turned off, or cannot be done: with a static graph, which finds
-    them itself, and with reentrant checkpointing of activations.
+    Unused parameters are searched for unless this is turned off, or impossible: a static graph finds them itself, and
+    reentrant activation checkpointing does not allow it.
     """
     options: dict[str, Any] = {"find_unused_parameters": args.ddp_find_unused_parameters}
     if options["find_unused_parameters"] is None:
@@ -157,9 +156,7 @@ def ddp_options(args: Any) -> dict[str, Any]:
 
 
 def register_comm_hook(wrapped: DistributedDataParallel, name: str | None) -> None:
-    """Registers the hook that sends gradients in 16 bits, if `ddp_comm_hook` asks for it. They are summed in 16 bits
-    too.
-    """
+    """Registers the hook that sends and sums gradients in 16 bits, if `ddp_comm_hook` requests it."""
     if name is not None:
         dtype = SENT_AS[name]
         hook: Any = lambda state, bucket: send_as(state, bucket, dtype)  # noqa: E731  (torch checks annotations)
@@ -167,9 +164,9 @@ def register_comm_hook(wrapped: DistributedDataParallel, name: str | None) -> No
 
 
 def send_as(state: Any, bucket: Any, dtype: torch.dtype) -> Any:
-    """A communication hook: one bucket's mean over the processes, sent in `dtype`.
+    """Averages one bucket over the processes, sent in `dtype`; a communication hook.
 
-    torch's own for bfloat16 requires NCCL; for float16 this is the same.
+    torch's own bfloat16 hook requires NCCL; its float16 hook is used as it is.
     """
     if dtype == torch.float16:
         return default_hooks.fp16_compress_hook(state, bucket)
@@ -186,7 +183,7 @@ def send_as(state: Any, bucket: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def silenced(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """While entered, backward adds zeros to the gradients, not numbers and not NaN."""
+    """Returns a context in which the backward pass adds zeros to the gradients, whatever the loss (even NaN)."""
     hooked: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
     handles = [parameter.register_hook(torch.zeros_like) for parameter in hooked]
     try:
@@ -197,5 +194,5 @@ def silenced(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 def is_on(model: nn.Module, device: torch.device) -> bool:
-    """True if all of a model is on one device."""
+    """True if all parameters of a model are on `device`."""
     return all(parameter.device == device for parameter in model.parameters())

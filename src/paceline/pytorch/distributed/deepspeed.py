@@ -1,7 +1,7 @@
 """DeepSpeed: ZeRO's partitions of optimizer state, gradients and parameters, on the device or in host memory.
 
-DeepSpeed (Rajbhandari et al., 2020, arXiv:1910.02054) reduces, clips and steps; the end of an accumulation window, the
-weights of micro-batches, the schedule and the checkpoints are decided here.
+DeepSpeed (Rajbhandari et al., 2020, arXiv:1910.02054) reduces and clips gradients and steps the optimizer. This module
+controls the end of an accumulation window, the weights of micro-batches, the schedule and the checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.pytorch.distributed.strategy import NOTHING, Prepared, SingleDevic
 from paceline.pytorch.distributed.tensor_parts import differing_names
 from paceline.pytorch.distributed.world import has_group
 
-# of torch.optim: elementwise optimizers, which step a flat part of a parameter as they would the whole
+# elementwise optimizers of torch.optim: stepping a flat part of a parameter gives the same values as stepping it whole
 ELEMENTWISE = {"Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 
 
@@ -33,9 +33,9 @@ class DeepSpeed(SingleDevice):
     """One DeepSpeed engine per process.
 
     Args:
-        world: as for one device.
+        world: as for `SingleDevice`.
         precision: `bf16` becomes 16-bit weights with float32 copies in the optimizer, as in DeepSpeed.
-        args: `deepspeed` is read, and the options that it must agree with.
+        args: `deepspeed` is read, and the options that the config must agree with.
 
     Raises:
         ValueError: the config contradicts the arguments.
@@ -58,7 +58,7 @@ class DeepSpeed(SingleDevice):
                 f"nonfinite_policy={args.nonfinite_policy!r} is not supported with deepspeed, which tells the norm of "
                 "the gradients after the step: use 'warn' or 'raise'."
             )
-        mesh = Mesh(dp_replicate=world.world_size)  # every process reads other samples
+        mesh = Mesh(dp_replicate=world.world_size)  # every process reads different samples
         super().__init__(world, CastWeights(world.device) if args.bf16 else precision, mesh)
         self.args = args
         self.settings = settings
@@ -75,11 +75,12 @@ class DeepSpeed(SingleDevice):
             self.place = lambda batch: narrow(move(batch), torch.bfloat16, ())
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
-        """Makes the optimizer and initializes DeepSpeed with both; a model initialized before keeps its engine.
+        """Creates the optimizer and initializes DeepSpeed with it; a model that was already initialized with this
+        optimizer keeps its engine.
 
         Raises:
-            ValueError: DeepSpeed has taken the model for another optimizer.
-            UnsupportedOption: an optimizer that cannot step parts of parameters.
+            ValueError: DeepSpeed has already partitioned the model for another optimizer.
+            UnsupportedOption: the optimizer cannot step parts of parameters.
         """
         self._model = model
         self.parameters = list(model.parameters())
@@ -106,7 +107,7 @@ class DeepSpeed(SingleDevice):
         return Prepared(engine, optimizer, self._make_schedule)
 
     def _initialize(self, model: nn.Module, optimizer: Optimizer) -> Any:
-        """Returns the engine over this model. Weights that were float32 stay so in the copies that are stepped."""
+        """Returns the engine of this model. Weights that were float32 keep that precision in the master copies."""
         if "LOCAL_RANK" not in os.environ:
             raise ValueError(
                 "DeepSpeed reads LOCAL_RANK, which is not set: start the script with `paceline launch` "
@@ -118,7 +119,7 @@ class DeepSpeed(SingleDevice):
         before = {parameter: parameter.data for parameter in self.parameters if parameter.requires_grad}
         config = {**self.settings.config}
         if self.stage == 0:
-            config["gradient_clipping"] = 0.0  # gradients are whole there, and clipped as on one device
+            config["gradient_clipping"] = 0.0  # in stage 0 gradients are whole, and are clipped as on one device
         engine, *_ = self._package.initialize(model=model, optimizer=optimizer, config=config)
         if self.args.bf16:
             partitions = Partitions(engine, self.stage)
@@ -134,7 +135,7 @@ class DeepSpeed(SingleDevice):
             self._follow(optimizer)
 
     def _make_schedule(self, num_updates: int, num_warmup: int) -> Any:
-        """Returns the schedule that DeepSpeed's config asks for; else None."""
+        """Returns the schedule that DeepSpeed's config requests; None if it requests none."""
         if self.settings.schedule is None:
             return None
         name, params = self.settings.schedule
@@ -142,34 +143,33 @@ class DeepSpeed(SingleDevice):
         return getattr(schedules, name)(self.engine.basic_optimizer, **finish_schedule(params, num_updates, num_warmup))
 
     def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
-        """Marks the end of the accumulation window in the engine. A micro-batch without weight has a factor of 0."""
+        """Sets whether the accumulation window ends. A micro-batch without weight has a loss factor of 0."""
         self.engine.set_gradient_accumulation_boundary(last)
         return NOTHING
 
     def backward(self, loss: Tensor) -> None:
         """Accumulates and reduces the gradients of `loss`, which is already normalized."""
-        # a separate tensor: the engine divides the gradient of the very tensor that the model returned, as for a loss
-        # that did not come through here
+        # times 1 to make a new tensor: the engine divides the gradient of the tensor that the model itself returned
         self.engine.backward(loss * 1, scale_wrt_gas=False)
 
     def clip(self, max_norm: float) -> Tensor | None:
-        """Returns the norm of the gradients before clipping: ZeRO clips as it steps, so `step` fills it in."""
+        """Returns the norm of the gradients before clipping. With ZeRO, which clips as it steps, `step` fills it in."""
         if self._partitions is None:
             return super().clip(max_norm)
         self._norm = torch.full((), torch.nan, device=self.device) if max_norm > 0 else None
         return self._norm
 
     def step(self, is_bad: Tensor | None = None) -> bool:
-        """Clips and steps by the engine. ZeRO skips an optimizer step whose float32 gradients are not finite."""
+        """Lets the engine clip and step. ZeRO skips an optimizer step whose float32 gradients are not finite."""
         self.engine.step()
         norm = self.engine.get_global_grad_norm() if self._partitions is not None else None
         if self._norm is not None and norm is not None:
             norm = float(norm)
-            self._norm.fill_(norm if norm >= 0 else torch.nan)  # -1 means that it is not finite
+            self._norm.fill_(norm if norm >= 0 else torch.nan)  # -1 stands for a non-finite norm
         return bool(self.engine.was_step_applied())
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
-        """Returns the module itself: its parameters gather themselves, and there are no gradients."""
+        """Returns the module itself, without the engine: its parameters gather themselves."""
         return self.unwrap(model).to(self.device) if self.engine is None else self.unwrap(model)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -177,11 +177,11 @@ class DeepSpeed(SingleDevice):
         return super().unwrap(model.module if model is self.engine and self.engine is not None else model)
 
     def holds_part_of(self, model: nn.Module) -> bool:
-        """True if the engine holds this model's weights."""
+        """True if the engine has partitioned this model's weights."""
         return self._partitions is not None and self.unwrap(model) is self.engine.module
 
     def whole_tensor(self, name: str, value: Tensor) -> Tensor:
-        """Returns a value of the model, on the host, in the precision that is stepped; all processes take part."""
+        """Returns a value of the model on the host, in the precision of the master weights. Collective."""
         if self._partitions is None:
             return value.detach()
         if not isinstance(value, nn.Parameter):
@@ -219,15 +219,15 @@ class DeepSpeed(SingleDevice):
 
 
 def itself(flat: Tensor) -> Tensor:
-    """Returns the flat weights, as `Partitions` selects them."""
+    """Selects the weights themselves for `Partitions.gather` and `scatter`: the flat tensor, detached."""
     return flat.detach()
 
 
 def check_device(package: Any, device: torch.device) -> None:
-    """Raises if DeepSpeed has chosen another device than the run's.
+    """Checks that DeepSpeed uses the device of the run.
 
     Raises:
-        ValueError: it has; the message says how to tell it.
+        ValueError: DeepSpeed uses another device; the message names the environment variable that sets it.
     """
     found = package.accelerator.get_accelerator().device_name()
     if found != device.type:
@@ -238,11 +238,11 @@ def check_device(package: Any, device: torch.device) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, settings: EngineConfig) -> None:
-    """Raises for an optimizer that needs whole parameters, or has two sets of weights: ZeRO gives it flat parts.
+    """Refuses an optimizer that needs whole parameters or keeps two sets of weights: ZeRO gives it flat parts.
 
     Raises:
-        UnsupportedOption: it does.
-        ValueError: the config asks for another one.
+        UnsupportedOption: the optimizer is not known to be elementwise.
+        ValueError: the config requests another optimizer.
     """
     name = type(optimizer).__name__
     is_known = type(optimizer).__module__.startswith("torch.optim") and name in ELEMENTWISE
@@ -256,7 +256,7 @@ def check_optimizer(optimizer: Optimizer, settings: EngineConfig) -> None:
 
 
 def hidden_size_of(model: nn.Module) -> int | None:
-    """Returns the width of the model from its config; the largest of several."""
+    """Returns the hidden size from the model's config, the largest of several; None if the config has none."""
     config = getattr(model, "config", None)
     for item in (config, getattr(config, "text_config", None)):
         sizes = getattr(item, "hidden_sizes", None) or [getattr(item, "hidden_size", None)]

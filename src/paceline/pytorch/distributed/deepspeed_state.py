@@ -1,7 +1,8 @@
-"""Weights and optimizer state of a DeepSpeed engine, gathered from its partitions and split into them again.
+"""Weights and optimizer state of a DeepSpeed engine, gathered from its partitions and scattered to them again.
 
 ZeRO keeps each parameter group as one flat float32 tensor, of which every process holds a part. The state returned here
-has the shapes of the model's own parameters, so that any number of processes, or none of DeepSpeed's, can load it.
+has the shapes of the model's own parameters, so that it can be loaded with any number of processes, or without
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 Place = tuple[Tensor, int, int, int]
-"""The flat tensor that holds a part of a parameter; where in that; where in the parameter; how many elements."""
+"""(flat tensor, offset in it, offset in the flattened parameter, number of elements) of one part of a parameter."""
 
 
 class Partitions:
     """The location of each parameter in ZeRO's partitions.
 
     Args:
-        engine: of DeepSpeed, with ZeRO.
-        stage: of it.
+        engine: DeepSpeed's engine.
+        stage: ZeRO's stage; 0 only with bf16, where the optimizer holds flat master weights too.
     """
 
     def __init__(self, engine: Any, stage: int) -> None:
@@ -37,7 +38,7 @@ class Partitions:
         return shape
 
     def place_of(self, parameter: nn.Parameter) -> Place | None:
-        """Returns the part of a trained parameter on this process; None if it holds nothing of it."""
+        """Returns the part of a trained parameter on this process; None if this process holds no part."""
         if self.stage == 3:
             group, start, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
             size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
@@ -52,12 +53,13 @@ class Partitions:
         return flat, kept.start, own.start, kept.numel
 
     def flats(self) -> list[Tensor]:
-        """Returns the flat tensors of this process."""
+        """Returns this process's flat float32 tensors, one per parameter group."""
         return list(self.zero.fp32_partitioned_groups_flat if self.stage == 3 else
                     self.zero.single_partition_of_fp32_groups)  # fmt: skip
 
     def gather(self, parameter: nn.Parameter, pick: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns a whole tensor of the parameter's shape, on the host: `pick` selects it from a flat tensor.
+        """Gathers the whole tensor that `pick` selects for each flat tensor, in the parameter's shape, on the host.
+
         Collective.
         """
         shape, place = self.shape_of(parameter), self.place_of(parameter)
@@ -69,7 +71,7 @@ class Partitions:
         return whole.view(shape).cpu()
 
     def scatter(self, parameter: nn.Parameter, whole: Tensor, pick: Callable[[Tensor], Tensor]) -> None:
-        """Stores this process's part of a whole tensor."""
+        """Stores this process's part of a whole tensor in the tensor that `pick` selects for a flat tensor."""
         place = self.place_of(parameter)
         if place is not None:
             flat, start, first, count = place
@@ -78,7 +80,7 @@ class Partitions:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Returns the dtype of the weights that the optimizer steps."""
+        """Returns the dtype of the master weights, which the optimizer steps."""
         return self.flats()[0].dtype
 
 
@@ -87,17 +89,17 @@ class PartitionedOptimizer(Optimizer):
 
     Args:
         base: the optimizer that DeepSpeed steps.
-        groups: the model's parameters, by its groups, as they were before.
+        groups: the trained parameters of each parameter group, from before DeepSpeed replaced them.
         partitions: ZeRO's partitions.
     """
 
     def __init__(self, base: Optimizer, groups: list[list[nn.Parameter]], partitions: Partitions) -> None:
-        # without torch's own constructor: the groups are those of `base`, which DeepSpeed replaces as it steps
+        # super().__init__ is not called: the groups belong to `base`, which DeepSpeed replaces as it steps
         self.base = base
         self.groups = groups
         self.partitions = partitions
         self.defaults = base.defaults
-        self._opt_called = True  # a schedule over this object would warn that it was never stepped
+        self._opt_called = True  # else a schedule of this object would warn that it was never stepped
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -150,7 +152,7 @@ class PartitionedOptimizer(Optimizer):
         """Splits the state of a whole model into the partitions of this process.
 
         Raises:
-            ValueError: it has other groups.
+            ValueError: the state has other parameter groups.
         """
         saved = state_dict["param_groups"]
         if [len(group["params"]) for group in saved] != [len(group) for group in self.groups]:
@@ -173,7 +175,7 @@ class PartitionedOptimizer(Optimizer):
         return self.model_parameters[indices.index(index)]
 
     def _make_room(self, entry: Mapping[str, Any], shape: torch.Size) -> None:
-        """Creates the state of the flat tensors, as the optimizer would with its first step."""
+        """Creates the state of the flat tensors, as the optimizer's first step would."""
         for flat in self.partitions.flats():
             own = self.base.state[flat]
             for name, value in entry.items():

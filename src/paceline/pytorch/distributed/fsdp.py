@@ -1,6 +1,6 @@
-"""Fully sharded data parallel: each process holds a shard of every parameter, its gradient and its optimizer state.
+"""Fully sharded data parallelism: each process holds a shard of every parameter, its gradient and its optimizer state.
 
-Through torch's `fully_shard` (FSDP 2): parameters become DTensors, gathered layer by layer while they are needed.
+Uses torch's `fully_shard` (FSDP 2): parameters become DTensors, which are gathered layer by layer while needed.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ logger = logging.getLogger(__name__)
 
 
 class FullyShardedData(SingleDevice):
-    """Shards of one model (Zhao et al., 2023, arXiv:2304.11277); of several replicas, with `hybrid_shard`.
+    """Shards one model over all processes (Zhao et al., 2023, arXiv:2304.11277), or several replicas of it with
+    `hybrid_shard`.
 
     Args:
-        world, precision: as for one device.
+        world, precision: as for `SingleDevice`.
         args: `fsdp` and `fsdp_config` are read.
 
     Raises:
-        UnsupportedOption: half_precision_backend='apex', whose master weights are whole tensors.
+        UnsupportedOption: half_precision_backend='apex', whose master weights are whole tensors; or evaluation in 16
+            bits together with a compiled model or generation.
     """
 
     delays_grad_sync = True
@@ -66,7 +68,7 @@ class FullyShardedData(SingleDevice):
         check_full_eval(args)
         self.accepts_full_model = not self.sharding.from_first
         self._label_names = args.label_names
-        # in 16 bits sums of several micro-batches would lose digits: each is reduced, and added up in the shards
+        # summing several micro-batches in 16 bits would lose precision: each is reduced, and summed in the shards
         self._exchanges_each = policy is not None and policy.exchanges_short
         self._model: nn.Module | None = None
 
@@ -76,14 +78,14 @@ class FullyShardedData(SingleDevice):
         return super().prepare(model, make_optimizer)
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
-        """Returns the model itself, sharded first if its values or dtypes depend on that."""
+        """Returns the model itself, sharded first if its values or dtypes depend on sharding."""
         if self.sharding.from_first or self.sharding.precision is not None:
             self._shard_once(model)
         return model
 
     def run_within(self, model: nn.Module, function: Callable[[], Any]) -> Any:
-        """Runs `function` with the parameters outside all units gathered, and the units initialized, as the model's
-        forward does.
+        """Runs `function` like the model's forward: with the parameters outside all units gathered, and the units
+        initialized.
         """
         if not isinstance(model, FSDPModule):
             return function()
@@ -95,13 +97,13 @@ class FullyShardedData(SingleDevice):
             del model.paceline_call
 
     def cast_model(self, model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """As for one device; for a sharded model, the gathered parameters are cast."""
+        """Returns a context in which a model computes in `dtype`; for a sharded model, gathered parameters are cast."""
         if not self.holds_part_of(model):
             return super().cast_model(model, dtype)
         return cast_gathered(model, dtype, by_module=self.mesh.tp > 1)
 
     def awaits_weights(self, model: nn.Module) -> bool:
-        """True if this process's values still come from the first one, so that it need not load any."""
+        """True if the first process will still send this process its values, so that it need not load them."""
         return self.sharding.from_first and not self.world.is_first and not self.holds_part_of(model)
 
     def _shard_once(self, model: nn.Module) -> None:
@@ -121,7 +123,7 @@ class FullyShardedData(SingleDevice):
         first = FirstWeights(self.world, model, self.device) if self.sharding.from_first else None
         policy = self.sharding.precision
         for unit in (*units, model):
-            if first is not None:  # no more than one unit of it is whole at a time
+            if first is not None:  # at most one unit is whole at a time
                 first.fill(unit)
             if policy is not None:
                 options["mp_policy"] = torch_policy(policy, unit is model)
@@ -139,7 +141,10 @@ class FullyShardedData(SingleDevice):
         )
 
     def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
-        """Reduces gradients after the last micro-batch only. One that weighs nothing has a factor of 0."""
+        """Reduces gradients after the last micro-batch only, or after each with a 16-bit reduction.
+
+        A micro-batch without weight has a loss factor of 0.
+        """
         if isinstance(self._model, FSDPModule):
             last = last or self._exchanges_each
             self._model.set_requires_gradient_sync(last)
@@ -147,7 +152,7 @@ class FullyShardedData(SingleDevice):
         return NOTHING
 
     def clip(self, max_norm: float) -> Tensor | None:
-        """As on one device; the norm is that of all shards."""
+        """Clips as on one device; the returned norm is that of all shards."""
         norm = super().clip(max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -156,12 +161,12 @@ class FullyShardedData(SingleDevice):
         return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
     def whole_tensor(self, name: str, value: Tensor) -> Tensor:
-        """Returns a value of the model gathered from its shards, on the host; all processes take part."""
+        """Returns a value of the model on the host, gathered from its shards. Collective."""
         tensor: Tensor = whole(value.detach())
         return tensor
 
     def full_state(self, state: object) -> Any:
-        """Returns the same nest with every shard as the whole tensor, on the host; all processes take part."""
+        """Returns the same nest with every sharded tensor gathered, on the host. Collective."""
         return map_tensors(whole, state)
 
     def load_full(self, model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
@@ -171,7 +176,7 @@ class FullyShardedData(SingleDevice):
         return list(result.missing_keys), list(result.unexpected_keys)
 
     def shard_state(self, optimizer: Optimizer) -> None:
-        """Shards the state that was loaded whole like the parameters that it belongs to."""
+        """Shards state that was loaded whole like its parameters."""
         for parameter, state in optimizer.state.items():
             shards: Any = parameter
             for name, value in state.items() if isinstance(shards, DTensor) else ():
@@ -182,7 +187,7 @@ class FullyShardedData(SingleDevice):
 
 
 def check_full_eval(args: Options) -> None:
-    """Raises for options that the cast of a sharded model for evaluation would not reach.
+    """Refuses options for which a sharded model cannot be cast for evaluation.
 
     Raises:
         UnsupportedOption: a compiled model, or `generate`, which calls parts of the model.
@@ -197,10 +202,10 @@ def check_full_eval(args: Options) -> None:
 
 
 def find_units(model: nn.Module, sharding: Sharding) -> list[nn.Module]:
-    """Returns the modules that are sharded one by one, inner ones first: by class, by size, or by the model's own plan.
+    """Returns the modules to shard as units, inner ones first: by class, by size, or by the model's own plan.
 
     Raises:
-        ValueError: the model has no layer of a class that was named.
+        ValueError: the model has no layer of a named class.
     """
     if sharding.is_whole:
         return []
@@ -223,7 +228,7 @@ def find_units(model: nn.Module, sharding: Sharding) -> list[nn.Module]:
 
 
 def by_size(model: nn.Module, least: int) -> Iterator[nn.Module]:
-    """Yields modules of at least `least` parameters that are in no unit already, inner ones first."""
+    """Yields modules, inner ones first, with at least `least` parameters that do not belong to an inner unit."""
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
         taken = 0

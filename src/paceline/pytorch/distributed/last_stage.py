@@ -15,9 +15,9 @@ class LastStage(nn.Module):
     """Returns the model's outputs for a batch, from the previous stages' outputs for the same batch.
 
     Args:
-        model: the whole model; other processes hold other stages of it.
-        stages: those of this process.
-        run: `(batch, finish) -> result`: a batch through all stages, forward only.
+        model: the whole model; other processes hold its other stages.
+        stages: the stages of this process.
+        run: `(batch, finish) -> result`, runs a batch through all stages, forward only.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class LastStage(nn.Module):
     ) -> None:
         super().__init__()
         self.parts = nn.ModuleList(stages.values())
-        self.whole = model  # after its parts: a mode that the model gives to some of its modules must stay
+        self.whole = model  # after its parts, so that train and eval modes that the model sets for its modules persist
         self.run = run
         self.stage = next((stage for stage in stages.values() if stage.is_last), None)
         self.main_input_name = getattr(model, "main_input_name", "input_ids")
@@ -37,15 +37,15 @@ class LastStage(nn.Module):
         self._num_calls = 0
 
     def expect(self, batch: Mapping[str, Any]) -> None:
-        """Sets the batch that is on its way through the stages."""
+        """Sets the batch that is passing through the stages."""
         self._batch, self._num_calls = batch, 0
 
     def receive(self, tensors: tuple[Tensor, ...] | None) -> None:
-        """Sets the outputs of the previous stage; None: the stages run when this is called."""
+        """Sets the outputs of the previous stage; with None, calling this module runs all stages."""
         self._received = tensors
 
     def check_called(self, who: str) -> None:
-        """Raises RuntimeError if the model was not called: the other processes have run their stages."""
+        """Raises RuntimeError unless the model was called exactly once: the other processes ran their stages once."""
         if self._num_calls != 1:
             raise RuntimeError(
                 f"{who} called the model {self._num_calls} times. Its stages run once for each batch in a pipeline: "
@@ -53,7 +53,11 @@ class LastStage(nn.Module):
             )
 
     def forward(self, **inputs: Any) -> Any:
-        """Returns the model's outputs for the expected batch. Raises RuntimeError for any other, or a second time."""
+        """Returns the model's outputs for the expected batch.
+
+        Raises:
+            RuntimeError: the model was called with another batch, or a second time.
+        """
         self._num_calls += 1
         if self._num_calls > 1:
             self.check_called("compute_loss or prediction_step")
@@ -74,7 +78,7 @@ class LastStage(nn.Module):
 
 
 class Looking:
-    """A context of evaluation mode, no gradients, and unchanged random state."""
+    """A context with evaluation mode and no gradients, which restores modes and random state afterwards."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model = model

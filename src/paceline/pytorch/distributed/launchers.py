@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 DEFAULT_PORT = 29500  # torch's
-SLURM_PORTS = (15000, 20000)  # first port, and range: one by the job's number, so that jobs on a node do not collide
+SLURM_PORTS = (15000, 20000)  # first port and number of ports: chosen by job id, so that jobs on a node do not collide
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Launch:
 
     Attributes:
         rank, world_size: among all processes.
-        local_rank: on this machine.
-        address, port: of the first process; None: torch's own variables.
+        local_rank: rank on this machine.
+        address, port: where the first process listens; None reads torch's own environment variables.
     """
 
     rank: int
@@ -29,15 +29,15 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """Returns the rank that a launcher gave this process; None without one, or with one process only.
+    """Returns the rank that a launcher gave this process; None without a launcher, or with a single process.
 
     Raises:
-        ValueError: the variables contradict each other, or lack a required one.
+        ValueError: the environment variables contradict each other, or a required one is missing.
     """
     if int(environment.get("WORLD_SIZE", "1")) > 1:
         return _read_torchrun(environment)
     for size, rank, local in (
-        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),  # of srun: inside salloc alone there is no step
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),  # set by srun; salloc alone sets no step
         ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ):
         if int(environment.get(size, "1")) > 1 and rank in environment:
@@ -74,7 +74,11 @@ def _read_torchrun(environment: Mapping[str, str]) -> Launch:
 
 
 def _find_first(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Returns the address of the first process for a launcher that does not set it: the first node that Slurm names."""
+    """Returns the address and port of the first process, from MASTER_ADDR or Slurm's first node.
+
+    Raises:
+        ValueError: neither is set.
+    """
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     address = environment.get("MASTER_ADDR") or (first_node(nodes) if nodes else None)
     if address is None:
@@ -86,7 +90,7 @@ def _find_first(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 def first_node(nodes: str) -> str:
-    """Returns the first of a list of nodes as Slurm writes it: `gpu[03-05,9],login1` -> `gpu03`."""
+    """Returns the first node of a Slurm node list: `gpu[03-05,9],login1` -> `gpu03`."""
     match = re.match(r"([^\[,]*)(?:\[([^\]]*)\])?([^,]*)", nodes)
     if match is None or match[2] is None:
         return nodes.split(",")[0]

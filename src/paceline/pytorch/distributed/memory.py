@@ -1,8 +1,8 @@
-"""Memory of a model in training on one process: its parameters, their gradients, and the optimizer's state, in bytes.
+"""Training memory of a model on one process, in bytes: its parameters, their gradients, and the optimizer's state.
 
-Counted from the tensors as the strategy left them, so that shards, replicas and frozen parts count with their true
-size. FakeTensors count as the tensors that they stand for; parameters on the device "meta" are another stage's, held by
-another process. Activations are not counted.
+The sizes are counted after the strategy has prepared the model, so that shards, replicas and frozen parts count with
+their true size. FakeTensors count as the tensors that they represent. Parameters on the device "meta" belong to
+pipeline stages of other processes, and are not counted; neither are activations.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Memory:
     """Memory on one process, in bytes.
 
     Attributes:
-        parameters: of the model, with its buffers.
-        gradients: of the parameters that are trained, once there are any.
-        optimizer: its state after the first optimizer step; None if unknown before.
+        parameters: size of the model's parameters and buffers.
+        gradients: size of the gradients of the trained parameters, once they exist.
+        optimizer: size of the optimizer's state after its first step; None if unknown before.
     """
 
     parameters: int
@@ -34,16 +34,16 @@ class Memory:
     optimizer: int | None
 
     def describe(self) -> str:
-        """Returns the numbers in a line of text."""
+        """Returns the sizes as a line of text."""
         state = "of a size known after the first optimizer step" if self.optimizer is None else as_text(self.optimizer)
         return (
             f"{as_text(self.parameters)} of parameters, {as_text(self.gradients)} of gradients, "
-            f"optimizer state {state}; activations come on top"
+            f"optimizer state {state}; activations not included"
         )
 
 
 def count_memory(model: nn.Module, optimizer: object) -> Memory:
-    """Returns the memory that this process will hold of a model that the strategy has prepared."""
+    """Returns the memory that a model prepared by the strategy takes on this process."""
     parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
     return Memory(
         parameters=total([*parameters, *model.buffers()]),
@@ -53,9 +53,9 @@ def count_memory(model: nn.Module, optimizer: object) -> Memory:
 
 
 def count_state(optimizer: Any) -> int | None:
-    """Returns the bytes of an optimizer's state; before its first step, found by making one on tensors without data.
+    """Returns the bytes of an optimizer's state; before its first step, found by a step on tensors without data.
 
-    None for optimizers that are not torch's own: the state that their step creates is unknown.
+    Returns None for optimizers that are not torch's own, and for those whose step reads values.
     """
     state = getattr(optimizer, "state", None)
     if state:
@@ -63,7 +63,7 @@ def count_state(optimizer: Any) -> int | None:
     if not type(optimizer).__module__.startswith("torch.optim"):
         return None
     rehearsed = copy.copy(optimizer)
-    vars(rehearsed).pop("step", None)  # a schedule's wrapper, bound to the optimizer itself
+    vars(rehearsed).pop("step", None)  # a scheduler's wrapper, bound to the original optimizer
     rehearsed.state, rehearsed.param_groups = defaultdict(dict), []
     rehearsed._optimizer_step_pre_hooks, rehearsed._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     for group in optimizer.param_groups:
@@ -72,7 +72,7 @@ def count_state(optimizer: Any) -> int | None:
         rehearsed.param_groups.append({**group, "params": shadows, "fused": False, "foreach": False})
     try:
         rehearsed.step()
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # it reads values
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # the step reads values
         return None
     return total(value for entry in rehearsed.state.values() for value in tensors_of(entry))
 
@@ -92,7 +92,7 @@ def tensors_of(entry: object) -> list[Tensor]:
 
 
 def total(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes that this process holds of tensors, each counted once."""
+    """Returns the total bytes of this process's shards of the tensors; each tensor is counted once."""
     held = {id(tensor): local_part(tensor) for tensor in tensors}
     return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
 

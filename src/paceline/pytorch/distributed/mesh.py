@@ -1,4 +1,4 @@
-"""A mesh of processes: tensor parallel, context parallel, and parameters sharded over the other axes (2-D and 3-D)."""
+"""A mesh of processes: tensor and context parallelism, with parameters sharded over the other axes (2-D and 3-D)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 class MeshParallel(FullyShardedData):
     """A model split over `tp`, and sharded over `dp_shard` and `cp` or `sp`, in replicas over `dp_replicate`.
 
-    Processes that differ in `tp`, `cp` or `sp` only read the same data; those that differ in `tp` have the same
-    activations between the split modules, those that differ in `cp` or `sp` have a shard of every sequence.
+    Ranks that differ only in `tp`, `cp` or `sp` read the same data. Ranks that differ in `tp` have the same
+    activations between the split modules; ranks that differ in `cp` or `sp` hold different shards of every sequence.
 
     Args:
-        world, precision: as for one device.
+        world, precision: as for `SingleDevice`.
         args: `parallel`, `parallelism_config`, `fsdp`, `fsdp_config` and `tp_plan` are read.
 
     Raises:
@@ -49,7 +49,7 @@ class MeshParallel(FullyShardedData):
         self.checkpoints = bool(args.activation_checkpointing)
 
     def run_within(self, model: nn.Module, function: Callable[[], Any]) -> Any:
-        """As with shards; with sequences sharded, each process takes whole ones here."""
+        """Calls `function` as for shards; if sequences are sharded, each process uses whole sequences here."""
         context = context_of(model)  # from this or an earlier run of the model
         with context.uncut() if context is not None else nullcontext():
             return super().run_within(model, function)

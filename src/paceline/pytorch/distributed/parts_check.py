@@ -1,4 +1,4 @@
-"""A sample of a batch's tokens, run through a model whole and sharded, and the comparison of the outputs."""
+"""A sample of a batch's tokens that runs through a model whole and sharded, and the comparison of the outputs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.utils._pytree import tree_leaves
 
 IGNORED = -100
 NUM_ROWS, NUM_TOKENS = 2, 8  # tokens of the sample, per shard
-TOLERANCE = 2e-3  # of one token's values, relative to other tokens': far above rounding, far below an error
-TOLERANCE_16_BIT = 0.1  # rounded at other places, such values differ by 1e-2 after some layers
+TOLERANCE = 2e-3  # error of one token's values, relative to the mean norm: far above rounding, far below a real error
+TOLERANCE_16_BIT = 0.1  # 16-bit values that are rounded at different places differ by 1e-2 after some layers
 TOLERANCE_TF32 = 0.02
 
 
 @dataclass
 class Sample:
-    """Two rows from the start of a batch, in the model's input form.
+    """The start of two rows of a batch, as inputs of the model.
 
     Attributes:
-        inputs: for the model. With an attention_mask the second row is padded on the left.
+        inputs: the model's inputs. With an attention_mask the second row is padded on the left.
         main: token ids or embeddings: (2, tokens) or (2, tokens, features).
         present: (2, tokens), True for tokens that are not padding.
     """
@@ -34,13 +34,14 @@ class Sample:
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any], main: Tensor, size: int) -> Sample:
-        """Returns the sample of a batch, for `size` shards; as long as these need, at most as long as the batch.
+        """Returns the sample of a batch for `size` shards: `NUM_TOKENS * size - 1` tokens, or fewer if the batch is
+        shorter.
 
-        A single row is repeated. All tokens but some of the second row have a target, so that shards have different
-        numbers of them.
+        A single row is repeated. All tokens except some of the second row have a target, so that shards have different
+        numbers of targets.
         """
         number, length = main.shape[:2]
-        taken = min(length, NUM_TOKENS * size - 1)  # sequences of indivisible length are padded, which is tested too
+        taken = min(length, NUM_TOKENS * size - 1)  # not divisible by `size`, to test padding too
         rows = torch.arange(NUM_ROWS, device=main.device) % number
 
         def cut(value: object) -> Any:
@@ -55,7 +56,7 @@ class Sample:
         if isinstance(mask, Tensor) and mask.dim() == 2:
             present[1, :padded] = False
             chosen["attention_mask"] = present.to(mask.dtype)
-        # a position before the first real token has that one as its target, and is padding itself
+        # the last padded position would predict the first real token, so that target is ignored too
         for name, first in (("labels", padded + 1), ("shift_labels", padded)):
             given = inputs.get(name)
             if isinstance(given, Tensor) and given.shape == main.shape[:2]:
@@ -68,9 +69,9 @@ class Sample:
 
 @contextmanager
 def formats_within(model: nn.Module) -> Iterator[set[torch.dtype]]:
-    """Collects the floating-point dtypes that the modules of a model return while this is entered.
+    """Collects the floating-point dtypes that the modules of a model return inside the context.
 
-    The model's own outputs may have been widened since.
+    The model's own outputs are not enough: they may have been widened.
     """
     seen: set[torch.dtype] = set()
 
@@ -86,10 +87,10 @@ def formats_within(model: nn.Module) -> Iterator[set[torch.dtype]]:
 
 
 def difference(expected: object, found: object, present: Tensor, formats: Collection[torch.dtype] = ()) -> str:
-    """Returns the difference between the whole and the sharded outputs, on any process: "" for none.
+    """Returns the kind of outputs that differ between the whole and the sharded run on any process; "" for none.
 
-    Compared are losses and all outputs that have an entry for each token; those of padding are left out. `formats` are
-    those in which the outputs were computed, beside their own.
+    It compares losses and all outputs that have an entry for each token, except entries of padding. `formats` are the
+    dtypes in which the outputs were computed, in addition to their own. Collective.
     """
     wrong = ""
     left, right = values_of(expected), values_of(found)
@@ -113,7 +114,7 @@ def values_of(outputs: object) -> list[Tensor]:
 
 
 def is_close(expected: Tensor, found: Tensor, formats: Collection[torch.dtype]) -> bool:
-    """True if (entries, ...) are equal, entry by entry, within rounding. Entries that are not numbers are ignored."""
+    """True if (entries, ...) are equal within rounding, entry by entry; non-finite expected entries are ignored."""
     left, right = expected.flatten(1).float(), found.flatten(1).float()
     known = left.isfinite().all(1)
     if not bool(known.any()):
@@ -124,7 +125,7 @@ def is_close(expected: Tensor, found: Tensor, formats: Collection[torch.dtype]) 
 
 
 def tolerance_of(tensor: Tensor, formats: Collection[torch.dtype]) -> float:
-    """Returns the rounding tolerance of one token's values, relative to their size."""
+    """Returns the tolerance for one token's values, relative to their mean norm."""
     kind, used = tensor.device.type, {tensor.dtype, *formats}
     if torch.is_autocast_enabled(kind):
         used.add(torch.get_autocast_dtype(kind))

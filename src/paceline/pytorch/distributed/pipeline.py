@@ -1,8 +1,8 @@
-"""Pipeline parallel: each process holds some of a model's layers, and micro-batches go through them one after another.
+"""Pipeline parallelism: each process holds some of a model's layers, through which micro-batches pass one by one.
 
-Through torch.distributed.pipelining: its schedules run the forward and backward passes of all micro-batches of an
-optimizer step. Two stages send one flat buffer per micro-batch, as long as the longest of the optimizer step needs, so
-that micro-batches of different shapes share a schedule.
+Schedules of torch.distributed.pipelining run the forward and backward passes of all micro-batches of an optimizer step.
+Each stage sends one flat buffer per micro-batch to the next. Between two stages all buffers of an optimizer step have
+the length of the longest, so that micro-batches of different shapes share a schedule.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ MakeLoss = Callable[[int], Tensor]
 
 @dataclass
 class ScheduledWindow:
-    """The micro-batches of a window on their way through the stages.
+    """The micro-batches of a window that is passing through the stages.
 
     Attributes:
-        batches: on the device.
-        handed: of each micro-batch, the outputs of each stage but the last.
-        lengths: of the buffers between stages.
-        make_loss: called on the process with the last stage, for each micro-batch: its weighted loss.
+        batches: the micro-batches, on the device.
+        handed: for each micro-batch, the output shapes and dtype of each stage except the last.
+        lengths: elements of the buffer after each stage except the last.
+        make_loss: `(index) -> weighted loss` of a micro-batch, called on the process with the last stage.
     """
 
     batches: list[Mapping[str, Any]]
@@ -70,7 +70,7 @@ class RunStage(nn.Module):
         self.strategy = strategy
 
     def forward(self, *received: Tensor, index: Tensor | None = None) -> Tensor:
-        """Runs the stage. `received` is the index for the first stage; else a buffer, with the index in `index`."""
+        """Runs the stage. `received` is the index for the first stage, else a buffer with the index in `index`."""
         place = self.stage.index
         number = int(received[0] if place == 0 else index)  # type: ignore[arg-type]
         window = self.strategy.window
@@ -97,9 +97,9 @@ class Layout:
     """The stages of a model and the processes that hold them.
 
     Attributes:
-        stages: those of this process, by their number.
-        number: of all stages.
-        owners: the stages that hold each parameter and buffer, by name.
+        stages: the stages of this process, by index.
+        number: number of all stages.
+        owners: indices of the stages that hold each parameter and buffer, by name.
     """
 
     stages: dict[int, Stage] = field(default_factory=dict)
@@ -108,18 +108,18 @@ class Layout:
 
 
 class Pipelined(SingleDevice):
-    """The stages of one model (Huang et al., 2019, arXiv:1811.06965; Narayanan et al., 2021, arXiv:2104.04473).
+    """Runs a model as pipeline stages (Huang et al., 2019, arXiv:1811.06965; Narayanan et al., 2021, arXiv:2104.04473).
 
-    The model keeps its structure on every process; parameters of other processes' stages have no values there (device
+    The model keeps its structure on every process. Parameters of other processes' stages have no values (device
     "meta"), and the optimizer skips them, since they have no gradient.
 
     Args:
-        world, precision: as for one device.
+        world, precision: as for `SingleDevice`.
         args: `pipeline_config` is read.
 
     Raises:
-        UnsupportedOption: fp16, evaluation in 16 bits, generation in evaluation, checkpoints in shards, a model
-            compiled as a whole, or a mesh with axes beside `pp` and `dp_replicate`.
+        UnsupportedOption: fp16, evaluation in 16 bits, generation in evaluation, sharded checkpoints, optim='auto', a
+            model compiled as a whole, or a mesh with axes other than `pp` and `dp_replicate`.
     """
 
     is_sharded = True
@@ -156,7 +156,7 @@ class Pipelined(SingleDevice):
         self.size = self.mesh.pp
         self.rank = self.mesh.coordinates(world.process_index)["pp"]
         self.group: Any = None  # the process group of this pipeline; None: all processes
-        self.data_group: Any = None  # the process group with the same stages in other pipelines
+        self.data_group: Any = None  # the process group of the same stages in all pipelines
         self.layout = Layout()
         self.window: ScheduledWindow | None = None
         self.last: Any = None
@@ -165,35 +165,35 @@ class Pipelined(SingleDevice):
         self._handed: dict[Signature, list[ActivationMeta]] = {}
         self._seen: list[tuple[int, ActivationMeta]] = []  # outputs of the last forward pass, by stage
         self._counted: list[nn.Parameter] = []  # parameters whose gradients this process adds to the norm
-        self._tied: list[tuple[nn.Parameter, bool]] = []  # parameters that several processes hold; True if this is one
+        self._tied: list[tuple[nn.Parameter, bool]] = []  # held by several processes; True if by this process too
         self._loss: Tensor | None = None
 
     # ---- location of stages
 
     def process_of(self, stage: int) -> int:
-        """Returns the process of this pipeline that has a stage, by its global rank."""
+        """Returns the global rank of this pipeline's process that holds a stage."""
         each = self.world.world_size // self.size
         return stage % self.size * each + self.world.process_index % each
 
     def is_here(self, stage: int) -> bool:
-        """True if this process has a stage."""
+        """True if this process holds the stage."""
         return stage % self.size == self.rank
 
     @property
     def is_last(self) -> bool:
-        """True if this process has the last stage, and so computes losses and predictions."""
+        """True if this process holds the last stage, and so computes losses and predictions."""
         return self.rank == self.size - 1
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
-        """Splits the model, and makes its optimizer over all parameters; this process's ones have values."""
+        """Splits the model, and makes its optimizer over all parameters; only this process's parameters have values."""
         self.cut(model)
         return super().prepare(model, make_optimizer)
 
     def cut(self, model: nn.Module) -> None:
-        """Builds the stages of this process, and frees the parameters of the others.
+        """Builds the stages of this process, and frees the parameters of other stages.
 
         Raises:
-            ValueError: the model offers no stages; or it was cut in another way before.
+            ValueError: the model offers no stages, or it was split in another way before.
         """
         if self.mesh.dp_replicate > 1 and self.group is None:
             whole = build_device_mesh(self.mesh, self.device.type)
@@ -230,7 +230,7 @@ class Pipelined(SingleDevice):
         )
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
-        """Returns the module for predictions: on the process with the last stage it returns the model's outputs."""
+        """Returns the module to call in evaluation, which returns outputs on the process with the last stage."""
         if self.last is None or self.last.whole is not self.unwrap(model):
             self.cut(self.unwrap(model))
         last: nn.Module = self.last
@@ -240,15 +240,14 @@ class Pipelined(SingleDevice):
 
     @property
     def min_micro_batches(self) -> int:  # type: ignore[override]
-        """The number of micro-batches that the schedule requires."""
+        """Returns the number of micro-batches that the schedule requires."""
         return max(self.settings.micro_batches, self.layout.number)
 
     def divide(self, batches: Sequence[Any], split: Callable[[Sequence[Any], int], list[Any]]) -> list[Any]:
-        """Splits the same samples into at least as many micro-batches as the schedule needs, if there are enough
-        samples.
+        """Splits the samples into at least as many micro-batches as the schedule needs, if there are enough samples.
 
         Args:
-            batches: of one optimizer step.
+            batches: the micro-batches of one optimizer step.
             split: `(batches, samples) -> batches` of at most that many samples.
         """
         wanted = self.min_micro_batches
@@ -257,20 +256,20 @@ class Pipelined(SingleDevice):
         return split(batches, max(1, -(-max(sizes) // each)))
 
     def check_training_step(self, training_step: Callable[..., Tensor]) -> None:
-        """Refuses an overridden `training_step`, which a schedule cannot call around forward and backward."""
+        """Refuses an overridden `training_step`, since the schedule interleaves forward and backward passes."""
         check_own(training_step)
 
     def run_window(self, engine: PassRunner, passes: list[Pass]) -> list[Tensor]:
         """Runs the forward and backward passes of a window, in the order of the schedule.
 
-        The process with the last stage computes the losses, with the Trainer's own methods.
+        The process with the last stage computes the losses with the Trainer's own methods.
 
         Returns:
             The contributions to the window's loss, on all processes.
         """
-        if not (self.last.training and self.last.whole.training):  # of the processes without losses, too
+        if not (self.last.training and self.last.whole.training):  # also on processes that compute no losses
             engine.enter_training(self.last)
-        # before the schedule runs, which fixes the weights
+        # before the schedule runs, which fixes the weights of the micro-batches
         passes = engine.look_ahead(passes, self.last, self.loss_of)
         losses = WindowLosses(engine, passes, self.last, self.take_loss)
         self.run_schedule(losses.batches, losses.make)
@@ -283,7 +282,7 @@ class Pipelined(SingleDevice):
     def loss_of(
         self, compute_loss: Callable[..., Any], normalizer: LossNormalizer, inputs: Any, num_items: object
     ) -> Tensor | None:
-        """Returns the loss of a batch that goes through the stages without gradients, on all processes."""
+        """Returns the loss of a batch on all processes, computed through the stages without gradients."""
         found = None
         with self.looking():
             if not self.is_last:
@@ -301,12 +300,12 @@ class Pipelined(SingleDevice):
         return torch.tensor(value, dtype=dtype)
 
     def run_schedule(self, batches: list[Mapping[str, Any]], make_loss: MakeLoss) -> None:
-        """Runs forward and backward of micro-batches.
+        """Runs the forward and backward passes of micro-batches.
 
         Args:
             batches: on the device; the same on all processes of a pipeline.
-            make_loss: `(number) -> loss`, called on the process with the last stage in the schedule's order; an index
-                beyond the batches, for a schedule that needs more of them, has weight 0.
+            make_loss: `(index) -> loss`, called on the process with the last stage in the schedule's order. If the
+                schedule needs more micro-batches than there are, indices beyond them have weight 0.
         """
         if self.optimizer is not None:
             self._follow(self.optimizer, clears=True)
@@ -328,10 +327,10 @@ class Pipelined(SingleDevice):
         self._average()
 
     def _targets(self, numbers: Tensor) -> dict[str, Tensor]:
-        """Returns the targets that a schedule requires for a loss; the last stage itself computes ours."""
+        """Returns the targets that a schedule requires for a loss, although the last stage itself computes the loss."""
         targets = {"target": numbers} if self.is_last else {}
         if 0 in self.layout.stages and len(self.layout.stages) > 1:
-            targets["index"] = numbers  # of the later stages of this process
+            targets["index"] = numbers  # for the later stages of this process
         return targets
 
     def _wanted(self, number: int) -> int:
@@ -372,9 +371,9 @@ class Pipelined(SingleDevice):
         return self._schedule
 
     def _shapes(self, batches: Sequence[Mapping[str, Any]]) -> list[list[ActivationMeta]]:
-        """Returns the stages' output shapes for each micro-batch: looked up by the shapes of its tensors.
+        """Returns the stages' output shapes for each micro-batch, cached by the shapes of its tensors.
 
-        For new shapes the batch goes through the stages without gradients, once.
+        A batch with new shapes runs through the stages once, without gradients.
         """
         signatures = [signature_of(batch) for batch in batches]
         for signature, batch in zip(signatures, batches, strict=True):
@@ -386,18 +385,18 @@ class Pipelined(SingleDevice):
         return [self._handed[signature] for signature in signatures]
 
     def looking(self) -> Any:
-        """Returns a context for a forward pass in evaluation mode: no gradients, random state kept."""
+        """Returns a context for a forward pass in evaluation mode, without gradients; random state is restored."""
         return Looking(self.last, self.device)
 
     def forward(self, batch: Mapping[str, Any], finish: Callable[[tuple[Tensor, ...]], Any] | None) -> Any:
-        """Runs one batch through all stages, forward only; each process runs its own.
+        """Runs one batch through all stages, forward only; each process runs its own stages.
 
         Args:
             batch: on the device; the same on all processes of the pipeline.
-            finish: makes the result from the last stage's input; None: the last stage is skipped. Used only on the
-                process that has it.
+            finish: computes the result from the last stage's input, on the process with the last stage; None skips the
+                last stage.
 
-        Returns: the result of `finish`, on the process with the last stage.
+        Returns: the result of `finish` on the process with the last stage; None on others.
         """
         received: tuple[Tensor, ...] = ()
         result = None
@@ -444,7 +443,11 @@ class Pipelined(SingleDevice):
         return holder[0]
 
     def share_losses(self, losses: Sequence[Tensor], number: int) -> list[Tensor]:
-        """Broadcasts the losses of an optimizer step to all processes of the pipeline: 0-dim, on the device."""
+        """Broadcasts the losses of an optimizer step to all processes of the pipeline.
+
+        Returns:
+            `number` losses, 0-dim, on the device.
+        """
         if self.is_last:
             stacked = torch.stack([loss.detach().float() for loss in losses])
         else:
@@ -456,7 +459,7 @@ class Pipelined(SingleDevice):
         """Stores the weighted loss of the micro-batch for the schedule, which runs the backward pass.
 
         Raises:
-            RuntimeError: outside of an optimizer step.
+            RuntimeError: called outside of an optimizer step.
         """
         if self.window is None:
             raise RuntimeError("With a pipeline, backward is called by its schedule only: leave the call out.")
@@ -469,7 +472,7 @@ class Pipelined(SingleDevice):
         return loss
 
     def _sort(self, model: nn.Module) -> None:
-        """Finds the parameters that this process counts, and those it shares with others."""
+        """Finds the parameters that this process counts in the norm, and those that several processes hold."""
         self._counted, self._tied = [], []
         for name, parameter in model.named_parameters():
             holders = [stage % self.size for stage in self.layout.owners[name]]
@@ -489,7 +492,10 @@ class Pipelined(SingleDevice):
                 parameter.grad = value
 
     def _average(self) -> None:
-        """Averages the gradients of this process's stages over all pipelines; those without one anywhere stay so."""
+        """Averages the gradients of this process's stages over all pipelines.
+
+        A parameter that has no gradient in any pipeline stays without one.
+        """
         if self.data_group is None:
             return
         own = [parameter for parameter in self.parameters if parameter.requires_grad and not parameter.is_meta]
@@ -506,7 +512,7 @@ class Pipelined(SingleDevice):
         torch._foreach_div_([p.grad for p in own if p.grad is not None], float(self.mesh.dp_replicate))
 
     def clip(self, max_norm: float) -> Tensor | None:
-        """As on one device; the norm is that of the gradients of all stages."""
+        """Clips the gradients to a total 2-norm of `max_norm` over all stages; returns the norm before clipping."""
         if max_norm <= 0:
             return None
         counted = [parameter.grad for parameter in self._counted if parameter.grad is not None]
@@ -523,11 +529,11 @@ class Pipelined(SingleDevice):
     # ---- contents of a checkpoint
 
     def holds_part_of(self, model: nn.Module) -> bool:
-        """True if some of a model's parameters have no values here."""
+        """True if some of a model's parameters have no values on this process."""
         return any(parameter.is_meta for parameter in model.parameters())
 
     def whole_tensor(self, name: str, value: Tensor) -> Tensor:
-        """Returns a value of the model, which one stage has, on the host of all processes."""
+        """Returns a value of the model on the host of all processes, broadcast from the stage that holds it."""
         if not self.layout.owners:  # the model is whole on each process
             return value.detach().cpu().clone()
         stage = self.layout.owners.get(name, [0])[0]
@@ -539,7 +545,7 @@ class Pipelined(SingleDevice):
         return sent.cpu()
 
     def full_state(self, state: Any) -> Any:
-        """Returns the optimizer's state with that of all stages, on the host; all processes take part."""
+        """Returns the optimizer's state, merged over all stages, on the host. Collective."""
         own = map_tensors(lambda tensor: tensor.detach().cpu(), state["state"])
         merged: dict[Any, Any] = {}
         for part in self._gather(own):

@@ -21,10 +21,10 @@ class WindowLosses:
         engine: runs a pass.
         passes: the passes of the window.
         last: the last stage, called in place of the model.
-        take_loss: `() -> loss` of the latest call of `backward`: scaled, with its graph.
+        take_loss: returns the loss of the latest call of `backward`, scaled, with its graph.
 
     Attributes:
-        batches: of all passes, prepared once: every stage reads them.
+        batches: the batches of all passes, prepared once because every stage reads them.
         weighing: the passes that are not dummies.
     """
 
@@ -40,7 +40,7 @@ class WindowLosses:
         self._losses: dict[int, Tensor] = {}
 
     def make(self, number: int) -> Tensor:
-        """Returns the scaled loss of a micro-batch, with its graph; 0 for one beyond the window."""
+        """Returns the scaled loss of a micro-batch, with its graph; an index beyond the window gives a loss of 0."""
         is_dummy = number >= len(self.weighing)
         current = self._dummy if is_dummy else self.weighing[number]
         current = replace(current, batch=copy.copy(current.batch))
@@ -57,7 +57,7 @@ class WindowLosses:
 
 
 def check_own(training_step: Callable[..., Tensor]) -> None:
-    """Refuses a method that a schedule would have to call around forward and backward of each micro-batch.
+    """Refuses an overridden `training_step`: the schedule interleaves forward and backward of the micro-batches.
 
     Raises:
         ValueError: a subclass overrides `training_step`.

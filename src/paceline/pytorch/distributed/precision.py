@@ -1,4 +1,4 @@
-"""Precision: the dtype of the forward pass, and the loss scaling that protects its gradients; held by the strategy."""
+"""Precision of a run: the dtype of the forward pass, and loss scaling."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from paceline.pytorch.data.batches import rebuild_dataclass, rebuild_mapping, re
 
 
 class Precision:
-    """fp32: the model computes in the dtype of its own parameters.
+    """No mixed precision: the model computes in the dtype of its own parameters.
 
     Attributes:
         scales: True if losses are scaled; otherwise `scale` and `unscale` need not be called.
-        autocasts: True if outputs are in 16 bits, and to be widened.
+        autocasts: True if outputs are in 16 bits and must be widened to float32.
         has_rescaled: True if the last optimizer step was skipped only to adapt the loss scale.
-        has_masters: True if the optimizer steps copies of the weights in another dtype.
+        has_masters: True if the optimizer steps master copies of the weights in another dtype.
         backward: (loss, learning rate) -> None, if the precision runs the backward pass itself; else None.
     """
 
@@ -36,11 +36,11 @@ class Precision:
         self.device = device
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
-        """Returns the model and the optimizer to call and step in place of these two."""
+        """Returns the model to call and the optimizer to step in place of the given ones."""
         return model, optimizer
 
     def context(self) -> AbstractContextManager[Any]:
-        """Returns the context of a forward pass; a fresh one at each call, so that a user may nest them."""
+        """Returns the context of a forward pass; each call returns a new one, so that a user may nest them."""
         return nullcontext()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -48,12 +48,13 @@ class Precision:
         return loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Unscales the gradients, before they are clipped or read."""
+        """Unscales the gradients; call it before they are clipped or read."""
 
     def step(self, optimizer: Optimizer, is_bad: torch.Tensor | None = None) -> bool:
-        """Steps the optimizer, unless `is_bad` holds (0-dim, on the device). Returns True if the step was applied.
+        """Steps the optimizer unless `is_bad` (0-dim, on the device) is true. Returns True if the step was applied.
 
-        A fused optimizer takes the flag on the device, and the result is always True; for others it is read.
+        A fused optimizer takes the flag on the device, and the result is always True. For other optimizers the host
+        reads the flag.
         """
         if is_bad is None:
             optimizer.step()
@@ -80,13 +81,13 @@ class Precision:
 
 
 class CastWeights(Precision):
-    """The strategy computes with 16-bit copies of the weights, and steps them in float32."""
+    """The strategy computes with 16-bit copies of the weights, and steps float32 master weights."""
 
-    autocasts = True  # the outputs are 16 bits, and are widened before the loss
+    autocasts = True  # outputs are in 16 bits, and are widened before the loss
 
 
 class BFloat16(Precision):
-    """Mixed precision in bfloat16: matrix products in 16 bits, parameters and gradients as they are."""
+    """Mixed precision in bfloat16: matrix products in 16 bits, parameters and gradients in their own dtype."""
 
     autocasts = True
 
@@ -95,11 +96,10 @@ class BFloat16(Precision):
 
 
 class Float16(Precision):
-    """Mixed precision in float16 with a loss scale that adapts (Micikevicius et al., 2018, arXiv:1710.03740).
+    """Mixed precision in float16 with dynamic loss scaling (Micikevicius et al., 2018, arXiv:1710.03740).
 
-    An optimizer step whose gradients overflowed is not applied and the scale is lowered. Deciding that reads back from
-    the device at each step:
-     the price of float16, which bfloat16 does not pay.
+    An optimizer step whose gradients overflowed is skipped and the scale is lowered. This costs a read from the device
+    at each step, which bfloat16 does not need.
     """
 
     scales = True
@@ -121,13 +121,13 @@ class Float16(Precision):
         self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, is_bad: torch.Tensor | None = None) -> bool:
-        # the scaler checks every gradient itself, and lowers the scale when one overflowed. Calls of
-        # optimizer.step prove nothing: a fused optimizer is always called, and decides on the device.
+        # the scaler checks every gradient itself, and lowers the scale if one overflowed. A call of optimizer.step
+        # does not show that the step was applied: a fused optimizer is always called, and decides on the device.
         before = self.scaler.get_scale() if self._scale is None else self._scale
         self.scaler.step(optimizer)
         self.scaler.update()
         self._scale = self.scaler.get_scale()
-        # below 1 the overflow is not caused by the scale
+        # with a scale of 1 or less, the scale did not cause the overflow
         self.has_rescaled = self._scale < before and before > 1
         return self._scale >= before
 
@@ -143,11 +143,10 @@ class Float16(Precision):
 class ApexPrecision(Precision):
     """NVIDIA's `apex.amp`, for scripts that were written for it.
 
-    Its levels: O0 (float32), O1 (casts around functions), O2 (float16 weights), O3 (all float16).
+    Its levels are O0 (float32), O1 (casts around functions), O2 (float16 weights) and O3 (all float16).
 
     amp patches the model and the optimizer, scales the loss inside `backward`, and makes the optimizer skip a step
     whose gradients overflowed.
-
 
     Args:
         level: "O0" to "O3".
@@ -165,14 +164,14 @@ class ApexPrecision(Precision):
                 f"half_precision_backend='apex': {error}; or leave the option out: fp16=True runs by torch's autocast"
             ) from error
         self.level = level
-        # there the optimizer steps float32 copies of the weights, whose gradients are the ones to clip
+        # in O2 the optimizer steps float32 master weights, whose gradients are the ones to clip
         self.has_masters = level == "O2"
         self._optimizer: Optimizer | None = None
         self._saved: dict[str, Any] | None = None
-        self._has_overflowed = False  # a gradient of the optimizer step in progress
+        self._has_overflowed = False  # a gradient of the current optimizer step overflowed
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
-        """Lets amp patch both, once for each optimizer."""
+        """Lets amp patch the model and the optimizer, once for each optimizer."""
         if optimizer is None:
             return model, None
         if not hasattr(optimizer, "_amp_stash"):
@@ -190,7 +189,7 @@ class ApexPrecision(Precision):
         self._has_overflowed = self._has_overflowed or self._scale() < before
 
     def step(self, optimizer: Optimizer, is_bad: torch.Tensor | None = None) -> bool:
-        # amp has replaced optimizer.step for this once, if a gradient overflowed
+        # if a gradient overflowed, amp has replaced optimizer.step for this one call
         self.has_rescaled, self._has_overflowed = self._has_overflowed, False
         return super().step(optimizer, is_bad) and not self.has_rescaled
 
@@ -217,7 +216,7 @@ def make_precision(name: str, device: torch.device) -> Precision:
 
 @contextmanager
 def widened(model: nn.Module) -> Iterator[None]:
-    """While entered, 16-bit outputs of `model` are converted to float32, in their own containers.
+    """Returns a context in which 16-bit outputs of `model` are converted to float32, within their containers.
 
     A loss of an autocast model's outputs is then not computed in 16 bits.
     """
@@ -229,7 +228,7 @@ def widened(model: nn.Module) -> Iterator[None]:
 
 
 def widen(value: object) -> Any:
-    """Returns the same nest with 16-bit tensors in float32; the very same object if there are none."""
+    """Returns the nest with 16-bit tensors converted to float32; the same object if there are none."""
     return recast(value, widen_tensor)
 
 
@@ -239,7 +238,7 @@ def widen_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def recast(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns the same nest with `change` applied to its tensors; the very same object if none changes."""
+    """Returns the nest with `change` applied to its tensors; the same object if no tensor changes."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -271,14 +270,14 @@ def narrow(value: object, dtype: torch.dtype, kept: Container[str]) -> Any:
 
 @contextmanager
 def cast_in_place(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """While entered, a model's parameters and buffers are in `dtype`; afterwards as before, to the bit."""
+    """Returns a context in which a model's parameters and buffers are in `dtype`; restored bit for bit afterwards."""
     with cast_tensors([*model.parameters(), *model.buffers()], dtype):
         yield
 
 
 @contextmanager
 def cast_tensors(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """While entered, the floating-point ones hold copies in `dtype`."""
+    """Returns a context in which the floating-point tensors hold copies in `dtype`."""
     changed = [tensor for tensor in tensors if tensor.is_floating_point()]
     originals = [tensor.data for tensor in changed]
     try:

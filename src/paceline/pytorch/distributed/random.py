@@ -1,4 +1,4 @@
-"""Random state: seeding, full determinism, and the snapshot that lets a resumed run draw the same numbers."""
+"""Random state: seeding, full determinism, and snapshots with which a resumed run draws the same numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.pytorch.distributed.xla_runtime import random_state, seed_devices
 
 
 def set_seed(seed: int, deterministic: bool = False) -> None:
-    """Seeds Python's, numpy's and torch's generators, those of every accelerator included.
+    """Seeds the generators of Python, numpy and torch, including those of every accelerator.
 
     Args:
         seed: any integer in [0, 2**32).
@@ -32,8 +32,8 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
 def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
     """Seeds everything and makes every operation deterministic, at some cost in speed.
 
-    The one place where the package writes environment variables: cuBLAS and the HIP libraries read theirs when
-    they start, so call this before the first operation on a GPU.
+    This is the only function of the package that writes environment variables. cuBLAS and the HIP libraries read them
+    when they start, so call it before the first operation on a GPU.
 
     Args:
         seed: as in `set_seed`.
@@ -51,7 +51,7 @@ def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
 
 
 def capture_rng() -> dict[str, Any]:
-    """Returns the state of every generator of this process: only tensors, integers, tuples and strings.
+    """Returns the state of every generator of this process, as tensors, numbers, tuples and strings only.
 
     Returns:
         `python` (version, tuple of integers, gauss), `numpy` (name, uint32 keys as an int64 tensor, position, ...),
@@ -79,7 +79,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Restores the result of `capture_rng`; snapshots of the Hugging Face Trainer (tuples and arrays) are read too.
+    """Restores a result of `capture_rng`, or a snapshot of the Hugging Face Trainer (tuples and arrays).
 
     States of devices that this machine lacks are ignored.
     """
@@ -107,7 +107,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Restores every generator after the block, for any draws or seeds in the block."""
+    """Restores every generator after the block, so that draws and seeding inside have no effect outside."""
     state = capture_rng()
     try:
         yield
@@ -116,12 +116,12 @@ def preserved_rng() -> Iterator[None]:
 
 
 def seed_everything(seed: int, *, is_deterministic: bool, tf32: bool | None) -> None:
-    """Seeds all generators, and sets the determinism and the matrix precision that a run asks for.
+    """Seeds all generators, and sets the determinism and the matrix precision that a run requests.
 
     Args:
-        seed: of Python, numpy and torch.
-        is_deterministic: deterministic operations only.
-        tf32: multiply float32 matrices in TF32; None leaves it as it is.
+        seed: for Python, numpy and torch.
+        is_deterministic: use deterministic operations only.
+        tf32: multiply float32 matrices in TF32; None leaves the setting unchanged.
     """
     if is_deterministic:
         enable_full_determinism(seed)

@@ -11,25 +11,25 @@ from paceline.args.errors import UnsupportedOption
 
 
 def is_plain(mask: object, positions: Tensor) -> bool:
-    """True if each token attends to all before it: no padding, and one text in each row."""
+    """True if each token attends to all tokens before it: there is no padding, and one text in each row."""
     if isinstance(mask, Tensor):
         return mask.dim() == 2 and bool(mask.all())
     return bool((positions.diff(dim=1) == 1).all())
 
 
 def mask_of(given: object, positions: Tensor, total: int, rows: tuple[int, int], said: str) -> Tensor:
-    """Returns the attention mask of some tokens over all: (batch or 1, 1, tokens, all).
+    """Returns the causal attention mask of some tokens over all: (batch or 1, 1, tokens, all).
 
     Args:
-        given: the attention_mask of the whole sequences, (batch, length); None: `positions` that restart begin
-            another text.
+        given: the attention_mask of the whole sequences, (batch, length). If None, a new text begins where `positions`
+            restart.
         positions: (batch, length).
         total: tokens of the whole sequences, with the padding that makes them divisible.
-        rows: the first token and the number of tokens.
+        rows: index of the first token, and the number of tokens.
         said: the option that sharded the sequences, for the error.
 
     Raises:
-        UnsupportedOption: a mask of another shape.
+        UnsupportedOption: the mask has another number of dimensions.
     """
     keys = torch.arange(total, device=positions.device)
     allowed = (keys[None, :] <= keys.narrow(0, *rows)[:, None])[None, None]
@@ -49,20 +49,20 @@ def mask_of(given: object, positions: Tensor, total: int, rows: tuple[int, int],
 
 
 def with_itself(mask: Tensor, rows: tuple[int, int]) -> Tensor:
-    """Returns the mask, in which a token without anything to attend to attends to itself."""
+    """Returns the mask, changed so that a token with nothing to attend to attends to itself."""
     keys = torch.arange(mask.shape[-1], device=mask.device)
     is_own = keys[None, :] == keys.narrow(0, *rows)[:, None]
     return mask | (is_own & ~mask.any(-1, keepdim=True))
 
 
 def within(mask: Tensor, rows: tuple[int, int], window: int) -> Tensor:
-    """Returns the mask, in which a token attends to the last `window` tokens only, itself among them."""
+    """Returns the mask, restricted to the last `window` tokens, including the token itself."""
     keys = torch.arange(mask.shape[-1], device=mask.device)
     return mask & (keys[None, :] > keys.narrow(0, *rows)[:, None] - window)
 
 
 def narrowest_window(config: object) -> float:
-    """Returns the smallest attention span of the layers of a model of transformers, in tokens, by its configuration."""
+    """Returns the smallest attention span of a transformers model's layers in tokens, from its configuration."""
     window, layers = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if window is None or not ("sliding_attention" in layers if layers else getattr(config, "use_sliding_window", True)):
         return math.inf

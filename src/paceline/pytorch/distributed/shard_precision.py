@@ -1,7 +1,7 @@
-"""Precision of a sharded model: torch's policy for its units, and the casts that this policy leaves out.
+"""Precision of a sharded model: torch's policy for its units, and the casts that this policy does not cover.
 
-Shards, and with them gradients and the optimizer's state, stay in the dtype of the parameters: the policy sets the
-dtypes of the copies that are gathered for a forward pass and of the gradient reduction.
+Shards, their gradients and the optimizer's state stay in the dtype of the parameters. The policy sets the dtypes of the
+copies that are gathered for a forward pass, and of the gradient reduction.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def torch_policy(policy: ShardPrecision, is_root: bool) -> MixedPrecisionPolicy:
 
 
 def warn_of_short_weights(model: nn.Module) -> None:
-    """Warns if trained parameters are in 16 bits already: then so are the optimizer steps, which a policy does not
-    change.
-    """
+    """Warns if trained parameters are in 16 bits: their optimizer steps are too, which a policy does not change."""
     short = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad and p.itemsize < 4}
     if short:
         logger.warning(
@@ -61,9 +59,9 @@ def cast_at_root(model: nn.Module, policy: ShardPrecision, label_names: Sequence
     """Casts the model's inputs and outputs, except labels and losses (0-dim outputs).
 
     Args:
-        model: sharded.
-        policy: with the formats.
-        label_names: as in the arguments; None: as the model's forward names them.
+        model: the sharded model.
+        policy: sets the dtypes.
+        label_names: as in the arguments; None takes the names from the model's forward.
     """
     inputs, outputs = dtype_of(policy.parameters), dtype_of(policy.outputs)
     if inputs is not None and policy.casts_inputs:
@@ -79,22 +77,22 @@ def cast_inputs(module: nn.Module, args: Any, named: object, dtype: torch.dtype,
 
 
 def cast_outputs(module: nn.Module, args: Any, outputs: object, dtype: torch.dtype) -> Any:
-    """Returns the outputs of a forward pass in another dtype; a loss keeps its own and with it its digits."""
+    """Returns the outputs of a forward pass in another dtype; a loss keeps its own dtype and so its precision."""
     return recast(outputs, lambda t: t.to(dtype) if t.dim() and t.is_floating_point() and t.dtype != dtype else t)
 
 
 @contextmanager
 def cast_gathered(model: nn.Module, dtype: torch.dtype, by_module: bool) -> Iterator[None]:
-    """While entered, a sharded model computes in `dtype`. Its shards are unchanged.
+    """Returns a context in which a sharded model computes in `dtype`; its shards are unchanged.
 
-    The gathered parameters of a unit are cast while the unit runs: that costs the memory of one unit in `dtype`, and
-    the time of the casts in each pass. Buffers are cast at once, and get their values back.
+    The gathered parameters of a unit are cast while the unit runs, which costs the memory of one unit in `dtype` and
+    the time of the casts in each pass. Buffers are cast on entry, and their values are restored afterwards.
 
     Args:
-        model: without gradients, which would not reach the shards.
-        dtype: of 16 bits.
-        by_module: cast for each module by itself, rather than for each unit: parts of tensor parallel are shown to
-            their modules one at a time.
+        model: run without gradients, which would not reach the shards.
+        dtype: a 16-bit dtype.
+        by_module: cast for each module, rather than for each unit: with tensor parallelism, modules get their local
+            tensors one module at a time.
     """
     casts = [UnitCast(owner, places, dtype) for owner, places in owners_of(model, by_module)]
     try:
@@ -106,7 +104,7 @@ def cast_gathered(model: nn.Module, dtype: torch.dtype, by_module: bool) -> Iter
 
 
 def owners_of(model: nn.Module, by_module: bool) -> list[tuple[nn.Module, list[nn.Module]]]:
-    """Returns (module whose forward needs them, modules that hold parameters) of a model, outer ones first."""
+    """Returns (module whose forward gathers the parameters, modules that hold them) pairs, outer modules first."""
     if by_module:
         return [(module, [module]) for module in model.modules()]
     found: dict[nn.Module, list[nn.Module]] = {}
@@ -124,19 +122,19 @@ def owners_of(model: nn.Module, by_module: bool) -> list[tuple[nn.Module, list[n
 
 
 class UnitCast:
-    """Replaces parameters of modules by copies in another dtype while the unit they belong to runs."""
+    """Replaces the parameters of modules by copies in another dtype while their unit runs."""
 
     def __init__(self, owner: nn.Module, places: Sequence[nn.Module], dtype: torch.dtype) -> None:
         self.places = places
         self.dtype = dtype
-        # after the hooks that gather the parameters, and those that set local tensors of tensor parallel
+        # after the hooks that gather the parameters, and those that set tensor-parallel local tensors
         self.handles: list[Any] = [
             owner.register_forward_pre_hook(self.show),
             owner.register_forward_hook(self.hide, always_call=True),
         ]
 
     def show(self, module: nn.Module, args: Any) -> None:
-        """Sets the copies; one that several modules share stays one."""
+        """Sets the copies; a parameter that several modules share has a single copy."""
         copies: dict[int, Any] = {}
         for place in self.places:
             for name, parameter in place._parameters.items():

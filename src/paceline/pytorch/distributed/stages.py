@@ -2,11 +2,11 @@
 
 A model offers stages in one of two ways:
 
-- A method `pipeline_stages(num_stages)` that returns that many modules made of the model's own submodules. The first is
-  called with the entries of a batch that its `forward` names; each later one with the tensors that the one before
-  returned, in their order, and then with the entries that its `forward` names. What a stage hands on is a tensor or a
-  tuple of tensors, of floating point and of one type. The last stage returns the model's outputs: if it takes
-  the labels, the loss too.
+- A method `pipeline_stages(num_stages)` that returns that many modules made of the model's own submodules. The first
+  stage is called with the batch entries that its `forward` names. Each later stage is called with the tensors that the
+  previous stage returned, in order, followed by the batch entries that its own `forward` names. A stage returns a
+  tensor or a tuple of tensors, all of one floating-point dtype. The last stage returns the model's outputs, including
+  the loss if it takes the labels.
 - A causal language model of transformers whose configuration has a `base_model_pp_plan`.
 """
 
@@ -23,18 +23,16 @@ HOW_TO_OFFER = (
     "give the model a method pipeline_stages(num_stages) that returns its parts, or share the work in another way "
     "(parallel='fsdp')"
 )
-SAMPLE_SHAPE = (2, 8)  # shape of the token ids for comparing a model of transformers with its stages
+SAMPLE_SHAPE = (2, 8)  # (batch, tokens) of the token ids for comparing a transformers model with its stages
 
 
 class Stage(nn.Module):
-    """One part of a model, called with the outputs of the part before and the batch entries that it names.
+    """One part of a model, called with the outputs of the previous part and the batch entries that it names.
 
     Args:
         module: the part.
-        index, number: which of how many it is.
-
-    Attributes:
-        names: of the batch entries that it takes; None: all that its first parameters have not taken.
+        index: index of this stage.
+        number: number of all stages.
     """
 
     def __init__(self, module: nn.Module, index: int, number: int) -> None:
@@ -54,7 +52,7 @@ class Stage(nn.Module):
         return self.index == self.number - 1
 
     def taken(self, batch: Mapping[str, Any], num_received: int) -> dict[str, Any]:
-        """Returns the batch entries that the stage takes beside its received tensors."""
+        """Returns the batch entries that the stage takes in addition to its received tensors."""
         if self._takes_all:
             own = set(self._positional[:num_received])
             return {name: value for name, value in batch.items() if name not in own}
@@ -65,7 +63,7 @@ class Stage(nn.Module):
         return self.module(*received, **self.taken(batch, len(received)))
 
     def hand_on(self, outputs: object) -> tuple[Tensor, ...]:
-        """Returns the tensors that the next stage gets. Raises ValueError if they cannot be sent."""
+        """Returns the tensors to send to the next stage. Raises ValueError if they cannot be sent."""
         tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
         kinds = {(value.dtype, value.is_floating_point()) if isinstance(value, Tensor) else None for value in tensors}
         if len(kinds) != 1 or None in kinds or not next(iter(kinds), (None, False))[1]:  # type: ignore[index]
@@ -82,7 +80,7 @@ def make_stages(model: nn.Module, num_stages: int) -> list[Stage]:
     """Returns all stages of a model.
 
     Raises:
-        ValueError: the model offers none, or not that many.
+        ValueError: the model offers no stages, or another number of them.
     """
     offer = getattr(model, "pipeline_stages", None)
     if callable(offer):
@@ -100,9 +98,9 @@ def make_stages(model: nn.Module, num_stages: int) -> list[Stage]:
 
 
 def owners_of(model: nn.Module, stages: Sequence[Stage]) -> dict[str, list[int]]:
-    """Returns the stages that hold each parameter and buffer, by its name in the model; a tied one has several.
+    """Returns the stages that hold each parameter and buffer, by its name in the model; a tied parameter has several.
 
-    A tensor that no stage holds (a buffer used by the model's own forward) belongs to the first.
+    A buffer that no stage holds, such as one used by the model's own forward, belongs to the first stage.
 
     Raises:
         ValueError: stages hold parameters that are not the model's, or leave some out.
@@ -132,7 +130,7 @@ def owners_of(model: nn.Module, stages: Sequence[Stage]) -> dict[str, list[int]]
 
 
 def named(model: nn.Module, kind: str) -> list[tuple[str, Tensor]]:
-    """Returns all parameters, or buffers, under each name that they have."""
+    """Returns all parameters or buffers under each of their names."""
     return list(getattr(model, f"named_{kind}")(remove_duplicate=False))
 
 
@@ -140,7 +138,7 @@ def named(model: nn.Module, kind: str) -> list[tuple[str, Tensor]]:
 
 
 class Skipped(nn.Module):
-    """Replaces a layer that another stage has: returns its first input."""
+    """Replaces a layer that belongs to another stage; returns its first input."""
 
     def forward(self, hidden_states: object, *others: Any, **named: Any) -> Any:
         return hidden_states
@@ -149,15 +147,15 @@ class Skipped(nn.Module):
 class DecoderPart(nn.Module):
     """A causal language model of transformers with some of its layers.
 
-    Its own forward runs: it recomputes masks and positions in each stage, and layers of other stages pass on what they
-    get. The previous stage's output comes in as `inputs_embeds`.
+    The model's own forward runs in each stage and recomputes masks and positions; layers of other stages return their
+    input. The previous stage's output is passed as `inputs_embeds`.
     """
 
     def __init__(self, model: nn.Module, inner: nn.Module, is_last: bool) -> None:
         super().__init__()
         self.inner = inner
         self.is_last = is_last
-        # the model is no submodule: it holds the layers of the other stages too
+        # the full model is not a submodule, because it also holds the layers of the other stages
         self.head = replaced(model, {base_name(model): inner}) if is_last else None
 
     def forward(self, *received: Tensor, **batch: Any) -> Any:
@@ -172,7 +170,7 @@ class DecoderPart(nn.Module):
 
 
 def base_name(model: object) -> str:
-    """Returns the name of the attribute under which a model holds its body."""
+    """Returns the name of the attribute that holds a model's body."""
     return str(getattr(model, "base_model_prefix", ""))
 
 
@@ -182,12 +180,14 @@ def has_plan(model: object) -> bool:
 
 
 def split_decoder(model: Any, inner: nn.Module, layers: str, num_stages: int) -> list[nn.Module]:
-    """Returns the stages of a decoder: what its plan names before the layers on the first, after them on the last.
+    """Returns the stages of a decoder.
+
+    Modules that its plan names before the layers are on the first stage, those named after them on the last.
 
     Args:
-        model: with the head.
-        inner: without it.
-        layers: name of the module list of its layers.
+        model: the model with its head.
+        inner: the model without its head.
+        layers: name of the module list of the layers.
     """
     plan = list(model.config.base_model_pp_plan)
     before = plan[: plan.index(layers)]
@@ -208,10 +208,10 @@ def split_decoder(model: Any, inner: nn.Module, layers: str, num_stages: int) ->
 
 
 def decoder_stages(model: Any, num_stages: int) -> list[nn.Module]:
-    """Returns the stages of a causal language model of transformers, each with about as many layers.
+    """Returns the stages of a causal language model of transformers, with about equal numbers of layers.
 
     Raises:
-        ValueError: it is another kind of model, has fewer layers than stages, or its stages give other numbers.
+        ValueError: the model is of another kind, has fewer layers than stages, or its stages compute other outputs.
     """
     plan = dict(model.config.base_model_pp_plan)
     inner = getattr(model, base_name(model), None)
@@ -237,7 +237,7 @@ def decoder_stages(model: Any, num_stages: int) -> list[nn.Module]:
 
 
 def replaced(module: nn.Module, changes: Mapping[str, nn.Module]) -> nn.Module:
-    """Returns the same module with other children; parameters, buffers and all else are shared."""
+    """Returns a shallow copy of a module with some children replaced; it shares parameters, buffers and all else."""
     twin = module.__class__.__new__(module.__class__)
     twin.__dict__ = dict(module.__dict__)
     twin._modules = {**module._modules, **changes}
@@ -245,9 +245,9 @@ def replaced(module: nn.Module, changes: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def compare(model: Any, parts: Sequence[nn.Module]) -> None:
-    """Runs some tokens through the model and through its stages. Raises ValueError if they differ.
+    """Runs some tokens through the model and through its stages. Raises ValueError if the outputs differ.
 
-    This detects a model whose own forward does more to its input than its plan says.
+    This detects a model whose own forward does more than its plan describes.
     """
     device = next(model.parameters()).device
     tokens = torch.arange(SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1], device=device).reshape(SAMPLE_SHAPE)

@@ -40,9 +40,9 @@ class Prepared:
 
     Attributes:
         model: the module to call.
-        optimizer: over its parameters; None: none was asked for.
-        make_schedule: (optimizer steps of the run, warmup steps) -> the schedule that the strategy's own settings ask
-            for, or None.
+        optimizer: steps the module's parameters; None if no optimizer was requested.
+        make_schedule: (optimizer steps of the run, warmup steps) -> the learning-rate schedule that the strategy's own
+            settings request, or None.
     """
 
     model: nn.Module
@@ -71,12 +71,12 @@ class SingleDevice:
         self.optimizer: Optimizer | None = None
         self.parameters: list[nn.Parameter] = []  # parameters of the model, and others that the optimizer holds
         self._model: nn.Module | None = None
-        self._held: list[Tensor] = []  # the optimizer's parameters when that list was made
-        self._num_alike = -1  # number of gradients found to be of one kind; -1: none were
-        # of an optimizer that steps inside the backward pass, or of a precision that runs it itself
+        self._held: list[Tensor] = []  # the optimizer's parameters when `self.parameters` was last listed
+        self._num_alike = -1  # number of gradients when all had the same device, dtype and layout; else -1
+        # set by an optimizer that steps inside the backward pass, or by a precision that runs the backward pass itself
         self._fused_backward: Callable[[Tensor, Any], None] | None = None
-        self._is_stepped = False  # by the backward pass
-        # the batch, its tensors on the device; on a CPU one call, since this is on the path of every step
+        self._is_stepped = False  # the backward pass has already stepped the optimizer
+        # moves a batch to the device; a direct call on the CPU, since this runs in every step
         self.place: Callable[[Any], Any] = partial(move_to_device, device=self.device, non_blocking=True)
         if self.device.type != "cpu":
             self.place = DevicePrefetcher(self.device)
@@ -106,14 +106,14 @@ class SingleDevice:
         """Does nothing: this strategy can call any `training_step`."""
 
     def divide(self, batches: Sequence[Any], split: Callable[[Sequence[Any], int], list[Any]]) -> list[Any]:
-        """Returns the micro-batches of a window as `run_window` needs them: as they are."""
+        """Returns the micro-batches of a window unchanged; other strategies split them for `run_window`."""
         return list(batches)
 
     def run_window(self, engine: PassRunner, passes: list[Pass]) -> list[Tensor]:
         """Runs the forward and backward passes of an accumulation window, in order.
 
         Args:
-            engine: makes a pass.
+            engine: runs each pass.
             passes: at least one.
 
         Returns:
@@ -121,7 +121,7 @@ class SingleDevice:
         """
         losses = []
         for current in passes:
-            # read here: a probe in the first pass may have changed the weights
+            # the weight is read inside the loop: a probe in the first pass may have changed it
             if current.is_required or current.counts.weight > 0:
                 is_closing = current.syncs_gradients
                 with self.micro_step(is_closing, current.is_dummy) if self.delays_grad_sync else NOTHING:
@@ -144,11 +144,13 @@ class SingleDevice:
         return function()
 
     def cast_model(self, model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Returns a context in which a model computes in `dtype`, without gradients; restored to the bit afterwards."""
+        """Returns a context in which a model computes in `dtype`, without gradients; afterwards its values are restored
+        bit for bit.
+        """
         return cast_in_place(model, dtype)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulates the gradients of `loss`. Parameters newly added to the optimizer start without one."""
+        """Accumulates the gradients of `loss`. Parameters newly added to the optimizer start without a gradient."""
         if self.optimizer is not None:
             self._follow(self.optimizer, clears=True)
             if self._fused_backward is not None:
@@ -171,13 +173,13 @@ class SingleDevice:
         if max_norm <= 0:
             return None
         parameters = self._held if self.precision.has_masters else self.parameters
-        gradients = list(filter(IS_THERE, map(GRADIENT_OF, parameters)))  # no Python call for it, on every step
+        gradients = list(filter(IS_THERE, map(GRADIENT_OF, parameters)))  # no Python call per parameter and step
         if len(gradients) != self._num_alike:
             self._num_alike = len(gradients) if are_alike(gradients) else -1
-        is_clipped = max_norm < math.inf  # else not even multiplied by 1, which a norm that is not finite makes NaN
+        is_clipped = max_norm < math.inf  # else gradients are untouched: a non-finite norm would make the factor NaN
         if self._num_alike < 0:
             return nn.utils.clip_grad_norm_(parameters, max_norm) if is_clipped else total_norm(gradients)
-        # the same numbers, bit for bit, without sorting the gradients by device and dtype, which takes most of the time
+        # bit-identical to clip_grad_norm_, without grouping the gradients by device and dtype, its largest cost
         with torch.no_grad():
             norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)))
             if is_clipped:
@@ -190,13 +192,13 @@ class SingleDevice:
             parameter.grad = None
 
     def _follow(self, optimizer: Optimizer, clears: bool = False) -> None:
-        """Lists the parameters again if the optimizer holds others than before: a callback added a head, say.
+        """Lists the parameters again if the optimizer's parameters have changed, e.g. if a callback added a head.
 
-        Comparing its parameters takes microseconds; walking through the model at each step would be slow.
+        Comparing the optimizer's parameters takes microseconds; walking through the model at each step would be slow.
 
         Args:
-            optimizer: the one that is stepped.
-            clears: drop the gradients of those that are new: they are of earlier optimizer steps.
+            optimizer: the optimizer that is stepped.
+            clears: drop the gradients of new parameters, which stem from earlier optimizer steps.
         """
         held = list(chain.from_iterable(map(PARAMETERS_OF, optimizer.param_groups)))
         if len(held) == len(self._held) and all(map(is_, held, self._held)):
@@ -209,7 +211,11 @@ class SingleDevice:
                 parameter.grad = None
 
     def step(self, is_bad: Tensor | None = None) -> bool:
-        """Steps the optimizer, unless `is_bad` (0-dim, on the device). Returns True if the step surely was applied."""
+        """Steps the optimizer unless `is_bad` (0-dim, on the device) is true.
+
+        Returns:
+            False if the step is known to have been skipped.
+        """
         assert self.optimizer is not None
         if self._is_stepped:
             return True
@@ -227,21 +233,21 @@ class SingleDevice:
         return self.mesh.data_coordinates(self.world.process_index)
 
     def stateful(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint beside model and optimizer."""
+        """Returns the objects whose state a checkpoint stores in addition to the model and the optimizer."""
         return {"precision": self.precision}
 
     def holds_part_of(self, model: nn.Module) -> bool:
-        """True if some of a model's values are on other processes."""
+        """True if some of a model's values are held by other processes."""
         return False
 
     def awaits_weights(self, model: nn.Module) -> bool:
-        """True if a model's values will come from another process, so that loading them here is useless."""
+        """True if another process will send the model's values, so that loading them here is unnecessary."""
         return False
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Returns the whole model's state; if it is sharded, all processes take part. Tied tensors stay one."""
+        """Returns the whole model's state. Tied tensors stay tied. Collective if the model is sharded."""
         state: dict[str, Any] = model.state_dict(keep_vars=True)
-        seen: dict[int, tuple[Any, Any]] = {}  # each with its source, so that its id stays unique meanwhile
+        seen: dict[int, tuple[Any, Any]] = {}  # keeps each source alive, so that no id is reused
         for name, value in state.items():
             if id(value) not in seen:
                 seen[id(value)] = value, self.whole_tensor(name, value) if isinstance(value, Tensor) else value
@@ -249,11 +255,11 @@ class SingleDevice:
         return state
 
     def whole_tensor(self, name: str, value: Tensor) -> Tensor:
-        """Returns a value of the model's state, on its device."""
+        """Returns a value of the model's state, detached, on its own device."""
         return value.detach()
 
     def full_state(self, state: object) -> Any:
-        """Returns the same nest, whole."""
+        """Returns the nest unchanged: nothing is sharded."""
         return state
 
     def load_full(self, model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
@@ -272,24 +278,27 @@ class SingleDevice:
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """Returns the 2-norm of all gradients together; those of sparse embeddings by the rows that they have."""
+    """Returns the total 2-norm of the gradients; a sparse gradient counts with its stored values."""
     return nn.utils.get_total_norm([each.coalesce().values() if each.is_sparse else each for each in gradients])
 
 
 def are_alike(tensors: list[Tensor]) -> bool:
-    """True if the tensors are dense, of no subclass, and of one device and dtype; False for an empty list."""
+    """True if all tensors are dense plain tensors of one device and dtype; False for an empty list."""
     kinds = {(type(tensor), tensor.layout, tensor.device, tensor.dtype) for tensor in tensors}
     return len(kinds) == 1 and next(iter(kinds))[:2] == (Tensor, torch.strided)
 
 
 def choose_strategy(world: World, precision: Precision, args: Options, parallel: str | None) -> SingleDevice:
-    """Returns the strategy that the plan names, or that the device needs.
+    """Returns the strategy that the plan names or the device requires.
 
     Args:
-        world: one process takes SingleDevice, except on devices with their own strategy.
-        precision: held by it.
+        world: a single process uses SingleDevice, except on devices with their own strategy.
+        precision: passed to the strategy.
         args: read by the other strategies.
-        parallel: of the plan; None for one process without an engine of its own.
+        parallel: the plan's strategy name; None for a single process without a separate engine.
+
+    Raises:
+        UnsupportedOption: no strategy implements this combination of mesh axes.
     """
     kind = "xla" if world.device.type == "xla" else parallel
     check_device_options(args, kind, world.device)
@@ -303,10 +312,10 @@ def choose_strategy(world: World, precision: Precision, args: Options, parallel:
 
 
 def check_device_options(args: Options, kind: str | None, device: torch.device) -> None:
-    """Raises for options of XLA devices on other devices.
+    """Refuses XLA options on other devices.
 
     Raises:
-        UnsupportedOption: one of them was given.
+        UnsupportedOption: an XLA option was given.
     """
     if kind == "xla":
         return
@@ -319,13 +328,13 @@ def check_device_options(args: Options, kind: str | None, device: torch.device) 
 
 
 def put_on_device(model: nn.Module, device: torch.device) -> None:
-    """Moves a model, and keeps its tied parameters one.
+    """Moves a model to a device and keeps tied parameters tied.
 
-    Between some kinds of device a parameter cannot be moved in place: `model.to` then makes another, and one for each
-    name that it had.
+    Between some device types a parameter cannot be moved in place: `model.to` then creates a new parameter for each of
+    its names.
 
     Raises:
-        ValueError: some of it is on the device "meta", and has no values.
+        ValueError: a parameter is on the device "meta" and has no values.
     """
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if empty is not None:

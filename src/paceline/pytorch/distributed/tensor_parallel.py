@@ -1,7 +1,7 @@
-"""Tensor parallel: the matrices of a model split over processes that compute on the same data (arXiv:1909.08053).
+"""Tensor parallelism: a model's matrices are split over processes that compute on the same data (arXiv:1909.08053).
 
-By a plan: module name -> style. Modules outside the plan stay whole on every process, but become DTensors too:
- optimizers and clipping then see tensors of one mesh.
+A plan maps module names to styles. Modules outside the plan stay whole on every process, but their parameters become
+DTensors too, so that optimizers and clipping see tensors of one mesh.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def plan_of(model: nn.Module, given: Plan | None) -> Plan:
     """Returns the plan to apply: the user's, else the model's own.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no plan.
     """
     plan = given or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not plan:
@@ -57,13 +57,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> int:
     """Splits the model in place. Returns the number of modules that were split.
 
     Args:
-        model: whole, on every process; the weights of the first process of each group are used.
-        mesh: of one axis.
-        plan: pattern of module names, `*` for one part of a name -> name of a style, or a ParallelStyle of torch.
+        model: the whole model, on every process; the weights of the first process of each group are used.
+        mesh: a device mesh with one axis.
+        plan: maps patterns of module names, in which `*` stands for one part of a name, to the name of a style or a
+            ParallelStyle of torch.
 
     Raises:
-        ValueError: the plan names modules that the model lacks, or that cannot be divided.
-        UnsupportedOption: a style, or a kind of module, that is not supported.
+        ValueError: the plan names modules that the model lacks, or that are not evenly divisible.
+        UnsupportedOption: a style or a kind of module is not supported.
     """
     check_heads(model, mesh.size())
     tied = tied_names(model)
@@ -89,8 +90,8 @@ def styles_of(model: nn.Module, plan: Plan) -> dict[str, Any]:
     """Returns the style of each module that the plan names.
 
     Raises:
-        ValueError: a pattern that fits no module, or a plan of which nothing fits.
-        UnsupportedOption: an unknown style.
+        ValueError: a pattern of a user's plan matches no module, or no pattern matches at all.
+        UnsupportedOption: a style is unknown.
     """
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, Any] = {}
@@ -98,7 +99,7 @@ def styles_of(model: nn.Module, plan: Plan) -> dict[str, Any]:
     for pattern, style in plan.items():
         fits = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
         hits = [name for name in names if fits.fullmatch(name)]
-        if not hits and not is_own:  # a model's own plan may name parts that this size of it lacks
+        if not hits and not is_own:  # a model's own plan may name parts that this model size lacks
             hint = near(pattern, names)
             raise ValueError(f"tp_plan: no module of {type(model).__name__} is called {pattern!r}{hint}.")
         known = (*STYLES, WHOLE, SUMMED)
@@ -114,15 +115,15 @@ def styles_of(model: nn.Module, plan: Plan) -> dict[str, Any]:
 
 
 def near(pattern: str, names: list[str]) -> str:
-    """Returns a hint at the nearest name."""
+    """Returns a hint that names the most similar module; "" if there is none."""
     return did_you_mean(pattern, {re.sub(r"\.\d+", ".*", name) for name in names}).rstrip(".")
 
 
 def check_heads(model: nn.Module, size: int) -> None:
-    """Raises for attention whose number of heads is not divisible.
+    """Checks that the numbers of attention heads are divisible by the tensor-parallel size.
 
     Raises:
-        ValueError: their number is not divisible.
+        ValueError: a number of heads is not divisible.
     """
     config = getattr(model, "config", None)
     for name in HEADS:
@@ -135,11 +136,11 @@ def check_heads(model: nn.Module, size: int) -> None:
 
 
 def check_module(name: str, module: nn.Module, style: object, size: int) -> None:
-    """Raises for a module that a style cannot split into equal parts.
+    """Checks that a style can split a module into equal parts.
 
     Raises:
-        ValueError: its dimension is not divisible.
-        UnsupportedOption: it is of another class.
+        ValueError: the split dimension is not divisible.
+        UnsupportedOption: the module is not a plain linear layer or embedding.
     """
     if not isinstance(style, str):
         return
@@ -168,7 +169,7 @@ def cuts_rows(module: nn.Module, style: str) -> bool:
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Returns the names of each parameter that has several."""
+    """Returns, for each parameter with several names, the list of its names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -176,7 +177,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def add_tied(model: nn.Module, styles: dict[str, Any], tied: list[list[str]]) -> dict[str, Any]:
-    """Returns the styles, with one added for each embedding or head tied to the weight of a module split by rows."""
+    """Returns the styles, plus a style for each embedding or head that is tied to a weight split by rows."""
     more: dict[str, Any] = {}
     for names in tied:
         owners = {name.rpartition(".")[0]: model.get_submodule(name.rpartition(".")[0]) for name in names}
@@ -192,7 +193,7 @@ def tie_again(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
     """Ties modules to one parameter again, after each was split.
 
     Raises:
-        ValueError: they were split in different ways.
+        ValueError: the modules were split in different ways.
     """
     owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
     parameters: list[Any] = [getattr(module, last) for module, last in owners]
@@ -211,12 +212,13 @@ def keep_whole(model: nn.Module, mesh: DeviceMesh, summed: set[str]) -> None:
     """Makes the unsplit parameters DTensors, which forward passes see as plain tensors.
 
     Args:
-        model: its other parameters are DTensors already.
-        mesh: of one axis.
-        summed: modules that see a part of the activations only (some of the heads): their gradients are added up.
+        model: its split parameters are DTensors already.
+        mesh: a device mesh with one axis.
+        summed: modules that see only a part of the activations (some of the heads), so that gradients must be summed
+            over the processes.
     """
     made: dict[int, nn.Parameter] = {}  # by the id of the original parameter, which several modules may share
-    before = []  # kept alive, so that no other has its id
+    before = []  # keeps the original parameters alive, so that no id is reused
     for module_name, module in model.named_modules():
         own = []
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -236,20 +238,20 @@ def keep_whole(model: nn.Module, mesh: DeviceMesh, summed: set[str]) -> None:
 
 
 def show_local(module: nn.Module, args: Any, names: list[str], group: object) -> None:
-    """Before a forward pass: sets the parameters as plain tensors, over the registered ones."""
+    """Sets the parameters as plain tensors, over the registered ones; called before a forward pass."""
     for name in names:
         local = module._parameters[name].to_local(grad_placements=(Replicate(),))  # type: ignore[union-attr, operator]
         vars(module)[name] = local if group is None else SumGradient.apply(local, group)  # type: ignore[no-untyped-call]
 
 
 def hide_local(module: nn.Module, args: Any, output: object, names: list[str]) -> None:
-    """After a forward pass: restores the registered parameters."""
+    """Restores the registered parameters after a forward pass."""
     for name in names:
         vars(module).pop(name, None)
 
 
 class SumGradient(torch.autograd.Function):
-    """Passes a tensor on; its gradient is summed over a group of processes."""
+    """Returns the tensor unchanged in forward; backward sums its gradient over a group of processes."""
 
     @staticmethod
     def forward(context: Any, tensor: Tensor, group: Any) -> Tensor:  # type: ignore[override]

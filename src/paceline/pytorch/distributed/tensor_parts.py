@@ -1,4 +1,4 @@
-"""Sharded tensors: the local shard, the whole, and nests of them."""
+"""Helpers for sharded tensors: the local shard, the whole tensor, and nests of both."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
-    """True if `value` is a DTensor. Their module, 0.4 s of imports, is loaded only if one has been made."""
+    """True if `value` is a DTensor. Does not import the DTensor module, which takes 0.4 s."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Returns this process's part of a tensor, detached."""
-    held: Tensor = getattr(tensor, "ds_tensor", tensor)  # DeepSpeed's part of a parameter that it has partitioned
+    """Returns this process's shard of a tensor, detached."""
+    held: Tensor = getattr(tensor, "ds_tensor", tensor)  # DeepSpeed's shard of a parameter that it has partitioned
     held = held.detach()
     return held.to_local() if is_dtensor(held) else held
 
 
 def whole(value: object) -> Any:
-    """Returns the full tensor of all shards, on the host; all processes take part. Any other value is unchanged."""
+    """Returns a DTensor's full tensor on the host (collective); any other value unchanged."""
     return value.full_tensor().cpu() if is_dtensor(value) else value
 
 
@@ -43,11 +43,11 @@ def map_tensors(function: Callable[[Any], Any], nest: object) -> Any:
 
 
 def differing_names(own: Mapping[str, Any], given: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Returns the names of a model's own values that were not given, and the given ones that it does not have.
+    """Returns the missing names (in the model, not given) and the unexpected names (given, not in the model).
 
     Args:
-        own: `state_dict(keep_vars=True)`: a value with several names is given when one of these is.
-        given: names.
+        own: `state_dict(keep_vars=True)`; a value with several names is missing only if none of them is given.
+        given: the names to compare with.
     """
     names = list(given)
     known = {id(own[name]) for name in names if name in own}

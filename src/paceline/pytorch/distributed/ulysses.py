@@ -1,7 +1,7 @@
-"""Attention by heads: an all-to-all trades tokens of other heads for all tokens of a process's own heads.
+"""Attention by heads: an all-to-all gives each process all tokens of its own heads, in exchange for other heads.
 
-Of DeepSpeed-Ulysses (arXiv:2309.14509). Each process then attends with whole sequences, so that a causal mask needs no
-tensor and torch can take its fastest kernel; the data sent does not grow with the number of processes.
+This is the method of DeepSpeed-Ulysses (arXiv:2309.14509). Each process attends over whole sequences, so that a causal
+mask needs no tensor and torch can use its fastest kernel. The data sent does not grow with the number of processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed import _functional_collectives as functional
 
 from paceline.args.errors import UnsupportedOption
 
-BLOCK = 1024  # queries that justify a call of their own
+BLOCK = 1024  # smallest number of queries per attention call with a window
 
 
 def sync(tensor: Tensor, size: int, group: Any) -> Tensor:
@@ -27,13 +27,13 @@ def sync(tensor: Tensor, size: int, group: Any) -> Tensor:
 
 
 def tokens_for_heads(tensor: Tensor, size: int, group: object) -> Tensor:
-    """(batch, heads, own tokens, features) -> (batch, heads / size, all tokens, features)."""
+    """Converts (batch, heads, own tokens, features) to (batch, heads / size, all tokens, features)."""
     received = sync(tensor.transpose(0, 1), size, group)  # (pieces of tokens * own heads, batch, tokens, features)
     return received.view(size, -1, *received.shape[1:]).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
 
 def heads_for_tokens(tensor: Tensor, size: int, group: object) -> Tensor:
-    """(batch, own heads, all tokens, features) -> (batch, heads, tokens / size, features)."""
+    """Converts (batch, own heads, all tokens, features) to (batch, heads, tokens / size, features)."""
     received = sync(tensor.movedim(2, 0), size, group)  # (pieces of heads * own tokens, batch, heads, features)
     return received.view(size, -1, *received.shape[1:]).permute(2, 0, 3, 1, 4).flatten(1, 2)
 
@@ -48,16 +48,19 @@ def attend_by_heads(
     window: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """Runs torch's attention over whole sequences, given shards: (batch, heads, own tokens, features), the same
-    returned.
+    """Runs torch's attention over whole sequences, given shards of them.
 
     Args:
-        query, key, value: of this process's tokens; keys and values may have fewer heads, which queries share.
-        mask: (all tokens, all tokens), or (batch or 1, 1 or heads, all tokens, all tokens), True where they attend;
+        query, key, value: (batch, heads, own tokens, features); keys and values may have fewer heads, which queries
+            share.
+        mask: (all tokens, all tokens), or (batch or 1, 1 or heads, all tokens, all tokens), True where tokens attend;
             None: causal.
-        size, group: the processes that have the other shards.
-        window: without a mask: tokens attend to this many only, themselves among them; None: to all before them.
+        size, group: number of processes that share a sequence, and their group.
+        window: without a mask, the number of last tokens to attend to, including the token itself; None: all.
         options: of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Returns:
+        The attention output for this process's tokens, of the shape of `query`.
 
     Raises:
         UnsupportedOption: tensors of another shape, or an indivisible number of heads.
@@ -74,7 +77,7 @@ def attend_by_heads(
             f"{said}: {heads} attention heads are not divisible by {size} processes: make sp a divisor, or use cp, "
             "which keeps all heads."
         )
-    if shared % size:  # fewer than processes, say: each gets a copy of those that its queries need
+    if shared % size:  # e.g. fewer heads than processes: each process gets copies of the heads that its queries need
         copies = math.lcm(shared, size) // shared
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
     if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
@@ -82,7 +85,7 @@ def attend_by_heads(
     query, key, value = (tokens_for_heads(each, size, group) for each in (query, key, value))
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and not (mask is None and window is None):
-        # no kernel takes groups and a mask: without this, all scores would be in memory
+        # no fast kernel supports grouped heads with a mask: the fallback would hold all scores in memory
         key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
     options["enable_gqa"] = groups > 1
     if mask is None and window is not None:
@@ -101,10 +104,10 @@ def attend_in_blocks(
     block: int = BLOCK,
     **options: Any,
 ) -> Tensor:
-    """Runs torch's attention of each token over the last `window` ones, of (batch, heads, tokens, features).
+    """Runs torch's attention of each token over the last `window` tokens, on (batch, heads, tokens, features).
 
-    Queries go in blocks of `block` or `window` tokens, whichever is more, each with the keys that it needs: a mask of
-    all tokens by all would be as large as the scores that the kernels do not hold.
+    Queries are processed in blocks of `block` or `window` tokens, whichever is more, each with the keys that it needs.
+    A full mask would take as much memory as the scores, which the kernels avoid storing.
     """
     length, block = query.shape[2], max(block, window)
     parts = []

@@ -1,8 +1,9 @@
-"""A watchdog for hanging processes: each records its current stage, and one that waits long reports the others'.
+"""A watchdog for hanging processes: each process records its current stage, and one that waits too long reports the
+stages of the others.
 
 A late process dumps the stacks of its threads to standard error, which shows where it hangs. The records are in a store
-that one process serves. If that process is stopped, a request to the store does not return: a separate thread makes the
-requests, nothing waits for it, and its silence is reported too.
+that one process serves. If that process is stopped, a request to the store does not return. A separate thread therefore
+makes the requests, nothing waits for it, and an unresponsive store is reported too.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ logger = logging.getLogger(__name__)
 
 SHARE_OF_TIMEOUT = 6  # a process is late after `ddp_timeout` divided by this
 LEAST_INTERVAL, MOST_INTERVAL = 0.2, 10.0  # seconds between two checks
-SECONDS_TO_LEAVE = 1.0  # that the end of a run waits for a request to the store
+SECONDS_TO_LEAVE = 1.0  # the end of a run waits this long for a pending request to the store
 
 
 class Record(NamedTuple):
-    """The state that a process reported of itself.
+    """The state that a process reports.
 
     Attributes:
         stage: its current activity.
-        age: duration of the stage in seconds.
-        waits: True if the stage is waiting for others.
-        number: of the record, so that two are never alike.
+        age: duration of the stage so far, in seconds.
+        waits: True if the process is waiting for others.
+        number: counts the records, so that no two are equal.
     """
 
     stage: str
@@ -47,11 +48,11 @@ class Record(NamedTuple):
 
 
 class Records:
-    """The records of all processes, exchanged by a background thread that may be held up; the last ones are kept.
+    """The latest record of each process, exchanged by a background thread that may block.
 
     Args:
         world: the processes.
-        interval: seconds between two rounds.
+        interval: seconds between two exchanges.
         describe: returns the current record of this process.
     """
 
@@ -68,14 +69,14 @@ class Records:
     def start(self, store: Any) -> None:
         """Starts exchanging records."""
         try:
-            self._store = store.clone()  # with its own connection: others of this process need not wait
+            self._store = store.clone()  # its own connection, so that other users in this process need not wait
         except (AttributeError, RuntimeError):
             self._store = store
         self.answered = time.monotonic()
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, unless it is held up; then it ends with the process."""
+        """Ends the thread; a blocked thread ends with the process."""
         self._stop.set()
         self._thread.join(SECONDS_TO_LEAVE)
 
@@ -86,11 +87,11 @@ class Records:
 
     @property
     def is_held_up(self) -> bool:
-        """True if the store does not answer, or is gone."""
+        """True if the store is gone or does not answer."""
         return self.is_gone or self.silence(self.answered) is not None
 
     def silence(self, since: float) -> float | None:
-        """Returns the seconds since a moment if that is too long ago; else None."""
+        """Returns the seconds since a time if they exceed `patience`; else None."""
         seconds = time.monotonic() - since
         return seconds if seconds > self.patience else None
 
@@ -118,7 +119,7 @@ class Records:
 
 
 class Watchdog:
-    """A monitoring thread; used as a context manager.
+    """Monitors a run in a background thread; used as a context manager.
 
     Args:
         world: the processes.
@@ -171,15 +172,15 @@ class Watchdog:
             self.enter(before)
 
     def report(self) -> str:
-        """Returns the last known stages of the processes that keep the others waiting. Never waits."""
+        """Returns the last known stages of the processes that keep the others waiting, without blocking."""
         busy = [
             f"process {rank} was {record.stage} for {record.age + time.monotonic() - at:.0f} s"
             for rank, (record, at) in sorted(self.records.heard.items())
             if not record.waits and self.records.silence(at) is None
         ]
-        # while the store does not answer, all records are old
+        # while the store does not answer, all records are outdated
         late = self.silent() if self.records.is_held_up else [*busy, *self.silent()]
-        return ", ".join(late) or "a process has ended or cannot be reached; its own last lines say more"
+        return ", ".join(late) or "a process has ended or cannot be reached; see the last lines of its log"
 
     def silent(self) -> list[str]:
         """Returns descriptions of the processes that do not respond."""
@@ -190,7 +191,7 @@ class Watchdog:
             seconds = time.monotonic() - records.answered
             return [f"{keeper_of_records()} has not answered for {seconds:.0f} s: it is stopped, or cut off"]
         return [
-            f"process {rank}, last heard of {record.stage}, has given no sign of life for "
+            f"process {rank}, last heard of {record.stage}, has not responded for "
             f"{time.monotonic() - at:.0f} s: it is stopped, or cut off"
             for rank, (record, at) in sorted(records.heard.items())
             if records.silence(at) is not None
@@ -221,7 +222,7 @@ class Watchdog:
 
 
 def keeper_of_records() -> str:
-    """Returns the process that serves the store: the launcher with torchrun's agent, else the first process."""
+    """Returns the name of the process that serves the store: torchrun's agent if it does, else the first process."""
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     return "the launcher, which keeps the records," if is_agents else "process 0, which keeps the records,"
 

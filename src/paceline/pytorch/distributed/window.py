@@ -19,14 +19,14 @@ class Pass:
     """One forward and backward pass over one micro-batch.
 
     Attributes:
-        batch: on the host, unless `is_prepared`.
+        batch: the micro-batch, on the host unless `is_prepared`.
         counts: the counts of the micro-batch; the weight is 0 in a dummy pass.
         index: position of the micro-batch in the window; 0 in a dummy pass.
         is_last: this is the last pass of the window.
         syncs_gradients: gradients are synchronized in its backward pass, if the strategy delays synchronization.
-        needs_factor: its loss is scaled; False for the only pass of a window on a single process.
-        is_required: it runs even with weight 0, because other processes wait in its collectives.
-        is_dummy: it only takes part in collectives, and its loss counts as 0.
+        needs_factor: the loss is scaled; False for the only pass of a window on a single process.
+        is_required: the pass runs even with weight 0, because other processes wait in its collectives.
+        is_dummy: the pass only takes part in collectives, and its loss counts as 0.
         is_prepared: the batch is on the device.
     """
 
@@ -45,8 +45,8 @@ class PassRunner(Protocol):
     """The members of the engine that a strategy uses to run an accumulation window.
 
     Attributes:
-        optimizer: over the parameters of the model.
-        num_micro_steps: micro-batches of the window.
+        optimizer: steps the parameters of the model.
+        num_micro_steps: number of micro-batches in the window.
         prepare_inputs: moves a micro-batch to the device.
     """
 
@@ -71,5 +71,5 @@ class PassRunner(Protocol):
         ...
 
     def end_pass(self, current: Pass | None) -> None:
-        """Fires the event between two passes; None if no pass is in progress."""
+        """Fires the event between two passes; `current` is None if no pass is in progress."""
         ...

@@ -31,7 +31,7 @@ class World:
         world_size: number of processes that train together.
         process_index: rank in the world.
         local_process_index: rank on this machine.
-        n_gpu: devices this process drives: 0 or 1. Several are never driven through `nn.DataParallel`.
+        n_gpu: number of devices this process drives, 0 or 1; `nn.DataParallel` is never used.
     """
 
     device: torch.device
@@ -45,12 +45,12 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True if this process writes the files that are written once."""
+        """True for rank 0, which writes the files that are written once."""
         return self.process_index == 0
 
     @property
     def local_size(self) -> int:
-        """Returns the number of processes on this machine, from the launcher; else all."""
+        """Returns the launcher's number of processes on this machine; without it, the world size."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
 
     @property
@@ -63,8 +63,8 @@ def choose_device(use_cpu: bool, local_rank: int | None = None) -> torch.device:
     """Returns the accelerator (CUDA, ROCm, XPU, MPS, NPU, HPU alike), or the CPU without one or with `use_cpu`.
 
     Args:
-        use_cpu: True for the CPU in any case.
-        local_rank: of one of several processes on this machine, each of which takes its own device.
+        use_cpu: True always returns the CPU.
+        local_rank: selects this process's device if several processes run on this machine.
 
     Raises:
         ValueError: there are more processes on this machine than devices.
@@ -89,18 +89,18 @@ def choose_device(use_cpu: bool, local_rank: int | None = None) -> torch.device:
 
 
 def device_text(device: torch.device) -> str:
-    """Returns a device's name for people: `cuda:0 (NVIDIA H200)`, `cpu`."""
+    """Returns a readable device name such as `cuda:0 (NVIDIA H200)` or `cpu`."""
     name = getattr(getattr(torch, device.type, None), "get_device_name", None)  # neither the CPU nor XLA has one
     return str(device) if name is None else f"{device} ({name(device)})"
 
 
 def has_group() -> bool:
-    """True if the processes are connected."""
+    """True if a process group is initialized."""
     return distributed.is_available() and distributed.is_initialized()
 
 
 def current_world(args: Options) -> World:
-    """Returns the world that `args` and the environment describe. The first call connects the processes.
+    """Returns the world that `args` and the environment describe. The first call creates the process group.
 
     Raises:
         ValueError: the environment or the options are contradictory.
@@ -118,7 +118,7 @@ def current_world(args: Options) -> World:
 
 
 def start_group(args: Any, launch: Launch) -> World:
-    """Connects the processes that a launcher started."""
+    """Creates the process group of the processes that a launcher started."""
     device = choose_device(bool(args.use_cpu), launch.local_rank)
     backend = choose_backend(args.ddp_backend, device)
     options: dict[str, Any] = {}
@@ -129,8 +129,8 @@ def start_group(args: Any, launch: Launch) -> World:
             "world_size": launch.world_size,
         }
     elif num_restarts(os.environ) > 0 and os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # torchrun's store may outlive earlier processes: gloo would read their addresses there. On several
-        # machines the counts of restarts may differ, and cannot distinguish the launches.
+        # torchrun's store may outlive earlier processes, whose addresses gloo would read there. On several machines
+        # the restart counts may differ, so they cannot distinguish the launches.
         store, rank, size = next(distributed.rendezvous("env://", timeout=args.ddp_timeout_delta))  # type: ignore[attr-defined]
         store = distributed.PrefixStore(f"restart {num_restarts(os.environ)}", store)  # type: ignore[attr-defined]
         options = {"store": store, "rank": rank, "world_size": size}
@@ -141,13 +141,13 @@ def start_group(args: Any, launch: Launch) -> World:
 
 
 def host_device(world: World) -> torch.device:
-    """Returns the device for host values to send: a group that a user made may have no backend for the CPU."""
+    """Returns the device for sending host values: a group that the user created may have no CPU backend."""
     has_cpu = "cpu" in distributed.get_backend_config()
     return torch.device("cpu") if has_cpu else world.device
 
 
 def wait_for_all(world: World) -> None:
-    """Waits until all processes are here."""
+    """Waits until all processes have reached this call (a barrier)."""
     if world.is_distributed:
         distributed.all_reduce(torch.ones((), device=host_device(world)))
 
@@ -157,8 +157,8 @@ def first_before_others(world: World, is_first: bool) -> Iterator[None]:
     """Runs the block on the first process before the others, which wait until it is done or has failed.
 
     Args:
-        world: of this process.
-        is_first: True if this is the first, or the first of its machine.
+        world: the processes.
+        is_first: True on the first process, or on the first process of each machine.
     """
     if not is_first:
         wait_for_all(world)
@@ -172,8 +172,8 @@ def first_before_others(world: World, is_first: bool) -> Iterator[None]:
 def leave_group() -> None:
     """Destroys the process group, if it still exists.
 
-    Unreferenced wrapped models are freed first: they hold the group, whose threads must end before the interpreter
-    does.
+    Unreferenced wrapped models are freed first: they keep the group alive, whose threads must end before the
+    interpreter does.
     """
     if has_group():
         gc.collect()
@@ -181,7 +181,7 @@ def leave_group() -> None:
 
 
 def choose_backend(asked: str | None, device: torch.device) -> str:
-    """Returns the backend of the group: gloo for values on the host, and the device's own for those on it.
+    """Returns the backend of the group: gloo for tensors on the host, the device's own backend for tensors on it.
 
     Raises:
         ValueError: `ddp_backend` cannot serve this device.
@@ -200,8 +200,8 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 def process_state(use_cpu: bool = False) -> Any:
     """Returns accelerate's PartialState of this process, which libraries log and gather through; creates it if missing.
 
-    With several processes it is created only after their group, so that there is one group. None until then, and
-    without accelerate.
+    With several processes it is created only after the process group, so that there is only one group. Returns None
+    until then, and if accelerate is not installed.
     """
     if not is_installed("accelerate"):
         return None

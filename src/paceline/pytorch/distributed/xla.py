@@ -1,8 +1,8 @@
 """XLA devices (TPU) through torch_xla: operations are recorded, and compiled and run together once per optimizer step.
 
-With several devices one process drives all of them: tensors are annotated with the dimension that they are sharded
-along, and XLA's compiler distributes the work (GSPMD, Xu et al., 2021, arXiv:2105.04663). The model has whole tensors,
-as on one device.
+With several devices a single process drives all of them: tensors are annotated with the dimension along which they are
+sharded, and XLA's compiler distributes the work (GSPMD, Xu et al., 2021, arXiv:2105.04663). To Python code the model's
+tensors are whole, as on one device.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ Spec = tuple[str | None, ...]
 
 
 class XlaDevices(SingleDevice):
-    """One XLA device, or all of this machine.
+    """One XLA device, or all XLA devices of this machine.
 
     Args:
-        world, precision: as for one device.
+        world, precision: as for `SingleDevice`.
         args: `fsdp`, `fsdp_config` and `tpu_num_cores` are read; options that XLA does not support are refused.
 
     Raises:
-        UnsupportedOption: fp16, a whole model in 16 bits for evaluation, torch's activation checkpointing or compiler.
+        UnsupportedOption: fp16, evaluation in 16 bits, torch's activation checkpointing or compiler, or sharded
+            checkpoints.
     """
 
     is_lazy = True
@@ -84,7 +85,7 @@ class XlaDevices(SingleDevice):
             self._handles += [CheckpointedUnit(unit) for unit in units]
 
     def _spec_of(self, tensor: Tensor) -> Spec:
-        """Returns the dimension a parameter is sharded along: its longest that the devices divide, else its longest."""
+        """Returns the sharding of a parameter: along its longest evenly divisible dimension, else along its longest."""
         sizes = list(tensor.shape)
         if not sizes or max(sizes) < self.num_devices:
             return (None,) * len(sizes)
@@ -101,12 +102,12 @@ class XlaDevices(SingleDevice):
             self._mark(tensor, ("fsdp",) + (None,) * (tensor.dim() - 1))
 
     def _mark_outputs(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        """Keeps the outputs of a unit sharded by samples: so the compiler gathers weights, and not activations."""
+        """Keeps the outputs of a unit sharded by samples, so that the compiler gathers weights, not activations."""
         for tensor in tensors_in(outputs):
             self._mark_samples(tensor)
 
     def _place(self, batch: object) -> Any:
-        """Returns the batch on the devices, each with a part of the samples."""
+        """Returns the batch on the devices, sharded by samples."""
         moved = move_to_device(batch, self.device)
         for tensor in tensors_in(moved):
             self._mark_samples(tensor)
@@ -119,7 +120,7 @@ class XlaDevices(SingleDevice):
     def upload(self, number: float) -> Tensor:
         """Returns the number as a separate 0-dim input.
 
-        torch_xla merges equal scalars: it would compile again for each pattern of micro-batches with equal weights. It
+        torch_xla merges equal scalars, so it would recompile for each pattern of micro-batches with equal weights. It
         does not inspect tensors with a dimension.
         """
         return torch.tensor([number], dtype=torch.float32).to(self.device)[0]
@@ -135,7 +136,7 @@ class XlaDevices(SingleDevice):
         return value.detach().cpu()
 
     def full_state(self, state: object) -> Any:
-        """Returns the same nest with every tensor on the host."""
+        """Returns the same nest with every tensor copied to the host."""
         return map_tensors(lambda tensor: tensor.detach().cpu(), state)
 
     def load_full(self, model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
@@ -145,7 +146,7 @@ class XlaDevices(SingleDevice):
         return found
 
     def shard_state(self, optimizer: Optimizer) -> None:
-        """Shards the loaded state like the parameters that it belongs to."""
+        """Shards the loaded state like its parameters."""
         for parameter, state in optimizer.state.items() if self.sharding is not None else ():
             for value in state.values():
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.device == parameter.device:
@@ -154,9 +155,9 @@ class XlaDevices(SingleDevice):
 
 
 class CheckpointedUnit:
-    """Makes a module store its inputs only, and recompute in the backward pass, in a way that XLA does not undo.
+    """Applies activation checkpointing to a module, in a form that XLA does not optimize away.
 
-    torch's own checkpointing has no effect: the compiler sees the same computation twice and keeps the first.
+    torch's own checkpointing has no effect: the compiler sees the same computation twice and keeps only the first.
     """
 
     def __init__(self, unit: nn.Module) -> None:
@@ -177,7 +178,7 @@ class CheckpointedUnit:
 
 
 def check_options(args: Any, precision: Any) -> None:
-    """Raises for options that XLA devices do not support.
+    """Refuses options that XLA devices do not support.
 
     Raises:
         UnsupportedOption: names the option, its value and a replacement.

@@ -18,13 +18,13 @@ from paceline.args.sharding import is_asked, is_xla_asked
 from paceline.core.optional import is_installed, require
 
 EXTRA = "xla"
-TPU_FILES = ("/dev/accel0", "/dev/vfio/0")  # one of them is there for the first chip of a machine
+TPU_FILES = ("/dev/accel0", "/dev/vfio/0")  # one of them exists if a machine has a TPU chip
 
 
 def wants_xla(args: Options) -> bool:
-    """True if a run uses XLA devices: by the arguments, by PJRT_DEVICE, or for a TPU and no other accelerator.
+    """True if a run uses XLA devices: requested by the arguments or PJRT_DEVICE, or if a TPU is the only accelerator.
 
-    PJRT_DEVICE=CPU alone does not count: torch_xla sets it by itself when another library asks it for a device.
+    PJRT_DEVICE=CPU alone does not count: torch_xla sets it itself when another library asks it for a device.
     """
     if args.use_cpu:
         return False
@@ -46,17 +46,17 @@ def has_tpu() -> bool:
 
 
 def start_device(args: Options, num_processes: int) -> torch.device:
-    """Returns the XLA device of this process; with several to share the work, the one that represents all of them.
+    """Returns the XLA device of this process; if several devices share the work, the device that represents them all.
 
     Args:
-        args: `fsdp`, `fsdp_config` and `tpu_num_cores` are read; if the last is unset, TPU_NUM_CORES
-            of the environment.
-        num_processes: that a launcher started.
+        args: `fsdp`, `fsdp_config` and `tpu_num_cores` are read; if the last is unset, the environment variable
+            TPU_NUM_CORES.
+        num_processes: number of processes that a launcher started.
 
     Raises:
         ImportError: torch_xla is missing.
-        UnsupportedOption: there are several processes.
-        ValueError: another number of devices than one or all was requested.
+        UnsupportedOption: there are several processes or several machines.
+        ValueError: `tpu_num_cores` is neither 1 nor the number of devices.
     """
     runtime: Any = require("torch_xla.runtime", EXTRA)
     if num_processes > 1:
@@ -65,7 +65,7 @@ def start_device(args: Options, num_processes: int) -> torch.device:
             "drives all devices of its machine (fsdp=True, fsdp_config={'xla': True, 'xla_fsdp_v2': True})."
         )
     if is_distributed(args) and not runtime.is_spmd():
-        runtime.use_spmd()  # before the first tensor: a device of this mode represents all of them
+        runtime.use_spmd()  # before the first tensor: in this mode one device represents all
     device = torch.device(require("torch_xla", EXTRA).device())
     count, asked = int(runtime.global_runtime_device_count()), number_asked(args)
     if runtime.process_count() > 1:
@@ -79,7 +79,7 @@ def start_device(args: Options, num_processes: int) -> torch.device:
 
 
 def number_asked(args: Options) -> int | None:
-    """Returns `tpu_num_cores`, or the environment's value."""
+    """Returns `tpu_num_cores`, or TPU_NUM_CORES of the environment; None if neither is set."""
     if args.tpu_num_cores is not None:
         return int(args.tpu_num_cores)
     text = os.environ.get("TPU_NUM_CORES", "")
@@ -91,15 +91,15 @@ def number_asked(args: Options) -> int | None:
 
 
 def is_distributed(args: Options) -> bool:
-    """True if several XLA devices share the work: with shards of the model, or the whole of it on each."""
+    """True if several XLA devices share the work, with the model sharded or replicated."""
     return is_asked(args.fsdp) or args.parallel == "fsdp" or (number_asked(args) or 1) > 1
 
 
-# ---- random numbers: the devices have their own generator, which torch's functions do not reach
+# ---- random numbers: the devices have their own generator, which torch's functions do not control
 
 
 def started() -> Any:
-    """Returns torch_xla's module of generators if this process uses XLA devices; else None. Imports nothing."""
+    """Returns torch_xla's random number module if this process already uses XLA devices; else None."""
     module = sys.modules.get("torch_xla")
     if module is None or not module._XLAC._xla_runtime_is_initialized():
         return None

@@ -1,1 +1,1 @@
-"""Evaluation and prediction: forward passes, sums of losses, rows of predictions, metrics."""
+"""Evaluation and prediction: forward passes, mean losses, predictions and metrics."""

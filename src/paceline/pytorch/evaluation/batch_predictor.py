@@ -24,11 +24,11 @@ class BatchPredictor:
     Args:
         objective: calls the model; names the labels if `label_names` is empty.
         label_names: names under which a batch carries its labels.
-        requires_all_labels: the user declared `label_names`: a batch that lacks one of them has no labels. Otherwise
-            only those that the model's forward requires are required, since there may be no data for the others.
+        requires_all_labels: the user declared `label_names`, so a batch that lacks one of them counts as unlabeled.
+            Otherwise only the labels that the model's forward requires are required.
         can_return_loss: the model returns a loss without labels.
         autocasts: predictions are computed in a 16-bit type, and returned in float32.
-        count_items: `(batches) -> num_items_in_batch`, or None.
+        count_items: `(batches) -> num_items_in_batch`, which may be None.
         prepare_inputs: `(batch) -> batch on the device`.
         compute_loss: `(model, inputs, return_outputs, num_items_in_batch) -> loss, or (loss, outputs)`.
         forward_context: returns the precision context of a forward pass.
@@ -53,12 +53,12 @@ class BatchPredictor:
     ) -> tuple[Tensor | None, Any, Any]:
         """Returns (loss, predictions, labels) of one batch, without gradients; absent ones are None.
 
-        Labels are taken before the loss is computed, since an overridden `compute_loss` may pop them. If the batch
-        lacks the labels the model is known to take, the model is called without a loss; labels it does not take are
-        for `compute_loss`.
+        Labels are read before the loss is computed, because an overridden `compute_loss` may pop them. If the batch
+        lacks the labels that the model is known to take, the model is called without computing a loss. Labels that the
+        model does not take are left to `compute_loss`.
 
         Args:
-            model: as the strategy prepared it.
+            model: the model as the strategy prepared it.
             inputs: the batch.
             loss_only: return neither predictions nor labels.
             ignore_keys: outputs of the model to drop.
@@ -102,7 +102,7 @@ class BatchPredictor:
 
 
 def ignored_keys(model: nn.Module) -> Sequence[str]:
-    """Returns the names of outputs that are no predictions, as the model's config says."""
+    """Returns the names of outputs that are no predictions according to the model's config."""
     config = getattr(innermost(model), "config", None)
     if not config:
         return []

@@ -1,7 +1,7 @@
-"""Distributed evaluation: each sample once, on one process; loss, rows and metrics are those of one process.
+"""Distributed evaluation: each sample is evaluated once; loss, predictions and metrics equal those of one process.
 
-Every process runs its shard of the batches through the model. Before each round they synchronize if a batch is left and
-if one was asked to stop, so none waits for another that has ended.
+Every process runs its shard of the batches through the model. Before each round the processes agree if a batch is left
+and if the run was asked to stop, so no process waits for one that has ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.pytorch.loss_probe import LossProbe, Part
 from paceline.pytorch.model.loss import Counts, LossNormalizer
 from paceline.pytorch.model.reductions import Observation
 
-CHUNK_BYTES = 2**26  # bytes of rows that a process sends at a time
+CHUNK_BYTES = 2**26  # maximum bytes of predictions that a process sends at a time
 
 Rows = dict[str, Any]
 
@@ -45,7 +45,7 @@ class DistributedLossSum(LossSum):
 
 
 class DistributedPredictionBuffer(PredictionBuffer):
-    """The rows of all processes: each holds its own until the end, when they are merged in order."""
+    """The predictions of all processes. Each process stores its own until they are merged in order at the end."""
 
     def __init__(self, options: EvaluationOptions, disk_buffer: DiskBuffer, world: World, is_data_leader: bool) -> None:
         super().__init__(options, disk_buffer)
@@ -55,7 +55,7 @@ class DistributedPredictionBuffer(PredictionBuffer):
         self._sizes: dict[str, list[int]] = {name: [] for name in self._collectors}
 
     def add(self, rows: Rows, size: int, loader: object) -> None:
-        """Adds one batch; nothing in a round without one on this process."""
+        """Adds one batch; does nothing in a round in which this process has no batch."""
         if size > 0:
             super().add(rows, size, loader)
 
@@ -67,7 +67,7 @@ class DistributedPredictionBuffer(PredictionBuffer):
         super()._flush()
 
     def result(self, order: Sequence[int] | None = None) -> Rows:
-        """Returns the rows of all processes, on each of them."""
+        """Returns the rows of all processes on each process. A collective."""
         self._flush()
         self.num_samples = sum_ints(self.world, [self.num_samples if self.is_data_leader else 0])[0]
         whole = {
@@ -84,7 +84,7 @@ class DistributedPredictionBuffer(PredictionBuffer):
         return {name: collector.result(order) for name, collector in whole.items()}
 
     def _rounds(self, own: list[tuple[Any, int]], num_bytes: int) -> Iterator[list[tuple[Any, int]]]:
-        """Yields the rows of each round, by rank; sent some batches at a time."""
+        """Yields the rows of each round by rank; several batches are sent at a time."""
         known = gather_objects(self.world, (len(own), num_bytes))
         number = max(count for count, _ in known)
         largest = max((size // count for count, size in known if count), default=0)
@@ -96,13 +96,13 @@ class DistributedPredictionBuffer(PredictionBuffer):
 
 
 class DistributedEvaluation(EvaluationLoop):
-    """The evaluation of one of several processes.
+    """The evaluation loop of one of several processes.
 
     Args:
         world: the processes.
-        signals: of the training in progress, which are synchronized; None: there is none.
-        compute_loss: the Trainer's, bound: an override may gather, so all processes call it equally often.
-        options: of `EvaluationLoop`.
+        signals: stop requests of the training in progress, which are synchronized; None outside of training.
+        compute_loss: the Trainer's, bound; an override may run collectives, so all processes call it equally often.
+        options: arguments of `EvaluationLoop`.
     """
 
     def __init__(
@@ -117,7 +117,8 @@ class DistributedEvaluation(EvaluationLoop):
         self.world = world
         self.signals = signals
         self.compute_loss = compute_loss
-        self._speaks = self.strategy.mesh.is_data_leader(world.process_index)  # or another rank does
+        # of ranks that read the same data, only the leader contributes results
+        self._speaks = self.strategy.mesh.is_data_leader(world.process_index)
         self._filler: Any = None
 
     def _make_sum(self) -> LossSum:
@@ -127,7 +128,7 @@ class DistributedEvaluation(EvaluationLoop):
         return DistributedPredictionBuffer(self.options, disk_buffer, self.world, self._speaks)
 
     def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
-        """Yields each round's batch of this process, None if it has none left, and True in the last round."""
+        """Yields (batch, is_last) for each round; the batch is None if this process has none left."""
         iterator = iter(loader)
         held = next(iterator, None)
         while True:
@@ -149,7 +150,7 @@ class DistributedEvaluation(EvaluationLoop):
             held = after
 
     def _find_filler(self, held: object) -> Any:
-        """Returns a batch of another process, for a dummy pass on a process without any batch."""
+        """Returns a batch of another process, for dummy passes on a process without batches. A collective."""
         offers = gather_objects(self.world, held)
         return next(self.name_inputs(offer) for offer in offers if offer is not None)
 
@@ -172,7 +173,7 @@ class DistributedEvaluation(EvaluationLoop):
         return super()._take(batch, total, kept, loader, loss_only, ignore_keys)
 
     def _observe_nothing(self) -> None:
-        """Takes part in the probe of the other processes."""
+        """Takes part in the collectives of the other processes' probe."""
         if self._fills:
             probe = LossProbe(self.model, self._loss_of, must_match=True)
             probe.look(self.rule, [Part(self._filler, Counts(0, None, 0))], None)
@@ -181,11 +182,11 @@ class DistributedEvaluation(EvaluationLoop):
     @property
     def waits_for_others(self) -> bool:  # type: ignore[override]
         makes_loss = (self.prediction_step, self.compute_loss)
-        return self.strategy.in_step or not all(map(is_ours, makes_loss))  # an override may gather, as those of TRL do
+        return self.strategy.in_step or not all(map(is_ours, makes_loss))  # TRL's overrides run collectives
 
     @property
     def _fills(self) -> bool:
-        """True if a process without a batch runs a dummy pass."""
+        """Returns True if a process without a batch runs a dummy pass."""
         return self.waits_for_others
 
     def _gather(self, observations: list[Observation]) -> list[Observation]:
@@ -193,30 +194,30 @@ class DistributedEvaluation(EvaluationLoop):
         return [observation for each in gathered for observation in each]
 
     def _stream(self, rows: Rows, size: int, is_last: bool) -> None:
-        """Gives the metrics the batches of all processes, as one."""
+        """Passes the batches of all processes to the metrics as one batch."""
         own = {name: to_host(value) for name, value in rows.items()}
         parts = gather_objects(self.world, (own, size) if self._speaks else ({}, 0))
         names = dict.fromkeys(name for part, _ in parts for name in part)
         whole = {name: join([(part[name], count) for part, count in parts if name in part]) for name in names}
-        if self.metric is None:  # a function gets tensors, as it does from one process
+        if self.metric is None:  # compute_metrics gets tensors, as with one process
             place = partial(to_tensor, device=self.strategy.device)
             whole = {name: map_nest(place, nest) for name, nest in whole.items()}
         super()._stream({"predictions": None, "labels": None, **whole}, sum(count for _, count in parts), is_last)
 
     def _metrics(self, gathered: Rows, loss_only: bool) -> Rows:
-        """Returns the first process's metrics, for all, so that decisions by them agree."""
+        """Returns the first process's metrics on all processes, so that decisions based on them agree."""
         metrics: Rows = share_object(self.world, super()._metrics(gathered, loss_only))
         return metrics
 
 
 class PipelineEvaluation(DistributedEvaluation):
-    """The evaluation of pipeline stages on the same batches: the process with the last stage predicts for all."""
+    """The evaluation loop of pipeline stages on the same batches; the process with the last stage predicts for all."""
 
-    strategy: Any  # one that runs accumulation windows
+    strategy: Any  # a strategy that runs accumulation windows
 
     @property
     def _fills(self) -> bool:
-        return bool(self.strategy.in_step)  # the loss is made by the last part's process alone
+        return bool(self.strategy.in_step)  # only the process with the last stage computes the loss
 
     def _predict(self, batch: object, total: LossSum, loss_only: bool, ignore_keys: list[str] | None) -> Rows:
         batch = self.strategy.place(batch)
@@ -233,7 +234,7 @@ class PipelineEvaluation(DistributedEvaluation):
         return rows
 
     def _loss_of(self, batch: object, num_items: object) -> torch.Tensor | None:
-        """Returns the loss of a batch that goes through the stages, on all processes of the pipeline."""
+        """Returns the loss of a batch on all processes of the pipeline, through whose stages the batch is passed."""
         loss = None
         with self.strategy.looking():
             if not self.strategy.is_last:
@@ -247,12 +248,12 @@ class PipelineEvaluation(DistributedEvaluation):
 
 
 def to_tensor(array: Any, device: torch.device) -> Any:
-    """Returns an array as a tensor; one of Python objects, or text, unchanged."""
+    """Returns an array as a tensor; arrays of Python objects or text are unchanged."""
     return torch.as_tensor(array, device=device) if array.dtype.kind in "biufc" else array
 
 
 def join(parts: list[tuple[Any, int]]) -> Any:
-    """Returns the nests of several processes concatenated; None if none has any."""
+    """Returns the concatenated arrays of several processes; None if no process has any."""
     collector = RowCollector()
     for nest, size in parts:
         collector.add(nest, size)

@@ -1,4 +1,4 @@
-"""Sums of losses over the batches of an evaluation, for the mean over samples or targets."""
+"""Sums the losses over the batches of an evaluation, for the mean over samples or targets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.pytorch.model.reductions import LossReduction
 
 @dataclass
 class Sum:
-    """The losses so far under reductions that weighed every batch alike: the sum, and its weight."""
+    """The weighted sum of the losses so far, under reductions that gave every batch the same weights."""
 
     reductions: list[LossReduction]
     total: Any = 0.0
@@ -21,10 +21,10 @@ class Sum:
 
 
 class LossSum:
-    """The weighted mean of the losses of any number of batches, equal for any split of the samples into batches.
+    """The weighted mean of the losses of any number of batches, which is independent of the split into batches.
 
-    Each batch is weighed under all reductions that may still be right, so that a decision by a later batch applies to
-    the earlier ones too. One sum is stored for all reductions with equal weights, for any number of batches.
+    Each batch is weighted under all candidate reductions, so that a decision by a later batch also applies to earlier
+    ones. Reductions with equal weights share one sum, for any number of batches.
     """
 
     def __init__(self, rule: LossNormalizer) -> None:
@@ -33,7 +33,9 @@ class LossSum:
         self._sums = [Sum(list(rule.candidates))]
 
     def add(self, loss: Tensor, counts: Counts, num_items: object) -> None:
-        """Adds one batch; nothing is read back from the device. One of weight 0 adds nothing, whatever its loss."""
+        """Adds one batch without synchronizing with the device. A batch of weight 0 adds nothing, even if its loss is
+        NaN.
+        """
         loss = loss.detach().double() if loss.device.type != "mps" else loss.detach()
         self.num_batches += 1
         sums: list[Sum] = []
@@ -49,7 +51,7 @@ class LossSum:
         counts: Counts,
         num_items: Any,
     ) -> dict[float, list[LossReduction]]:
-        """Returns the reductions by the weight of this batch under each."""
+        """Returns the reductions grouped by the weight they give this batch."""
         if self.rule.function is not None:
             return {counts.weight: reductions}
         if self.rule.is_scaled and num_items is not None:
@@ -62,9 +64,9 @@ class LossSum:
         return found
 
     def mean(self) -> float | None:
-        """Returns the mean loss; None if no batch had one. Waits for the device.
+        """Returns the mean loss; None if no batch had a loss. Synchronizes with the device.
 
-        It warns if other possible reductions would give another mean.
+        Logs a warning if other possible reductions would give another mean.
         """
         rule = self.rule
         reductions = rule.open_reductions()

@@ -1,4 +1,4 @@
-"""The predictions of an evaluation: on the device for a few batches, then on the host, then on disk."""
+"""Stores the predictions of an evaluation: on the device for a few batches, then on the host, then on disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.pytorch.model.signature import innermost
 
 logger = logging.getLogger(__name__)
 
-# a list of these is one row per sample, not a nest
+# a list of values of these types is one row per sample, not a nested structure
 ROW_TYPES = (str, bytes, int, float, bool, np.generic)
 
 
@@ -30,14 +30,14 @@ class EvaluationOptions:
     """The options of an evaluation, from the arguments.
 
     Attributes:
-        concatenate: one array per output (False: a list of batches).
-        streaming: metrics are taken batch by batch: `compute_metrics` is called with `compute_result`, or driven as a
+        concatenate: return one array per output (False: a list of batches).
+        streaming: compute metrics batch by batch: `compute_metrics` is called with `compute_result`, or is a
             `StreamingMetric`.
-        include: those of `inputs` and `loss` that the metrics get.
+        include: those of `inputs` and `loss` that are passed to the metrics.
         host_every: move predictions to the host every `host_every` batches.
-        dtype: cast the whole model to this dtype while it is evaluated; None disables it.
-        spill_bytes: predictions beyond this many bytes are saved to disk; None: never.
-        spill_folder: its folder, if the system's temporary folder is in memory.
+        dtype: cast the whole model to this dtype during evaluation; None disables it.
+        spill_bytes: save predictions beyond this many bytes to disk; None: never.
+        spill_folder: where they are saved if the system's temporary folder is in memory.
     """
 
     concatenate: bool = True
@@ -50,11 +50,11 @@ class EvaluationOptions:
 
 
 class PredictionBuffer:
-    """The predictions of an evaluation: on the device for a few batches, then on the host, then on disk.
+    """Stores the predictions of an evaluation: on the device for a few batches, then on the host, then on disk.
 
     Args:
-        options: the data to store, and its location.
-        disk_buffer: the memory limit, and the files beyond it.
+        options: which data to store, and where.
+        disk_buffer: the memory limit, and the files for data beyond it.
 
     Attributes:
         num_samples: number of samples added.
@@ -70,7 +70,7 @@ class PredictionBuffer:
         self._collectors = {name: RowCollector(options.concatenate, disk_buffer=disk_buffer) for name in names}
 
     def add(self, rows: dict[str, Any], size: int, loader: object) -> None:
-        """Adds one batch. After the first one, it logs the expected size of all."""
+        """Adds one batch. After the first batch, warns if the expected total size exceeds the memory limit."""
         self.num_samples += size
         self._num_batches += 1
         self._waiting.append((rows, size))
@@ -81,8 +81,10 @@ class PredictionBuffer:
             self._flush()
 
     def result(self, order: Sequence[int] | None = None) -> dict[str, Any]:
-        """Returns everything, by name; None for absent data. `order`: the position of each row; None: in order of
-        arrival.
+        """Returns all data by name; None for absent data.
+
+        Args:
+            order: the position of each row; None: order of arrival.
         """
         self._flush()
         return {name: collector.result(order) for name, collector in self._collectors.items()}
@@ -96,13 +98,13 @@ class PredictionBuffer:
         self._waiting.clear()
 
     def _project(self, num_batches: int | None) -> None:
-        """Warns of the expected size, if it exceeds the memory limit."""
+        """Warns if the expected total size exceeds the memory limit."""
         each = sum(collector.num_bytes for collector in self._collectors.values())
         announce(self.disk_buffer, each, num_batches)
 
 
 def make_prediction(batch: dict[str, Any]) -> EvalPrediction:
-    """Returns the metrics' input from the data stored under these names."""
+    """Returns the input of `compute_metrics` for stored data."""
     return EvalPrediction(
         predictions=batch.get("predictions"),
         label_ids=batch.get("labels"),
@@ -112,13 +114,13 @@ def make_prediction(batch: dict[str, Any]) -> EvalPrediction:
 
 
 def to_host(value: object) -> Any:
-    """Returns a nest of tensors as numpy arrays; bfloat16, which numpy lacks, as float32."""
+    """Returns nested tensors as numpy arrays; bfloat16, which numpy lacks, becomes float32."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         if value.dtype == torch.bfloat16:
             value = value.float()
         elif value.untyped_storage().nbytes() > value.nbytes:
-            value = value.clone()  # a view of a larger array, which would be kept with it
+            value = value.clone()  # a view would keep the whole larger tensor alive
         return value.numpy()
     if isinstance(value, Mapping):
         return {key: to_host(item) for key, item in value.items()}
@@ -128,13 +130,13 @@ def to_host(value: object) -> Any:
 
 
 def is_row_list(values: list[Any] | tuple[Any, ...]) -> bool:
-    """True if a sequence is one row per sample: numbers or texts, some perhaps missing, and nothing else."""
+    """Returns True if a sequence has one number or text per sample; all but the first may be None."""
     has_rows = bool(values) and isinstance(values[0], ROW_TYPES)
     return has_rows and all(value is None or isinstance(value, ROW_TYPES) for value in values)
 
 
 def with_rows(arrays: Any, size: int) -> Any:
-    """Returns the same nest, its 0-dim arrays or tensors repeated for each of `size` samples."""
+    """Returns the same nested structure with its 0-dim arrays or tensors repeated for each of `size` samples."""
 
     def repeated(value: Any) -> Any:
         if value.ndim:
@@ -151,19 +153,17 @@ def expected_bytes(
     label_names: Sequence[str] = (),
     dtype: torch.dtype | None = None,
 ) -> int | None:
-    """Returns the host bytes of one batch's predictions and labels, before the model is called.
+    """Returns the host bytes of one batch's logits and labels, before the model is called; None if unknown.
 
-    Known if every token gives one number per word of the vocabulary: the model names the layer that makes them
-    (`get_output_embeddings`, as models of transformers do), and the batch has as many tokens as it has labels or input
-    ids. Those are the evaluations that fill a machine; others are known only from the first batch's outputs.
+    The size is known for language models that name their head (`get_output_embeddings`, as models of transformers do):
+    each label or input id then yields one logit per token of the vocabulary. Such evaluations can exhaust the host's
+    memory. For other models, the size is known only after the first batch. Outputs other than logits are not included.
 
     Args:
-        model: not called.
-        batch: the first one.
-        label_names: of the labels among its fields.
-        dtype: that the model is cast to; None: that of its weights.
-
-    Returns: bytes, without outputs beside the logits; None if unknown.
+        model: it is not called.
+        batch: the first batch.
+        label_names: names of the labels in the batch.
+        dtype: the dtype to which the model is cast; None: the dtype of its weights.
     """
     inner = innermost(model)
     find_head = getattr(inner, "get_output_embeddings", None)
@@ -177,13 +177,13 @@ def expected_bytes(
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
         return None
     kind: torch.dtype = dtype or weight.dtype
-    item_bytes = 4 if kind == torch.bfloat16 else kind.itemsize  # which numpy lacks
+    item_bytes = 4 if kind == torch.bfloat16 else kind.itemsize  # numpy lacks bfloat16, which is stored as float32
     num_bytes: int = ids.numel() * weight.shape[0] * item_bytes + sum(label.nbytes for label in labels)
     return num_bytes
 
 
 def announce(disk_buffer: DiskBuffer, batch_bytes: int | None, num_batches: int | None) -> None:
-    """Warns if the predictions exceed the memory limit, and the last warning by a good deal."""
+    """Warns if the expected size of all predictions exceeds the memory limit, and that of the last warning by 25 %."""
     limit = disk_buffer.limit
     if limit is None or batch_bytes is None or num_batches is None:
         return

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: the loop over the batches, sums of losses, rows of predictions, metrics, speed."""
+"""Evaluation and prediction: the loop over the batches, mean losses, predictions, metrics and speed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-MAX_COPIES = 16  # of a batch, on which a sum is tested: the number of batches to come may be unknown
+MAX_COPIES = 16  # copies of a batch on which a sum is tested; a constant, as the number of batches may be unknown
 
 ADVICE_ON_MEMORY = (
     "Evaluation hit an out-of-memory error in a batch of {} samples. Set a smaller per_device_eval_batch_size; where "
@@ -57,22 +57,22 @@ class EvaluationLoop:
     """Runs a model over batches.
 
     Args:
-        model: as the strategy prepared it.
+        model: the model as the strategy prepared it.
         strategy: places its tensors.
-        rule: weighs losses.
+        rule: weights losses.
         prediction_step: the Trainer's, bound: `(model, inputs, loss_only, ignore_keys) -> (loss, logits, labels)`.
-        count_items: `(batches) -> num_items_in_batch` as the model gets it, or None.
+        count_items: `(batches) -> num_items_in_batch` as passed to the model, which may be None.
         compute_metrics: `(EvalPrediction) -> dict`, with `compute_result` when streaming, or a `StreamingMetric`; None:
             the loss only.
         preprocess_logits: `(logits, labels) -> predictions to store`.
-        options: from the arguments.
+        options: the options from the arguments.
         name_inputs: gives the values of a tuple batch the names of forward's parameters.
         on_step: called after each batch (fires on_prediction_step).
         is_stopping: returns True if the run was asked to stop.
-        expect: `(batch) -> bytes` of its predictions, or None if unknown before.
+        expect: `(batch) -> expected bytes of its predictions`, or None if unknown.
     """
 
-    waits_for_others = False  # extra passes contain collectives, so all processes must make the same number
+    waits_for_others = False  # True if passes run collectives, so that all processes must make the same number
 
     model: nn.Module
     strategy: Strategy
@@ -92,9 +92,9 @@ class EvaluationLoop:
         if self.metric is not None:
             self.compute_metrics = None
         self._looks = False  # the batch in progress is probed
-        self._before: Part | None = None  # the batch before it, if it held one sample
+        self._before: Part | None = None  # the previous batch, if it had one sample
         self._streamed: dict[str, Any] = {}
-        self._keeps = True  # the model's outputs, for the end
+        self._keeps = True  # store the model's outputs until the end
 
     def run(
         self,
@@ -108,15 +108,15 @@ class EvaluationLoop:
         """Evaluates every batch of `loader` once.
 
         Args:
-            loader: gives the batches.
-            loss_only: keep nothing but the loss.
+            loader: yields the batches.
+            loss_only: store only the loss.
             ignore_keys: outputs of the model to drop.
-            prefix: of the metrics' names.
-            keep_streamed: store the predictions though the metrics are streaming: the caller returns them.
+            prefix: prefix of the metric names.
+            keep_streamed: store the predictions even with streaming metrics, because the caller returns them.
 
         Returns:
-            predictions and labels with one row per sample, in the order of the dataset (None when `loss_only` or
-            streaming), metrics, and the number of samples.
+            Predictions and labels with one row per sample, in dataset order (None with `loss_only` or streaming),
+            metrics, and the number of samples.
         """
         total = self._make_sum()
         is_streamed = self.options.streaming and not loss_only
@@ -155,7 +155,7 @@ class EvaluationLoop:
         return PredictionBuffer(self.options, disk_buffer)
 
     def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
-        """Yields each batch, and True with the last. Raises Interrupted if the run was asked to stop."""
+        """Yields (batch, is_last); raises Interrupted if the run was asked to stop."""
         for batch, is_last in streaming.with_last(loader):
             if self.is_stopping():
                 raise Interrupted
@@ -181,13 +181,13 @@ class EvaluationLoop:
             return self._predict(batch, total, loss_only, ignore_keys), size
 
     def _predict(self, batch: object, total: LossSum, loss_only: bool, ignore_keys: list[str] | None) -> dict[str, Any]:
-        """Runs one batch through the model: adds its loss, returns the data to store, still on the device."""
+        """Runs one batch through the model, adds its loss to `total`, and returns the data to store, on the device."""
         counts = self.rule.count(batch)
         if self._looks:
             self._observe(batch, counts)
         self._before = Part(copy.copy(batch), counts) if counts.samples == 1 else None
         given = dict(batch) if isinstance(batch, Mapping) and "inputs" in self.options.include else None
-        num_items = self.count_items([batch])  # now: an overridden compute_loss may take the labels out
+        num_items = self.count_items([batch])  # before the pass, as an overridden compute_loss may pop the labels
         loss, logits, labels = self.prediction_step(self.model, batch, loss_only, ignore_keys)
         if loss is not None:
             loss = loss.detach().mean()
@@ -202,23 +202,23 @@ class EvaluationLoop:
         return rows
 
     def _is_due(self, batch: object, is_last: bool) -> bool:
-        """True if the loss of this batch and of parts of it is to be probed."""
+        """Returns True if the loss of this batch and of parts of it must be probed."""
         rule = self.rule
         is_said = rule.declared not in (None, "samples") or rule.is_scaled
         if is_said or (is_last and rule.num_updates == 0):
-            return False  # nothing is open, or there is nothing that it is added to
+            return False  # the reduction is decided, or there is a single batch, whose weight does not matter
         counts = [part.counts for part in self._parts(batch, rule.count(batch))]
         is_done = rule.is_confirmed and not rule.is_open_for(counts, True, rule.candidates)
         return sum(item.samples for item in counts) > 1 and not is_done and rule.is_due(counts, by_row=True)
 
     def _parts(self, batch: object, counts: Counts) -> list[Part]:
-        """Returns the samples for a probe: a batch, and with batches of one sample, the one before it."""
+        """Returns the samples for a probe: the batch, and with batches of one sample also the previous batch."""
         parts = [Part(batch, counts)]
         return [*parts, self._before] if counts.samples == 1 and self._before is not None else parts
 
     def _observe(self, batch: object, counts: Counts) -> None:
         """Probes the loss of a batch and of parts of it."""
-        # the processes that only take part in a probe know nothing of copies
+        # no copies with collectives, because processes that only take part in a probe do not run copies
         copies = 1 if self.waits_for_others else MAX_COPIES
         probe = LossProbe(self.model, self._loss_of, 2, copies, self.waits_for_others, [self.prediction_step])
         self.rule.learn(self._gather(probe.look(self.rule, self._parts(copy.copy(batch), counts), None)))
@@ -231,9 +231,9 @@ class EvaluationLoop:
         return observations
 
     def _stream(self, rows: dict[str, Any], size: int, is_last: bool) -> None:
-        """Gives one batch to the metrics. A batch without labels is skipped.
+        """Passes one batch to the metrics; skips a batch without predictions or labels.
 
-        A `StreamingMetric` gets arrays on the host, a function the tensors on their device, as in the Hugging Face
+        A `StreamingMetric` gets arrays on the host. A function gets tensors on their device, as in Hugging Face
         Trainer.
         """
         if rows["predictions"] is None or rows["labels"] is None:
@@ -264,7 +264,7 @@ class EvaluationLoop:
 
 @contextmanager
 def advice_on_memory(size: int) -> Iterator[None]:
-    """Adds the remedies to an out-of-memory error over a batch of `size` samples."""
+    """Converts an out-of-memory error in a batch of `size` samples to a MemoryError that names remedies."""
     try:
         yield
     except Exception as error:
@@ -275,7 +275,7 @@ def advice_on_memory(size: int) -> Iterator[None]:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode; restores the mode of every module afterwards."""
+    """Sets evaluation mode, and restores the mode of every module afterwards."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -287,16 +287,16 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode, without gradients; restores both afterwards."""
+    """Sets evaluation mode and disables gradients; restores both afterwards."""
     with in_evaluation_mode(model), torch.no_grad():
         yield
 
 
 @contextmanager
 def casting(model: nn.Module, dtype: torch.dtype | None, rule: LossNormalizer, strategy: Any) -> Iterator[None]:
-    """Casts a model to `dtype`, if requested, and its floating-point inputs; labels are unchanged.
+    """Casts a model and its floating-point inputs, but not labels, to `dtype`; None does nothing.
 
-    Afterwards the weights are restored exactly.
+    The original weights are restored exactly afterwards.
     """
     if dtype is None:
         yield
@@ -315,12 +315,12 @@ class Evaluator:
     """Implements `Trainer.evaluation_loop`.
 
     Args:
-        make_loop: makes the loop over the batches, once the contexts are entered.
-        contexts: entered in this order around the loop: the weights to evaluate, the edits of the model.
-        keeps_workers: `(loader) -> True` if its workers outlive the evaluation.
-        batch_size: samples of a batch, for the log.
-        loss_only: keep nothing but the loss, unless a call says otherwise.
-        reports_preparation: the metrics hold the seconds that preparing the model took.
+        make_loop: creates the loop over the batches after the contexts are entered.
+        contexts: contexts around the loop, entered in this order: the weights to evaluate, the edits of the model.
+        keeps_workers: `(loader) -> True` if its workers are kept alive after the evaluation.
+        batch_size: samples per batch, for the log.
+        loss_only: store only the loss, unless a call overrides it.
+        reports_preparation: add the time of preparing the model, in seconds, to the metrics.
     """
 
     make_loop: Callable[[], EvaluationLoop]
@@ -338,14 +338,14 @@ class Evaluator:
         ignore_keys: list[str] | None,
         prefix: str,
     ) -> EvalLoopOutput:
-        """Runs the model over a loader once. The loader's workers end with it, unless a run keeps them.
+        """Runs the model over a loader once, and then stops the loader's workers unless a run keeps them.
 
         Args:
-            loader: gives the batches.
-            description: "Evaluation", or "Prediction", whose predictions are returned with streaming metrics, too.
-            loss_only: keep nothing but the loss; None: as all evaluations.
+            loader: yields the batches.
+            description: "Evaluation", or "Prediction", which returns predictions even with streaming metrics.
+            loss_only: store only the loss; None: the default of this evaluator.
             ignore_keys: outputs of the model to drop.
-            prefix: of the metrics' names.
+            prefix: prefix of the metric names.
         """
         num_samples = sample_count(loader)
         logger.info("***** Running %s *****", description)
@@ -373,16 +373,16 @@ class Evaluator:
 
 
 def warn_of_gaps(output: EvalLoopOutput, prefix: str, label_names: Sequence[str], wants_metrics: bool) -> None:
-    """Warns of requested results that an evaluation lacks.
+    """Warns about requested results that an evaluation did not return.
 
     Args:
-        output: of an evaluation that ended without an error.
-        prefix: of the metrics' names.
+        output: the output of an evaluation without an error.
+        prefix: prefix of the metric names.
         label_names: names under which a batch carries its labels.
         wants_metrics: the user's metrics are computed at the end, over all predictions.
     """
     if output.num_samples == 0:
-        logger.warning("The evaluation gave no batch: its data is empty, or a generator that has been read before.")
+        logger.warning("The evaluation yielded no batch: its data is empty, or an exhausted generator.")
         return
     names = ", ".join(label_names)
     if f"{prefix}_loss" not in (output.metrics or {}):

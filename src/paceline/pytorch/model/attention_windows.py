@@ -1,4 +1,4 @@
-"""The attention windows of a model of transformers, by its config and the configs within it."""
+"""Finds the attention windows of a model of transformers in its config and nested configs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FULL = frozenset({"full_attention", "attention"})
 
 
 def configs_in(config: Any) -> Iterator[Any]:
-    """Yields a config and the configs in its attributes, such as those of the text and the vision model."""
+    """Yields a config and its nested configs, such as those of the text and the vision model."""
     yield config
     for value in vars(config).values() if hasattr(config, "__dict__") else ():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
@@ -28,9 +28,9 @@ def configs_in(config: Any) -> Iterator[Any]:
 
 
 def windows_of(config: Any) -> dict[str, int]:
-    """Returns the windows of tokens that some layers attend within, the largest of each name.
+    """Returns the attention windows of some layers in tokens, the largest by option name.
 
-    A window that holds all positions of the model is none.
+    A window that covers all positions of the model does not count.
     """
     found: dict[str, int] = {}
     for each in configs_in(config):
@@ -43,13 +43,13 @@ def windows_of(config: Any) -> dict[str, int]:
 
 
 def sizes_in(value: object) -> list[int]:
-    """Returns the positive integers in an option, which may be one, a list of them or something else."""
+    """Returns the positive integers in an option, which may be an integer, a list or any other value."""
     values = value if isinstance(value, list | tuple) else [value]
     return [each for each in values if isinstance(each, int) and not isinstance(each, bool) and each > 0]
 
 
 def has_windows(config: Any) -> bool:
-    """True if some layers see a part of the text alone, which only the model's own masks know."""
+    """Returns True if some layers attend to a part of the text only, which only the model's own masks express."""
     if windows_of(config):
         return True
     for each in configs_in(config):

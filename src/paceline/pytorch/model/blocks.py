@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: the layers that are checkpointed, or compiled, one by one."""
+"""Finds the repeated blocks of a model, which are checkpointed or compiled separately."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A check that a language model's targets are the next tokens: shifted once, not at all, or twice, read from the loss.
+"""Checks that a language model's targets are the next tokens: shifted once, and not zero times or twice.
 
 The gradient of a cross-entropy with respect to the logits of one output is its probabilities minus 1 at the target: it
-is negative there and nowhere else. So one backward pass, from the loss to the logits, shows the token that each output
-is compared with, shifted by the collator, the model, both or neither. Comparing that with the tokens that the model
-read gives the distance, exactly. A loss that never makes logits (a fused linear cross-entropy) is tested another way:
-with a single target left in, its gradient reaches the inputs up to the output that target belongs to.
+is negative at the target only. One backward pass from the loss to the logits therefore shows the token that each output
+is compared with, whether the collator, the model, both or neither shift it. Comparing these with the input tokens gives
+the exact distance. A loss without logits (a fused linear cross-entropy) is tested in another way: all targets but one
+are ignored, and the gradient then reaches the inputs up to the output that belongs to this target.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.pytorch.model.outputs import candidate_logits
 from paceline.pytorch.model.signature import innermost, read_signature
 
 SHIFTS = range(-2, 5)
-# share of the targets that must be found at one distance; packed texts differ at their borders
+# minimum share of targets that match at one distance; packed texts do not match at their boundaries
 AGREEMENT = 0.9
 
 LossPath = Callable[[nn.Module, Any], tuple[Any, Any]]  # (model, inputs) -> (loss, outputs)
@@ -34,14 +34,14 @@ LossPath = Callable[[nn.Module, Any], tuple[Any, Any]]  # (model, inputs) -> (lo
 
 @dataclass(frozen=True)
 class TargetCheck:
-    """The result of `check_targets`. Its text is a sentence that states it.
+    """The result of `check_targets`; `str` returns its sentence.
 
     Attributes:
         verdict: `right`; `not shifted`; `shifted twice`; `shifted wrongly` by another distance; `visible`: the distance
-            is right, but the model sees the token it is to predict; `unrelated`: the targets are not the tokens that
-            are read (a classifier, a masked language model); `unknown`: the batch is inconclusive.
-        sentence: the finding, and the remedy.
-        shift: the target of output i is the token read at i + shift; None if there is no such shift.
+            is right, but the model sees the token it should predict; `unrelated`: the targets are not the input tokens
+            (a classifier, a masked language model); `unknown`: the batch is inconclusive.
+        sentence: the finding and the remedy.
+        shift: the target of output i is the input token i + shift; None if there is no such shift.
         by_batch: the shift of the labels in the batch; None: unknown.
         by_loss: the shift by the model or its loss; None: unknown.
     """
@@ -54,7 +54,7 @@ class TargetCheck:
 
     @property
     def is_wrong(self) -> bool:
-        """True if training on these targets would teach something else than the next token."""
+        """Returns True if training on these targets does not teach the model to predict the next token."""
         return self.verdict in ("not shifted", "shifted twice", "shifted wrongly", "visible")
 
     def __str__(self) -> str:
@@ -67,23 +67,23 @@ class Reading:
 
     loss: Tensor
     outputs: Any
-    embedded: list[tuple[Tensor, Tensor]]  # of each embedding: its input indices, and its output
+    embedded: list[tuple[Tensor, Tensor]]  # (input indices, output) of each embedding
 
 
 def check_targets(model: object, batch: object = None, *, samples: int = 2) -> TargetCheck:
     """Checks that a language model is trained on the next token.
 
     Args:
-        model: a module that returns a loss, plain or of transformers; or a Trainer, whose own loss is then used
+        model: a module that returns a loss, from transformers or not; or a Trainer, whose own loss is then used
             (collator, `compute_loss`, `compute_loss_func`, label smoothing).
-        batch: a collated training batch; None: the first one of the Trainer's training data.
-        samples: number of its samples to check; the pass costs their logits twice.
+        batch: a collated training batch; None: the first batch of the Trainer's training data.
+        samples: number of samples to check; the pass takes twice the memory of their logits.
 
     Returns:
-        The verdict, and a sentence that states it. The model is unchanged, and no gradient is left in it.
+        The verdict, and a sentence that states it. The model is unchanged, and has no gradients from the check.
 
     Raises:
-        ValueError: there is no batch to check, or it holds no integer tokens.
+        ValueError: there is no batch to check, or it has no integer tokens.
         ModelOutputError: no loss can be read from the model's outputs.
     """
     network, read_loss, label_names = paths_of(model)
@@ -114,7 +114,7 @@ def check_targets(model: object, batch: object = None, *, samples: int = 2) -> T
 
 
 def paths_of(model: Any) -> tuple[nn.Module, LossPath, tuple[str, ...]]:
-    """Returns (module, function from a batch to (loss, outputs), label names) of a module or a Trainer."""
+    """Returns (module, `(module, inputs) -> (loss, outputs)`, label names) of a module or a Trainer."""
     if isinstance(model, nn.Module):
         names = tuple(find_labels(innermost(model)) or ["labels"])
         objective = Objective(read_signature(model), names, LossNormalizer(names))
@@ -149,15 +149,15 @@ def find_by_name(inputs: Mapping[str, Any], names: tuple[str, ...]) -> Tensor | 
 
 
 def holds_tokens(value: object) -> bool:
-    """True if a value is integers of shape (samples, length)."""
+    """Returns True for an integer tensor of shape (samples, length)."""
     return isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
 
 
 def find_tokens(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None, names: tuple[str, ...]) -> Tensor:
-    """Returns the input tokens of each output: `(samples, length)`; of an encoder-decoder, those of its decoder.
+    """Returns the input tokens, `(samples, length)`; for an encoder-decoder those of its decoder.
 
     Raises:
-        ValueError: no integer tensor of two dimensions is among the inputs.
+        ValueError: the inputs contain no integer tensor of two dimensions.
     """
     inner = innermost(model)
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
@@ -180,7 +180,7 @@ def find_tokens(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | No
 
 @contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
-    """Disables dropout and enables gradients; random generators and module modes are restored afterwards."""
+    """Disables dropout and enables gradients; restores random generators and module modes afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -198,7 +198,7 @@ def read(model: nn.Module, read_loss: LossPath, inputs: Mapping[str, Any]) -> Re
     def note(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
             if not output.requires_grad:
-                output.requires_grad_()  # a frozen model has gradients from here on
+                output.requires_grad_()  # gives a frozen model gradients from here on
             embedded.append((args[0], output))
 
     with ExitStack() as hooks:
@@ -213,13 +213,14 @@ def read(model: nn.Module, read_loss: LossPath, inputs: Mapping[str, Any]) -> Re
 
 
 def read_targets(reading: Reading, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns (logits, targets, mask of outputs with one), by the gradient of the loss; None without logits in its
-    graph.
+    """Returns (logits, targets, mask of outputs with a target), derived from the gradient of the loss.
+
+    Returns None if the loss does not depend on logits.
     """
     candidates = [item for item in candidate_logits(reading.outputs) if item.requires_grad]
     if not candidates or not reading.loss.requires_grad:
         return None
-    scale = torch.full_like(reading.loss, float(tokens.numel()))  # undoes the mean, for half precision
+    scale = torch.full_like(reading.loss, float(tokens.numel()))  # undoes the mean, against underflow in 16 bits
     gradients = torch.autograd.grad(reading.loss, candidates, scale, retain_graph=True, allow_unused=True)
     for logits, gradient in zip(candidates, gradients, strict=True):
         ordered = None if gradient is None else order_logits(gradient, tokens)
@@ -230,7 +231,7 @@ def read_targets(reading: Reading, tokens: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def order_logits(logits: Tensor, tokens: Tensor) -> Tensor | None:
-    """Returns the logits as `(samples, length, classes)`, from either order; None if they do not match these tokens."""
+    """Returns the logits as `(samples, length, classes)`; None if their shape does not match these tokens."""
     if logits.dim() == 2 and len(logits) == tokens.numel():
         return logits.reshape(*tokens.shape, -1)
     if logits.dim() != 3 or len(logits) != len(tokens):
@@ -240,18 +241,19 @@ def order_logits(logits: Tensor, tokens: Tensor) -> Tensor | None:
 
 
 def find_shift(targets: Tensor, counted: Tensor, tokens: Tensor) -> tuple[int | None, float]:
-    """Returns (distance, share) of the only distance at which (nearly) all targets match the tokens; None: none or
-    several.
+    """Returns (the only distance at which nearly all targets match the tokens, the largest share of matches).
+
+    The distance is None if no or several distances match.
 
     Args:
         targets: `(samples, outputs)`.
-        counted: mask of those that count.
+        counted: mask of the targets that count.
         tokens: `(samples, length)`.
     """
     shares = {shift: share_at(shift, targets, counted, tokens) for shift in SHIFTS}
-    synchronized_control = [shift for shift, share in shares.items() if share >= AGREEMENT]
+    matches = [shift for shift, share in shares.items() if share >= AGREEMENT]
     best = max(shares.values())
-    return (synchronized_control[0], best) if len(synchronized_control) == 1 else (None, best)
+    return (matches[0], best) if len(matches) == 1 else (None, best)
 
 
 def share_at(shift: int, targets: Tensor, counted: Tensor, tokens: Tensor) -> float:
@@ -265,14 +267,14 @@ def share_at(shift: int, targets: Tensor, counted: Tensor, tokens: Tensor) -> fl
 
 
 def sees_ahead(logits: Tensor, embedded: list[tuple[Tensor, Tensor]], tokens: Tensor) -> bool:
-    """True if an output in the middle depends on the token after it, which is its target."""
+    """Returns True if the middle output depends on the next token, which is its target."""
     ordered = order_logits(logits, tokens)
     read_here = [made for given, made in embedded if given.shape == tokens.shape and bool((given == tokens).all())]
     middle = tokens.shape[1] // 2
     if ordered is None or not read_here or middle + 1 >= tokens.shape[1]:
         return False
     output = ordered[:, middle].float()
-    weights = torch.linspace(-1, 1, output.shape[-1], device=output.device)  # a plain sum may depend on nothing
+    weights = torch.linspace(-1, 1, output.shape[-1], device=output.device)  # a plain sum may have zero gradient
     gradient = torch.autograd.grad((output * weights).sum(), read_here[-1], retain_graph=True, allow_unused=True)[0]
     return gradient is not None and bool((gradient[:, middle + 1] != 0).any())
 
@@ -284,9 +286,10 @@ def probe_loss(
     tokens: Tensor,
     labels: Tensor | None,
 ) -> int | None:
-    """Returns the shift of a loss without logits: label j alone is kept, and the last input it depends on is i.
+    """Returns the shift of a loss without logits: the distance from the last input it depends on to its only label.
 
-    Valid for causal models only; None if the gradient reaches the end, or there is no label to keep.
+    All labels but one are ignored. Valid for causal models only; None if the gradient reaches the end of the inputs, or
+    no label can be kept.
     """
     if labels is None:
         return None
@@ -315,7 +318,7 @@ def probe_loss(
 
 
 def judge(shift: int | None, share: float, by_batch: int | None, by_loss: int | None, is_visible: bool) -> TargetCheck:
-    """Returns the verdict, and the sentence that states it."""
+    """Returns the verdict with the sentence that states it."""
     parts = ""
     if by_batch is not None and by_loss is not None:
         parts = f" (the labels in the batch are shifted by {by_batch}, the loss shifts them by {by_loss})"
@@ -348,7 +351,7 @@ def judge(shift: int | None, share: float, by_batch: int | None, by_loss: int | 
 
 
 def unclear(share: float, by_batch: int | None, by_loss: int | None) -> TargetCheck:
-    """Returns the verdict if no one distance fits."""
+    """Returns the verdict if no single distance fits."""
     if 0 < share < 0.5:
         sentence = (
             f"The targets are not the tokens that the model reads, at any distance (at best {share:.0%} agree): this "

@@ -1,6 +1,6 @@
 """Activation checkpointing: activations are recomputed in the backward pass instead of being stored (arXiv:1604.06174).
 
-A model with its own method (transformers) uses that; any other has its repeated blocks wrapped.
+If the model has its own method for it (transformers), that is used; otherwise its repeated blocks are wrapped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.pytorch.model.blocks import repeated_blocks
 
 Undo = Callable[[], None]
 
-_OWN_METHODS = ("activation_checkpointing", "gradient_checkpointing")  # names in transformers 5, and before
+_OWN_METHODS = ("activation_checkpointing", "gradient_checkpointing")  # in transformers 5, and in older versions
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CheckpointOptions:
 
     Fields:
         every_n_layers: checkpoint only every n-th block.
-        offload: keep the blocks' inputs in host memory.
+        offload: store the blocks' inputs in host memory.
         checkpoint: keyword arguments of `torch.utils.checkpoint.checkpoint`.
     """
 
@@ -43,7 +43,7 @@ class CheckpointOptions:
 
     @classmethod
     def read(cls, kwargs: Mapping[str, Any] | None) -> CheckpointOptions:
-        """Reads the options. Raises TypeError for an unknown key, ValueError for a value out of range."""
+        """Returns the options; raises TypeError for an unknown key, ValueError for a value out of range."""
         options = {"use_reentrant": False, **(kwargs or {})}
         every_n_layers, offload = options.pop("every_n_layers", 1), options.pop("offload", False)
         if not isinstance(every_n_layers, int) or every_n_layers < 1:
@@ -63,11 +63,11 @@ def enable_checkpointing(model: nn.Module, kwargs: Mapping[str, Any] | None = No
         kwargs: `activation_checkpointing_kwargs`.
 
     Returns:
-        A note on the checkpointed parts, and the function that disables it again (only what was enabled here).
+        A note on the checkpointed parts, and a function that disables only what was enabled here.
 
     Raises:
-        ValueError: the model has neither a method for it nor repeated blocks, or an option that it cannot honour.
-        TypeError: an unknown option.
+        ValueError: the model has neither a method for it nor repeated blocks, or does not support an option.
+        TypeError: an option is unknown.
     """
     options = CheckpointOptions.read(kwargs)
     if getattr(model, "supports_gradient_checkpointing", True):
@@ -122,7 +122,7 @@ def _wrap_blocks(model: nn.Module, options: CheckpointOptions) -> tuple[str, Und
     wrapped = [
         CheckpointedForward(block, options)
         for _, block in blocks
-        if not isinstance(block.forward, CheckpointedForward)  # then it is on already
+        if not isinstance(block.forward, CheckpointedForward)  # already checkpointed
     ]
     for forward in wrapped:
         forward.attach()
@@ -143,13 +143,13 @@ def _details(options: CheckpointOptions) -> str:
 
 
 class CheckpointedForward:
-    """Replaces `block.forward`: hooks stay outside, names of parameters stay the same, copies and pickles work."""
+    """Replaces `block.forward`. Hooks run outside of it, parameter names stay the same, copies and pickles work."""
 
     def __init__(self, block: nn.Module, options: CheckpointOptions) -> None:
         self.block = block
         self.offload = options.offload
         self.options = dict(options.checkpoint)
-        self.overridden = vars(block).get("forward")  # set on the instance, by hooks of other libraries
+        self.overridden = vars(block).get("forward")  # other libraries may have set it on the instance
         self.counting = [
             module for module in block.modules() if isinstance(module, _NormBase) and module.running_mean is not None
         ]
@@ -179,7 +179,7 @@ class CheckpointedForward:
             return forward(*args, **kwargs)
         if self.options["use_reentrant"]:
             _refuse_lost_gradients(self.block, kwargs)
-        if kwargs:  # not to checkpoint itself, which has its own parameter names
+        if kwargs:  # bound here, because `checkpoint` has parameters of its own
             forward = partial(forward, **kwargs)
         with save_on_cpu(pin_memory=has_pinned_memory()) if self.offload else nullcontext():
             return checkpoint(forward, *args, **self.options)
@@ -197,14 +197,14 @@ def _refuse_lost_gradients(block: nn.Module, kwargs: Mapping[str, Any]) -> None:
 def _contexts(
     counting: Sequence[_NormBase], asked: Callable[[], tuple[Any, Any]] | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Returns the contexts of the forward pass, and of its recomputation."""
+    """Returns the contexts of the forward pass and of its recomputation."""
     first, again = asked() if asked is not None else (nullcontext(), nullcontext())
     return first, _second_time(counting, again)
 
 
 @contextmanager
 def _second_time(counting: Sequence[_NormBase], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """Freezes running statistics in the recomputation: the first pass has counted this batch."""
+    """Freezes running statistics in the recomputation, because the first pass has already counted this batch."""
     with ExitStack() as stack:
         for module in counting:
             batches = module.num_batches_tracked

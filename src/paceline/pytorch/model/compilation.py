@@ -1,4 +1,4 @@
-"""torch.compile of the whole model or of its repeated blocks, in place: classes, names and hooks are unchanged."""
+"""Compiles the whole model or its repeated blocks in place; classes, names and hooks are unchanged."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paceline.pytorch.model.blocks import repeated_blocks
 
 logger = logging.getLogger(__name__)
 
-_MARK = "_paceline_compiled"  # on a module: the settings it was compiled with
+_MARK = "_paceline_compiled"  # attribute of a compiled module: its settings
 
 
 def compile_model(model: nn.Module, args: Options) -> nn.Module:
-    """Compiles `model` by the arguments `torch_compile`, `torch_compile_backend` and `torch_compile_mode`.
+    """Compiles `model` if `torch_compile` is set, with `torch_compile_backend` and `torch_compile_mode`.
 
-    With `compile_regions`, each repeated block is compiled separately: blocks of one class share the compilation, which
-    then takes a fraction of the time. Compiling happens at the first call. Without `torch_compile`, nothing is done.
+    With `compile_regions`, each repeated block is compiled separately. Blocks of one class share the compilation, which
+    takes a fraction of the time. Compilation happens at the first call.
 
     Returns:
         `model` itself.
@@ -51,7 +51,7 @@ def compile_model(model: nn.Module, args: Options) -> nn.Module:
 
 
 def check_settings(backend: str, mode: str | None = None) -> None:
-    """Raises for names that torch.compile does not know, before the first step.
+    """Checks before the first step that torch.compile knows the backend and the mode.
 
     Raises:
         ValueError: there is no such backend or mode; the message lists the known ones.
@@ -65,7 +65,7 @@ def check_settings(backend: str, mode: str | None = None) -> None:
 
 
 def undo_compilation(model: nn.Module) -> None:
-    """Removes the compilation of `model` and its modules by `compile_model`."""
+    """Removes the compilation that `compile_model` applied to `model` and its modules."""
     for module in model.modules():
         if _MARK in vars(module):
             delattr(module, _MARK)

@@ -1,8 +1,8 @@
-"""Attention within the documents of packed rows, without a mask over their products.
+"""Attention within the documents of packed rows, without a mask over pairs of tokens.
 
-Documents of similar length are gathered side by side, padded at their ends, and go through torch's scaled dot-product
-attention. Under causal attention no token sees what comes after it, so that the padding needs no mask and the fastest
-kernel is used. The work is that of the documents' lengths squared, not of the rows' length squared.
+Documents of similar length are gathered into batches, padded at their ends, and passed to torch's scaled dot-product
+attention. Under causal attention no token attends to later ones, so the padding needs no mask and the fastest kernel
+applies. The cost grows with the squared lengths of the documents, not of the rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.core.optional import require
 
 NAME = "paceline_documents"
 LAYOUT = "paceline_layout"  # attribute of the mask that stands for the documents
-SPREAD = 0.6  # the shortest document of a group has at least this share of the longest one's tokens
+SPREAD = 0.6  # minimum length of a document relative to the longest document of its group
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Group:
     """Documents that are computed together.
 
     Attributes:
-        num: documents.
-        width: tokens of the longest.
-        lengths: tokens of each, int64 on the device; None: all have `width`.
+        num: number of documents.
+        width: tokens of the longest document.
+        lengths: tokens of each document, int64 on the device; None: all have `width`.
     """
 
     num: int
@@ -38,13 +38,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of the documents in packed rows.
+    """The positions of the documents in packed rows.
 
     Attributes:
-        groups: of documents of similar length.
-        index: for each slot of the groups, the token in it, as a place in all rows together.
-        inverse: for each token, its slot.
-        padding: the slots without a token of their own.
+        groups: groups of documents of similar length.
+        index: for each slot of the groups, the index of its token in the flattened rows.
+        inverse: for each token of the flattened rows, its slot.
+        padding: the slots that are padding.
     """
 
     groups: tuple[Group, ...]
@@ -54,14 +54,14 @@ class Layout:
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
-    """Returns True where a document begins, of the shape of `position_ids`, (rows, tokens)."""
+    """Returns a mask that is True where a document begins, with the shape of `position_ids`, (rows, tokens)."""
     begins = torch.ones_like(position_ids, dtype=torch.bool)
     begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
     return begins
 
 
 def make_layout(position_ids: Tensor) -> Layout:
-    """Returns the layout of packed rows; reads their boundaries back to the host.
+    """Returns the layout of packed rows; synchronizes with the device to read the document boundaries.
 
     Args:
         position_ids: (rows, tokens), restarting with each document.
@@ -97,9 +97,7 @@ def make_layout(position_ids: Tensor) -> Layout:
 
 
 class ToSlots(torch.autograd.Function):
-    """Gathers tokens into slots. The gradient of a slot without a token of its own is zero, so that going back needs
-    no sum.
-    """
+    """Gathers tokens into slots. Padding slots have zero gradient, so the backward pass needs no sum."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, layout: Layout) -> Tensor:
@@ -131,13 +129,13 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def attend_by_document(query: Tensor, key: Tensor, value: Tensor, layout: Layout, attend: Attend) -> Tensor:
-    """Returns attention within each document, of shape (rows, tokens, heads, width of a value).
+    """Returns the attention output within each document, of shape (rows, tokens, heads, width of a value).
 
     Args:
         query, key, value: (rows, heads, tokens, width); key and value may have fewer heads.
-        layout: of the rows.
-        attend: `(query, key, value, lengths) -> output`, of tensors (documents, heads, tokens, width) to
-            (documents, tokens, heads, width); lengths as in `Group`.
+        layout: the layout of the rows.
+        attend: `(query, key, value, lengths) -> output`, from tensors (documents, heads, tokens, width) to
+            (documents, tokens, heads, width); `lengths` as in `Group`.
     """
     rows, _, num_tokens, _ = query.shape
     slots = [to_slots(each.transpose(1, 2).flatten(0, 1), layout) for each in (query, key, value)]
@@ -155,10 +153,10 @@ def attend_by_document(query: Tensor, key: Tensor, value: Tensor, layout: Layout
 def document_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attends as transformers' function for SDPA does, within documents where the mask stands for them.
+    """Returns the output of transformers' SDPA function, computed within documents if the mask carries their layout.
 
     Raises:
-        RuntimeError: the mask lost its layout on the way through the model.
+        RuntimeError: the model copied the mask, which lost its layout.
     """
     sdpa = require("transformers.integrations.sdpa_attention", "transformers").sdpa_attention_forward
     layout = getattr(attention_mask, LAYOUT, None)
@@ -181,15 +179,16 @@ def document_attention(
 
 
 def layout_mask(position_ids: Tensor) -> Tensor:
-    """Returns the mask that stands for the documents of packed rows: of one element, with their layout."""
+    """Returns a mask of one element that carries the layout of packed rows as an attribute."""
     mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=position_ids.device)
     setattr(mask, LAYOUT, make_layout(position_ids))
     return mask
 
 
 def register() -> str:
-    """Makes the attention known to transformers, with the masks of SDPA for batches that are not packed; returns its
-    name.
+    """Registers the attention with transformers, with SDPA's masks for batches that are not packed.
+
+    Returns the name of the attention.
     """
     modeling = require("transformers.modeling_utils", "transformers")
     masking = require("transformers.masking_utils", "transformers")

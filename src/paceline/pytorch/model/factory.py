@@ -1,4 +1,4 @@
-"""Models as given, or made by the user's `model_init`: untrainable ones are refused."""
+"""Checks models given by the user or made by `model_init`, and rejects those that cannot be trained."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 
 
 def make_model(model_init: Callable[..., Any], trial: object = None) -> nn.Module:
-    """Calls `model_init`, which takes nothing or the trial of a hyper-parameter search.
+    """Returns the model from `model_init`, which takes no argument or the trial of a hyper-parameter search.
 
     Raises:
-        RuntimeError: it needs several arguments, or returned nothing.
-        TypeError: it returned no module.
+        RuntimeError: `model_init` requires several arguments, or returned None.
+        TypeError: it did not return a module.
     """
     try:
         parameters = inspect.signature(model_init).parameters.values()
@@ -32,10 +32,10 @@ def make_model(model_init: Callable[..., Any], trial: object = None) -> nn.Modul
 
 
 def check_model(model: object, source: str) -> nn.Module:
-    """Returns the model, if it is a module.
+    """Returns the model if it is a module.
 
     Raises:
-        TypeError: it is not; the message begins with `source`.
+        TypeError: it is not a module; the message begins with `source`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{source} {type(model).__name__}; an nn.Module is needed.")
@@ -43,12 +43,12 @@ def check_model(model: object, source: str) -> nn.Module:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raises for a model of transformers that is quantised and has no adapter.
+    """Rejects a quantised model of transformers without an adapter, or with one that gets no gradient.
 
-    Its weights take no gradient, so that only its floating-point parts, norms and biases, would be trained.
+    Quantised weights take no gradient, so only the floating-point parameters (norms and biases) would be trained.
 
     Raises:
-        ValueError: it is one.
+        ValueError: the model is quantised and cannot be trained.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     has_adapter = hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)

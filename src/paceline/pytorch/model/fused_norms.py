@@ -1,4 +1,4 @@
-"""Fused normalisation layers of NVIDIA's Apex in place of torch's, over the same parameters."""
+"""Replaces torch's normalisation layers by the fused ones of NVIDIA's Apex, with the same parameters."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from paceline.core.apex import has_apex
 
 
 def fuse_norms(model: nn.Module) -> tuple[str, Callable[[], None]]:
-    """Replaces every `nn.LayerNorm` and `nn.RMSNorm` in place, except those with hooks, or without an equivalent in
-    Apex.
+    """Replaces every `nn.LayerNorm` and `nn.RMSNorm` in place.
+
+    Layers with hooks and layers without an equivalent in Apex are kept.
 
     Returns:
         A note, and the function that restores the layers.

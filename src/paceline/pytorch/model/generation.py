@@ -1,4 +1,4 @@
-"""Generation in evaluation: settings validated early, the inputs of `generate`, rows of one length."""
+"""Generation in evaluation: validates settings early, selects the inputs of `generate`, and pads its rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from paceline.pytorch.model.signature import innermost
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "generation_config.json"
-DEFAULT_LENGTH = 20  # tokens, if no setting names a length: the documented default of transformers
-# integer options with their minimum: generation itself detects a wrong one late
+DEFAULT_LENGTH = 20  # tokens, if no setting names a length; the documented default of transformers
+# minimum values of integer options, because generation itself detects wrong values late
 LEAST = {
     "max_length": 1,
     "max_new_tokens": 1,
@@ -39,7 +39,7 @@ LEAST = {
 
 
 def find_generator(model: nn.Module) -> Any:
-    """Returns the module whose `generate` is called: the model, or the one that it wraps.
+    """Returns the module whose `generate` is called: the model, or the model that it wraps.
 
     Raises:
         UnsupportedOption: neither can generate.
@@ -58,11 +58,11 @@ def load_config(value: Any) -> Any:
     """Returns a `GenerationConfig` of transformers from any of its forms, validated as strictly as saving does.
 
     Args:
-        value: an object (copied), a dict of options, the path of a folder or file, or a model's name.
+        value: a `GenerationConfig` (copied), a dict of options, the path of a folder or file, or a model's name.
 
     Raises:
         OSError: there is no such file or model.
-        ValueError: an option is misspelt, or its value not possible.
+        ValueError: an option is misspelt, or its value is invalid.
     """
     config_class = require("transformers", "transformers").GenerationConfig
     if isinstance(value, Mapping):
@@ -75,9 +75,7 @@ def load_config(value: Any) -> Any:
 
 
 def config_of(options: Mapping[str, Any], base: Any = None) -> Any:
-    """Returns a `GenerationConfig` of options that override those of `base` (None: the defaults), checked as
-    `load_config`.
-    """
+    """Returns a `GenerationConfig` of options over those of `base` (None: the defaults), checked like `load_config`."""
     config_class = require("transformers", "transformers").GenerationConfig
     with naming_the_option(options):
         check_names(options, [*vars(config_class()), *vars(base or config_class())])
@@ -88,7 +86,7 @@ def config_of(options: Mapping[str, Any], base: Any = None) -> Any:
 
 @contextmanager
 def naming_the_option(value: object) -> Iterator[None]:
-    """Adds the option that the generation settings came from to an error."""
+    """Converts errors to a ValueError that names the option with the generation settings."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -97,11 +95,12 @@ def naming_the_option(value: object) -> Iterator[None]:
 
 
 def check_names(values: Iterable[str], known: Iterable[str]) -> None:
-    """Checks the names of generation options. Some models have their own (a language, say), so not every other is an
-    error.
+    """Checks the names of generation options.
+
+    Some models have options of their own (such as a language), so other unknown names only cause a warning.
 
     Raises:
-        ValueError: one is a misspelling of a known one.
+        ValueError: a name is a misspelling of a known name.
     """
     known = set(known)
     for name in values:
@@ -113,7 +112,7 @@ def check_names(values: Iterable[str], known: Iterable[str]) -> None:
 
 
 def load_from_place(config_class: Any, place: str | os.PathLike[str]) -> Any:
-    """Returns the settings in a folder or file, else those of a model of that name."""
+    """Returns the generation config in a folder or file, else that of the model of this name."""
     text = os.fspath(place)
     path = Path(text).expanduser()
     if path.is_file():
@@ -136,7 +135,7 @@ def read_settings(value: object) -> dict[str, Any]:
 
     Raises:
         OSError: there is no such file.
-        ValueError: it holds no JSON object.
+        ValueError: the file does not contain a JSON object.
     """
     if isinstance(value, str | os.PathLike):
         path = Path(value).expanduser()
@@ -152,27 +151,27 @@ def read_settings(value: object) -> dict[str, Any]:
 def apply_config(model: nn.Module, value: object, load: Callable[[Any], Any] = load_config) -> dict[str, Any]:
     """Sets a model's generation settings.
 
-    A model of transformers holds them, and they are saved with it. A dict's options override its own, such as the token
-    that its decoder starts from; every other form replaces them.
+    A model of transformers stores the settings, and they are saved with it. The options of a dict override the model's
+    own options, such as the decoder's start token; every other form replaces all of them.
 
     Args:
-        model: of transformers, or with its own `generate`.
+        model: a model of transformers, or any model with a method `generate`.
         value: the option `generation_config`.
-        load: makes a config of every form but a dict.
+        load: makes a config from every form but a dict.
 
     Returns:
-        For another model, the keyword arguments of each call of its `generate`.
+        Keyword arguments for each call of `generate`; empty for a model of transformers.
 
     Raises:
-        UnsupportedOption: a model that does not generate.
-        ValueError, OSError: as `load_config`.
+        UnsupportedOption: the model cannot generate.
+        ValueError, OSError: see `load_config`.
     """
     if value is None:
         return {}
     if hasattr(model, "generation_config"):
         own = innermost(model).generation_config
         config = load(config_of(value, own) if isinstance(value, Mapping) else value)
-        for holder in (model, innermost(model)):  # an adapter's wrapper has a copy of the attribute
+        for holder in (model, innermost(model)):  # an adapter's wrapper has its own reference to the config
             holder.generation_config = config
         return {}
     if not callable(getattr(model, "generate", None)):
@@ -183,15 +182,15 @@ def apply_config(model: nn.Module, value: object, load: Callable[[Any], Any] = l
 
 
 def check_config(config: Any, settings: Mapping[str, Any] | None = None, strict: bool = False) -> None:
-    """Checks that generation accepts a config with these settings over it.
+    """Checks that generation accepts a config with overriding settings.
 
     Args:
-        config: a `GenerationConfig`; not changed.
+        config: a `GenerationConfig`; not modified.
         settings: options that override it in `generate`.
-        strict: also raise for warnings of generation, as saving does.
+        strict: also raise an error where generation only warns, as saving does.
 
     Raises:
-        ValueError: it does not.
+        ValueError: generation does not accept it.
     """
     trial = copy.deepcopy(config)
     for name, value in (settings or {}).items():
@@ -207,8 +206,8 @@ def check_generation(model: nn.Module, settings: Mapping[str, Any]) -> None:
     """Checks that a model can generate with these settings, as far as possible before the first batch.
 
     Raises:
-        UnsupportedOption: it cannot generate, or its `generate` does not take them.
-        ValueError: its generation config, with them, is invalid.
+        UnsupportedOption: the model cannot generate, or its `generate` does not take these settings.
+        ValueError: the generation config with these settings is invalid.
     """
     generator = find_generator(model)
     config = getattr(generator, "generation_config", None)
@@ -227,7 +226,7 @@ def check_generation(model: nn.Module, settings: Mapping[str, Any]) -> None:
 
 
 def check_start(model: nn.Module) -> None:
-    """Checks that an encoder-decoder of transformers has the token that its decoder starts from.
+    """Checks that an encoder-decoder of transformers has a start token for its decoder.
 
     Raises:
         ValueError: it has none.
@@ -244,10 +243,10 @@ def check_start(model: nn.Module) -> None:
 
 
 def check_saving(model: nn.Module) -> None:
-    """Checks that transformers will save the model's generation config: a changed one must be valid.
+    """Checks that transformers will save the model's generation config, which must be valid if it was changed.
 
     Raises:
-        ValueError: it will not.
+        ValueError: transformers would refuse to save it.
     """
     config: Any = getattr(innermost(model), "generation_config", None)
     if hasattr(config, "validate") and getattr(config, "_original_object_hash", None) != hash(config):
@@ -261,7 +260,7 @@ def check_saving(model: nn.Module) -> None:
 
 
 def go_on_together(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings with which processes that shard one model generate until the longest of their texts ends."""
+    """Returns the settings for processes that shard one model: all of them generate until the longest text ends."""
     together = {"synced_gpus": True} if accepts(find_generator(model).generate, "synced_gpus") else {}
     return {**together, **settings}
 
@@ -270,12 +269,12 @@ def call_generate(model: nn.Module, inputs: Mapping[str, Any], settings: Mapping
     """Returns the result of `model.generate` for a batch.
 
     Args:
-        model: has `generate`, or wraps a model that has.
-        inputs: without labels; entries that `generate` does not take are dropped, unless it takes `**kwargs`.
-        settings: its other keyword arguments.
+        model: a model with `generate`, or a wrapper of one.
+        inputs: the batch without labels; entries that `generate` does not take are dropped.
+        settings: other keyword arguments of `generate`.
 
     Raises:
-        TypeError: it cannot be called with these.
+        TypeError: `generate` cannot be called with these arguments.
     """
     generator = find_generator(model)
     signature = inspect.signature(generator.generate)
@@ -293,10 +292,10 @@ def call_generate(model: nn.Module, inputs: Mapping[str, Any], settings: Mapping
 
 
 def select_inputs(inputs: Mapping[str, Any], label_names: Iterable[str]) -> dict[str, Any]:
-    """Returns a batch for `generate`: without labels, and without decoder inputs that were made of them.
+    """Returns a batch for `generate`, without labels and without decoder inputs that were made from them.
 
-    With the shifted labels as its start, the decoder would continue after the answer. Decoder inputs of another shape
-    are a prompt, and stay.
+    With the shifted labels as its prompt, the decoder would continue after the answer. Decoder inputs of another shape
+    are a real prompt, and are kept.
     """
     names = set(label_names)
     shapes = [getattr(inputs.get(name), "shape", None) for name in names]
@@ -307,7 +306,7 @@ def select_inputs(inputs: Mapping[str, Any], label_names: Iterable[str]) -> dict
 
 
 def read_rows(generated: object, num_samples: int) -> Any:
-    """Returns the token ids from `generate`: (samples, length); (samples, sequences, length) for several each."""
+    """Returns the token ids from `generate`: (samples, length), or (samples, sequences, length) for several each."""
     rows = getattr(generated, "sequences", generated)
     if not isinstance(rows, Tensor) or rows.ndim != 2 or num_samples == 0 or len(rows) == num_samples:
         return rows
@@ -315,9 +314,9 @@ def read_rows(generated: object, num_samples: int) -> Any:
 
 
 def with_default_length(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings, with the default length of an encoder-decoder of transformers if none names one.
+    """Returns the settings; an encoder-decoder of transformers gets the default length if no setting names a length.
 
-    Without it, transformers generates a token more than its documented default.
+    Without it, transformers generates one token more than its documented default.
     """
     generator = find_generator(model)
     config = getattr(generator, "generation_config", None)
@@ -329,26 +328,26 @@ def with_default_length(model: nn.Module, settings: Mapping[str, Any]) -> dict[s
 
 
 def lengths_of(source: object) -> list[int]:
-    """Returns the lengths that a config or a dict of settings names: of whole rows, the start token counted."""
+    """Returns the row lengths in tokens, including the start token, that a config or a dict of settings names."""
     values = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
     longest, new = values.get("max_length"), values.get("max_new_tokens")
     return [length for length in (longest, new and new + 1) if length]
 
 
 def padded_length(model: nn.Module, settings: Mapping[str, Any]) -> int:
-    """Returns the padded row length in tokens: the longest that the settings or the model's config name; 0 for none."""
+    """Returns the padded row length in tokens: the longest in the settings and the model's config, or 0."""
     config = getattr(find_generator(model), "generation_config", None)
     own = lengths_of(config)
     if config is not None and getattr(config, "max_length", None) is None:
-        own.append(DEFAULT_LENGTH)  # for scripts that rely on the width in transformers
+        own.append(DEFAULT_LENGTH)  # keeps the width of transformers, on which scripts may rely
     return max([*own, *lengths_of(settings.get("generation_config")), *lengths_of(settings)], default=0)
 
 
 def find_pad_token(processing_class: object, model: nn.Module) -> int | None:
-    """Returns the padding of short rows: the tokenizer's padding (or end) token, else the model's; None if neither."""
+    """Returns the token that pads short rows: the tokenizer's padding or end token, else the model's, else None."""
     generator = find_generator(model)
     config, generation = getattr(generator, "config", None), getattr(generator, "generation_config", None)
-    inner = getattr(processing_class, "tokenizer", None)  # a processor's
+    inner = getattr(processing_class, "tokenizer", None)  # the tokenizer of a processor
     places = [
         (processing_class, "pad_token_id"),
         (processing_class, "eos_token_id"),

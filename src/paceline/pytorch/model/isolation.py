@@ -1,8 +1,8 @@
-"""Keeping the documents of packed rows apart in a model: the ways there are, and a probe that shows which one does.
+"""Isolates the documents of packed rows in a model: the possible methods, and a probe that shows which one works.
 
-A way is tried on rows of random tokens, without gradients. It is taken if a change of one document changes no output of
-the others, also in training mode; if each document's outputs are those that it has alone; and if the loss is the mean
-over the targets of all documents, each without the first of its labels where the loss shifts them.
+Each method is tried on rows of random tokens, without gradients. A method works if a change of one document changes no
+output of the others, also in training mode; if each document has the same outputs as when it is run alone; and if the
+loss is the mean over the targets of all documents, without each document's first label if the loss shifts labels.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from paceline.pytorch.model.document_attention import document_starts, layout_ma
 from paceline.pytorch.model.outputs import find_loss
 from paceline.pytorch.model.signature import ForwardSignature, innermost, read_signature
 
-Change = Callable[[dict[str, Any]], dict[str, Any]]  # keywords of forward, with packed positions -> keywords
+Change = Callable[[dict[str, Any]], dict[str, Any]]  # keyword arguments of forward with packed positions -> new ones
 LossOf = Callable[[nn.Module, dict[str, Any]], Any]
 
-LENGTHS = (5, 9, 7)  # tokens of the documents of the probe; the second is longer than the model's attention windows
-LARGEST_WINDOW = 512  # tokens; a probe beyond it would take the time and the memory of a training step
+LENGTHS = (5, 9, 7)  # tokens of the probe's documents; with attention windows, the second one is made longer than them
+LARGEST_WINDOW = 512  # tokens; a larger window would make the probe as slow and large as a training step
 MASKS = ("attention_mask", "mask", "attn_mask", "block_mask")
 BOUNDS = ("cu_seqlens", "cu_seq_lens")
-MAX_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of outputs, of their largest; other types: 0.05
+MAX_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest output; other dtypes: 0.05
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to keep documents apart.
+    """A method to isolate documents.
 
     Attributes:
-        name: in words.
-        change: of the keywords of each forward pass over packed rows.
-        attention: the implementation that transformers' models use meanwhile; None: unchanged.
+        name: description for messages.
+        change: changes the keyword arguments of each forward pass over packed rows.
+        attention: the attention implementation that a model of transformers uses meanwhile; None: unchanged.
     """
 
     name: str
@@ -51,11 +51,11 @@ class Way:
 
 @dataclass(frozen=True)
 class Isolation:
-    """The way that keeps the documents of a model apart.
+    """The method that isolates documents in a model.
 
     Attributes:
-        way: that was seen to.
-        first_position: of a document.
+        way: the method that passed the probe.
+        first_position: the position of a document's first token.
         shifts: the loss compares the output at i with the label at i + 1.
     """
 
@@ -64,21 +64,21 @@ class Isolation:
     shifts: bool
 
 
-# ---- the ways
+# ---- the methods
 
 
 def positions_alone(keywords: dict[str, Any]) -> dict[str, Any]:
-    """The model sees the documents in the positions by itself."""
+    """Returns the keyword arguments unchanged: the model derives the documents from the positions."""
     return keywords
 
 
 def with_layout(keywords: dict[str, Any]) -> dict[str, Any]:
-    """A mask of one element stands for the documents, and the attention reads their layout from it."""
+    """Adds a mask of one element, from which the attention reads the layout of the documents."""
     return {**keywords, "attention_mask": layout_mask(keywords["position_ids"])}
 
 
 def with_mask(keywords: dict[str, Any], *, name: str, is_causal: bool, is_additive: bool) -> dict[str, Any]:
-    """A mask over pairs of tokens, (rows, 1, tokens, tokens)."""
+    """Adds a mask over pairs of tokens, (rows, 1, tokens, tokens)."""
     positions = keywords["position_ids"]
     document = document_starts(positions).cumsum(1)
     seen = (document[:, None, :, None] == document[:, None, None, :]).contiguous()
@@ -91,18 +91,18 @@ def with_mask(keywords: dict[str, Any], *, name: str, is_causal: bool, is_additi
 
 
 def with_bounds(keywords: dict[str, Any], *, name: str) -> dict[str, Any]:
-    """The places where documents begin, and the number of all tokens: int32 of shape (documents + 1,)."""
+    """Adds the start index of each document and the number of all tokens, int32 of shape (documents + 1,)."""
     starts = document_starts(keywords["position_ids"]).flatten().nonzero()[:, 0]
     end = starts.new_tensor([keywords["position_ids"].numel()])
     return {**keywords, name: torch.cat([starts, end]).to(torch.int32)}
 
 
 def ways_of(model: nn.Module, is_compiled: bool) -> Iterator[Way]:
-    """Yields the ways that a model may take, the fastest first.
+    """Yields the methods that a model may support, the fastest first.
 
     Args:
-        model: of transformers, or any other.
-        is_compiled: passes are compiled, for which rows of other documents must not be other code.
+        model: any model, from transformers or not.
+        is_compiled: passes are compiled, so other document boundaries must not cause a recompilation.
     """
     inner = innermost(model)
     config, names = getattr(inner, "config", None), read_signature(model)
@@ -116,15 +116,14 @@ def ways_of(model: nn.Module, is_compiled: bool) -> Iterator[Way]:
     if attention == "sdpa" and not is_compiled and not is_windowed:
         yield Way("attention by document", with_layout, register())
     yield Way(f"the model's own masks for {attention}", positions_alone)
-    # these models make a mask over pairs of tokens from what they are given, and leave one that is made as it is: it
-    # would take the place of their windows
+    # models of transformers use a given mask over pairs of tokens unchanged: it would replace their attention windows
     for is_causal in (True, False) if attention in ("sdpa", "eager") and not is_windowed else ():
         mask = partial(with_mask, name=MASKS[0], is_causal=is_causal, is_additive=attention == "eager")
         yield Way(f"a mask over pairs of tokens for {attention}", mask)
 
 
 def plain_ways(signature: ForwardSignature) -> Iterator[Way]:
-    """Yields the ways of a module by the parameters of its forward."""
+    """Yields the methods that the parameters of a module's forward allow."""
     for name in BOUNDS:
         if name in signature.names:
             yield Way(name, partial(with_bounds, name=name))
@@ -138,9 +137,9 @@ def plain_ways(signature: ForwardSignature) -> Iterator[Way]:
 
 @contextmanager
 def isolated(model: nn.Module, way: Way) -> Iterator[None]:
-    """While entered, the model keeps the documents of packed rows apart.
+    """Isolates the documents of packed rows in a model while entered.
 
-    Packed rows are those that come with `position_ids` and without an attention mask.
+    Rows are packed if the batch has `position_ids` and no attention mask.
     """
     undo = install(model, way)
     try:
@@ -150,7 +149,7 @@ def isolated(model: nn.Module, way: Way) -> Iterator[None]:
 
 
 def install(model: nn.Module, way: Way) -> Callable[[], None]:
-    """Makes a model keep documents apart; returns what undoes it."""
+    """Makes a model isolate documents, and returns a function that undoes this."""
     inner: Any = innermost(model)
     accepted = read_signature(model)
     before = getattr(getattr(inner, "config", None), "_attn_implementation", None)
@@ -186,7 +185,7 @@ def install(model: nn.Module, way: Way) -> Callable[[], None]:
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """While entered, a model of transformers keeps no keys and values, as in training."""
+    """Disables the key-value cache of a model of transformers while entered, as in training."""
     config = getattr(innermost(model), "config", None)
     both: list[Any] = [config, getattr(config, "text_config", None)]
     configs = [each for each in both if getattr(each, "use_cache", False)]
@@ -200,7 +199,7 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 
 
 class Refused(Exception):
-    """A way that does not keep the documents apart; the message says why."""
+    """Raised if a method does not isolate the documents; the message says why."""
 
 
 def find_isolation(
@@ -211,19 +210,19 @@ def find_isolation(
     is_half: bool = False,
     surroundings: Callable[[], Any] = nullcontext,
 ) -> Isolation:
-    """Returns what keeps the documents of a model apart, seen in a few forward passes.
+    """Returns the first method that isolates documents in a model, tested by a few forward passes.
 
-    These are over 21 tokens, or some more than the largest attention window of the model.
+    The passes have 21 tokens, or slightly more than the model's largest attention window.
 
     Args:
-        model: on its device, with all its weights.
+        model: the model on its device, with all its weights.
         loss_of: `(model, batch) -> loss`, a mean over targets.
         is_compiled: training passes are compiled.
-        is_half: passes are made in a 16-bit type.
-        surroundings: undoes what passes leave behind in modules and random generators.
+        is_half: passes run in a 16-bit type.
+        surroundings: returns a context that undoes side effects of the passes on modules and random generators.
 
     Raises:
-        UnsupportedOption: nothing does; the message says what was tried, and the remedy.
+        UnsupportedOption: no method works; the message names what was tried, and the remedy.
     """
     config = getattr(innermost(model), "config", None)
     if getattr(config, "is_encoder_decoder", False):
@@ -247,16 +246,16 @@ def find_isolation(
 
 
 def not_isolated(model: nn.Module, reasons: list[str]) -> UnsupportedOption:
-    """Returns the error for a model whose documents cannot be kept apart."""
+    """Returns the error for a model that cannot isolate documents."""
     return UnsupportedOption(
-        f"packing: {type(innermost(model)).__name__} cannot keep the documents of a row apart "
+        f"packing: {type(innermost(model)).__name__} cannot isolate the documents of a row "
         f"({'; '.join(dict.fromkeys(reasons))}). Use packing='group', which keeps one row for each sample, or a "
         "forward that takes position_ids and cu_seqlens or an attention_mask of shape (rows, 1, tokens, tokens)."
     )
 
 
 def probe_lengths(model: nn.Module) -> tuple[int, ...]:
-    """Returns the tokens of the documents of the probe, one of them longer than all attention windows.
+    """Returns the lengths in tokens of the probe's documents; the second one is longer than all attention windows.
 
     Raises:
         UnsupportedOption: a window is longer than `LARGEST_WINDOW`.
@@ -273,16 +272,16 @@ def probe_lengths(model: nn.Module) -> tuple[int, ...]:
     length = window + window // 4 + LENGTHS[1]
     positions = [getattr(each, "max_position_embeddings", None) for each in configs_in(config)]
     sizes = [each for each in positions if isinstance(each, int) and each > window]
-    # the positions of a model like RoBERTa begin at 2, so that the last two of its table are not a document's
+    # positions of models like RoBERTa begin at 2, so a document has two positions fewer than the table
     return (LENGTHS[0], max(min([length, *(each - 2 for each in sizes)]), window + 1), LENGTHS[2])
 
 
 class Probe:
-    """Forward passes over three documents in a row, and over each alone.
+    """Runs forward passes over three documents in one row, and over each document alone.
 
     Args:
-        model: in evaluation mode.
-        loss_of, is_half: as in `find_isolation`.
+        model: the model, in evaluation mode.
+        loss_of, is_half: see `find_isolation`.
         lengths: tokens of the documents.
     """
 
@@ -300,10 +299,13 @@ class Probe:
         self._alone: list[Tensor] | None = None
 
     def check(self, first: int) -> bool:
-        """Returns whether the loss shifts its labels; `first` is the position of a document's first token.
+        """Returns True if the loss shifts its labels.
+
+        Args:
+            first: the position of a document's first token.
 
         Raises:
-            Refused: documents are not kept apart.
+            Refused: the documents are not isolated.
         """
         packed = outputs_of(self._call(self.documents, first), sum(self.lengths))
         if self._alone is None:
@@ -321,7 +323,7 @@ class Probe:
         return self._find_shift(first)
 
     def _check_changes(self, first: int) -> None:
-        """Changes each document in turn: the outputs of the others stay bit for bit what they were, up to rounding."""
+        """Checks that a change of each document leaves the outputs of the others unchanged, up to rounding."""
         before = self._outputs(self.documents, first)
         start = 0
         for place, length in enumerate(self.lengths):
@@ -334,7 +336,7 @@ class Probe:
                 raise Refused("a change of one document changed the outputs of another")
 
     def _outputs(self, documents: list[Tensor], first: int) -> Tensor:
-        """Outputs under the same random numbers each time."""
+        """Returns the outputs, computed with the same random numbers at each call."""
         torch.manual_seed(0)
         return outputs_of(self._call(documents, first), sum(self.lengths))
 
@@ -354,8 +356,8 @@ class Probe:
         return bool(((one - other).abs().max() <= self.tolerance * max(scale, 1e-6)).item())
 
     def _find_shift(self, first: int) -> bool:
-        """Returns whether the loss shifts labels, by the losses of the documents and of the row."""
-        labels = [each.clone() for each in self.others]  # other ones than the inputs
+        """Returns True if the loss shifts labels, determined from the losses of the documents and of the row."""
+        labels = [each.clone() for each in self.others]  # differ from the inputs
         alone = [
             self._loss({"input_ids": ids.to(self.device), "labels": own.to(self.device)})
             for ids, own in zip(self.documents, labels, strict=True)
@@ -367,7 +369,7 @@ class Probe:
             weights = [length - shifts for length in self.lengths]
             expected = sum(w * loss for w, loss in zip(weights, alone, strict=True)) / sum(weights)
             loss = self._loss(self._packed(self.documents, first, labels=torch.cat(own, 1)))
-            # models of transformers compute their losses in float32
+            # at least 1e-5, because models of transformers compute their losses in float32
             if abs(loss - expected) <= max(self.tolerance, 1e-5) * max(abs(expected), 1e-6):
                 return shifts
         raise Refused("the loss of a row is not the mean over the targets of its documents")
@@ -381,7 +383,7 @@ class Probe:
 
 
 def token_range(model: nn.Module) -> tuple[int, int]:
-    """Returns the first and the end of a range of token ids without special meaning, as far as can be known."""
+    """Returns (first, end) of a range of token ids that excludes the known special tokens."""
     ask = getattr(innermost(model), "get_input_embeddings", None)
     embedding = ask() if callable(ask) else None
     sizes = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
@@ -396,10 +398,10 @@ def token_range(model: nn.Module) -> tuple[int, int]:
 
 
 def outputs_of(outputs: Any, num_tokens: int) -> Tensor:
-    """Returns the first floating-point output with one value or vector for each token.
+    """Returns the first floating-point output with one value or vector per token.
 
     Raises:
-        Refused: there is none.
+        Refused: there is no such output.
     """
     values = outputs.values() if isinstance(outputs, Mapping) else outputs
     for value in [values] if isinstance(values, Tensor) else values:

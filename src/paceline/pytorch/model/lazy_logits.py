@@ -1,9 +1,9 @@
-"""Logits that are not computed until someone reads them.
+"""Logits that are computed only when they are read.
 
-A `LazyLogits` stands for the output of a linear layer. It knows its shape and dtype; views by rows, casts and a few
-elementwise operations give another one. `cross_entropy` computes the loss by chunks from the layer's inputs. Every
-other operation is done on the logits themselves, which are then computed as the layer would have: from then on all that
-was derived from the same output is taken from them, so that views alias and writes in place are seen as ever.
+`LazyLogits` represents the output of a linear layer. It has a shape and a dtype. Views by rows, casts and a few
+elementwise operations return other `LazyLogits`, and `cross_entropy` computes the loss in chunks from the layer's
+inputs. Every other operation computes the logits as the layer would. From then on, all tensors derived from the same
+output use the computed logits, so that views alias and in-place writes are visible as usual.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from paceline.pytorch.model.linear_cross_entropy import (
 
 
 class Family:
-    """All that is derived from one output of a linear layer.
+    """All tensors derived from one output of a linear layer.
 
     Args:
-        permits: called with each loss that could be computed by chunks: `(rows, targets, head, loss) -> bool`.
+        permits: `(rows, targets, head, loss) -> bool`, called with each loss that could be computed in chunks.
 
     Attributes:
-        chunked: a loss of it was computed by chunks.
-        read_by: the operation that first needed the logits themselves; None: none has.
+        chunked: a loss of this output was computed in chunks.
+        read_by: the operation that first needed the logits themselves; None if there was none.
     """
 
     def __init__(self, permits: Callable[[Tensor, Tensor, Head, CrossEntropy], bool]) -> None:
@@ -54,13 +54,13 @@ class Recipe:
     Attributes:
         rows: the inputs of the linear layer, `(..., num_features)`.
         head: the linear layer, and the elementwise operations so far.
-        family: of the output.
-        parent: that it was derived from; None: it is the output itself.
-        derive: makes it from the parent's logits.
-        versions: of the weights and the rows when the layer was called.
-        with_gradients: the operation was made with gradients enabled.
+        family: the family of the layer's output.
+        parent: the lazy logits from which the tensor was derived; None for the layer's output itself.
+        derive: computes the tensor from the parent's logits.
+        versions: versions of the rows and the weights when the layer was called.
+        with_gradients: gradients were enabled when the operation was called.
         logits: the result, once it is computed.
-        node: of the graph; None: it has no gradient.
+        node: the node of the graph; None: it has no gradient.
     """
 
     rows: Tensor
@@ -88,12 +88,12 @@ class Recipe:
         return self.logits
 
     def fresh(self) -> Tensor:
-        """Returns the logits, computed anew from the inputs of the linear layer."""
+        """Returns the logits, recomputed from the inputs of the linear layer."""
         self.check_versions()
         return self.head.logits(self.rows)
 
     def check_versions(self) -> None:
-        """Raises where logits computed now would not be those of the forward pass.
+        """Checks that logits computed now equal those of the forward pass.
 
         Raises:
             RuntimeError: the weights have changed since the layer was called.
@@ -104,12 +104,12 @@ class Recipe:
                 "before, since the loss did without them. Read them before the optimizer step, or set "
                 "linear_cross_entropy=False."
             )
-        if self.parent is not None:  # which may be of an earlier pass than what was derived from it
+        if self.parent is not None:  # the parent may be from an earlier pass
             self.parent.recipe.check_versions()
 
 
 def versions_of(rows: Tensor, head: Head) -> tuple[int, ...]:
-    """Returns how often the inputs and the parameters of a linear layer were written to."""
+    """Returns the version counters of the inputs and the parameters of a linear layer."""
     tensors = [each for each in (rows, head.weight, head.bias) if each is not None]
     return tuple(0 if each.is_inference() else each._version for each in tensors)
 
@@ -118,7 +118,7 @@ class LazyLogits(Tensor):
     """A tensor of logits without storage.
 
     Attributes:
-        recipe: how they are computed.
+        recipe: the computation of the logits.
     """
 
     recipe: Recipe
@@ -135,7 +135,7 @@ class LazyLogits(Tensor):
         step: Step | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Returns what an operation makes of these logits."""
+        """Returns the lazy result of an operation on these logits."""
         head = self.recipe.head
         if step is not None:
             head = replace(head, steps=(*head.steps, step))
@@ -143,7 +143,7 @@ class LazyLogits(Tensor):
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if a function of autograd, which torch does not show to Python, made another node of these logits."""
+        """Returns True if an autograd function made another node of these logits without Python's dispatch."""
         return self.grad_fn is not self.recipe.node
 
     @classmethod
@@ -168,15 +168,16 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """An operation that came without Python's dispatch, as from a hook of autograd: its gradient is that of the
-        layer's output, which passes it on.
+        """Runs an operation that bypassed `__torch_function__`, for instance one called by an autograd hook.
+
+        It computes on detached logits: the gradient flows through the node of the layer's output.
         """
         values = tree_map(lambda each: read(each, func).detach() if isinstance(each, LazyLogits) else each, args)
         return func(*values, **tree_map(lambda each: read(each, func), dict(kwargs or {})))
 
 
 def read(value: Any, func: object) -> Any:
-    """Returns a value with the logits themselves in the place of lazy ones."""
+    """Returns a value in which lazy logits are replaced by computed ones."""
     if isinstance(value, LazyLogits):
         family = value.recipe.family
         family.read_by = family.read_by or getattr(func, "__name__", str(func))
@@ -194,7 +195,7 @@ def attach(
     parent: LazyLogits | None,
     derive: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Returns lazy logits as a node of the graph; without gradients they have no part in it."""
+    """Returns lazy logits as a node of the graph; if gradients are disabled, they are detached from it."""
     if not torch.is_grad_enabled():
         bias = None if head.bias is None else head.bias.detach()
         rows, head = rows.detach(), replace(head, weight=head.weight.detach(), bias=bias)
@@ -207,7 +208,7 @@ def attach(
 
 
 class _Attach(torch.autograd.Function):
-    """The node of lazy logits in the graph: for gradients by the logits, where something computed them."""
+    """The node of lazy logits in the graph; it computes gradients if an operation read the logits."""
 
     @staticmethod
     def forward(
@@ -239,13 +240,13 @@ class _Attach(torch.autograd.Function):
         return (*found, *([None] * (6 - len(found))))
 
 
-# ---- operations that do without the logits
+# ---- operations that do not need the logits
 
 Handler = Callable[[LazyLogits, Any, Sequence[Any], Mapping[str, Any]], Any]
 
 
 def reshape(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A view that keeps the classes last."""
+    """Returns lazy logits for a view that keeps the classes as the last dimension."""
     like = torch.empty(logits.shape, dtype=logits.dtype, device="meta")
     shape = func(like, *args[1:], **kwargs)
     if shape.dtype != logits.dtype or not shape.dim() or shape.shape[-1] != logits.shape[-1]:
@@ -255,7 +256,7 @@ def reshape(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[
 
 
 def select(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An index of rows that takes all classes."""
+    """Returns lazy logits for an index of rows that selects all classes."""
     index = args[1]
     entries = index if isinstance(index, tuple) else (index,)
     used = sum(dimensions_of(each) for each in entries)
@@ -275,7 +276,7 @@ def select(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[s
 
 
 def dimensions_of(entry: object) -> int:
-    """Returns how many dimensions an entry of an index takes."""
+    """Returns the number of dimensions that an entry of an index consumes."""
     if entry is None or entry is Ellipsis:
         return 0
     if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8):
@@ -284,9 +285,9 @@ def dimensions_of(entry: object) -> int:
 
 
 def keep(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The same values."""
+    """Returns lazy logits with the same values."""
     if func is Tensor.contiguous and logits.requires_grad and not torch.is_grad_enabled():
-        return NotImplemented  # a copy without gradients, or the same tensor: that depends on its strides
+        return NotImplemented  # the strides decide if torch returns a copy without gradients or the same tensor
     return logits.derived(logits.recipe.rows, lambda parent: func(parent, *args[1:], **kwargs))
 
 
@@ -299,7 +300,7 @@ CASTS = {
 
 
 def cast(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Another dtype."""
+    """Returns lazy logits of another dtype."""
     dtype = CASTS.get(func)
     if dtype is None:
         values = [*args[1:], *kwargs.values()]
@@ -321,7 +322,7 @@ def cast(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str
 
 
 def scale(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A product with a number, or a quotient by one."""
+    """Returns lazy logits multiplied or divided by a number."""
     factor = number_of(args[1]) if len(args) == 2 and not kwargs else None
     if factor is None:
         return NotImplemented
@@ -333,14 +334,14 @@ def scale(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[st
 
 
 def number_of(value: object) -> float | None:
-    """Returns a Python number that is finite, as a float; None for all else."""
+    """Returns a finite Python number as a float; None for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
 
 
 def shift(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A sum with a constant of one number for each class."""
+    """Returns lazy logits plus a constant with one number per class."""
     offset = args[1] if len(args) == 2 and not kwargs else None
     if not isinstance(offset, Tensor) or isinstance(offset, LazyLogits) or offset.requires_grad:
         return NotImplemented
@@ -354,20 +355,20 @@ def shift(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[st
 
 
 def squash(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The hyperbolic tangent."""
+    """Returns the hyperbolic tangent of lazy logits."""
     if len(args) != 1 or kwargs:
         return NotImplemented
     return logits.derived(logits.recipe.rows, lambda parent: func(parent), Squash(), logits.dtype)
 
 
 def detach(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The values, for one who keeps them: the loss goes on without."""
+    """Returns computed, detached logits for a caller that stores them; the loss still does not need them."""
     with torch.no_grad():
         return logits.recipe.fresh()
 
 
 def find_best(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The class of the largest logit of each row, by chunks."""
+    """Returns the class of the largest logit in each row, computed in chunks."""
     named = dict(kwargs)
     dim = args[1] if len(args) > 1 else named.pop("dim", None)
     if dim not in (-1, logits.dim() - 1) or len(args) > 2 or named:
@@ -383,7 +384,7 @@ def find_best(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mappin
 
 
 def cross_entropy(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The loss by chunks, where it is one over classes, and permitted."""
+    """Returns the loss computed in chunks, if it is a cross-entropy over classes and the family permits it."""
     return _cross_entropy(logits, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
 
 
@@ -410,7 +411,7 @@ def _cross_entropy(
         return NotImplemented
     recipe.family.chunked = True
     found = linear_cross_entropy(recipe.rows, target, recipe.head, loss)
-    autocasts = torch.is_autocast_enabled(logits.device.type)  # to single precision, by torch's rule for this loss
+    autocasts = torch.is_autocast_enabled(logits.device.type)  # autocast returns this loss in float32
     return found if autocasts or found.dtype == logits.dtype else found.to(logits.dtype)
 
 
@@ -427,7 +428,7 @@ HANDLERS: dict[Any, Handler] = {
     Tensor.detach: detach,
     functional.cross_entropy: cross_entropy,
 }
-# facts that need no logits
+# attributes and methods that do not need the logits
 METADATA = {
     getattr(getattr(Tensor, name, None), "__get__", None)
     for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_leaf", "is_sparse",

@@ -1,7 +1,7 @@
-"""Cross-entropy of a linear layer's outputs, by chunks of rows, without ever holding the logits of all rows.
+"""Cross-entropy of a linear layer's outputs in chunks of rows, without storing the logits of all rows.
 
-The gradients are computed in the forward pass, chunk by chunk while its logits are there: as many matrix products as
-without chunks, and one gradient of the shape of the weights in memory between the passes.
+The gradients are computed in the forward pass, while the logits of each chunk exist. This takes as many matrix products
+as without chunks, and stores one gradient of the shape of the weights between the passes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# of a chunk's logits in single precision: a few chunks exist at a time
+# size of a chunk's logits in float32; a few such tensors exist at a time
 CHUNK_BYTES = 2**25
 CHUNK_BYTES_ON_DEVICE = 2**28
-MIN_CHUNK_ROWS = 16  # the gradient of the weights is read and written once for each chunk
+MIN_CHUNK_ROWS = 16  # limits the number of chunks, each of which reads and writes the gradient of the weights
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -33,7 +33,7 @@ class Scale:
 
 @dataclass(frozen=True, eq=False)
 class Shift:
-    """Adds to the logits: a number, or one number for each class, `(num_classes,)`."""
+    """Adds a number, or one number per class, `(num_classes,)`, to the logits."""
 
     offset: Tensor
 
@@ -43,7 +43,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class Squash:
-    """The hyperbolic tangent, as in soft-capped logits."""
+    """Applies the hyperbolic tangent, as in soft-capped logits."""
 
     def __call__(self, logits: Tensor) -> Tensor:
         return torch.tanh(logits)
@@ -51,7 +51,7 @@ class Squash:
 
 @dataclass(frozen=True)
 class Cast:
-    """Converts to a dtype. Chunks are computed in single precision at least, so this has no effect on them."""
+    """Converts to a dtype. This has no effect on chunks, which are computed in float32 or float64."""
 
     dtype: torch.dtype
 
@@ -64,12 +64,12 @@ Step = Scale | Shift | Squash | Cast
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """The linear layer, and what follows it up to the loss.
+    """The linear layer, and the operations between it and the loss.
 
     Attributes:
         weight: `(num_classes, num_features)`.
         bias: `(num_classes,)`, or None.
-        autocast: the dtype of the matrix product under autocast; None: that of the tensors.
+        autocast: the dtype of the matrix product under autocast; None: the dtype of the tensors.
         steps: elementwise operations on the logits, in order.
     """
 
@@ -79,7 +79,7 @@ class Head:
     steps: tuple[Step, ...] = ()
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Returns the logits of `rows`, `(..., num_classes)`, by the operations of torch."""
+        """Returns the logits of `rows`, `(..., num_classes)`, computed by torch's operations."""
         with torch.autocast(rows.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             found = functional.linear(rows, self.weight, self.bias)
         for step in self.steps:
@@ -97,7 +97,7 @@ class CrossEntropy:
     weight: Tensor | None = None
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Returns the loss by torch's own function."""
+        """Returns the loss computed by torch's own function."""
         return functional.cross_entropy(
             logits,
             targets,
@@ -118,17 +118,17 @@ class CrossEntropy:
 def linear_cross_entropy(
     rows: Tensor, targets: Tensor, head: Head, loss: CrossEntropy, chunk_rows: int | None = None
 ) -> Tensor:
-    """Returns `loss(head.logits(rows), targets)`, computed by chunks.
+    """Returns `loss(head.logits(rows), targets)`, computed in chunks.
 
     Args:
         rows: `(N, num_features)`, the inputs of the linear layer.
         targets: `(N,)`, class indices.
-        head: the linear layer, and what follows it.
+        head: the linear layer, and the operations after it.
         loss: its reduction may be `mean`, `sum` or `none`.
-        chunk_rows: rows of a chunk; None: by the number of classes.
+        chunk_rows: rows per chunk; None: determined by the number of classes.
 
     Returns:
-        0-dim, or `(N,)` without a reduction; in single precision for logits of 16 bits.
+        The loss, 0-dim, or `(N,)` without a reduction; float32 for 16-bit logits.
     """
     size = chunk_rows or default_chunk_rows(head.weight.shape[0], rows.device)
     job = _Job(head.autocast, head.steps, loss, size)
@@ -137,25 +137,26 @@ def linear_cross_entropy(
 
 
 def default_chunk_rows(num_classes: int, device: torch.device) -> int:
-    """Returns the rows of a chunk."""
+    """Returns the default number of rows per chunk."""
     limit = CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES_ON_DEVICE
     return max(MIN_CHUNK_ROWS, limit // (4 * num_classes))
 
 
 @dataclass
 class _Gradients:
-    """Sums over chunks, in single precision at least; each is None if it is not needed."""
+    """Gradients summed over chunks, in float32 or float64; each is None if it is not needed."""
 
     rows: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
 
     def scaled(self, factor: Tensor | None, dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
-        """Returns the products with a factor, in these dtypes. Overwrites the sums.
+        """Returns the gradients times a factor, in these dtypes. Overwrites the sums.
 
-        float16 would lose small ones before: the factor holds a GradScaler's scale.
+        The factor includes a GradScaler's scale, so it is applied before the cast to float16, which would otherwise
+        lose small gradients.
         """
-        # of a device nothing is read
+        # a factor on a device is not read, which would synchronize
         is_one = factor is None or (factor.device.type == "cpu" and float(factor) == 1)
         found: list[Tensor | None] = []
         for total, dtype in zip((self.rows, self.weight, self.bias), dtypes, strict=True):
@@ -167,7 +168,7 @@ class _Gradients:
 
 @dataclass(eq=False)
 class _Job:
-    """One loss: its arguments, without the parameters of the head, which autograd keeps."""
+    """The arguments of one loss, without the head's parameters, which autograd saves."""
 
     autocast: torch.dtype | None
     steps: tuple[Step, ...]
@@ -185,7 +186,7 @@ class _Job:
         Args:
             tensors: rows, weight, bias and targets.
             factors: `(N,)`; None: no gradients.
-            needs: for which of rows, weight and bias a gradient is needed.
+            needs: flags of rows, weight and bias: a gradient is needed.
         """
         rows, weight, bias, targets = tensors
         dtype = self.autocast or weight.dtype
@@ -221,7 +222,7 @@ class _Job:
         )
 
     def _chunks(self, targets: Tensor) -> Iterator[Any]:
-        """Yields the indices of the rows of each chunk. On the CPU, rows whose target is ignored are left out."""
+        """Yields the row indices of each chunk. On the CPU, rows with an ignored target are skipped."""
         if targets.device.type == "cpu":
             kept = targets != self.loss.ignore_index
             if not bool(kept.all()):
@@ -233,8 +234,8 @@ class _Job:
             yield slice(start, start + self.chunk_rows)
 
     def _row_losses(self, logits: Tensor, targets: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns the losses of a chunk, and the gradient of the sum of `factors * losses` by the linear layer's
-        outputs. Overwrites the logits.
+        """Returns the losses of a chunk, and the gradient of the sum of `factors * losses` with respect to the linear
+        layer's outputs. Overwrites the logits.
         """
         if self.loss.weight is not None or any(isinstance(step, Squash) for step in self.steps):
             return self._row_losses_by_autograd(logits, targets, factors)
@@ -292,7 +293,7 @@ class _Job:
 
 
 def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Adds a matrix product to a sum, whose precision may be higher."""
+    """Adds a matrix product to a sum, which may have a higher precision."""
     if total.dtype == one.dtype:
         total.addmm_(one, other)
     else:
@@ -324,17 +325,17 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> Any:
         gradients, ctx.gradients = ctx.gradients, None
         is_reduced = ctx.job.loss.reduction != "none"
-        if gradients is None:  # without a reduction, or a second backward pass through a retained graph
+        if gradients is None:  # no reduction, or a second backward pass through a retained graph
             rows, weight, targets, *rest = ctx.saved_tensors
             factors = _ones(targets) if is_reduced else slope
             tensors = (rows, weight, rest[0] if ctx.has_bias else None, targets)
             with torch.autocast(rows.device.type, enabled=False):
                 _, gradients = ctx.job.run(tensors, factors, ctx.needs_input_grad[:3])
         if ctx.divisor is not None:
-            slope = slope / ctx.divisor.masked_fill(ctx.divisor == 0, 1)  # no target counts: zeros, as in torch
+            slope = slope / ctx.divisor.masked_fill(ctx.divisor == 0, 1)  # zero gradients if no target counts, as torch
         return *gradients.scaled(slope if is_reduced else None, ctx.dtypes), None, None
 
 
 def _ones(targets: Tensor) -> Tensor:
-    """Returns what the loss of each row is multiplied by, before the slope of the reduced loss is known."""
+    """Returns unit factors of the row losses, used until the gradient of the reduced loss is known."""
     return torch.ones(targets.shape, dtype=torch.float32, device=targets.device)

@@ -1,8 +1,9 @@
-"""Training without logits: the loss of a language model's head by chunks, where that gives the model's own loss.
+"""Training without logits: computes the loss of a language model's head in chunks, if that equals the model's own loss.
 
-While a loss is computed, the head returns `LazyLogits`. The model's own code runs on them, shifts, scales and divides;
-only its call of `cross_entropy` is done by chunks. No class of models is known by name: the first loss is computed both
-ways for a few rows, value and gradient, and a model whose code reads its logits otherwise is left as it is.
+While a loss is computed, the head returns `LazyLogits`. The model's own code shifts, scales and divides them; only its
+call of `cross_entropy` is computed in chunks. Support does not depend on the model's class: the value and the gradient
+of the first loss are computed both ways for a few rows. A model whose code reads its logits in another way is left
+unchanged.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ logger = logging.getLogger(__name__)
 OPTION = "linear_cross_entropy"
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 CHECKED_ROWS = 16
-MIN_CHUNKS = 2  # "auto": fewer than so many chunks would be no less memory
+MIN_CHUNKS = 2  # "auto" applies to more than this number of chunks: fewer would save no memory
 
 
 class LinearLoss:
-    """Computes cross-entropies over a linear head by chunks, for as long as that was seen to be right.
+    """Computes cross-entropies over a linear head in chunks, after checking that they equal the model's own.
 
     Args:
         option: `auto`, True, or the name of the head among the model's modules.
 
     Attributes:
-        is_right: the chunked loss was seen to be the model's own; None: nothing was seen yet; False: it is not used.
+        is_right: True if the chunked loss equals the model's own; None: not checked yet; False: it is not used.
     """
 
     def __init__(self, option: str | bool) -> None:
@@ -54,22 +55,22 @@ class LinearLoss:
         self.is_entered = False
         self._is_suspended = False
         self._model: weakref.ref[nn.Module] | None = None
-        self._name: str | None = None  # of the head; None: the model has none
+        self._name: str | None = None  # name of the head; None: the model has none
         self._families: list[Family] = []
         self._said: set[str] = set()
 
     def __reduce__(self) -> Any:
-        """A copy has seen nothing yet."""
+        """Makes copies start without results of the check."""
         return LinearLoss, (self.option,)
 
     @property
     def is_required(self) -> bool:
-        """True if the option asks for chunks, and is an error where they cannot be."""
+        """Returns True if chunks are required, so that an unsupported model is an error."""
         return self.option != "auto"
 
     @contextmanager
     def entered(self, model: nn.Module) -> Iterator[None]:
-        """`applied`, and `is_entered` is set."""
+        """Enters `applied` and sets `is_entered`."""
         self.is_entered = True
         try:
             with self.applied(model):
@@ -79,10 +80,10 @@ class LinearLoss:
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """While entered, the head's logits are lazy.
+        """Makes the head return lazy logits while entered.
 
         Raises:
-            UnsupportedOption: the option asks for that, and it is not possible here.
+            UnsupportedOption: chunks are required, and the model does not support them.
         """
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         if self._model is None or self._model() is not inner:
@@ -104,7 +105,7 @@ class LinearLoss:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """While entered, logits are computed by the head, for someone who reads them all."""
+        """Makes the head compute its logits while entered, for callers that read all of them."""
         self._is_suspended = True
         try:
             yield
@@ -112,7 +113,7 @@ class LinearLoss:
             self._is_suspended = False
 
     def _begin(self, model: nn.Module) -> None:
-        """Looks for the head of a model that was not called before."""
+        """Finds the head of a new model."""
         self._model = weakref.ref(model)
         self._name = self.is_right = None
         self._families = []
@@ -122,7 +123,7 @@ class LinearLoss:
             self._refuse(str(error))
 
     def _forward(self, head: nn.Linear, rows: Tensor) -> Tensor:
-        """The forward of the head."""
+        """Runs the head: returns lazy logits if possible, else the logits."""
         if not is_lazy(head, rows) or (self.option == "auto" and is_small(head, rows)):
             return nn.Linear.forward(head, rows)
         device = rows.device.type
@@ -135,7 +136,7 @@ class LinearLoss:
         return LazyLogits.of(rows, Head(head.weight, head.bias, dtype), family)
 
     def _permits(self, rows: Tensor, targets: Tensor, head: Head, loss: CrossEntropy) -> bool:
-        """True if a loss may be computed by chunks: seen for some rows of the first."""
+        """Returns True if a loss may be computed in chunks; the first loss is checked on some of its rows."""
         if self.is_right is None:
             difference = compare(rows, targets, head, loss)
             if difference is None:
@@ -154,7 +155,7 @@ class LinearLoss:
         return self.is_right
 
     def _judge(self, families: list[Family]) -> None:
-        """Decides by what the model's code did with its logits."""
+        """Disables chunks, or raises if they are required, if the model's code read the logits or called no head."""
         readers = [family.read_by for family in families if family.read_by is not None]
         if readers and self.is_right is not False:
             self.is_right = False
@@ -177,7 +178,7 @@ class LinearLoss:
 
 
 def modules_to(model: nn.Module, name: str) -> list[nn.Module]:
-    """Returns the modules from the model down to one of this name."""
+    """Returns the modules on the path from the model down to the module of this name."""
     path = [model]
     for part in name.split("."):
         path.append(getattr(path[-1], part))
@@ -186,7 +187,7 @@ def modules_to(model: nn.Module, name: str) -> list[nn.Module]:
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Replaces a module's forward while entered, so that a copy made outside has its own."""
+    """Replaces a module's forward while entered only, so that copies made outside have the original one."""
     attributes = vars(module)
     attributes["forward"] = forward
     try:
@@ -196,16 +197,16 @@ def replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
 
 
 def find_obstacle(model: nn.Module, path: list[nn.Module], name: str) -> str | None:
-    """Returns why a model, as it is wrapped now, cannot do without logits; None: it can.
+    """Returns the reason why a model, as currently wrapped, needs its logits; None if it does not.
 
     Args:
-        model: as it is called.
+        model: the model as it is called.
         path: the modules from the innermost model down to the head.
-        name: of the head.
+        name: the name of the head.
     """
     head = path[-1]
     if isinstance(model, DistributedDataParallel) and model.static_graph:
-        return "ddp_static_graph counts on gradients through every output"
+        return "ddp_static_graph requires gradients through every output"
     if is_wrapper(model) or (model is not path[0] and type(model) is not DistributedDataParallel):
         return f"the model is wrapped in {type(model).__name__}"
     if type(head) is not nn.Linear or "forward" in vars(head):
@@ -222,7 +223,7 @@ def find_obstacle(model: nn.Module, path: list[nn.Module], name: str) -> str | N
 
 
 def is_wrapper(model: nn.Module) -> bool:
-    """True for the classes that hold or are another module's parts on several processes."""
+    """Returns True for wrappers that shard, replicate or compile a module."""
     return type(model).__module__.split(".")[0] == "deepspeed" or any(
         kind.__name__ in ("FSDPModule", "FullyShardedDataParallel", "OptimizedModule", "DataParallel")
         for kind in type(model).__mro__
@@ -233,7 +234,7 @@ def find_head(model: nn.Module, option: str | bool) -> str | None:
     """Returns the name of the linear layer that makes the logits; None if the model has none.
 
     Raises:
-        LookupError: there is none of that name, or it is no plain linear layer; the message says so.
+        LookupError: there is no module of that name, or the head is no plain linear layer; the message says which.
     """
     named = dict(model.named_modules())
     if isinstance(option, str) and option != "auto":
@@ -261,7 +262,7 @@ def find_head(model: nn.Module, option: str | bool) -> str | None:
 
 
 def is_lazy(head: nn.Linear, rows: object) -> bool:
-    """True if the inputs of the head are plain tensors, outside of tracing and compiling."""
+    """Returns True if the head's inputs are plain tensors, outside of tracing and compiling."""
     return (
         type(rows) is Tensor
         and rows.is_floating_point()
@@ -274,14 +275,15 @@ def is_lazy(head: nn.Linear, rows: object) -> bool:
 
 
 def is_small(head: nn.Linear, rows: Tensor) -> bool:
-    """True if all logits take no more memory than a few chunks of them."""
+    """Returns True if all logits together take no more memory than `MIN_CHUNKS` chunks."""
     limit = CHUNK_BYTES if rows.device.type == "cpu" else CHUNK_BYTES_ON_DEVICE
     return 4 * rows.numel() // rows.shape[-1] * head.out_features <= MIN_CHUNKS * limit
 
 
 def compare(rows: Tensor, targets: Tensor, head: Head, loss: CrossEntropy) -> float | None:
-    """Returns how far the chunked loss is from torch's for a few rows, value and gradient, in tolerances; None if no
-    target counts.
+    """Returns the difference of the chunked loss and its gradient from torch's for a few rows, in tolerances.
+
+    Returns None if every target is ignored.
     """
     places = (targets != loss.ignore_index).nonzero().squeeze(1)
     places = places[:: max(1, len(places) // CHECKED_ROWS)][:CHECKED_ROWS]

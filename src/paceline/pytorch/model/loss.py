@@ -1,10 +1,10 @@
-"""One loss rule: the divisor of a returned loss, so that any split of the same samples gives the same gradient.
+"""Determines the divisor of a returned loss, so that any split of the same samples gives the same gradient.
 
-A model's loss is one number per micro-batch. To sum micro-batches correctly, its divisor must be known. It is decided
-in this order: the declared one; `num_items_in_batch`, if changing it was seen to change the loss; the number of
-targets, if the model's class says so; the number of samples. Extra forward passes over parts of a batch
-(`paceline.pytorch.loss_probe`) test that: they replace an assumption if two probes agree, and warn if they contradict
-the rule in force.
+A model returns one loss per micro-batch. To sum micro-batches correctly, the loss's divisor must be known. In order of
+precedence it is the declared one; `num_items_in_batch`, if changing it changes the loss; the number of targets, if that
+is known for the model's class; the number of samples. Extra forward passes over parts of a batch
+(`paceline.pytorch.loss_probe`) test the assumption. They replace it if two probes agree, and warn if they contradict
+the reduction in force.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["IGNORE_INDEX", "Counts", "LabelSmoother", "LossNormalizer", "LossRed
 
 logger = logging.getLogger(__name__)
 
-# besides steps 1, 2, 4, 8 ...: probes of steps whose weights depend on an open decision
+# maximum number of probes besides steps 1, 2, 4, 8, ...: of steps whose weights depend on an open decision
 MAX_EXTRA_LOOKS = 10
 
 DECLARED = {
@@ -45,12 +45,12 @@ REMEDY = (
 
 @dataclass(slots=True)
 class Counts:
-    """The contents of one collated micro-batch, counted on the host before user code can take the labels out."""
+    """The counts of one collated micro-batch, taken on the host before user code can pop the labels."""
 
     samples: int
-    labels: Tensor | None  # the targets of the loss; None: there are none
+    labels: Tensor | None  # the targets of the loss, if there are any
     weight: float  # weight of this micro-batch under the reduction in force when it was counted
-    is_shifted: bool = False  # the labels align with the outputs they are compared with
+    is_shifted: bool = False  # the labels are aligned with the outputs they are compared with
 
 
 class LossNormalizer:
@@ -59,17 +59,17 @@ class LossNormalizer:
     Args:
         label_names: names under which a batch carries its targets.
         declared: the user's `loss_weight`: a key of `DECLARED`, or a function `(batch) -> float`; None: unset.
-        known: the known reduction of the loss of this class of models; None: unknown.
-        shifts: the model is known to shift its targets, so that the first one of each sample does not count.
+        known: the known reduction of the loss of this model class; None: unknown.
+        shifts: the model is known to shift its targets, so the first target of each sample does not count.
         pad_token_id: another target value that may be ignored.
-        coupled: how the loss couples the samples of a batch, if known; logged as a warning.
+        coupled: a sentence on how the loss couples the samples of a batch, which is logged as a warning; None: unknown.
 
     Attributes:
         reduction: the assumed reduction of the returned loss.
-        is_scaled: it is divided by `num_items_in_batch`; None: not known yet.
+        is_scaled: the loss is divided by `num_items_in_batch`; None: not known yet.
         passes_count: the Trainer has passed the count to the model or `compute_loss_func`.
-        scaled_factor: the multiplier of a loss that was divided for the whole optimizer step: the number of processes,
-            if the division was by the count of all of them and gradients are averaged.
+        scaled_factor: the factor of a loss that is already divided for the whole optimizer step: the number of
+            processes, if it is divided by their global count and gradients are averaged.
     """
 
     scaled_factor = 1.0
@@ -88,7 +88,7 @@ class LossNormalizer:
         self.declared = "function" if callable(declared) else declared
         self.known = known
         self.shifts = shifts
-        # preferred among the reductions that fit, also if the loss is computed outside the model
+        # preferred among the reductions that fit, even if the loss is computed outside the model
         self.likely = known or (LossReduction("tokens", shifted=True) if shifts else None)
         self.coupled = coupled
         self.is_averaged_by_author = False
@@ -102,20 +102,20 @@ class LossNormalizer:
         """Resets the observations but not the declarations, so that runs on the same data are equal. Returns self.
 
         Args:
-            last_probe: number of optimizer steps after which the loss is probed no more; None: no limit.
+            last_probe: the last optimizer step that is probed; None: no limit.
         """
         self.last_probe = last_probe
         self.reduction = DECLARED.get(self.declared or "", self.known or LossReduction("samples"))
         self.is_scaled: bool | None = self.declared == "scaled" or (None if self.declared is None else False)
         self.hits = dict.fromkeys(self.candidates, 0)
         self.misses = dict.fromkeys(self.candidates, 0)
-        self._doubt: str | None = None  # the last contradiction that nothing has settled
-        self.is_multiplied = False  # True if the author of the loss multiplied it by the number of processes
+        self._doubt: str | None = None  # the last unresolved contradiction
+        self.is_multiplied = False  # user code has multiplied the loss by the number of processes
         self.num_updates = self.num_looks = self.num_extra = 0
         return self
 
     def declare(self, name: str, is_averaged_by_author: bool = False) -> None:
-        """Sets the reduction by declaration of the caller; probes do not replace it.
+        """Sets a declared reduction, which probes do not replace.
 
         Args:
             name: a key of `DECLARED`.
@@ -132,14 +132,14 @@ class LossNormalizer:
         self.is_made_here = True
 
     def know_of(self, reduction: LossReduction) -> None:
-        """Sets the reduction that the loss was seen to have, unless one was declared."""
+        """Sets the observed reduction of the loss, unless one was declared."""
         self.known = self.likely = reduction
         self.begin(self.last_probe)
 
     # ---- counting
 
     def find_labels(self, batch: object) -> Tensor | None:
-        """Returns the targets of a batch: `labels`, or those under the first label name that it has."""
+        """Returns the tensor under the first label name that the batch has; None if there is none or it is 0-dim."""
         if type(batch) is not dict and not isinstance(batch, Mapping):
             return None
         for name in self.label_names:
@@ -149,7 +149,7 @@ class LossNormalizer:
         return None
 
     def count(self, batch: Any) -> Counts:
-        """Counts one micro-batch. One read-back if the labels are already on a device; none for host batches."""
+        """Returns the counts of one micro-batch. Synchronizes with the device only if the labels are on it."""
         labels = self.find_labels(batch)
         samples = batch_size_of(batch) if labels is None else labels.shape[0]
         is_shifted = labels is not None and "shift_labels" in batch  # a padding-free collator shifted them already
@@ -162,7 +162,8 @@ class LossNormalizer:
     def weigh_by_function(self, batch: object) -> float:
         """Returns the result of `loss_weight` for a batch.
 
-        Raises: ValueError, if that is not a weight.
+        Raises:
+            ValueError: the result is not a finite number of 0 or more.
         """
         assert self.function is not None
         weight = float(self.function(batch))
@@ -171,7 +172,7 @@ class LossNormalizer:
         return weight
 
     def num_items(self, batches: Sequence[Any]) -> Tensor | None:
-        """Returns the targets in the micro-batches of an optimizer step, the model's divisor; None if none are counted.
+        """Returns the number of targets in the micro-batches of an optimizer step; None if they cannot be counted.
 
         Labels under several names (start and end of an answer) have no common count, unless one of them is `labels`.
         The result is a 0-dim tensor on the host: reading it does not synchronize, and tensors on any device can be
@@ -192,26 +193,26 @@ class LossNormalizer:
     # ---- weight of a returned loss
 
     def factor(self, counts: Counts, total: float) -> float:
-        """Returns the multiplier of a returned loss, with which the step's contributions add up to one weighted mean.
+        """Returns the factor of a returned loss, with which the step's contributions add up to one weighted mean.
 
         Args:
-            counts: this micro-batch.
-            total: the sum of the weights of all micro-batches of the optimizer step, not 0; with several processes
-                whose gradients are averaged, each one's share of it.
+            counts: the counts of this micro-batch.
+            total: the sum of the weights of all micro-batches of the optimizer step, not 0; if gradients are averaged
+                over processes, divided by their number.
         """
         if self.is_scaled or self.reduction == SUM:
             return 1 if self.is_averaged_by_author or self.is_multiplied else self.scaled_factor
         return 1 if counts.weight == total else counts.weight / total
 
     def recount(self, counts: Sequence[Counts]) -> float:
-        """Recomputes the weights after a probe changed the reduction; returns the new total."""
+        """Recomputes the weights after a probe changed the reduction, and returns the new total."""
         if self.function is None:
             for item in counts:
                 item.weight = self.reduction.weigh(item.labels, item.samples, item.is_shifted)
         return sum(item.weight for item in counts)
 
     def has_target(self, counts: Sequence[Counts]) -> bool:
-        """True if an optimizer step has a target at all."""
+        """Returns True if an optimizer step has any targets, or micro-batches without labels."""
         targets = LossReduction("tokens", self.reduction.shifted, self.reduction.ignore_index)
         return any(
             item.labels is None or targets.weigh(item.labels, item.samples, item.is_shifted) > 0 for item in counts
@@ -220,11 +221,11 @@ class LossNormalizer:
     # ---- results of extra forward passes
 
     def is_due(self, counts: Sequence[Counts], by_row: bool = False) -> bool:
-        """True if the next step must be probed: steps 1, 2, 4, 8 ... and those that depend on an open decision.
+        """Returns True if the next step must be probed: steps 1, 2, 4, 8, ... and those that an open decision affects.
 
         Args:
             counts: the micro-batches of the step.
-            by_row: test the weights of rows; else those of micro-batches.
+            by_row: compare the weights of rows; otherwise those of micro-batches.
         """
         number = self.num_updates + 1
         if self.last_probe is not None and number > self.last_probe:
@@ -237,17 +238,17 @@ class LossNormalizer:
 
     @property
     def is_certain(self) -> bool:
-        """True if the reduction in force is no default: declared, known for the class, or observed to be scaled.
+        """Returns True if the reduction is declared, known for the model's class, or observed to be scaled.
 
-        With `loss_weight="samples"` it stays open if samples without a target count.
+        With `loss_weight="samples"` it stays undecided if samples without a target count.
         """
         return self.declared not in (None, "samples") or self.trusts_class or bool(self.is_scaled)
 
     @property
     def trusts_class(self) -> bool:
-        """True if the reduction is known from the class of the model.
+        """Returns True if the reduction is known from the model's class.
 
-        A causal head whose loss ignores the count does not compute the loss that its class is known for.
+        This excludes a causal head whose loss ignores the count, because it does not compute its class's usual loss.
         """
         if self.known is None or self.is_made_here or self.declared is not None:
             return self.known is not None
@@ -255,11 +256,11 @@ class LossNormalizer:
 
     @property
     def is_confirmed(self) -> bool:
-        """True if two probes confirmed the reduction in force."""
+        """Returns True if two probes confirmed the reduction in force."""
         return self.hits[self.reduction] > 1
 
     def open_reductions(self, among: Sequence[LossReduction] = MAIN) -> list[LossReduction]:
-        """Returns the one in force, and those of `among` that may still be right."""
+        """Returns the reduction in force, followed by those of `among` that may still be right."""
         if self.is_certain or self.reduction.unit == "sum":
             return [self.reduction]
         others = (item for item in among if item not in (self.reduction, SUM) and not self.misses[item])
@@ -271,7 +272,9 @@ class LossNormalizer:
         by_row: bool = False,
         among: Sequence[LossReduction] = MAIN,
     ) -> bool:
-        """True if an open reduction gives these micro-batches, or their rows, other weights than the one in force."""
+        """Returns True if an open reduction gives these micro-batches, or their rows, other weights than the one in
+        force.
+        """
         shares = []
         for reduction in self.open_reductions(among):
             rows = [reduction.row_weights(item.labels, item.samples, item.is_shifted) for item in counts]
@@ -281,12 +284,12 @@ class LossNormalizer:
         return any(other != shares[0] for other in shares[1:])
 
     def learn(self, observations: Sequence[Observation], window: Sequence[Counts] | None = None) -> None:
-        """Records all processes' observations of a step or a batch: the same, in the same order, on all of them.
+        """Records the observations of a step or a batch.
 
         Args:
-            observations: of every process.
-            window: this process's micro-batches, whose weights may depend on an open decision; None: warnings come
-                later.
+            observations: those of all processes, in the same order on each of them.
+            window: this process's micro-batches, whose weights may depend on an open decision; None: `warn_of_doubt`
+                is called later.
         """
         self.num_extra += self.num_updates & (self.num_updates - 1) != 0
         self.warn_of_coupling()
@@ -313,12 +316,16 @@ class LossNormalizer:
             self.warn_of_doubt(self.is_open_for(window))
 
     def warn_of_coupling(self) -> None:
-        """Warns of a model class whose loss no weights make independent of the split."""
+        """Warns if the model's class is known for a loss that depends on the split under any weights."""
         if self.coupled is not None:
             self._warn(f"{self.coupled}, so it depends on how samples are split into batches")
 
     def warn_of_doubt(self, is_open: bool) -> None:
-        """Warns if nothing was observed, or if weights depend on an open decision (`is_open`)."""
+        """Warns if the reduction is contradicted, was not observed, or is undecided and matters.
+
+        Args:
+            is_open: weights depend on the open decision.
+        """
         if self._doubt is not None and self.misses[self.reduction]:
             self._warn(self._doubt)
         if self.is_certain or self.declared is not None or self.misses[self.reduction]:
@@ -337,12 +344,12 @@ class LossNormalizer:
         """Replaces a contradicted reduction by one that two probes confirmed and none contradicted, or warns.
 
         Args:
-            fits_nothing: no reduction fits what was seen.
-            can_wait: nothing is weighed yet: `warn_of_doubt` warns of what is still contradicted then.
+            fits_nothing: no reduction fits an observation.
+            can_wait: no loss is weighted yet, so `warn_of_doubt` can warn later if the contradiction remains.
         """
         before = self.reduction
         confirmed = [item for item in self.candidates if self.hits[item] > 1 and not self.misses[item]]
-        if self.declared == "samples":  # it was not declared if samples without a target count
+        if self.declared == "samples":  # this leaves undeclared if samples without a target count
             self.reduction = next((item for item in confirmed if "samples" in item.unit), before)
         if self.declared is not None:
             if confirmed and self.reduction == before:
@@ -361,7 +368,7 @@ class LossNormalizer:
             self._say(logging.INFO, f"The returned loss was seen to be {self.reduction}.")
 
     def _learn_scaling(self, looks: Sequence[Observation]) -> None:
-        """Decides by the effect of changing `num_items_in_batch` on the loss."""
+        """Sets `is_scaled` by the effect of `num_items_in_batch` on the loss."""
         told = {item.count for item in looks} - {"unknown"}
         if not looks or self.declared is not None:
             return
@@ -381,9 +388,11 @@ class LossNormalizer:
             self._say(logging.INFO, "The loss is divided by num_items_in_batch: changing that was seen to change it.")
 
     def _learn_multiples(self, multiples: set[float]) -> None:
-        """Decides by what the loss, divided by the count of its own targets, is of the loss without a count."""
+        """Sets `is_multiplied` by the ratios of the loss divided by the number of its own targets to the loss without
+        a count.
+        """
         if not self.passes_count and self.scaled_factor != 1 and multiples and multiples != {1.0}:
-            # an overridden compute_loss may have multiplied by the number of processes already, as it must elsewhere
+            # an overridden compute_loss may multiply by the number of processes, as Hugging Face Trainer requires
             self.is_multiplied = True
             if multiples != {round(self.scaled_factor, 2)}:
                 self._warn(
@@ -413,7 +422,7 @@ class LossNormalizer:
     # ---- saved state
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the observations so far: plain values. They decide the weights of an optimizer step."""
+        """Returns the observations so far, which determine the weights of an optimizer step, as plain values."""
         seen = [item for item in self.candidates if self.hits[item] or self.misses[item]]
         return {
             "declared": self.declared,
@@ -425,9 +434,10 @@ class LossNormalizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the result of `state_dict`; ignored if something else is declared now, or an older version wrote it.
+        """Loads the result of `state_dict`; ignores it if the declaration differs, or if an older version wrote it.
 
-        Raises: ValueError, TypeError or LookupError, for any other value; then nothing has changed.
+        Raises:
+            ValueError, TypeError, LookupError: the state is invalid; nothing is changed.
         """
         if "evidence" not in state and "held" in state:
             return
@@ -450,7 +460,7 @@ class LossNormalizer:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Discards observations made inside, so that an evaluation changes nothing in the optimizer steps after it."""
+        """Discards observations made while entered, so that an evaluation does not affect later optimizer steps."""
         state = self.state_dict()
         try:
             yield
@@ -489,7 +499,7 @@ class LabelSmoother:
         """Returns the smoothed loss, 0-dim: a mean over targets, or their sum divided by `num_items_in_batch`.
 
         Args:
-            model_output: the logits `(*labels.shape, num_classes)`, or an output that holds them.
+            model_output: the logits `(*labels.shape, num_classes)`, or outputs that contain them.
             labels: integer targets.
             shift_labels: compare the output at i with the target at i + 1.
             num_items_in_batch: the divisor; None: the number of targets that are not ignored.
@@ -513,13 +523,14 @@ class LabelSmoother:
 
     @torch.no_grad()
     def find_shift(self, model_output: object, labels: Tensor, assumed: bool) -> bool | None:
-        """True if the model's own loss compares the output at i with the target at i + 1; None: it has none that shows
-        it.
+        """Returns True if the model's own loss compares the output at i with the target at i + 1.
+
+        Returns None if there is no such loss, or it does not show the shift.
 
         Args:
-            model_output: with a loss in it.
+            model_output: outputs with a loss.
             labels: integer targets.
-            assumed: tried first.
+            assumed: the value that is tried first.
         """
         own = find_loss(model_output)
         if own is None or labels.dim() < 2:

@@ -1,4 +1,4 @@
-"""The loss of a batch: the default computation, and the adapter for every way a user overrides it."""
+"""Computes the loss of a batch by default, and adapts the ways in which users override it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Objective:
     Args:
         signature: the parameters of `forward`.
         label_names: names under which a batch carries its targets.
-        rule: records if `num_items_in_batch` reached the code that computed the loss.
-        compute_loss_func: `(outputs, labels, num_items_in_batch=None) -> loss`, instead of the model's own loss.
-        smoother: smooths the cross-entropy, instead of the model's own loss.
-        linear_loss: computes cross-entropies over the model's head by chunks; None: nothing does.
+        rule: records if `num_items_in_batch` was passed to the code that computed the loss.
+        compute_loss_func: `(outputs, labels, num_items_in_batch=None) -> loss`, replaces the model's own loss.
+        smoother: computes a smoothed cross-entropy, which replaces the model's own loss.
+        linear_loss: computes cross-entropies over the model's head in chunks; None disables it.
 
     Attributes:
-        loss_place: distinguishes a loss without a name from a prediction, over all evaluated batches.
+        loss_place: distinguishes an unnamed loss from a prediction, over all evaluated batches.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Objective:
         """Sets the signature of `forward`."""
         self.signature = signature
         self.accepted = frozenset(signature.names)
-        # True if a count of the whole step's targets would be used
+        # True if the loss uses the number of targets of the whole optimizer step
         by_model = self.compute_loss_func is None and self.smoother is None and signature.takes_num_items
         self.wants_num_items = self._func_takes_num_items or by_model
 
@@ -80,7 +80,7 @@ class Objective:
         if num_items is not None and self.signature.takes_num_items:
             self.rule.passes_count = True
             outputs = self.call(model, {**inputs, "num_items_in_batch": num_items})
-        elif type(inputs) is dict and self.accepted.issuperset(inputs):  # the common case, without another call
+        elif type(inputs) is dict and self.accepted.issuperset(inputs):  # fast path for the common case: saves a call
             try:
                 outputs = model(**inputs)
             except TypeError as error:
@@ -93,11 +93,11 @@ class Objective:
         return find_loss(outputs), outputs
 
     def with_logits(self) -> AbstractContextManager[None]:
-        """Returns a context in which the model's logits will be read, and are computed once."""
+        """Returns a context in which the model's logits are computed, for callers that read them."""
         return nullcontext() if self.linear_loss is None else self.linear_loss.suspended()
 
     def call(self, model: nn.Module, inputs: object) -> Any:
-        """Calls the model on a batch: by name, dropping names that `forward` does not know."""
+        """Returns the model's outputs for a batch; entries of a dict that `forward` does not take are dropped."""
         if type(inputs) is dict or isinstance(inputs, Mapping):
             known = inputs
             if not self.signature.takes_keywords and not self.accepted.issuperset(inputs):
@@ -110,9 +110,9 @@ class Objective:
         return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
 
     def name_inputs(self, batch: object) -> Any:
-        """Names a tuple or a single tensor by `forward`'s parameters, in their order; dicts are unchanged.
+        """Returns the values of a tuple, or a single tensor, named by `forward`'s parameters in order.
 
-        The value after the last parameter is the target of the loss, if `forward` takes no labels.
+        If `forward` takes no labels, the values after its parameters are the targets of the loss. Dicts are unchanged.
         """
         if type(batch) is dict or isinstance(batch, Mapping) or not self.signature.names:
             return batch
@@ -154,7 +154,7 @@ class Objective:
         return check_loss(loss, "compute_loss_func"), outputs
 
     def _take_labels(self, inputs: object) -> tuple[Any, Any]:
-        """Returns (labels, the other inputs); labels that `forward` requires stay among the inputs too."""
+        """Returns (labels, other inputs); the inputs keep labels that `forward` requires."""
         if not isinstance(inputs, Mapping):
             return None, inputs
         found = {name: inputs[name] for name in self.label_names if name in inputs}
@@ -166,7 +166,7 @@ class Objective:
     def _smoothed(
         self, smoother: LabelSmoother, model: nn.Module, inputs: object, labels: Tensor
     ) -> tuple[Tensor, Any]:
-        """Returns the smoothed loss. The shift of targets is read from the model's own loss, if it returns one."""
+        """Returns the smoothed loss and the outputs; the model's own loss shows if targets are shifted."""
         outputs = self.call(model, inputs)
         if self._shifts is None:
             assumed = self.rule.shifts
@@ -177,7 +177,7 @@ class Objective:
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
-    """True if a function takes a keyword argument of this name."""
+    """Returns True if a function takes a keyword argument of this name, or if its signature cannot be read."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -186,7 +186,7 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 
 def adapted(function: Callable[..., Any], number: int) -> Callable[..., Any]:
-    """Returns a method to call with `number` values; drops the last if a subclass's older override does not take it."""
+    """Returns a function to call with `number` values; it drops the last one if an older override does not take it."""
     if takes(function, number):
         return function
 
@@ -197,7 +197,7 @@ def adapted(function: Callable[..., Any], number: int) -> Callable[..., Any]:
 
 
 def takes(function: Callable[..., Any], number: int) -> bool:
-    """True if a function can be called with `number` values."""
+    """Returns True if a function can be called with `number` values, or if its signature cannot be read."""
     try:
         inspect.signature(function).bind(*range(number))
     except TypeError:
@@ -213,11 +213,11 @@ def compute_loss_with_outputs(
     inputs: object,
     num_items: object = None,
 ) -> tuple[Any, Any]:
-    """Returns the loss of a batch and the model's outputs, from a Trainer's `compute_loss`, old or new.
+    """Returns the loss of a batch and the model's outputs, from any form of a Trainer's `compute_loss`.
 
-    The documentation of transformers printed several forms over the years: `(model, inputs)`, `(model, inputs,
-    return_outputs=False)` and with `num_items_in_batch`. All of them work: if the method does not return the outputs, a
-    hook captures them from the model.
+    The documentation of transformers has shown several forms over the years: `(model, inputs)`, `(model, inputs,
+    return_outputs=False)` and with `num_items_in_batch`. All are supported; if the method does not return the outputs,
+    a hook captures them from the model.
     """
     counts = {"num_items_in_batch": num_items} if accepts(compute_loss, "num_items_in_batch") else {}
     if accepts(compute_loss, "return_outputs"):

@@ -1,4 +1,4 @@
-"""The input tokens of batches, and the floating-point operations of training on them, counted on the host."""
+"""Counts the input tokens of batches, and the floating-point operations of training on them, on the host."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Counted(NamedTuple):
 
     Attributes:
         tokens: input tokens, as `include_num_input_tokens_seen` counts them.
-        operations: of forward and backward passes.
-        useful: tokens without padding, of batches where these can be told apart.
+        operations: floating-point operations of forward and backward passes.
+        useful: tokens without padding, in batches whose padding can be identified.
         elements: tokens of these batches with padding.
     """
 
@@ -27,24 +27,22 @@ class Counted(NamedTuple):
 
 
 def operations_per_token(model: nn.Module) -> int:
-    """Returns 6 per non-embedding parameter (arXiv:2001.08361, section 2.1); 0 if the model has no count of them.
+    """Returns 6 operations per non-embedding parameter (arXiv:2001.08361, section 2.1).
 
-    Models of transformers have one (`num_parameters`).
+    Returns 0 if the model has no method `num_parameters`, as models of transformers do.
     """
     count = getattr(model, "num_parameters", None)
     return 6 * int(count(exclude_embeddings=True)) if callable(count) else 0
 
 
 def count_inputs(model: nn.Module, inputs: object) -> int:
-    """Returns the elements of the model's main input in a batch; 0 if it is absent."""
+    """Returns the number of elements of the model's main input in a batch; 0 if it is absent."""
     main = inputs.get(getattr(model, "main_input_name", "input_ids")) if hasattr(inputs, "get") else None
     return main.numel() if isinstance(main, Tensor) else 0
 
 
 def estimate_operations(model: nn.Module, inputs: object) -> int:
-    """Returns the operations of a forward and backward pass: by the model's `floating_point_ops`, else by its
-    parameters.
-    """
+    """Returns the operations of a forward and backward pass, by the model's `floating_point_ops` or its parameters."""
     own = getattr(model, "floating_point_ops", None)
     return int(own(inputs)) if callable(own) else operations_per_token(model) * count_inputs(model, inputs)
 
@@ -58,12 +56,12 @@ def measurer(
     """Returns `(micro-batches) -> counts`; None if nothing is counted.
 
     Args:
-        model: without wrappers.
-        floating_point_ops: the Trainer's, bound; asked only if it is overridden, or if the model has its own estimate.
+        model: the model without wrappers.
+        floating_point_ops: the Trainer's, bound; called only if it is overridden, or if the model has its own estimate.
         count_tokens: `(batch) -> input tokens`; None: they are not counted.
         count_padding: `(batch) -> (useful tokens, tokens)`; None: they are not counted.
     """
-    per_token = operations_per_token(model)  # counted once: going through all parameters takes a while
+    per_token = operations_per_token(model)  # computed once, because visiting all parameters is slow
     asks = not is_ours(floating_point_ops) or callable(getattr(model, "floating_point_ops", None))
     if count_tokens is None and count_padding is None and not per_token and not asks:
         return None
@@ -86,8 +84,8 @@ def token_counter(how: str, name: str, padding: int | None) -> Callable[[Any], i
 
     Args:
         how: `include_num_input_tokens_seen`: "no", "all", or "non_padding".
-        name: of the model's main input.
-        padding: the id of padding, for batches without an `attention_mask`; None: there is none.
+        name: the name of the model's main input.
+        padding: the padding token, for batches without an `attention_mask`; None: there is no padding.
     """
     if how == "no":
         return None

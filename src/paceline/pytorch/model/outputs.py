@@ -1,4 +1,4 @@
-"""The loss and the predictions in a model's outputs, of any structure."""
+"""Finds the loss and the predictions in a model's outputs of any structure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class ModelOutputError(TypeError, ValueError):
-    """Raised if no loss can be read from a model's outputs; the message describes them, and the remedy."""
+    """Raised if no loss can be read from a model's outputs; the message describes the outputs and the remedy."""
 
 
 ADVICE = (
@@ -47,15 +47,15 @@ def as_mapping(outputs: object) -> Mapping[str, Any] | None:
 
 
 def is_scalar_loss(value: object) -> bool:
-    """True if a value can be a loss: a floating-point tensor of one element and at most one dimension."""
+    """Returns True if a value can be a loss: a floating-point tensor of one element and at most one dimension."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1 and value.dim() <= 1
 
 
 def find_loss(outputs: object) -> Tensor | None:
-    """Returns the loss among the outputs of a model, 0-dim, or None if there is none.
+    """Returns the 0-dim loss among the outputs of a model, or None if there is none.
 
-    It is `loss` of a dict, ModelOutput, dataclass or namedtuple; the first entry of a tuple or list; or the output
-    itself if it is a scalar.
+    The loss is `loss` of a dict, ModelOutput, dataclass or namedtuple; the first entry of a tuple or list; or the
+    output itself if it is a scalar.
     """
     named = as_mapping(outputs)
     candidate: Any = None
@@ -72,7 +72,7 @@ def find_loss(outputs: object) -> Tensor | None:
     elif isinstance(outputs, Tensor):
         candidate, positional = outputs, True
     if not isinstance(candidate, Tensor) or not is_scalar_loss(candidate) or (positional and candidate.dim() > 0):
-        return None  # without a name, one element in a dimension is a prediction for a batch of one
+        return None  # an unnamed tensor of shape (1,) is a prediction for a batch of one
     return candidate.reshape(())
 
 
@@ -80,9 +80,9 @@ def read_loss(outputs: Any, inputs: Mapping[str, Any] | Sequence[Any]) -> Tensor
     """Returns the loss that a model returned.
 
     Raises:
-        ModelOutputError: there is none, or it is not one number; the message describes the outputs.
+        ModelOutputError: there is no loss, or it is not one number; the message describes the outputs.
     """
-    # the two common forms first: this runs at every step
+    # fast path for the two common forms, because this runs for every micro-batch
     kind = type(outputs)
     first = None
     if kind is dict:
@@ -102,7 +102,7 @@ def read_loss(outputs: Any, inputs: Mapping[str, Any] | Sequence[Any]) -> Tensor
 
 
 def check_loss(loss: Any, source: str) -> Tensor:
-    """Returns a loss that user code computed, as a 0-dim tensor.
+    """Returns the loss that user code computed as a 0-dim tensor.
 
     Raises:
         ModelOutputError: it is not one number.
@@ -114,7 +114,7 @@ def check_loss(loss: Any, source: str) -> Tensor:
 
 
 def no_gradient() -> ModelOutputError:
-    """Returns the error for a loss that `backward` can do nothing with."""
+    """Returns the error for a loss without a gradient."""
     return ModelOutputError(
         "The loss does not depend on any parameter that is trained: it was detached (.item(), .detach(), no_grad, "
         "numpy) on its way, or everything it is made of is frozen (requires_grad=False)."
@@ -122,24 +122,24 @@ def no_gradient() -> ModelOutputError:
 
 
 class LossPlace:
-    """Decides if an unnamed scalar in a model's outputs, alone or in front, is a loss or a prediction.
+    """Decides if an unnamed scalar in a model's outputs, alone or in the first place, is a loss or a prediction.
 
-    A batch of several samples decides it: its predictions have rows. The prediction of a single sample may have no
-    dimension left (`squeeze()`): it is judged as the larger batches before it were. Without any, it is a loss if the
-    loss was read from it.
+    A batch of several samples decides, because its predictions have rows. The prediction for a single sample may be
+    0-dim (`squeeze()`), so a batch of one sample is judged like the larger batches before it. If there was none, the
+    scalar is a loss if the batch's loss was read from it.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, bool] = {}
 
     def holds(self, outputs: object, loss: Tensor | None, num_samples: int, has_labels: bool = True) -> bool:
-        """True if the first of these outputs, or they themselves, are a loss.
+        """Returns True if the first of these outputs, or the output itself, is a loss.
 
         Args:
             outputs: as the model returned them.
-            loss: the loss of this batch, from any source; None: there was none.
-            num_samples: of the batch.
-            has_labels: True if the batch had labels: without them a model may return something else.
+            loss: the loss of this batch, from any source, or None.
+            num_samples: number of samples in the batch.
+            has_labels: True if the batch had labels; without labels a model may return a different structure.
         """
         candidate = find_loss(outputs)
         kind = (has_labels, type(outputs), len(outputs) if isinstance(outputs, list | tuple) else None)
@@ -151,26 +151,26 @@ class LossPlace:
 
 
 def is_same_value(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors are one, or views of one; of tensors without an address, if they are one object."""
+    """Returns True if two tensors are the same object or start at the same memory address."""
     return one is other or (one.data_ptr() != 0 and one.data_ptr() == other.data_ptr())
 
 
 def is_named(outputs: object) -> bool:
-    """True if a loss among these outputs would have its name."""
+    """Returns True if a loss in these outputs would be named."""
     named = as_mapping(outputs)
     return named is not None and ("loss" in named or not isinstance(outputs, tuple))
 
 
 def read_predictions(outputs: object, ignore_keys: Sequence[str] = (), holds_loss: bool = True) -> Any:
-    """Returns the outputs without the loss: one tensor, or a tuple of the rest.
+    """Returns the outputs without the loss: one value, a tuple of several, or None.
 
-    A bare tensor with rows is the predictions, whole: it is never sliced. Entries that are None, and those named
-    in `ignore_keys`, are dropped.
+    A bare tensor with rows is the predictions, and is never sliced. Entries that are None or named in `ignore_keys`
+    are dropped.
 
     Args:
         outputs: as the model returned them.
         ignore_keys: names to drop.
-        holds_loss: True if a scalar without a name, alone or in front, is a loss; see `LossPlace`.
+        holds_loss: True if an unnamed scalar, alone or in the first place, is a loss; see `LossPlace`.
     """
     named = as_mapping(outputs)
     if named is not None and is_named(outputs):
@@ -189,7 +189,7 @@ def read_predictions(outputs: object, ignore_keys: Sequence[str] = (), holds_los
 
 
 def detach(value: object) -> Any:
-    """Returns the same nest of tensors, detached from the graph."""
+    """Returns the same nested structure with its tensors detached from the graph."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, Mapping):
@@ -200,9 +200,9 @@ def detach(value: object) -> Any:
 
 
 def candidate_logits(outputs: object) -> list[Tensor]:
-    """Returns every floating-point tensor with at least two dimensions in the outputs, in order: candidate logits.
+    """Returns the candidate logits: all floating-point tensors with at least two dimensions in the outputs, in order.
 
-    A deeper level of a nest counts only if the levels above hold none.
+    Nested outputs count only if the levels above contain none.
     """
     if isinstance(outputs, Tensor):
         return [outputs] if outputs.is_floating_point() and outputs.dim() >= 2 else []

@@ -1,4 +1,4 @@
-"""Finding the origin of inf and NaN: the extremes of the values in every module of a model."""
+"""Finds the origin of inf and NaN by the extremes of the values in every module of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 HEADER = f"{'abs min':8} {'abs max':8} metadata"
-MAX_UNREAD = 50_000  # extremes that wait on the device, if one forward calls this many modules
+MAX_UNREAD = 50_000  # maximum number of extremes kept on the device; a forward with more is read in several parts
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Frame:
 
     Fields:
         title: name and class of the module.
-        entries: for each weight, input and output its name and its row of extremes; or why it has none.
+        entries: for each weight, input and output its name, and its row of extremes or the reason why it has none.
     """
 
     title: str
@@ -30,19 +30,19 @@ class Frame:
 class DebugUnderflowOverflow:
     """Checks the weights, inputs and outputs of every module in each forward, and raises at the first inf or NaN.
 
-    The error shows the last calls up to the faulty one, with the smallest and largest absolute value of
-    everything: numbers that grow from call to call are more informative than the overflow itself. The extremes are
-    computed on the device and read once for each forward of the model, not for each module; it is slow all the same, so
-    turn it off when the fault is found. An input of -inf is ignored: attention masks hold it.
+    The error shows the last calls up to the faulty one, with the smallest and largest absolute value of each tensor:
+    values that grow from call to call are more informative than the overflow itself. The extremes are computed on the
+    device and read once per forward of the model, not per module. This is still slow, so turn it off once the fault is
+    found. An input of -inf is ignored, because attention masks contain it.
 
     Args:
         model: the module to watch, with its submodules.
         max_frames_to_save: number of calls that the report shows.
-        trace_batch_nums: numbers of forwards, from 0, of which every call is printed; nothing is raised for them.
-        abort_after_batch_num: raise after this forward, from 0.
+        trace_batch_nums: indices of forwards whose calls are printed; no error is raised for them.
+        abort_after_batch_num: index of the forward after which an error is raised.
 
     Raises (in the model's forward):
-        ValueError: an inf or NaN came up, or `abort_after_batch_num` was reached.
+        ValueError: an inf or NaN occurred, or `abort_after_batch_num` was reached.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class DebugUnderflowOverflow:
         self._depth += 1
 
     def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
-        """Records a call, also one that raised: then `output` is None."""
+        """Records a call. If the call raised an error, `output` is None."""
         self._depth -= 1
         frame = Frame(f"{self._names[module]} {type(module).__name__}".strip())
         with torch.no_grad():
@@ -109,7 +109,7 @@ class DebugUnderflowOverflow:
             frame.entries.append((name, "None" if value is None else what))
 
     def _read(self) -> None:
-        """Reads the extremes of the calls since the last time, in one transfer, and reports them."""
+        """Reads the extremes of the calls since the last read in one transfer, and raises at the first inf or NaN."""
         frames, rows = self._frames, [row.tolist() for row in stacked(self._rows)]
         self._frames, self._rows = [], []
         texts = [described(frame, rows) for frame in frames]
@@ -131,7 +131,7 @@ class DebugUnderflowOverflow:
 
 
 def named(name: str, value: object) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of a nest of tuples, lists and mappings, each with its path."""
+    """Yields the leaves of nested tuples, lists and mappings, each with its path."""
     parts: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
         parts = value.items()
@@ -145,27 +145,27 @@ def named(name: str, value: object) -> Iterator[tuple[str, Any]]:
 
 
 def extremes(value: Tensor, is_input: bool) -> Tensor | None:
-    """Returns (smallest absolute value, largest, 1 if it holds inf or NaN) on its device; None for an empty tensor."""
-    local = getattr(value, "to_local", None)  # of a sharded tensor this process's shard
+    """Returns (smallest absolute value, largest, 1 if it has inf or NaN) on its device; None for an empty tensor."""
+    local = getattr(value, "to_local", None)  # a sharded tensor is checked by its local shard
     plain = (local() if callable(local) else value).detach()
     if plain.numel() == 0 or plain.is_meta or plain.layout is not torch.strided:
         return None
     if not (plain.is_floating_point() or plain.is_complex()):
         plain = plain.float()
-    elif plain.element_size() == 1:  # the 8-bit types have no arithmetic
+    elif plain.element_size() == 1:  # 8-bit floating-point types have no arithmetic
         plain = plain.to(torch.bfloat16)
     size = plain.abs()
-    smallest, largest = torch.aminmax(size)  # both are NaN if one is in it
+    smallest, largest = torch.aminmax(size)  # both are NaN if the tensor contains NaN
     if is_input and not plain.is_complex():
         is_fine = (torch.isfinite(plain) | (plain == -torch.inf)).all()
     else:
         is_fine = torch.isfinite(largest)
-    dtype = torch.float32 if plain.device.type == "mps" else torch.float64  # Apple's devices have no 64 bits
+    dtype = torch.float32 if plain.device.type == "mps" else torch.float64  # mps has no float64
     return torch.stack([smallest.to(dtype), largest.to(dtype), (~is_fine).to(dtype)])
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Returns all rows on the host, with one read of each device that they are on."""
+    """Returns all rows on the host, with one transfer per device."""
     if not rows:
         return torch.empty(0, 3)
     result = torch.empty(len(rows), 3, dtype=torch.float64)
@@ -176,12 +176,12 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
 
 
 def is_bad(entry: tuple[str, int | str], rows: Sequence[Sequence[float]]) -> bool:
-    """True if the recorded value is not finite."""
+    """Returns True if the recorded value is not finite."""
     return isinstance(entry[1], int) and rows[entry[1]][2] > 0
 
 
 def described(frame: Frame, rows: Sequence[Sequence[float]]) -> str:
-    """Returns a call as lines of text."""
+    """Returns the text that describes a call."""
     lines = [f"{'':18}{frame.title}"]
     for name, place in frame.entries:
         lines.append(f"{place:>17} {name}" if isinstance(place, str) else f"{numbers(rows[place])} {name}")
@@ -189,5 +189,5 @@ def described(frame: Frame, rows: Sequence[Sequence[float]]) -> str:
 
 
 def numbers(row: Sequence[float]) -> str:
-    """Returns two columns."""
+    """Returns the text of the two columns with the extremes."""
     return f"{row[0]:8.2e} {row[1]:8.2e}"

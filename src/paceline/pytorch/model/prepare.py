@@ -1,7 +1,7 @@
-"""Edits of a model before the strategy takes it, in this order, and undone after training:
+"""Edits a model before the strategy prepares it, and undoes the edits after training.
 
-liger kernels (these stay) -> fused norms -> no key-value cache -> activation checkpointing -> noise on the
-embeddings -> a watch for inf and NaN.
+The order is: Liger kernels (never undone), fused norms, key-value cache, activation checkpointing, noise on the
+embeddings, detection of inf and NaN.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ __all__ = [
 
 
 class PreparedModel:
-    """The edits that were made to a model.
+    """The edits made to a model.
 
     Fields:
-        notes: one sentence each.
+        notes: one sentence per edit.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class PreparedModel:
         setattr(config, name, value)
 
     def undo(self) -> None:
-        """Undoes the edits, the last one first. A second call does nothing."""
+        """Undoes the edits in reverse order. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
         for config, name, before, _ in reversed(self._configured):
@@ -64,7 +64,7 @@ class PreparedModel:
 
     @contextmanager
     def as_given(self) -> Iterator[None]:
-        """Restores the model's original configuration while it is being saved, without the settings for training."""
+        """Restores the model's original config while entered, so that it is saved without the training settings."""
         for config, name, before, _ in reversed(self._configured):
             setattr(config, name, before)
         try:
@@ -75,16 +75,17 @@ class PreparedModel:
 
 
 def prepare_model(model: nn.Module, args: Any) -> PreparedModel:
-    """Edits `model` in place as the arguments ask.
+    """Edits `model` in place according to the arguments.
 
     Args:
-        args: use_liger_kernel, liger_kernel_config, half_precision_backend, use_cache, activation_checkpointing,
-            activation_checkpointing_kwargs, neftune_noise_alpha, debug; with torch_compile, `undo` ends the
-            compilation.
+        model: the model to edit.
+        args: provides use_liger_kernel, liger_kernel_config, half_precision_backend, use_cache,
+            activation_checkpointing, activation_checkpointing_kwargs, neftune_noise_alpha, debug, and torch_compile,
+            with which `undo` removes the compilation.
 
     Raises:
-        ValueError, TypeError: an option that this model does not support; earlier edits are undone.
-        ImportError: `use_liger_kernel` without its package.
+        ValueError, TypeError: the model does not support an option; earlier edits are undone.
+        ImportError: the package for `use_liger_kernel` is missing.
     """
     prepared = PreparedModel()
     try:
@@ -110,7 +111,7 @@ def prepare_model(model: nn.Module, args: Any) -> PreparedModel:
 
 @contextmanager
 def edited_for_evaluation(model: nn.Module, args: Options) -> Iterator[None]:
-    """Applies only `use_cache` and `torch_compile` while entered: for evaluation and prediction outside of training.
+    """Applies `use_cache` and `torch_compile` while entered, for evaluation and prediction outside of training.
 
     A model that is compiled again with the same settings reuses the compiler's cache.
     """
@@ -126,7 +127,7 @@ def edited_for_evaluation(model: nn.Module, args: Options) -> Iterator[None]:
 
 
 def _set_cache(model: nn.Module, use_cache: bool, prepared: PreparedModel) -> None:
-    """Sets the key-value cache, which is for generating; in training it costs memory and does nothing."""
+    """Sets the key-value cache, which only generation needs; in training it wastes memory."""
     config = getattr(model, "config", None)
     configs = [config, getattr(config, "text_config", None), getattr(config, "decoder", None)]
     changed = [each for each in configs if getattr(each, "use_cache", use_cache) not in (use_cache, None)]
@@ -137,9 +138,9 @@ def _set_cache(model: nn.Module, use_cache: bool, prepared: PreparedModel) -> No
 
 
 def add_embedding_noise(model: nn.Module, alpha: float) -> tuple[str, Callable[[], None]]:
-    """Adds uniform noise to the output of the input embedding while training: NEFTune (arXiv:2310.05914).
+    """Adds uniform noise to the output of the input embedding in training mode: NEFTune (arXiv:2310.05914).
 
-    The noise is within alpha / sqrt(length * width), for embeddings of shape (..., length, width).
+    The noise is at most alpha / sqrt(length * width) in magnitude, for embeddings of shape (..., length, width).
 
     Returns:
         A note, and the function that removes the noise.
@@ -160,8 +161,9 @@ def add_embedding_noise(model: nn.Module, alpha: float) -> tuple[str, Callable[[
 
 
 def _input_embedding(model: nn.Module) -> tuple[str, nn.Module]:
-    """Returns the embedding that the model names, else the `nn.Embedding` with the most rows (words outnumber
-    positions).
+    """Returns (name, embedding): the embedding that the model names, else the `nn.Embedding` with the most rows.
+
+    A vocabulary has more rows than a position embedding.
     """
     ask = getattr(model, "get_input_embeddings", None)
     if callable(ask):
@@ -181,7 +183,7 @@ def _input_embedding(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _apply_liger(model: nn.Module, config: dict[str, Any] | None) -> str:
-    """Replaces layers of a transformers model by the Liger kernels. This cannot be undone."""
+    """Replaces layers of a transformers model by Liger kernels, and returns a note. This cannot be undone."""
     kernels = require("liger_kernel.transformers", "liger")
     patches = require("liger_kernel.transformers.monkey_patch", "liger").MODEL_TYPE_TO_APPLY_LIGER_FN
     is_adapted = hasattr(model, "peft_config") and callable(getattr(model, "get_base_model", None))

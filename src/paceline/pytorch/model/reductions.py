@@ -1,8 +1,8 @@
 """The candidate reductions of a returned loss, and their test on the losses of a batch and of its parts.
 
-Let a batch be split into two parts A and B. A loss that is a mean with weights w satisfies, for these weights and for
-no others, loss(A and B) * w(A and B) = loss(A) * w(A) + loss(B) * w(B). That holds for any loss: nothing is recomputed
-from logits.
+Let a batch be split into two parts A and B. A loss that is a mean with weights w satisfies, for these weights and no
+others, loss(A and B) * w(A and B) = loss(A) * w(A) + loss(B) * w(B). This test works for any loss, because it does not
+recompute the loss from logits.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 IGNORE_INDEX = -100
 OFTEN_IGNORED = (0, -1, 1, 255)
-# a candidate is contradicted by this many tolerances; one that fits differs by less than one
+# a candidate is contradicted by a difference of this many tolerances; a candidate fits within one tolerance
 CLEAR = 20
-# of the means over two parts: the share of the difference of their losses that separates two candidates
+# relative rounding difference between the loss of a batch and the mean over its parts, by the dtype of the loss
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 4e-3}
 
 
@@ -30,7 +30,7 @@ class LossReduction:
         unit: `tokens`: a mean over targets that are not ignored; `samples`: over the samples that have such a target;
             `all_samples`: over all samples; `sum`: a sum.
         shifted: the output at position i is compared with the target at i + 1, so the first target does not count.
-        ignore_index: the integer target that does not count. Of floating-point targets, NaN does not.
+        ignore_index: the integer target that does not count. For floating-point targets, NaN does not count.
     """
 
     unit: str = "samples"
@@ -41,8 +41,8 @@ class LossReduction:
         """Returns the weight of each sample.
 
         Args:
-            labels: `(samples, ...)`, integers or floats; None: there are none.
-            samples: their number.
+            labels: `(samples, ...)`, integers or floats; None if there are none.
+            samples: the number of samples.
             is_shifted: the collator has shifted the labels.
         """
         if labels is None or self.unit in ("all_samples", "sum"):
@@ -63,7 +63,8 @@ class LossReduction:
     def restored(cls, saved: object) -> LossReduction:
         """Returns a reduction from the result of `dataclasses.astuple`.
 
-        Raises: ValueError, if it is not a reduction.
+        Raises:
+            ValueError: the value is not a reduction.
         """
         kinds = [type(field.default) for field in fields(cls)]
         if not isinstance(saved, list | tuple) or [type(value) for value in saved] != kinds or saved[0] not in UNITS:
@@ -80,7 +81,7 @@ class LossReduction:
         return f"a mean over {targets if self.unit == 'tokens' else 'samples with ' + targets}"
 
 
-OF_TARGETS = ("tokens", "samples")  # without a target, all weights are 0
+OF_TARGETS = ("tokens", "samples")  # units under which a batch without targets has weight 0
 UNITS = (*OF_TARGETS, "all_samples", "sum")
 MAIN = (
     LossReduction("tokens"),
@@ -95,7 +96,7 @@ SUM = MAIN[-1]
 
 
 def make_candidates(pad_token_id: int | None) -> tuple[LossReduction, ...]:
-    """Returns all candidate reductions, the likelier first."""
+    """Returns all candidate reductions, the most likely first."""
     padding = [pad_token_id] if isinstance(pad_token_id, int) and not isinstance(pad_token_id, bool) else []
     ignored = [index for index in dict.fromkeys([*padding, *OFTEN_IGNORED]) if index != IGNORE_INDEX]
     others = [LossReduction(m.unit, m.shifted, i) for i in ignored for m in MAIN if m.unit in ("tokens", "samples")]
@@ -107,9 +108,9 @@ class Split:
     """The losses of a batch and of its two parts.
 
     Attributes:
-        whole, first, second: losses; the first of them is finite.
+        whole, first, second: the losses; `whole` is finite.
         shares: `(reduction) -> the first part's share of the weight`, or None if both weights are 0.
-        tolerance: relative difference by rounding.
+        tolerance: relative difference that rounding may cause.
     """
 
     whole: float
@@ -119,8 +120,8 @@ class Split:
     tolerance: float
 
     def observe(self, candidates: Sequence[LossReduction]) -> Observation:
-        """Returns the candidates for which the losses of the parts give that of the whole, and those clearly
-        contradicted.
+        """Returns the candidates under which the losses of the parts combine to the loss of the whole, and those that
+        are clearly contradicted.
         """
         parts = (self.first, self.second)
         scale = max(abs(loss) for loss in (self.whole, *parts) if math.isfinite(loss)) * self.tolerance
@@ -130,12 +131,12 @@ class Split:
             if share is None and candidate.unit != "sum":
                 continue
             weights = (1, 1) if candidate.unit == "sum" or share is None else (share, 1 - share)
-            # a part of weight 0 adds nothing, though its own loss, a mean over nothing, is NaN
+            # a part of weight 0 is left out, because its loss (a mean over zero targets) is NaN
             expected = sum(weight * loss for weight, loss in zip(weights, parts, strict=True) if weight)
             difference = abs(expected - self.whole)
             if difference <= scale:
                 fits.append(candidate)
-            elif not difference < CLEAR * scale:  # or it is NaN
+            elif not difference < CLEAR * scale:  # also if it is NaN
                 misses.append(candidate)
         return Observation(tuple(fits), tuple(misses))
 
@@ -145,10 +146,11 @@ class Observation:
     """The result of one probe.
 
     Attributes:
-        fits, misses: candidates that it confirmed, and that it contradicted. Without the latter it is uninformative.
-        count: of a probe of `num_items_in_batch`: `scaled`, `ignored`, `partly` or `unknown`; empty: of another probe.
-        multiple: the multiplier of a loss divided by the count, as for an average over processes; 0: unknown.
-        is_open: what is a sum of parts of a batch could not be tested on as many targets as an update has.
+        fits, misses: candidates that it confirmed and contradicted. It is uninformative if it contradicted none.
+        count: result of a probe of `num_items_in_batch`: `scaled`, `ignored`, `partly` or `unknown`; empty for other
+            probes.
+        multiple: the factor of a loss divided by the count, such as the number of processes; 0: unknown.
+        is_open: the loss looks like a sum, but could not be tested on as many targets as an optimizer step has.
     """
 
     fits: tuple[LossReduction, ...] = ()
@@ -159,7 +161,7 @@ class Observation:
 
 
 def tolerance_of(loss: torch.dtype, parameters: torch.dtype | None) -> float:
-    """Returns the relative difference that rounding may make between two ways to compute a loss."""
+    """Returns the relative difference that rounding may cause between two computations of a loss."""
     allowed = max(TOLERANCES.get(loss, 1e-2), 2e-3 if parameters in (torch.bfloat16, torch.float16) else 0.0)
     uses_tf32 = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
     return max(allowed, 5e-4) if uses_tf32 else allowed

@@ -1,4 +1,4 @@
-"""The parameters of a model's `forward`, and the reductions of known losses."""
+"""Reads the parameters of a model's `forward`, and the reductions of known losses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.pytorch.model.reductions import SUM, LossReduction
 
-# heads of transformers by the end of their class's name: the reduction of their own loss
+# suffixes of class names of transformers' heads, grouped by the reduction of their own loss
 TARGETS = ("ForMaskedLM", "ForTokenClassification")
 NEXT_TOKENS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForSpeechSeq2Seq", "ForVision2Seq")
 SAMPLES = (
@@ -23,7 +23,7 @@ SAMPLES = (
     "ForQuestionAnswering",
 )
 CTC = {"sum": SUM, "mean": LossReduction("samples")}
-# models of transformers that compute a sample's output by what stands beside it, by model type
+# model types of transformers whose output for a sample depends on the other samples of the batch
 COUPLED = {"hunyuan_vl": "{} numbers the images of a whole batch in its position ids"}
 
 
@@ -33,10 +33,10 @@ class ForwardSignature:
 
     Attributes:
         names: parameter names in order, without `self`.
-        required: those without a default.
+        required: names of the parameters without a default.
         takes_keywords: True if it has `**kwargs`.
-        takes_num_items: True if the model divides its loss by `num_items_in_batch` when that is given.
-        can_return_loss: True if `return_loss=True` is a default (CLIP-like models, whose loss needs no labels).
+        takes_num_items: True if the model divides its loss by `num_items_in_batch` when that is passed.
+        can_return_loss: True if the default is `return_loss=True` (CLIP-like models, whose loss needs no labels).
     """
 
     names: tuple[str, ...]
@@ -54,7 +54,7 @@ def innermost(model: nn.Module) -> nn.Module:
 
 
 def read_signature(model: nn.Module) -> ForwardSignature:
-    """Reads `model.forward`; a wrapper that only forwards `**kwargs` is looked through."""
+    """Returns the signature of the innermost model's `forward`."""
     inner = innermost(model)
     try:
         parameters = inspect.signature(inner.forward).parameters
@@ -74,10 +74,10 @@ def read_signature(model: nn.Module) -> ForwardSignature:
 
 
 def takes_num_items(model: nn.Module, named: dict[str, Any], takes_keywords: bool) -> bool:
-    """True if the model divides its loss by `num_items_in_batch`.
+    """Returns True if the model divides its loss by `num_items_in_batch`.
 
-    It is marked by an attribute `accepts_loss_kwargs`, by a parameter of that name, or, if `forward` only has
-    `**kwargs`, by the `loss_function` of models of transformers, which receives them.
+    Models declare this by the attribute `accepts_loss_kwargs` or by a parameter `num_items_in_batch`. If `forward` has
+    `**kwargs`, the `loss_function` of models of transformers receives them.
     """
     declared = getattr(model, "accepts_loss_kwargs", None)
     if declared is not None:
@@ -88,7 +88,7 @@ def takes_num_items(model: nn.Module, named: dict[str, Any], takes_keywords: boo
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """True if a model of transformers is known to compare the output at i with the label at i + 1."""
+    """Returns True if a model of transformers is known to compare the output at i with the label at i + 1."""
     inner = innermost(model)
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         return False
@@ -100,7 +100,7 @@ def shifts_labels(model: nn.Module) -> bool:
 def known_reduction(model: nn.Module) -> LossReduction | None:
     """Returns the reduction of the loss of a head of transformers, by its class; None for all other modules.
 
-    A user's subclass may make another loss: it is unknown.
+    It is also None for a user's subclass, which may compute another loss.
     """
     inner = innermost(model)
     if type(inner).__module__.split(".")[0] != "transformers":
@@ -110,7 +110,7 @@ def known_reduction(model: nn.Module) -> LossReduction | None:
         return LossReduction("samples")
     if name.endswith(TARGETS):
         return LossReduction("tokens")
-    if name.endswith("ForCTC"):  # a mean is one over samples, of each divided by its targets
+    if name.endswith("ForCTC"):  # "mean" divides each sample's loss by its targets, and averages over samples
         return CTC.get(getattr(inner.config, "ctc_loss_reduction", ""))
     if name.endswith(NEXT_TOKENS):
         if getattr(inner.config, "is_encoder_decoder", False):
@@ -120,7 +120,7 @@ def known_reduction(model: nn.Module) -> LossReduction | None:
 
 
 def coupling(model: nn.Module, signature: ForwardSignature) -> str | None:
-    """Returns how a model or its loss couples the samples of a batch, in words; None if unknown."""
+    """Returns a sentence on how a model or its loss couples the samples of a batch; None if no coupling is known."""
     inner = innermost(model)
     config = getattr(inner, "config", None)
     name = type(inner).__name__

@@ -1,7 +1,7 @@
-"""Adafactor (arXiv:1804.04235) with the options and the saved state of transformers' optimizer of that name.
+"""Adafactor (arXiv:1804.04235) with the options and the saved state of transformers' Adafactor.
 
-torch's own Adafactor always scales the step by the size of the weights; here this is an option, as the `adafactor`
-of `optim` asks for an external learning rate without it.
+torch's own Adafactor always scales the step by the size of the weights. Here this is an option, because
+`optim="adafactor"` uses an external learning rate without it.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ def _root_mean_square(tensor: Tensor) -> Tensor:
 
 
 class Adafactor(Optimizer):
-    """Adam with the second moment stored as row and column means: memory of n + m instead of n x m for a matrix.
+    """Adam with the second moment stored as row and column means: n + m instead of n x m values for a matrix.
 
-    16-bit parameters are updated in float32 and rounded once; their state is float32. No step waits for the device.
+    16-bit parameters are updated in float32 and rounded once; their state is float32. No step synchronizes with the
+    device.
 
     Args:
         params: parameters or parameter groups.
         lr: the learning rate; None with `relative_step`.
-        eps: added to the squared gradient; smallest size of a weight that `scale_parameter` assumes.
-        clip_threshold: largest root mean square of a step before the learning rate.
+        eps: the value added to the squared gradient, and the smallest root mean square of weights for
+            `scale_parameter`.
+        clip_threshold: largest root mean square of a step before it is multiplied by the learning rate.
         decay_rate: exponent c in the second moment's decay, `1 - step ** c`.
         beta1: decay of the first moment; None disables it.
-        weight_decay: decoupled, times the learning rate.
+        weight_decay: decoupled weight decay, multiplied by the learning rate.
         scale_parameter: multiply the step by the root mean square of the weights.
-        relative_step: take `min(1e-2, 1 / sqrt(step))` as the learning rate.
-        warmup_init: with `relative_step`, start from `1e-6 * step`.
+        relative_step: use `min(1e-2, 1 / sqrt(step))` as the learning rate.
+        warmup_init: with `relative_step`, use at most `1e-6 * step` instead of 1e-2.
 
     Raises:
-        ValueError: `lr` and `relative_step` together or both missing, or `warmup_init` without `relative_step`.
+        ValueError: exactly one of `lr` and `relative_step` is required, or `warmup_init` is set without
+            `relative_step`.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Adafactor(Optimizer):
         relative_step: bool = True,
         warmup_init: bool = False,
     ) -> None:
-        # all of the parameters above: locals() holds them before anything else is assigned
+        # locals() contains exactly the parameters above, as long as nothing else is assigned before
         defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
         if relative_step and lr is not None:
             raise ValueError(
@@ -72,7 +75,7 @@ class Adafactor(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps every parameter that has a gradient; returns the result of `closure`."""
+        """Steps every parameter that has a gradient, and returns the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -118,12 +121,12 @@ class Adafactor(Optimizer):
 
     @staticmethod
     def _get_options(param_group: dict[str, Any], param_shape: tuple[int, ...]) -> tuple[bool, bool]:
-        """Returns (True if the second moment is stored as rows and columns, True if there is a first moment)."""
+        """Returns (second moment is stored as row and column means, there is a first moment)."""
         return len(param_shape) >= 2, param_group["beta1"] is not None
 
     @staticmethod
     def _approx_sq_grad(exp_avg_sq_row: Tensor, exp_avg_sq_col: Tensor) -> Tensor:
-        """Returns one over the root of the second moment, from its row and column means."""
+        """Returns the inverse square root of the second moment, from its row and column means."""
         row_factor = (exp_avg_sq_row / exp_avg_sq_row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
         return row_factor.mul(exp_avg_sq_col.rsqrt().unsqueeze(-2))
 
@@ -142,7 +145,7 @@ class Adafactor(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a saved state in the precision it was saved in (torch would round it to that of the parameters)."""
+        """Loads a saved state in its saved precision; torch would cast it to the dtype of the parameters."""
         super().load_state_dict(state_dict)
         indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -153,7 +156,7 @@ class Adafactor(Optimizer):
 
 
 def _normalised(gradient: Tensor, state: dict[str, Any], decay: float, eps: float) -> Tensor:
-    """Returns the gradient over the root of its second moment, which it updates. A new tensor."""
+    """Updates the second moment, and returns the gradient divided by its root as a new tensor."""
     square = gradient.square().add_(eps)
     if "exp_avg_sq" in state:
         moment: Tensor = state["exp_avg_sq"].lerp_(square, 1.0 - decay)
@@ -164,7 +167,7 @@ def _normalised(gradient: Tensor, state: dict[str, Any], decay: float, eps: floa
 
 
 def step_size(group: dict[str, Any], state: dict[str, Any]) -> Any:
-    """Returns the multiplier of one parameter's clipped step: a float, or a 0-d tensor with `scale_parameter`."""
+    """Returns the factor of one parameter's clipped step: a float, or a 0-dim tensor with `scale_parameter`."""
     rate = group["lr"]
     if group["relative_step"]:
         ceiling = 1e-6 * state["step"] if group["warmup_init"] else 1e-2
@@ -175,16 +178,16 @@ def step_size(group: dict[str, Any], state: dict[str, Any]) -> Any:
 
 
 class AdafactorSchedule(LambdaLR):
-    """Reports the rates that an `Adafactor` with `relative_step` sets itself, so that a loop can log them.
+    """Reports the rates that an `Adafactor` with `relative_step` sets itself, so that they can be logged.
 
-    They are written to the parameter groups' `lr` too, which such an optimizer does not read.
+    The rates are also written to the parameter groups' `lr`, which such an optimizer does not read.
 
     Args:
         optimizer: an `Adafactor`.
-        initial_lr: reported before the first optimizer step.
+        initial_lr: the rate that is reported before the first optimizer step.
     """
 
-    shows_rates = True  # the `lr` of the groups is that of the step before
+    shows_rates = True  # the groups' `lr` is that of the previous step, so callers must ask the schedule
 
     def __init__(self, optimizer: Optimizer, initial_lr: float = 0.0) -> None:
         if not isinstance(optimizer, Adafactor):
@@ -200,16 +203,16 @@ class AdafactorSchedule(LambdaLR):
                 group["lr"] = rate
 
     def step(self, epoch: int | None = None) -> None:
-        """Counts, and reports the rates that the optimizer set itself; waits for the device."""
+        """Counts a step, and writes the optimizer's rates to its groups. Synchronizes with the device."""
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         self._show()
 
     def get_last_lr(self) -> list[Any]:
-        """Returns the step size of each group's first stepped parameter (float; waits for the device)."""
+        """Returns the step size of each group's first stepped parameter as a float. Synchronizes with the device."""
         return self.get_lr()
 
     def get_lr(self) -> list[Any]:
-        """See `get_last_lr`."""
+        """Returns the same as `get_last_lr`."""
         rates = list(self.base_lrs)
         for index, group in enumerate(self.optimizer.param_groups):
             states = (self.optimizer.state.get(parameter) for parameter in group["params"])
@@ -219,11 +222,11 @@ class AdafactorSchedule(LambdaLR):
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the count and the initial rates."""
+        """Returns the number of steps and the initial rates."""
         return {"last_epoch": self.last_epoch, "base_lrs": list(self.base_lrs)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a saved count."""
+        """Loads the saved number of steps and initial rates."""
         self.last_epoch = int(state_dict["last_epoch"])
         self.base_lrs = list(state_dict["base_lrs"])
         self._show()

@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) as transformers had it up to version 4, for code that imports it from there."""
+"""AdamW (arXiv:1711.05101) of transformers up to version 4, for code that imports it from there."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch.optim.optimizer import ParamsT
 class AdamW(Optimizer):
     """Adam with decoupled weight decay, with the details of transformers 4.
 
-    Unlike torch's AdamW it adds `eps` to the second moment before the bias correction, decays the weights after the
-    step, and has other defaults.
+    Unlike torch's AdamW, it adds `eps` to the root of the second moment before the bias correction, decays the weights
+    after the step, and has other defaults.
 
     Args:
         params: parameters or parameter groups.
         lr: the learning rate.
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
-        weight_decay: times the learning rate.
-        correct_bias: correct the moments for their start at 0.
-        no_deprecation_warning: without effect: there is no such warning here.
+        weight_decay: decoupled weight decay, multiplied by the learning rate.
+        correct_bias: correct the moments for their initial value of 0.
+        no_deprecation_warning: has no effect, because there is no such warning here.
 
     Raises:
-        ValueError: a number that is negative, or a beta outside [0, 1).
+        ValueError: `lr` or `eps` is negative, or a beta is outside [0, 1).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one optimizer step; returns the result of `closure`."""
+        """Takes one optimizer step, and returns the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

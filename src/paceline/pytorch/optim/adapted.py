@@ -1,6 +1,6 @@
-"""Optimizers of other packages, corrected if they would not train or resume correctly: mixins for their classes.
+"""Mixins for optimizer classes of other packages that would otherwise not train or resume correctly.
 
-`get_optimizer_cls_and_kwargs` names a package's own class; `adapted` adds the mixins where the optimizer is made.
+`get_optimizer_cls_and_kwargs` returns a package's own class; `adapted` adds the mixins when the optimizer is created.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ else:
 
 
 class EmbeddingsIn32Bits(_Base):
-    """For bitsandbytes: the 8-bit optimizer states of embeddings stay in 32 bits, as their gradients require.
+    """For bitsandbytes: keeps the state of embeddings in 32 bits in 8-bit optimizers, as their gradients require.
 
-    They are registered with bitsandbytes' own `GlobalOptimManager`, of which there is one per process. Its table by
-    position would also reach the optimizer of another model, and its list of modules keeps those alive: positions are
-    read for this optimizer's parameters alone, and entries end with the optimizer.
+    Embeddings are registered with bitsandbytes' `GlobalOptimManager`, of which there is one per process. Its table by
+    position would also affect the optimizer of another model, and its list of modules would keep modules alive.
+    Therefore positions apply to this optimizer's parameters only, and entries are removed with the optimizer.
     """
 
     def adapt_to(self, model: nn.Module) -> None:
-        """Registers the embeddings of the model whose parameters these are."""
+        """Registers the embeddings of the model that this optimizer trains."""
         manager = self.mng  # type: ignore[attr-defined]
         before = len(manager.module_weight_config_triple)
         for module in model.modules():
@@ -46,7 +46,7 @@ class EmbeddingsIn32Bits(_Base):
         manager = self.mng  # type: ignore[attr-defined]
         own = manager.pid2config.get(id(group["params"][pindex]))
         if manager.index2config.get((gindex, pindex)) is not own:
-            manager.index2config.pop((gindex, pindex), None)  # of another optimizer's parameter
+            manager.index2config.pop((gindex, pindex), None)  # the entry is for another optimizer's parameter
         return super().get_config(gindex, pindex, group)  # type: ignore[misc, no-any-return]
 
 
@@ -62,9 +62,9 @@ def forget_overrides(manager: Any, entries: list[Any]) -> None:
 
 
 class WithoutUpdateNorm(_Base):
-    """For galore-torch's 8-bit AdamW, which passes the former percentile clipping on by position.
+    """For galore-torch's 8-bit AdamW, which passes the former percentile clipping by position.
 
-    In bitsandbytes since 0.49 those positions are `max_unorm` and `skip_zeros`, which would limit each step.
+    Since bitsandbytes 0.49, these positions are `max_unorm` and `skip_zeros`, which would limit each step.
     """
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
@@ -75,10 +75,10 @@ class WithoutUpdateNorm(_Base):
 
 
 class StateInGroups(_Base):
-    """For GrokAdamW, which stores its state inside the parameter groups, by parameter: no file could hold that."""
+    """For GrokAdamW, which stores its state by parameter inside the parameter groups, where it cannot be saved."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state by the parameter's number, as torch does."""
+        """Returns the state by parameter index, as torch does."""
         own = {parameter: entry for group in self.param_groups for parameter, entry in group.get("state", {}).items()}
         numbers: dict[Any, int] = {}
         for group in self.param_groups:
@@ -91,12 +91,12 @@ class StateInGroups(_Base):
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a saved state; raises as `ExactState.load_state_dict`.
+        """Loads a saved state.
 
-        A state of the class itself, as transformers saves it, is matched by the order of the parameters.
+        A state saved by the original class, as transformers does, is matched by the order of the parameters.
 
         Raises:
-            ValueError: such a state is of another number of parameters.
+            ValueError: such a state has another number of parameters; or see `ExactState.load_state_dict`.
         """
         super().load_state_dict(state_dict)
         loaded = self.state
@@ -110,7 +110,7 @@ class StateInGroups(_Base):
 
 
 class Quietly(ExactState):
-    """For GrokAdamW, which enters an outdated autocast at each parameter: suppresses its two warnings."""
+    """For GrokAdamW: suppresses the two warnings about the outdated autocast that it enters for each parameter."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """Takes one optimizer step."""
@@ -124,7 +124,7 @@ class Quietly(ExactState):
 
 
 def adapt_bitsandbytes(base: type) -> type:
-    """Returns a class of bitsandbytes, with embeddings in 32 bits."""
+    """Returns a class of bitsandbytes that keeps the state of embeddings in 32 bits."""
     return with_mixins(base, EmbeddingsIn32Bits, ExactState)
 
 
@@ -178,11 +178,11 @@ ADAPTERS: Mapping[str, Callable[[type], type]] = {
     "torchao": adapt_torchao,
     "torchdistx": adapt_state,
 }
-"""Package, as imported -> a subclass of one of its classes."""
+"""Import name of a package -> function from one of its classes to a subclass with mixins."""
 
 
 def adapted(optimizer_class: object) -> Any:
-    """Returns the class to construct: of a package in `ADAPTERS`, a subclass of the same name; any other unchanged."""
+    """Returns the class to construct: a subclass of the same name for packages in `ADAPTERS`, else the class itself."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         return optimizer_class
     adapt = ADAPTERS.get(optimizer_class.__module__.split(".")[0])

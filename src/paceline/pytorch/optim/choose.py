@@ -1,4 +1,4 @@
-"""The choice of `optim="auto"`: an optimizer by the model and the free memory, and the reason in a sentence."""
+"""Chooses the optimizer for `optim="auto"` by the model and the free memory, and gives the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu", "hpu"})
 """Device types for which torch has a fused AdamW."""
 
-_MEMORY_SHARE = 0.8  # of the free memory: the rest is for activations, whose size is unknown here
+_MEMORY_SHARE = 0.8  # usable share of the free memory; the rest is for activations, whose size is unknown here
 
 
 class Choice(NamedTuple):
@@ -22,10 +22,11 @@ class Choice(NamedTuple):
 
 
 def why_not_fused(model: nn.Module) -> str | None:
-    """Returns the obstacle to the fused AdamW for the trainable parameters of `model`; None if there is none."""
+    """Returns the reason why the trainable parameters of `model` do not support the fused AdamW; None if they do."""
     are_all_meta = all(parameter.is_meta for parameter in model.parameters())
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or (parameter.is_meta and not are_all_meta):  # its values are on another process
+        # some meta parameters: their values are on another process
+        if not parameter.requires_grad or (parameter.is_meta and not are_all_meta):
             continue
         if not parameter.is_floating_point():
             return f"{name} is {_short(parameter.dtype)}"
@@ -35,9 +36,9 @@ def why_not_fused(model: nn.Module) -> str | None:
 
 
 def choose_optimizer(model: nn.Module) -> Choice:
-    """Chooses AdamW if its two moments fit into the free memory, fused if possible; else Adafactor.
+    """Returns AdamW if its two moments fit into the free memory, fused if possible, else Adafactor.
 
-    Looks at the device, dtype and number of the trainable parameters; place the model before.
+    The choice depends on the device, dtype and number of the trainable parameters, so the model must be placed before.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     obstacle = why_not_fused(model)
@@ -72,17 +73,17 @@ def _rounding_note(trainable: list[nn.Parameter]) -> str:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Returns the bytes that new tensors on `device` could take; None if unknown."""
+    """Returns the bytes available to new tensors on `device`; None if unknown."""
     if device.type == "cpu":
         return _available_host_memory()
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory()) - int(torch.mps.current_allocated_memory())
-    module = getattr(torch, device.type, None)  # every backend that torch.accelerator finds registers one
+    module = getattr(torch, device.type, None)  # every backend of torch.accelerator registers such a module
     ask = [getattr(module, name, None) for name in ("mem_get_info", "memory_reserved", "memory_allocated")]
     if not all(map(callable, ask)):
         return None
     free, reserved, allocated = (function(device) for function in ask if function is not None)
-    return int(free[0]) + int(reserved) - int(allocated)  # torch holds some that it does not use
+    return int(free[0]) + int(reserved) - int(allocated)  # torch reserves memory that it does not use
 
 
 def _available_host_memory() -> int | None:

@@ -1,4 +1,4 @@
-"""Entries of the registry of optimizers."""
+"""Entries of the optimizer registry."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ ADAM_DEFAULTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 
 
 def no_settings(args: Options) -> dict[str, Any]:
-    """Returns no keyword arguments beside the learning rate."""
+    """Returns no keyword arguments, so only the learning rate is passed."""
     return {}
 
 
 def adam_settings(args: Options) -> dict[str, Any]:
-    """Returns betas and eps of the arguments."""
+    """Returns betas and eps from the arguments."""
     return {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
 
 
 def changed_adam_settings(args: Options) -> dict[str, Any]:
-    """Returns betas and eps that differ from the defaults; else the class keeps its own."""
+    """Returns betas and eps from the arguments if they differ from the defaults; otherwise the class uses its own."""
     settings: dict[str, Any] = {}
     if (args.adam_beta1, args.adam_beta2) != (ADAM_DEFAULTS["adam_beta1"], ADAM_DEFAULTS["adam_beta2"]):
         settings["betas"] = (args.adam_beta1, args.adam_beta2)
@@ -34,24 +34,24 @@ def changed_adam_settings(args: Options) -> dict[str, Any]:
 
 
 def as_it_is(made: Made, args: Options, model: object, given: dict[str, Any]) -> Made:
-    """Returns class and arguments, with the further options among the arguments."""
+    """Returns the class and its arguments, with the additional options added to the arguments."""
     return made[0], {**made[1], **given}
 
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """The construction of an optimizer from one name in `optim`.
+    """The recipe of the optimizer for one name in `optim`.
 
     Fields:
-        load: returns the class; imports its package, if that is an optional one.
-        settings: training arguments -> keyword arguments of the class, without params, lr and weight_decay.
-        options: names in `optim_args` beside the arguments of the class, with the defaults.
-        finish: ((class, keyword arguments), training arguments, model or None, values of `options`) -> (class,
-            keyword arguments).
+        load: returns the class; imports its package if that is optional.
+        settings: `(training arguments) -> keyword arguments` of the class, without params, lr and weight_decay.
+        options: names in `optim_args` that are not arguments of the class, with their defaults.
+        finish: `((class, keyword arguments), training arguments, model or None, values of options) -> (class, keyword
+            arguments)`.
         targets: True if `optim_target_modules` is read.
-        devices: device types that it runs on; empty: any.
+        devices: device types that the optimizer supports; empty: all.
         package: the package of the class.
-        note: for the table in the documentation.
+        note: text for the table in the documentation.
     """
 
     load: Callable[[], Any]
@@ -64,18 +64,18 @@ class OptimizerEntry:
     note: str = ""
 
     def reads(self, option: str, args: Options) -> bool:
-        """True if `settings` reads an option of the arguments."""
+        """Returns True if `settings` reads this option of the arguments."""
         read: set[str] = set()
         self.settings(Watched(args, read))
         return option in read
 
 
 class Watched:
-    """Arguments that record the names that were read of them.
+    """A wrapper of arguments that records which names are read.
 
     Args:
-        args: the values.
-        read: the names are added to it.
+        args: the wrapped arguments.
+        read: the set to which the names are added.
     """
 
     def __init__(self, args: Options, read: set[str]) -> None:

@@ -13,25 +13,25 @@ from paceline.core.greedy import GreedyRule
 
 
 class GreedyLR(GreedyRule, LRScheduler):
-    """Raises the rate after `patience` improvements of a metric in a row, lowers it after as many failures to improve.
+    """Raises the rate after `patience` consecutive improvements of a metric, and lowers it after as many failures.
 
     Args:
         optimizer: the optimizer whose groups' "lr" is changed.
         mode: "min" if a smaller metric is better, "max" if a larger one is.
-        factor: below 1; the rate is multiplied by it on the way down, divided by it on the way up.
-        patience: observations in a row before a change.
-        threshold: smallest improvement over the best so far that counts; `threshold_mode` makes it a share of the best
-            ("rel") or a difference ("abs").
-
-        cooldown, warmup: observations ignored after a decrease, after an increase.
-        min_lr, max_lr: bounds of the rate, one for all groups or one each.
+        factor: below 1; the rate is multiplied by it to decrease, and divided by it to increase.
+        patience: consecutive observations before a change.
+        threshold: the smallest improvement over the best metric that counts.
+        threshold_mode: the threshold is a share of the best metric ("rel") or a difference ("abs").
+        cooldown, warmup: observations ignored after a decrease, and after an increase.
+        min_lr, max_lr: bounds of the rate, one for all groups or one per group.
         eps: smaller changes of the rate are skipped.
         verbose: log each change at level INFO.
-        smooth: use the mean of the last `window_size` metrics instead of each.
+        smooth: use the mean of the last `window_size` metrics instead of the last one.
+        window_size: metrics in that mean.
         reset_start: decreases with every rate at its minimum before the schedule restarts.
 
     Raises:
-        ValueError: a value out of range, or bounds that do not match the number of groups.
+        ValueError: a value is out of range, or the bounds do not match the number of groups.
         TypeError: `optimizer` is not a torch optimizer.
     """
 
@@ -53,7 +53,7 @@ class GreedyLR(GreedyRule, LRScheduler):
         window_size: int = 50,
         reset_start: int = 500,
     ) -> None:
-        # all of the parameters above: locals() holds them before anything else is assigned
+        # locals() contains exactly the parameters above, as long as nothing else is assigned before
         options = {name: value for name, value in locals().items() if name not in ("self", "optimizer", "__class__")}
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
@@ -73,23 +73,23 @@ class GreedyLR(GreedyRule, LRScheduler):
             group["lr"] = rate
 
     def step(self, metrics: Any, epoch: int | None = None) -> None:  # type: ignore[override]
-        """Records one observation of the metric (a number or 1-element tensor) and changes the rates if it is time."""
+        """Records one observation of the metric (a number or 1-element tensor), and changes the rates if due."""
         self.observe(float(metrics), epoch)
 
     def get_last_lr(self) -> list[Any]:
-        """Returns the rates after the last observation, one per group."""
+        """Returns the rate of each group after the last observation."""
         return self._last_lr
 
     def get_lr(self) -> list[Any]:
-        """Returns the groups' present rates: there is no formula behind them."""
+        """Returns the current rate of each group, which no formula determines."""
         return self._rates()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns every option and counter, as plain values."""
+        """Returns all options and counters as plain values."""
         return self.export()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a saved state, and sets the optimizer's rates to those of that moment.
+        """Loads a saved state, and sets the optimizer's rates to the saved ones.
 
         Raises:
             ValueError: the numbers of parameter groups differ.

@@ -1,4 +1,4 @@
-"""Parameter groups: parameters with weight decay, and matrices for Muon."""
+"""Splits parameters into groups: with and without weight decay, and matrices for Muon."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _UNDECAYED_NAME = re.compile(r"bias|layernorm|rmsnorm|(^|[._])norm(\.|$)")
 def decay_parameter_names(model: nn.Module) -> list[str]:
     """Returns the names of the parameters with weight decay: all but biases and normalisation layers.
 
-    A layer counts as normalisation by its type (torch's, or a class whose name ends in "Norm") or by the parameter's
-    name. Embeddings are decayed. Tied parameters appear under each of their names.
+    A layer is recognised as normalisation by its type (torch's, or a class whose name ends in "Norm") or by the
+    parameter's name. Embeddings have weight decay. Tied parameters are listed under each of their names.
     """
     names = []
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -41,14 +41,18 @@ def parameter_groups(
     """Returns parameter groups of the trainable parameters of `model`, in the order of `named_parameters`.
 
     Args:
-        weight_decay: for the first group; the second, of biases and normalisation layers, has none.
-        optimizer_name: "muon" puts a group of hidden matrices before these two, marked `use_muon=True`.
-        targets: for Muon, the modules whose 2-D weights it gets; see `matches`. None: every 2-D weight but
-            those of embeddings and of the output layer.
-        decay_names: the decayed parameters; None: `decay_parameter_names(model)`.
+        model: the model.
+        weight_decay: of the first group; the second group, of biases and normalisation layers, has none.
+        optimizer_name: "muon" puts a group of hidden matrices, marked `use_muon=True`, before these two.
+        targets: the modules whose 2-D weights Muon trains; see `matches`. None: all 2-D weights except those of
+            embeddings and of the output layer.
+        decay_names: names of the parameters with weight decay; None: `decay_parameter_names(model)`.
 
     Returns:
         Two groups (three for Muon); a group may be empty.
+
+    Raises:
+        ValueError: there is no matrix for Muon.
     """
     decayed = set(decay_parameter_names(model) if decay_names is None else decay_names)
     matrices = _matrix_names(model, targets) & decayed if optimizer_name == "muon" else set()
@@ -75,10 +79,11 @@ def parameter_groups(
 
 
 def matches(module_name: str, targets: str | Sequence[str]) -> bool:
-    """True if `optim_target_modules` names this module.
+    """Returns True if `optim_target_modules` names this module.
 
-    "all-linear" names every `nn.Linear`; another string is a regular expression for the whole name; in a list, each
-    entry is the last parts of the name (as in "attn.q_proj") or a regular expression for the whole name.
+    "all-linear" matches every name (callers keep only `nn.Linear`). Any other string is a regular expression for the
+    whole name. In a list, each entry is the end of the name (such as "attn.q_proj") or a regular expression for the
+    whole name.
     """
     if isinstance(targets, str):
         return is_all_linear(targets) or re.fullmatch(targets, module_name) is not None
@@ -88,12 +93,12 @@ def matches(module_name: str, targets: str | Sequence[str]) -> bool:
 
 
 def is_all_linear(targets: str | Sequence[str]) -> bool:
-    """True if `optim_target_modules` is "all-linear" (or "all_linear")."""
+    """Returns True if `optim_target_modules` is "all-linear" (or "all_linear")."""
     return isinstance(targets, str) and targets.replace("_", "-") == "all-linear"
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, nn.Parameter]]:
-    """Yields (parameter name, module name, module, parameter) of every 2-D weight outside embeddings, each once."""
+    """Yields (parameter name, module name, module, parameter) of every 2-D weight except embeddings, each once."""
     embedded = {
         id(parameter)
         for module in model.modules()
@@ -120,7 +125,9 @@ def _matrix_names(model: nn.Module, targets: str | Sequence[str] | None) -> set[
 
 
 def _output_layer(model: nn.Module, found: list[tuple[str, str, nn.Module, nn.Parameter]]) -> nn.Module | None:
-    """Returns the layer that makes the logits: the one the model names, else the last linear layer if it is unique."""
+    """Returns the layer that computes the logits: the layer that the model names, else the last linear layer if it is
+    unique; None if there is no such layer.
+    """
     ask = getattr(model, "get_output_embeddings", None)
     if callable(ask):
         try:
@@ -129,7 +136,7 @@ def _output_layer(model: nn.Module, found: list[tuple[str, str, nn.Module, nn.Pa
             named = None
         if isinstance(named, nn.Module):
             return named
-    # A layer in repeated blocks has another of the same shape, and of the same name except for numbers.
+    # a layer of repeated blocks is not unique: others have the same shape, and the same name except for numbers
     kinds = [(re.sub(r"\d+", "#", name), parameter.shape) for name, _, _, parameter in found]
     if found and isinstance(found[-1][2], nn.Linear) and kinds.count(kinds[-1]) == 1:
         return found[-1][2]

@@ -1,6 +1,6 @@
 """Optimizers that step inside the backward pass, one parameter at a time, so that gradients are never all in memory.
 
-Such an optimizer has a method `fused_backward(loss, lr)`, which the strategy calls in place of `loss.backward()`, and a
+Such an optimizer has a method `fused_backward(loss, lr)`, which the strategy calls instead of `loss.backward()`, and a
 `step` that does nothing.
 """
 
@@ -18,23 +18,24 @@ from paceline.pytorch.optim.states import ExactState
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_NORM = 1.0  # default of TrainingArguments: it is indistinguishable from an explicit one
+DEFAULT_MAX_NORM = 1.0  # default of TrainingArguments, which cannot be distinguished from an explicit value
 
 
 def steps_in_backward(optimizer: object) -> bool:
-    """True if the gradients of `optimizer` are consumed when the backward pass ends."""
+    """Returns True if `optimizer` consumes its gradients inside the backward pass."""
     return callable(getattr(optimizer, "fused_backward", None))
 
 
 def check_run(optimizer: object, name: str, plan: Any) -> None:
-    """Raises for options that an optimizer which steps inside backward does not support; any other optimizer passes.
+    """Checks that an optimizer which steps inside the backward pass supports the options of a run.
 
     Args:
-        name: of the optimizer, for the message.
+        optimizer: any optimizer; others are not checked.
+        name: its name, for the message.
         plan: accumulation_steps, precision, nonfinite_policy, max_grad_norm, world_size.
 
     Raises:
-        ValueError: the gradients would be needed as a whole; the option is named.
+        ValueError: an option requires all gradients at once; the message names it.
     """
     if not steps_in_backward(optimizer):
         return
@@ -57,16 +58,16 @@ def check_run(optimizer: object, name: str, plan: Any) -> None:
 
 
 class LayerwiseOptimizer(ExactState, Optimizer):
-    """One optimizer for each parameter, stepped as soon as its gradient is computed.
+    """A separate optimizer per parameter, stepped as soon as the parameter's gradient is computed.
 
-    Its groups and its state are those of one optimizer of the inner class: schedules set the rates of its groups, and a
-    checkpoint holds the state of all of them. Its gradients come from `fused_backward`; a plain `backward` leaves the
+    The groups and the state are those of a single optimizer of the inner class: schedules set the rates of the groups,
+    and a checkpoint contains the state of all parameters. Only `fused_backward` steps; a plain `backward` leaves the
     weights unchanged.
 
     Args:
         params: parameter groups.
-        optimizer_class: of each parameter's own optimizer.
-        settings: its keyword arguments.
+        optimizer_class: the class of each parameter's optimizer.
+        settings: keyword arguments of that class.
     """
 
     def __init__(self, params: Any, optimizer_class: Callable[..., Optimizer], **settings: Any) -> None:
@@ -74,7 +75,7 @@ class LayerwiseOptimizer(ExactState, Optimizer):
         self.parts = getattr(optimizer_class, "parts", {})
         self._inside: dict[nn.Parameter, tuple[Optimizer, int]] = {}
         self._is_stepping = False
-        this = weakref.ref(self)  # a parameter must not keep the optimizer of an earlier run alive
+        this = weakref.ref(self)  # so that a parameter's hook does not keep the optimizer of an earlier run alive
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 own = optimizer_class([{**group, "params": [parameter]}], **settings)
@@ -86,7 +87,7 @@ class LayerwiseOptimizer(ExactState, Optimizer):
             group.update({key: value for key, value in made.items() if key != "params"})
 
     def fused_backward(self, loss: Tensor, lr: float) -> None:
-        """Runs the backward pass with the steps in it; `lr` is ignored, since the groups hold their rates."""
+        """Runs the backward pass and steps inside it; `lr` is ignored, because the groups have their own rates."""
         self._is_stepping = True
         try:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -94,7 +95,7 @@ class LayerwiseOptimizer(ExactState, Optimizer):
             self._is_stepping = False
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Does nothing: `fused_backward` has stepped."""
+        """Does nothing, because `fused_backward` has already stepped."""
 
     def _step_parameter(self, parameter: nn.Parameter) -> None:
         if not self._is_stepping:
@@ -108,6 +109,6 @@ class LayerwiseOptimizer(ExactState, Optimizer):
 
 
 def step_parameter(optimizer: LayerwiseOptimizer | None, parameter: nn.Parameter) -> None:
-    """Steps a parameter when its gradient is computed."""
+    """Steps a parameter after its gradient is computed, unless the optimizer no longer exists."""
     if optimizer is not None:
         optimizer._step_parameter(parameter)

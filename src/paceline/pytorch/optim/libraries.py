@@ -1,7 +1,7 @@
-"""Optimizers of other packages, by their name in `optim`: class and settings.
+"""Classes and settings of optimizers of other packages, by their name in `optim`.
 
-Each package is imported when its optimizer is requested. A missing one is an error that says what to install. The
-mixins of the classes are in `optim.adapted`.
+Each package is imported when its optimizer is requested. If it is missing, the error says what to install. The mixins
+of the classes are in `optim.adapted`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ EXTRA_OF = {
     "schedulefree": "schedulefree",
     "torch-optimi": "optimi",
 }
-"""Package -> the extra of paceline that installs it. The others come with their device, or must be built."""
+"""Package -> the extra of paceline that installs it. Other packages come with their device, or must be built."""
 
 
 # ---- classes
@@ -66,13 +66,13 @@ def load_from(module: str, name: str, extra: str) -> Any:
 
 
 def load_torchao(name: str) -> Any:
-    """Returns a class of torchao. Importing it logs which of its GPU kernels are missing."""
+    """Returns a class of torchao, and suppresses its log about missing GPU kernels on import."""
     with quiet("torchao"):
         return load_from("torchao.optim", name, "torchao")
 
 
 def load_grokadamw() -> Any:
-    """Returns GrokAdamW. Importing its module sets up logging for the whole process, which is undone."""
+    """Returns GrokAdamW, and undoes the logging setup of the whole process that importing its module makes."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     try:
@@ -83,10 +83,10 @@ def load_grokadamw() -> Any:
 
 
 def load_foreign(module: str, name: str, what: str) -> Any:
-    """Returns a class of a package that comes with its device or must be built, so that no extra can install it.
+    """Returns a class of a package that no extra can install, because it comes with its device or must be built.
 
     Raises:
-        ImportError: the package is missing; the message says which.
+        ImportError: the package is missing; the message names it.
     """
     try:
         return getattr(__import__(module, fromlist=[name]), name)
@@ -101,7 +101,7 @@ def load_apex_adam() -> Any:
 
 @contextmanager
 def quiet(name: str) -> Iterator[None]:
-    """Suppresses log lines below an error from a package's loggers, while it is imported."""
+    """Suppresses a package's log messages below level ERROR while entered."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -115,23 +115,29 @@ def quiet(name: str) -> Iterator[None]:
 
 
 def lion_settings(args: Options) -> dict[str, Any]:
-    """Returns the betas: Lion has no eps."""
+    """Returns the betas of Lion, which has no eps."""
     return {"betas": (args.adam_beta1, args.adam_beta2)}
 
 
 def ademamix_settings(args: Options) -> dict[str, Any]:
-    """Returns the settings of AdEMAMix, with a third, slow average."""
+    """Returns the settings of AdEMAMix, which has a third, slow average."""
     return {"betas": (args.adam_beta1, args.adam_beta2, 0.9999), "alpha": 5.0, "eps": args.adam_epsilon}
 
 
 def bits(settings: Any, number: int, paged: bool | None) -> Any:
-    """Returns settings of bitsandbytes with the width of the state; `paged` None: the class has no such option."""
+    """Returns a function that adds the bits of the optimizer state to settings of bitsandbytes.
+
+    Args:
+        settings: `(args) -> settings`.
+        number: bits per value of the state.
+        paged: keep the state in paged memory; None: the class has no such option.
+    """
     more = {"optim_bits": number} if paged is None else {"optim_bits": number, "is_paged": paged}
     return lambda args: {**settings(args), **more}
 
 
 def join_betas(made: Made, args: Options, model: object, given: dict[str, Any]) -> Made:
-    """Joins beta1, beta2 and beta3 of `optim_args` to one argument."""
+    """Combines beta1, beta2 and beta3 of `optim_args` into the argument `betas`."""
     betas = list(made[1]["betas"])
     for number in range(len(betas)):
         betas[number] = float(given.pop(f"beta{number + 1}", betas[number]))
@@ -139,14 +145,14 @@ def join_betas(made: Made, args: Options, model: object, given: dict[str, Any]) 
 
 
 def anyprecision_settings(args: Options) -> dict[str, Any]:
-    """Returns the settings of an AdamW whose moments may have their own dtypes."""
+    """Returns the settings of an AdamW with configurable dtypes of its moments."""
     types = {"momentum_dtype": torch.float32, "variance_dtype": torch.float32}
     further = {"use_kahan_summation": False, **types, "compensation_buffer_dtype": torch.bfloat16}
     return {**adam_settings(args), **further}
 
 
 def name_types(made: Made, args: Options, model: object, given: dict[str, Any]) -> Made:
-    """Converts names of torch dtypes to dtypes."""
+    """Converts names of torch dtypes among the arguments to dtypes."""
     kwargs = {**made[1], **given}
     for name in _MOMENT_TYPES:
         kind = getattr(torch, kwargs[name], None) if isinstance(kwargs[name], str) else kwargs[name]
@@ -163,20 +169,27 @@ def grokadamw_settings(args: Options) -> dict[str, Any]:
 
 
 def torchao_settings(args: Options) -> dict[str, Any]:
-    """Returns a scale for each 256 values of the state."""
+    """Returns the settings of torchao, with one scale per 256 values of the state."""
     return {"block_size": 256, "bf16_stochastic_round": False, **adam_settings(args)}
 
 
 def schedule_free_settings(adam: bool, warmup: bool, args: Any) -> dict[str, Any]:
-    """Returns the warm-up of schedule-free optimizers, which do it themselves, except RAdam, which needs none.
+    """Returns the settings of schedule-free optimizers.
+
+    These implement the warm-up themselves, except RAdam, which needs none.
+
+    Args:
+        adam: the optimizer takes betas and eps.
+        warmup: the optimizer takes warm-up steps.
+        args: the training arguments.
 
     Raises:
-        ValueError: the warm-up is a share of a run of unknown length.
+        ValueError: the warm-up is a share of the steps of a run of unknown length.
     """
     schedule = str(getattr(args, "lr_scheduler_type", "constant"))
     if schedule != "constant":
         logger.warning(
-            "optim=%r needs no schedule, and lr_scheduler_type=%r comes on top: set lr_scheduler_type='constant'.",
+            "optim=%r needs no schedule, but lr_scheduler_type=%r is applied too: set lr_scheduler_type='constant'.",
             str(args.optim),
             schedule,
         )
@@ -196,13 +209,13 @@ def schedule_free_settings(adam: bool, warmup: bool, args: Any) -> dict[str, Any
 
 
 def stable_settings(args: Options) -> dict[str, Any]:
-    """Returns torch-optimi's own defaults, explicitly, as the class requires the weight decay too."""
+    """Returns torch-optimi's own defaults explicitly, and the weight decay, which the class requires."""
     further = {"weight_decay": args.weight_decay, "decouple_lr": False, "max_lr": None, "kahan_sum": None}
     return {**adam_settings(args), **further}
 
 
 def without_triton(made: Made, args: Options, model: Any, given: dict[str, Any]) -> Made:
-    """Disables Triton on a CPU, where it has no driver, which the package does not check."""
+    """Disables Triton on a CPU, where it has no driver; the package does not check that."""
     kwargs = {**made[1], **given}
     if model is not None and next((p.device.type for p in model.parameters()), "cpu") == "cpu":
         kwargs.setdefault("triton", False)
@@ -210,7 +223,7 @@ def without_triton(made: Made, args: Options, model: Any, given: dict[str, Any])
 
 
 def lomo_model(made: Made, args: Options, model: object, given: dict[str, Any]) -> Made:
-    """Passes the model to LOMO in place of parameter groups, and one weight decay for all of it."""
+    """Passes the model instead of parameter groups to LOMO, and one weight decay for all parameters."""
     if model is None:
         raise ValueError(f"optim={str(args.optim)!r} updates inside the model's backward pass: pass the model")
     decay = {"weight_decay": args.weight_decay} if args.weight_decay else {}
@@ -218,7 +231,19 @@ def lomo_model(made: Made, args: Options, model: object, given: dict[str, Any]) 
 
 
 def projected(defaults: dict[str, Any], further: Any, made: Made, args: Any, model: Any, given: dict[str, Any]) -> Made:
-    """Returns parameter groups of a low-rank optimizer. `further`: settings of the projected groups alone."""
+    """Returns the class and arguments of a low-rank optimizer, with its parameter groups.
+
+    Args:
+        defaults: default options of the projected groups.
+        further: `(args) -> settings` of the projected groups only.
+        made: the class and its arguments.
+        args: the training arguments.
+        model: the model whose weights are projected.
+        given: options from `optim_args`.
+
+    Raises:
+        ValueError: an option is invalid.
+    """
     options = {**defaults, **given}
     for name, allowed in CHOICES.items():
         if name in options and options[name] not in allowed:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-_BY_NAME = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")  # of AdaLomo: parameter name -> tensor
+_BY_NAME = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")  # attributes of AdaLomo: parameter name -> tensor
 
 
 class OnDevice(TorchFunctionMode):
-    """While entered, `tensor.cuda()` moves to `device`: AdaLomo asks for a GPU, and needs none."""
+    """Makes `tensor.cuda()` move to `device` while entered, because AdaLomo calls it although it needs no GPU."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -33,13 +33,13 @@ class OnDevice(TorchFunctionMode):
 
 
 class LomoState(_Base):
-    """A mixin for lomo-optim's classes: runs on any device, steps only inside `fused_backward`, is saved whole.
+    """A mixin for lomo-optim's classes: they run on any device, step only in `fused_backward`, and save their state.
 
-    The hooks that the classes leave on a model would otherwise take the gradients of every later backward pass.
+    The hooks that the classes leave on a model would otherwise consume the gradients of every later backward pass.
 
     Args:
         model: the model to train.
-        settings: of the class; with `clip_grad_norm` each step takes two backward passes, one for the norm.
+        settings: arguments of the class; with `clip_grad_norm` each step takes two backward passes, one for the norm.
 
     Raises:
         ValueError: the weights are float16, for which the package scales losses in a way that cannot be resumed.
@@ -68,7 +68,7 @@ class LomoState(_Base):
         return guarded
 
     def fused_backward(self, loss: Tensor, lr: float) -> None:
-        """Runs the backward pass with the steps in it, at the learning rate `lr`."""
+        """Runs the backward pass and steps inside it, with the learning rate `lr`."""
         self._is_stepping = True
         try:
             if self.clip_grad_norm:
@@ -78,10 +78,10 @@ class LomoState(_Base):
             self._is_stepping = False
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Does nothing: `fused_backward` has stepped."""
+        """Does nothing, because `fused_backward` has already stepped."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns torch's state, and the package's own beside it."""
+        """Returns torch's state and the package's own state."""
         kept = {name: dict(vars(self)[name]) for name in _BY_NAME if name in vars(self)}
         return {**super().state_dict(), "lomo": {**kept, "step_num": getattr(self, "step_num", 0)}}
 
@@ -89,7 +89,7 @@ class LomoState(_Base):
         """Loads a saved state.
 
         Raises:
-            ValueError: it holds other parameters than the model has.
+            ValueError: it has other parameters than the model.
         """
         super().load_state_dict(state_dict)
         kept = state_dict.get("lomo", {})

@@ -1,4 +1,4 @@
-"""Parameter groups of GaLore and APOLLO: the weights of the linear layers that `optim_target_modules` names."""
+"""Parameter groups of GaLore and APOLLO, which project the linear layers that `optim_target_modules` names."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ HOW = "a list of parts of module names such as ['attn', 'mlp'], a regular expres
 def low_rank_groups(
     model: nn.Module, args: Options, options: dict[str, Any], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Returns parameter groups: everything else first, then the projected weights with `options` (rank, scale, ...).
+    """Returns parameter groups: the other parameters first, then the projected weights.
 
-    With a weight decay each of the two is split once more, into decayed and undecayed parameters.
+    With a weight decay, each of the two is split into parameters with and without weight decay.
 
     Args:
-        args: optim, optim_target_modules.
+        model: the model.
+        args: provides optim and optim_target_modules.
+        options: settings of the projected groups (rank, scale, ...).
+        weight_decay: 0 disables it.
 
     Raises:
-        ValueError: no module is named, or none of the model's linear layers is.
-        TypeError: `optim_target_modules` is of another type.
+        ValueError: no module is named, or no named module is a linear layer of the model.
+        TypeError: `optim_target_modules` has another type.
     """
     targets = find_targets(model, args)
     projected: list[tuple[str, nn.Parameter]] = []
@@ -50,7 +53,7 @@ def low_rank_groups(
 
 
 def find_targets(model: nn.Module, args: Options) -> set[str]:
-    """Returns the names of the weights that are projected; see `low_rank_groups`."""
+    """Returns the names of the projected weights; see `low_rank_groups`."""
     targets = args.optim_target_modules
     if not targets:
         raise ValueError(
@@ -64,7 +67,7 @@ def find_targets(model: nn.Module, args: Options) -> set[str]:
         )
     found = set()
     for name, module in model.named_modules():
-        # in a list, "attn" means "self_attn.q_proj" too, as in transformers
+        # in a list, "attn" also matches "self_attn.q_proj", as in transformers
         if not matches(name, targets) and not (not isinstance(targets, str) and any(part in name for part in targets)):
             continue
         if isinstance(module, nn.Linear):
@@ -88,16 +91,17 @@ def apply_targets(
     args: Any,
     options: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns class and arguments of a low-rank optimizer, with its parameter groups as "params"; layer-wise if
-    requested.
+    """Returns the class and arguments of a low-rank optimizer, with its parameter groups as "params".
+
+    The class is `LayerwiseOptimizer` if the name of the optimizer ends in "layerwise".
 
     Raises:
-        ValueError: there is no model, or as `low_rank_groups`.
+        ValueError: there is no model, or see `low_rank_groups`.
     """
     name = str(args.optim)
     if model is None:
         raise ValueError(f"optim={name!r} looks at the model for the layers to project: pass the model")
-    weight_decay = kwargs.get("weight_decay", args.weight_decay)  # that of `optim_args` is for no bias and norm either
+    weight_decay = kwargs.get("weight_decay", args.weight_decay)  # one in `optim_args` also excludes biases and norms
     kwargs = {**kwargs, "params": low_rank_groups(model, args, options, weight_decay)}
     if name.endswith("layerwise"):
         return LayerwiseOptimizer, {**kwargs, "optimizer_class": optimizer_class}

@@ -1,8 +1,8 @@
-"""Optimizers with two sets of weights (schedule-free ones, arXiv:2405.15682), and the switch between them.
+"""Switches optimizers with two sets of weights (schedule-free ones, arXiv:2405.15682) between these sets.
 
-They compute one set from the other, which rounds: the training weights are stored while the evaluation weights are in
-use,
- and saved with the optimizer, so that neither an evaluation nor a resume changes the training.
+Such optimizers compute one set from the other, with rounding errors. The training weights are therefore stored while
+the evaluation weights are in use, and saved with the optimizer, so that neither an evaluation nor a resume changes the
+training.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ASIDE = "paceline_weights_to_train"
-"""Key in the optimizer's state of a parameter, while the weights to evaluate are in use."""
+"""Key of the stored training weights in a parameter's optimizer state, while the evaluation weights are in use."""
 
 
 def switch_optimizer(optimizer: object, mode: str) -> None:
-    """Switches the model to the weights to `train`, or those to `eval`; does nothing with only one set.
+    """Switches the model to the weights for `train` or `eval`; does nothing if the optimizer has only one set.
 
     Stored training weights are restored exactly.
     """
@@ -32,7 +32,7 @@ def switch_optimizer(optimizer: object, mode: str) -> None:
 
 @contextmanager
 def evaluation_weights(optimizer: object, is_training: bool) -> Iterator[None]:
-    """Switches to the evaluation weights while entered; afterwards to those for training, if `is_training`."""
+    """Switches to the evaluation weights while entered, and afterwards to the training weights if `is_training`."""
     if is_training and callable(getattr(optimizer, "eval", None)):
         put_aside(optimizer)
     switch_optimizer(optimizer, "eval")
@@ -44,7 +44,7 @@ def evaluation_weights(optimizer: object, is_training: bool) -> Iterator[None]:
 
 
 def put_aside(optimizer: object) -> None:
-    """Stores a copy of the training weights in the optimizer's state; as much memory again as the weights take."""
+    """Stores a copy of the training weights in the optimizer's state, which takes as much memory as the weights."""
     for parameter, entry in getattr(optimizer, "state", {}).items():
         if isinstance(entry, dict) and entry and ASIDE not in entry:
             entry[ASIDE] = parameter.detach().clone()

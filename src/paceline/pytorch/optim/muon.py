@@ -1,4 +1,4 @@
-"""Muon for the hidden matrices and AdamW for everything else, as one optimizer."""
+"""Muon for the hidden matrices and AdamW for all other parameters, as one optimizer."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from torch.optim.optimizer import ParamsT
 
 
 class MuonWithAdamW(Optimizer):
-    """One optimizer of torch's Muon on the groups marked `use_muon=True`, and torch's AdamW on the others.
+    """Combines torch's Muon on the groups marked `use_muon=True` with torch's AdamW on the others.
 
-    One object with one list of groups and one state, so that schedulers, clipping and checkpoints treat it as one
-    optimizer.
-     Muon's step is scaled so that its root mean square is that of AdamW ("match_rms_adamw",
-    arXiv:2502.16982): one learning rate and weight decay fit both. Muon itself:
-    https://kellerjordan.github.io/posts/muon/
+    It has one list of groups and one state, so schedulers, clipping and checkpoints treat it as one optimizer. Muon's
+    step is scaled to the root mean square of AdamW's ("match_rms_adamw", arXiv:2502.16982), so that one learning rate
+    and weight decay fit both. Muon is described at https://kellerjordan.github.io/posts/muon/
 
     Args:
-        params: parameter groups; those with `use_muon=True` hold 2-D parameters only.
-        lr, weight_decay: of both.
-        momentum, nesterov, ns_steps, adjust_lr_fn: of Muon, see `torch.optim.Muon`.
-        betas, eps, fused: of AdamW.
+        params: parameter groups; those with `use_muon=True` contain 2-D parameters only.
+        lr, weight_decay: apply to both.
+        momentum, nesterov, ns_steps, adjust_lr_fn: arguments of `torch.optim.Muon`.
+        betas, eps, fused: arguments of AdamW.
 
     Raises:
         ImportError: this torch has no Muon.
@@ -44,8 +42,8 @@ class MuonWithAdamW(Optimizer):
         eps: float = 1e-8,
         fused: bool | None = None,
     ) -> None:
-        # Each group carries the options of both, so that the two inner ones can be rebuilt from the groups alone:
-        # all of the parameters above, which locals() holds before anything else is assigned.
+        # Each group contains the options of both optimizers, so that they can be rebuilt from the groups alone.
+        # locals() contains exactly the parameters above, as long as nothing else is assigned before.
         options = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
         if not hasattr(torch.optim, "Muon"):
             raise ImportError('optim="muon" needs torch.optim.Muon: install torch 2.9 or later')
@@ -53,7 +51,7 @@ class MuonWithAdamW(Optimizer):
         self._link()
 
     def _link(self) -> None:
-        """Points the two inner optimizers to the present groups (the same dicts) and the present state."""
+        """Recreates the two inner optimizers over the current groups (the same dicts) and the current state."""
         muon = [group for group in self.param_groups if group["use_muon"]]
         others = [group for group in self.param_groups if not group["use_muon"]]
         self._parts: list[Optimizer] = []
@@ -65,7 +63,7 @@ class MuonWithAdamW(Optimizer):
             part.state = self.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, for Muon if it has `use_muon=True`."""
+        """Adds a group, which Muon trains if it has `use_muon=True`."""
         super().add_param_group(param_group)
         if hasattr(self, "_parts"):
             self._link()
@@ -75,7 +73,7 @@ class MuonWithAdamW(Optimizer):
         self._link()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps both; returns the result of `closure`."""
+        """Steps both optimizers, and returns the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,8 +1,8 @@
-"""Optimizers by their name in `optim`.
+"""Creates optimizers by their name in `optim`.
 
-To add one, put an `OptimizerEntry` into `OPTIMIZERS` (`FROM_LIBRARIES` of `optim.libraries`, if its class is another
-package's): how its class is found, and its keyword arguments beside the learning rate. `optim_args` then reaches every
-other argument of the class by itself.
+To add an optimizer, put an `OptimizerEntry` into `OPTIMIZERS` (or into `FROM_LIBRARIES` of `optim.libraries`, if its
+class comes from another package). The entry loads the class and returns its keyword arguments besides the learning
+rate. `optim_args` then sets every other argument of the class without further code.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ logger = logging.getLogger(__name__)
 
 
 def given_rate(made: Made, args: Options, model: object, given: dict[str, Any]) -> Made:
-    """Returns Adafactor with the learning rate of the arguments. A rate of its own needs another schedule, too."""
+    """Returns Adafactor with the learning rate from the arguments.
+
+    Raises:
+        ValueError: `relative_step` is set, which also needs another schedule.
+    """
     if made[1].get("relative_step"):
         raise ValueError(
             "optim_args: relative_step=True is not supported with optim='adafactor', which takes learning_rate and a "
@@ -73,7 +77,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     ),
     **FROM_LIBRARIES,
 }
-"""Name in `optim` -> how to make it."""
+"""Name in `optim` -> entry of the optimizer."""
 
 
 def _find(name: str) -> OptimizerEntry:
@@ -87,7 +91,7 @@ def _asked(args: Options) -> str:
 
 
 def describe_choice(args: Options, model: nn.Module) -> str:
-    """Returns one sentence on the optimizer that `args.optim` gives for `model`, with the reason if it is "auto"."""
+    """Returns a sentence on the optimizer that `args.optim` selects for `model`, with the reason if it is "auto"."""
     asked = _asked(args)
     if asked != "auto":
         _find(asked)
@@ -100,19 +104,19 @@ def _told(choice: Choice) -> str:
 
 
 def resolve_optimizer(args: Options, model: nn.Module | None = None) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Returns the optimizer's class, as its package has it, and its keyword arguments, parameters not included.
+    """Returns the optimizer's original class and its keyword arguments, without the parameters.
 
     Args:
         args: training arguments: optim, optim_args, optim_target_modules, learning_rate, weight_decay, warmup_steps,
             adam_beta1, adam_beta2, adam_epsilon.
-        model: needed for "auto", for low-rank optimizers and for LOMO; if given, a fused optimizer that it rules out is
-            replaced by the plain one, and one that its device rules out is refused.
-
+        model: required for "auto", for low-rank optimizers and for LOMO. If given, a fused optimizer that the model
+            does not support is replaced by the plain one, and an optimizer that its device does not support is an
+            error.
 
     Raises:
         ImportError: the optimizer's package is missing; the message says what to install.
-        ValueError, TypeError: an unknown optimizer, or `optim_args` or `optim_target_modules` that do not fit; the
-            nearest names are given.
+        ValueError, TypeError: the optimizer is unknown, or `optim_args` or `optim_target_modules` are invalid; the
+            message suggests the nearest names.
     """
     name = _asked(args)
     if name == "auto":
@@ -149,7 +153,7 @@ def _check_targets(name: str, entry: OptimizerEntry, args: Options) -> None:
 
 
 def _tell_unread(name: str, entry: OptimizerEntry, args: Options) -> None:
-    """Warns of given settings of the Adam family that this optimizer does not take."""
+    """Warns about settings of the Adam family that this optimizer does not take."""
     for option, default in ADAM_DEFAULTS.items():
         value = getattr(args, option, default)
         if value != default and not entry.reads(option, args):
@@ -173,15 +177,16 @@ def create_optimizer(
     cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
     decay_names: Collection[str] | None = None,
 ) -> Optimizer:
-    """Returns the optimizer that `args` asks for, over the trainable parameters of `model`.
+    """Returns the optimizer that `args` selects, over the trainable parameters of `model`.
 
     Args:
         args: as for `resolve_optimizer`.
-        cls_and_kwargs: used instead of `args.optim` and `args.optim_args`; see `build_optimizer`.
-        decay_names: parameters that get weight decay; None: `decay_parameter_names(model)`.
+        model: the model to train.
+        cls_and_kwargs: replaces `args.optim` and `args.optim_args`; see `build_optimizer`.
+        decay_names: names of the parameters with weight decay; None: `decay_parameter_names(model)`.
 
     Raises:
-        ValueError: no parameter is trainable, two weight decays, or as `resolve_optimizer`.
+        ValueError: no parameter is trainable, two different weight decays are given, or see `resolve_optimizer`.
     """
     optimizer_class, kwargs = resolve_optimizer(args, model) if cls_and_kwargs is None else cls_and_kwargs
     weight_decay = kwargs.get("weight_decay", args.weight_decay)
@@ -208,10 +213,12 @@ def build_optimizer(
     """Returns an optimizer from a class and its keyword arguments, as in `Trainer(optimizer_cls_and_kwargs=...)`.
 
     Args:
-        optimizer_class: a torch optimizer class, called with parameter groups; or the class of a factory, which is
-            made without arguments and called with the model.
-        kwargs: passed on, except "params" (or "model" or "optimizer_dict", as subclasses of transformers' Trainer
-            name them), which replaces the groups; "weight_decay" replaces `weight_decay`.
+        optimizer_class: a torch optimizer class, called with parameter groups; or a factory class, which is
+            instantiated without arguments and called with the model.
+        kwargs: passed to the class. "params" (or "model" or "optimizer_dict", as subclasses of transformers' Trainer
+            name them) replaces the parameter groups, and "weight_decay" replaces `weight_decay`.
+        model: the model to train.
+        weight_decay: of the parameters with weight decay.
         targets, decay_names: see `parameter_groups`.
     """
     optimizer = _build(optimizer_class, dict(kwargs), model, weight_decay, targets, decay_names)

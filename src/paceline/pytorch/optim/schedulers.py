@@ -1,6 +1,6 @@
-"""Learning-rate schedulers for torch optimizers: thin wrappers over `paceline.core.schedules`, plateau and greedy.
+"""Learning-rate schedulers for torch optimizers: thin wrappers of `paceline.core.schedules`, plateau and greedy.
 
-`get_scheduler` makes any of them by name; a `get_*_schedule*` function makes one by its own arguments.
+`get_scheduler` creates any of them by name; each `get_*_schedule*` function creates one from its own arguments.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ logger = logging.getLogger(__name__)
 class MultiplierLR(LambdaLR):
     """Multiplies every group's initial learning rate by one function of the step.
 
-    A `torch.optim.lr_scheduler.LambdaLR` in type, attributes and saved state, about five times as fast: the factor is
-    computed once for all groups, and `optimizer.step` is not wrapped (torch's schedulers wrap it, a cost at each step,
-    to warn about calls in the wrong order).
-     A group added to the optimizer later joins at the next `step`,
-    with the learning rate it was added with as its initial one.
+    It has the type, attributes and saved state of `torch.optim.lr_scheduler.LambdaLR`, but is about five times as fast:
+    the factor is computed once for all groups, and `optimizer.step` is not wrapped (torch's schedulers wrap it to warn
+    about calls in the wrong order, which costs time at each step). A group added to the optimizer later joins at the
+    next `step`; the learning rate with which it was added is its initial one.
 
     Args:
-        optimizer: whose groups' "lr" (float or 1-element tensor, filled in place) is set.
-        factor: step (int, 0-based) -> factor (float). Pickle the scheduler only if this can be pickled.
-        last_epoch: steps taken before, minus one; -1 starts a run, more needs "initial_lr" in each group.
+        optimizer: the optimizer whose groups' "lr" (float or 1-element tensor, filled in place) is set.
+        factor: `(step, 0-based) -> factor`. The scheduler can be pickled only if this function can.
+        last_epoch: number of steps already taken, minus one; -1 starts a run, other values need "initial_lr" in each
+            group.
 
     Raises:
         TypeError: `optimizer` is not a torch optimizer.
@@ -66,7 +66,7 @@ class MultiplierLR(LambdaLR):
         self.base_lrs.append(_detached(group.setdefault("initial_lr", _detached(group["lr"]))))
 
     def step(self, epoch: int | None = None) -> None:
-        """Sets each group's rate for the next optimizer step; `epoch` jumps to that step instead of the next one."""
+        """Sets each group's rate for the next optimizer step, or for the step `epoch` if given."""
         self._step_count += 1
         self.last_epoch = step = self.last_epoch + 1 if epoch is None else epoch
         factor = self._factor(step)
@@ -92,12 +92,12 @@ class MultiplierLR(LambdaLR):
             self._last_lr.append(rate)
 
     def get_lr(self) -> list[Any]:
-        """Returns the rates of the present step, one per group; `get_last_lr` returns them without computing."""
+        """Computes the rate of each group at the current step; `get_last_lr` returns them without computing."""
         factor = self._factor(self.last_epoch)
         return [base * factor for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position and the rates, plain values only; the functions are rebuilt from the arguments."""
+        """Returns the position and the rates as plain values; the functions are rebuilt from the arguments."""
         return {
             "base_lrs": [_detached(rate) for rate in self.base_lrs],
             "last_epoch": self.last_epoch,
@@ -109,10 +109,10 @@ class MultiplierLR(LambdaLR):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the position of a saved `LambdaLR` or `MultiplierLR`. The optimizer's own state holds its rates.
+        """Loads the position of a saved `LambdaLR` or `MultiplierLR`; the optimizer's own state contains its rates.
 
         Raises:
-            ValueError: something is missing, or the numbers of parameter groups differ.
+            ValueError: a key is missing, or the numbers of parameter groups differ.
         """
         missing = [key for key in ("base_lrs", "last_epoch") if key not in state_dict]
         if missing:
@@ -131,7 +131,7 @@ def _detached(rate: object) -> Any:
 
 
 def _set_rate(group: dict[str, Any], rate: Any) -> None:
-    """Sets a group's rate. Tensor rates (capturable or compiled optimizers) keep their identity."""
+    """Sets a group's rate; a tensor rate (capturable or compiled optimizers) is filled in place."""
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(rate)
     else:
@@ -139,7 +139,7 @@ def _set_rate(group: dict[str, Any], rate: Any) -> None:
 
 
 def follows_metrics(scheduler: Any) -> bool:
-    """True if `scheduler.step` takes a metric, so that it is stepped at evaluation and not at each optimizer step."""
+    """Returns True if `scheduler.step` takes a metric, so that evaluations step it instead of optimizer steps."""
     if isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):
         return True
     if isinstance(scheduler, LambdaLR):
@@ -151,7 +151,7 @@ def follows_metrics(scheduler: Any) -> bool:
     return bool(parameters) and parameters[0].name == "metrics" and parameters[0].default is inspect.Parameter.empty
 
 
-# the callers pass on all of their parameters, which locals() holds before anything else is assigned
+# the callers pass all of their parameters by locals(), which contains nothing else at their start
 def _scheduled(name: str, optimizer: Optimizer, last_epoch: int = -1, **options: Any) -> MultiplierLR:
     rate = optimizer.defaults.get("lr") if isinstance(optimizer, Optimizer) else None
     lr_init = None if rate is None else float(rate)
@@ -159,7 +159,7 @@ def _scheduled(name: str, optimizer: Optimizer, last_epoch: int = -1, **options:
 
 
 def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> MultiplierLR:
-    """Returns a schedule with the optimizer's own learning rate throughout."""
+    """Returns a schedule that keeps the optimizer's learning rate."""
     return _scheduled("constant", **locals())
 
 
@@ -168,7 +168,7 @@ def get_constant_schedule_with_warmup(
     num_warmup_steps: int,
     last_epoch: int = -1,
 ) -> MultiplierLR:
-    """See `paceline.core.schedules.ConstantWithWarmup`."""
+    """Returns the schedule of `paceline.core.schedules.ConstantWithWarmup`."""
     return _scheduled("constant_with_warmup", **locals())
 
 
@@ -178,7 +178,7 @@ def get_linear_schedule_with_warmup(
     num_training_steps: int,
     last_epoch: int = -1,
 ) -> MultiplierLR:
-    """See `paceline.core.schedules.Linear`."""
+    """Returns the schedule of `paceline.core.schedules.Linear`."""
     return _scheduled("linear", **locals())
 
 
@@ -189,7 +189,7 @@ def get_cosine_schedule_with_warmup(
     num_cycles: float = 0.5,
     last_epoch: int = -1,
 ) -> MultiplierLR:
-    """See `paceline.core.schedules.Cosine`."""
+    """Returns the schedule of `paceline.core.schedules.Cosine`."""
     return _scheduled("cosine", **locals())
 
 
@@ -200,7 +200,7 @@ def get_cosine_with_hard_restarts_schedule_with_warmup(
     num_cycles: int = 1,
     last_epoch: int = -1,
 ) -> MultiplierLR:
-    """See `paceline.core.schedules.CosineWithRestarts`."""
+    """Returns the schedule of `paceline.core.schedules.CosineWithRestarts`."""
     return _scheduled("cosine_with_restarts", **locals())
 
 
@@ -212,7 +212,10 @@ def get_polynomial_decay_schedule_with_warmup(
     power: float = 1.0,
     last_epoch: int = -1,
 ) -> MultiplierLR:
-    """See `paceline.core.schedules.Polynomial`; `lr_end` is relative to the optimizer's default learning rate."""
+    """Returns the schedule of `paceline.core.schedules.Polynomial`.
+
+    `lr_end` is relative to the optimizer's default learning rate.
+    """
     return _scheduled("polynomial", **locals())
 
 
@@ -222,7 +225,7 @@ def get_inverse_sqrt_schedule(
     timescale: int | None = None,
     last_epoch: int = -1,
 ) -> MultiplierLR:
-    """See `paceline.core.schedules.InverseSqrt`."""
+    """Returns the schedule of `paceline.core.schedules.InverseSqrt`."""
     return _scheduled("inverse_sqrt", **locals())
 
 
@@ -235,7 +238,10 @@ def get_cosine_with_min_lr_schedule_with_warmup(
     min_lr: float | None = None,
     min_lr_rate: float | None = None,
 ) -> MultiplierLR:
-    """See `paceline.core.schedules.CosineWithMinimum`; exactly one of `min_lr` and `min_lr_rate`."""
+    """Returns the schedule of `paceline.core.schedules.CosineWithMinimum`.
+
+    Exactly one of `min_lr` and `min_lr_rate` is required.
+    """
     return _scheduled("cosine_with_min_lr", **locals())
 
 
@@ -249,7 +255,10 @@ def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
     min_lr_rate: float | None = None,
     warmup_lr_rate: float | None = None,
 ) -> MultiplierLR:
-    """See `paceline.core.schedules.CosineWithMinimumAndWarmupRate`; exactly one of `min_lr` and `min_lr_rate`."""
+    """Returns the schedule of `paceline.core.schedules.CosineWithMinimumAndWarmupRate`.
+
+    Exactly one of `min_lr` and `min_lr_rate` is required.
+    """
     return _scheduled("cosine_warmup_with_min_lr", **locals())
 
 
@@ -265,17 +274,17 @@ def get_wsd_schedule(
     num_cycles: float = 0.5,
     last_epoch: int = -1,
 ) -> MultiplierLR:
-    """See `paceline.core.schedules.WarmupStableDecay`."""
+    """Returns the schedule of `paceline.core.schedules.WarmupStableDecay`."""
     return _scheduled("warmup_stable_decay", **locals())
 
 
 def get_reduce_on_plateau_schedule(optimizer: Optimizer, **kwargs: Any) -> ReduceLROnPlateau:
-    """Returns torch's `ReduceLROnPlateau` with these arguments; stepped with a metric."""
+    """Returns torch's `ReduceLROnPlateau` with these arguments; it is stepped with a metric."""
     return ReduceLROnPlateau(optimizer, **kwargs)
 
 
 def get_greedy_schedule(optimizer: Optimizer, **kwargs: Any) -> GreedyLR:
-    """Returns `GreedyLR` with these arguments; stepped with a metric."""
+    """Returns `GreedyLR` with these arguments; it is stepped with a metric."""
     return GreedyLR(optimizer, **kwargs)
 
 
@@ -301,14 +310,14 @@ def get_scheduler(
     """Returns a scheduler by its name in `lr_scheduler_type`.
 
     Args:
-        name: a key of `paceline.core.schedules.SCHEDULES` or `METRIC_SCHEDULES`, or an enum's member with that value.
-        optimizer: whose rates it sets.
-        num_warmup_steps, num_training_steps: optimizer steps; a ValueError names a required one that is missing.
+        name: a key of `paceline.core.schedules.SCHEDULES` or `METRIC_SCHEDULES`, or an enum member with that value.
+        optimizer: the optimizer whose rates it sets.
+        num_warmup_steps, num_training_steps: in optimizer steps; not all schedules require them.
         scheduler_specific_kwargs: `lr_scheduler_kwargs`.
 
     Raises:
-        ValueError: unknown name, or a value that the schedule refuses.
-        TypeError: an option that the schedule does not have, with the nearest one that it has.
+        ValueError: the name is unknown, a required number of steps is missing, or a value is invalid.
+        TypeError: the schedule does not have an option; the message suggests the nearest one.
     """
     name = str(getattr(name, "value", name))
     options = dict(scheduler_specific_kwargs or {})

@@ -1,7 +1,7 @@
-"""Optimizers of other packages, with a state that a checkpoint can hold and that is restored exactly.
+"""Saves the state of optimizers of other packages in checkpoints, and restores it exactly.
 
-torch's own `load_state_dict` casts the state of an optimizer to the dtype of the weights; several packages store
-objects beside tensors, or outside of `state`. Both would prevent an exact resume.
+torch's own `load_state_dict` casts the state of an optimizer to the dtype of the weights. Several packages store
+objects other than tensors, or store them outside of `state`. Both would prevent an exact resume.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 KIND = "paceline_kind"
-"""Key of a dict in a saved state that represents an object: the name of its class among the optimizer's `parts`."""
+"""Key that marks a dict in a saved state as an object; its value is the name of a class in the optimizer's `parts`."""
 
 _WRAPPED_BY_BITSANDBYTES = "__bnb_optimizer_quant_state__"
 
@@ -27,11 +27,11 @@ else:
 
 
 class ExactState(_Base):
-    """A mixin for an optimizer's class: `state_dict` holds plain values, and `load_state_dict` casts nothing.
+    """A mixin for optimizer classes: `state_dict` returns plain values, and `load_state_dict` casts nothing.
 
     Attributes:
-        parts: classes of the objects in the optimizer's state, by name: tensor subclasses that can be
-            flattened, and classes whose attributes are tensors and plain values. No other class is ever made from a
+        parts: classes of the objects in the optimizer's state, by name: tensor subclasses that can be flattened, and
+            classes whose attributes are tensors and plain values. Objects of other classes are never created from a
             file.
     """
 
@@ -44,10 +44,10 @@ class ExactState(_Base):
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a saved state, every tensor in the dtype that it was saved in.
+        """Loads a saved state; every tensor keeps its saved dtype.
 
         Raises:
-            ValueError: the parameter groups differ, or an object's kind is not known.
+            ValueError: the parameter groups differ, or the class of an object is not in `parts`.
         """
         groups, saved = self.param_groups, state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
@@ -83,7 +83,7 @@ class ExactState(_Base):
 
     def _unpacked(self, value: Any, device: torch.device | None, name: Any) -> Any:
         if isinstance(value, Tensor):
-            # a count of steps stays on its device, as in torch
+            # a step counter stays on its device, as in torch
             return value if device is None or name == "step" else value.to(device)
         if not isinstance(value, Mapping):
             is_list = isinstance(value, list)
@@ -106,9 +106,11 @@ class ExactState(_Base):
 
 
 def with_mixins(base: type, *mixins: type, parts: tuple[type, ...] = ()) -> type:
-    """Returns `base` with `mixins` before it, under its own name.
+    """Returns a subclass of `base` with `mixins`, under the same name.
 
     Args:
+        base: the optimizer class.
+        mixins: classes that precede it in the method resolution order.
         parts: see `ExactState.parts`.
     """
     names = {

@@ -1,1 +1,1 @@
-"""Checkpoints: variables, saved models, and the state of a run beside them."""
+"""TensorFlow checkpoints: variables, saved models, and the state of a run."""

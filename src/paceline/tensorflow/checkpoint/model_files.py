@@ -1,4 +1,4 @@
-"""Files of a whole model that load without this package: of `save_pretrained`, `model.keras`, or a SavedModel."""
+"""Model files that load without this package: those of `save_pretrained`, `model.keras`, or a SavedModel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAVED_MODEL_FILE, SAVED_VARIABLES = "saved_model.pb", "variables/variables"
 
 
 def save_model(model: Any, folder: Path) -> Path:
-    """Writes a model that loads without this package: `save_pretrained`, `.keras`, or a SavedModel.
+    """Writes a model with `save_pretrained`, as `.keras`, or as a SavedModel, so that it loads without this package.
 
     Returns: the folder or file to load.
     """
@@ -45,10 +45,10 @@ def save_model(model: Any, folder: Path) -> Path:
 
 
 def load_model(model: Any, folder: Path) -> None:
-    """Reads the weights of a checkpoint, or of a model written by `save_model`, into a model.
+    """Loads the weights of a checkpoint, or of a model written by `save_model`, into a model.
 
     Raises:
-        CheckpointError: there is neither, it is damaged, or that of another model; the weights are then as before.
+        CheckpointError: `folder` holds neither, or it is damaged or of another model; the weights are unchanged then.
     """
     path = next((folder / name for name in (KERAS_FILE, PRETRAINED_FILE) if (folder / name).is_file()), None)
     if path is None and (folder / SAVED_MODEL_FILE).is_file():
@@ -59,17 +59,20 @@ def load_model(model: Any, folder: Path) -> None:
         return
     before = model.get_weights()
     try:
-        # the weights alone: what else is in the file may name any class, and what is to be called with what
+        # only the weights are loaded: the rest of the file may name any class or function to call
         if isinstance(model, keras.Model) and path.name == KERAS_FILE and (surplus := surplus_of(model, path)) > 0:
             raise ValueError(f"it holds {surplus} weights more")
         model.load_weights(str(path))
-    except Exception as error:  # what damaged bytes make Keras raise is not documented: many kinds are seen
+    except Exception as error:  # Keras raises undocumented exceptions of many types for damaged bytes
         model.set_weights(before)
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
 
 
 def surplus_of(model: Any, path: Path) -> int:
-    """Weights in a `.keras` file, the optimizer's aside, beyond as many as the model has: Keras passes over them."""
+    """Returns how many more weights a `.keras` file holds than the model, which Keras ignores.
+
+    Weights of the optimizer are not counted.
+    """
     names: list[str] = []
     h5py = require("h5py", "tf")
     with zipfile.ZipFile(path) as archive, archive.open("model.weights.h5") as file, h5py.File(file) as weights:

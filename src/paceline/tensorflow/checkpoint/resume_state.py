@@ -1,4 +1,4 @@
-"""The state of a run beside its variables: `progress.json`, with position, callbacks, random state and arguments."""
+"""`progress.json`: the state of a run besides its variables (data position, callbacks, random state, arguments)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.tensorflow.engine import TFEngine
 from paceline.tensorflow.optim.following import FollowingSchedule
 from paceline.tensorflow.randomness import capture_random
 
-# with the same values, a resumed run has the length of the run before
+# if these are unchanged, a resumed run keeps the length of the original run
 LENGTH_OPTIONS = ("num_train_epochs", "max_steps", "gradient_accumulation_steps", "per_device_train_batch_size")
 
 
@@ -33,10 +33,10 @@ class RunInProgress:
     """The parts of a run whose states a checkpoint holds.
 
     Attributes:
-        mark: by which its checkpoints are known, at this moment.
+        mark: the run's current mark, which identifies its checkpoints.
         feed: iterates over the data.
         engine: runs the optimizer steps.
-        loop: decides when; None before it is made.
+        loop: schedules steps, logs, evaluations and saves; None before it is created.
         log_text: the rows of the log as text.
     """
 
@@ -59,13 +59,13 @@ def describe_progress(
 
     Args:
         run: None outside of `train`.
-        max_steps: of the trainer's state, which an out-of-memory may have changed.
+        max_steps: the value of the trainer's state, which an out-of-memory error may have changed.
         callbacks: the states of the callbacks, by name.
         schedule: the learning-rate schedule.
         arguments: options by name, as plain values.
 
     Raises:
-        TypeError: a callback's state is no plain value.
+        TypeError: a callback's state is not made of plain values.
     """
     loop = run.loop if run is not None else None
     progress: dict[str, Any] = {
@@ -92,7 +92,7 @@ def describe_progress(
 
 
 def schedule_state(schedule: object) -> dict[str, Any] | None:
-    """Returns the state of a schedule that follows the evaluations; None for one that is a function of the step."""
+    """Returns the state of a schedule that depends on evaluations; None for a function of the step."""
     return schedule.state_dict() if isinstance(schedule, FollowingSchedule) else None
 
 
@@ -100,7 +100,7 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
     """Returns the contents of `progress.json`.
 
     Raises:
-        CheckpointError: it is missing, or damaged.
+        CheckpointError: the file is missing or damaged.
     """
     try:
         progress = json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8"))
@@ -113,7 +113,7 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
 
 @contextmanager
 def wrap_load_error(checkpoint: Path | None) -> Iterator[None]:
-    """Turns errors of the block that a damaged `progress.json` causes into a CheckpointError that names the file."""
+    """Converts errors that a damaged `progress.json` causes in the block to a CheckpointError that names the file."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -124,10 +124,10 @@ def wrap_load_error(checkpoint: Path | None) -> Iterator[None]:
 
 
 def read_unlogged(checkpoint: Path, progress: Mapping[str, Any]) -> tuple[UpdateSummary, set[tuple[int, int]]]:
-    """Returns the steps that the next log averages, and the accumulation windows that are skipped.
+    """Returns the summary of steps not logged yet, and the skipped accumulation windows.
 
     Raises:
-        CheckpointError: the file holds something else.
+        CheckpointError: the file's contents are invalid.
     """
     try:
         return UpdateSummary.restored(progress.get("unlogged") or {}), skipped_windows(progress)
@@ -147,17 +147,17 @@ def restore_position(
 ) -> tuple[Plan, int]:
     """Restores the feed's position from the checkpoint, and plans the remaining optimizer steps.
 
-    With another batch size, accumulation or number of epochs, the remaining samples make another number of optimizer
-    steps.
+    If the batch size, accumulation or number of epochs has changed, the number of remaining optimizer steps is
+    recomputed from the remaining samples.
 
     Args:
-        feed: of the run.
-        plan: of a run from the start.
-        checkpoint: its folder.
+        feed: its position is set.
+        plan: the plan of a run from the start.
+        checkpoint: the checkpoint's folder.
         progress: contents of `progress.json`.
-        global_step: of the checkpoint.
-        arguments: the present options by name, as plain values.
-        warmup_steps: from the length of the run to its warm-up.
+        global_step: the checkpoint's step.
+        arguments: the current options by name, as plain values.
+        warmup_steps: `(optimizer steps of the run) -> warmup steps`.
 
     Returns: the plan, and `max_steps` for the trainer's state.
 

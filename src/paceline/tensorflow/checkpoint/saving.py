@@ -1,4 +1,4 @@
-"""Checkpoints of TensorFlow: variables as `tf.train.Checkpoint` writes them, the rest as JSON, published at once.
+"""TensorFlow checkpoints: variables in the format of `tf.train.Checkpoint`, the rest as JSON, published atomically.
 
 A checkpoint is a folder `checkpoint-STEP` with
 
@@ -7,7 +7,7 @@ A checkpoint is a folder `checkpoint-STEP` with
     progress.json                       position in the data, callbacks, random state, arguments
     manifest.json                       size and SHA-256 of each file
 
-and what `save_pretrained` writes, if the model has that.
+and the files that the model's `save_pretrained` writes, if it has that method.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was written, and the values of the state in it.
+    """A checkpoint that was written, and values of the state in it.
 
     Attributes:
-        folder: of the checkpoint.
-        best_model_checkpoint: the run's best checkpoint, which this one may be.
+        folder: the checkpoint's folder.
+        best_model_checkpoint: the run's best checkpoint, possibly this one.
         stateful_callbacks: the exported states of the callbacks.
     """
 
@@ -59,17 +59,17 @@ class Checkpointer:
 
     Args:
         folder: the output folder.
-        model: its variables are saved, and it by `save_pretrained` if it has that.
-        optimizer: its variables are saved with it.
-        schedule: the learning-rate schedule; saved if it follows the evaluations.
+        model: its variables are saved, and also the files of its `save_pretrained` if it has that method.
+        optimizer: its variables are saved too.
+        schedule: the learning-rate schedule; saved if it depends on evaluations.
         processing_class: saved with the model, if it has `save_pretrained`.
         callback_handler: holds the callbacks whose states are saved.
         arguments: options by name, as plain values; recorded in the checkpoint.
-        retention: which checkpoints are kept.
+        retention: decides which checkpoints are kept.
         is_model_only: the optimizer is not saved.
         with_arguments: callbacks are restored with the arguments of their constructors.
-        is_writer: this process writes the files; the others take part in reading the variables.
-        process_index: of this process.
+        is_writer: this process writes the files; the others only take part in reading the variables.
+        process_index: rank of this process.
     """
 
     folder: Path
@@ -90,17 +90,17 @@ class Checkpointer:
     def save(
         self, state: TrainerState, control: TrainerControl, mark: RunMark | None, run: RunInProgress | None
     ) -> Saved | None:
-        """Writes and publishes one checkpoint of this moment; deletes those that no policy keeps.
+        """Writes and publishes a checkpoint of the current state; deletes checkpoints that no policy keeps.
 
         Args:
-            state, control: as they are now.
-            mark: of the run whose checkpoints the folder holds.
+            state, control: the current ones.
+            mark: mark of the run whose checkpoints the folder holds.
             run: the parts of the run; None outside of `train`.
 
         Returns: None if the disk refused, which is logged.
 
         Raises:
-            TypeError: a callback's state is no plain value.
+            TypeError: a callback's state is not made of plain values.
         """
         folder = self.folder / folders.checkpoint_name(state.global_step)
         best = self._best(state, folder, mark)
@@ -122,7 +122,7 @@ class Checkpointer:
             if isinstance(error, tf.errors.OpError) and not is_refusal(error):
                 raise
             logger.warning(
-                "%s could not be written: %s. Training goes on; the checkpoints before it are whole. The next save is "
+                "%s could not be written: %s. Training continues; earlier checkpoints are intact. The next save is "
                 "tried when it is due.",
                 folder,
                 told_of(error),
@@ -138,7 +138,7 @@ class Checkpointer:
         return None if self.is_model_only else self.optimizer
 
     def _best(self, state: TrainerState, folder: Path, mark: RunMark | None) -> str | None:
-        """Returns the run's best checkpoint, which is known by its step until it is written."""
+        """Returns the run's best checkpoint: the one of the best step if it exists or is being written."""
         if state.best_global_step:
             best = folder.with_name(folders.checkpoint_name(state.best_global_step))
             if best == folder or (best.is_dir() and is_part(mark, best.name, mark_of(best))):
@@ -146,7 +146,10 @@ class Checkpointer:
         return state.best_model_checkpoint
 
     def _write_beside(self, folder: Path) -> None:
-        """Takes part in reading the variables on a worker that writes no files: all workers do that together."""
+        """Takes part in reading the variables, which is collective, on a worker that writes no checkpoint.
+
+        The files that this writes are deleted.
+        """
         aside = folder.parent / f".{folder.name}.incomplete-{self.process_index}"
         try:
             write_variables(aside, self.model, self._saved_optimizer())
@@ -154,7 +157,7 @@ class Checkpointer:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _fill(self, folder: Path) -> None:
-        """Writes the variables, and the files of `save_pretrained`."""
+        """Writes the variables, and the files of `save_pretrained` of model and processing class."""
         write_variables(folder, self.model, self._saved_optimizer())
         for item in (self.model, self.processing_class):
             if callable(getattr(item, "save_pretrained", None)):
@@ -172,14 +175,14 @@ class Checkpointer:
     # ---- reading
 
     def restore(self, checkpoint: Path, progress: Mapping[str, Any]) -> None:
-        """Restores variables, callbacks, random state, and a schedule that follows the evaluations.
+        """Restores variables, callbacks, random state, and a schedule that depends on evaluations.
 
         Args:
-            checkpoint: its folder.
+            checkpoint: the checkpoint's folder.
             progress: contents of its `progress.json`.
 
         Raises:
-            CheckpointError: the variables are damaged, or those of another model or optimizer.
+            CheckpointError: the variables are damaged, or belong to another model or optimizer.
         """
         is_whole = not (progress.get("arguments") or {}).get("save_only_model", False)
         restore_variables(checkpoint, self.model, self.optimizer if is_whole else None)
@@ -194,13 +197,13 @@ class Checkpointer:
 
 
 def requested_actions(state: TrainerState) -> dict[str, bool]:
-    """Returns the flags of the control that a restored state asks for: requested before the save, and not done yet."""
+    """Returns the control flags of a restored state whose actions were requested before the save and are still due."""
     control = (state.stateful_callbacks or {}).get("TrainerControl", {}).get("args", {})
     return {name: bool(control.get(name, False)) for name in ("should_evaluate", "should_epoch_stop")}
 
 
 def told_of(error: BaseException) -> str:
-    """Returns an error's message without the nodes and temporary files that TensorFlow names before and after."""
+    """Returns at most 300 characters of an error's message, without TensorFlow's graph nodes and temporary files."""
     text = str(error)
     if isinstance(error, tf.errors.OpError):
         text = re.sub(r"\{\{.*?\}\}|\[Op:\w+\]", "", text).rpartition(";")[2].strip() or text
@@ -216,7 +219,7 @@ def is_refusal(error: object) -> bool:
         errors.UnavailableError,
         errors.NotFoundError,
         errors.FailedPreconditionError,
-        errors.OutOfRangeError,  # a file too large
-        errors.UnknownError,  # a disk that fails
+        errors.OutOfRangeError,  # the file is too large
+        errors.UnknownError,  # the disk fails
     )
     return isinstance(error, kinds)

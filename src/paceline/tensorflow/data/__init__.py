@@ -1,1 +1,1 @@
-"""Data sets to batches: sources with a position, collation, columns, the feed of a run."""
+"""Data loading: sources with a position, collation, columns, and the feed of a run."""

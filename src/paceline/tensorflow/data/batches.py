@@ -1,4 +1,4 @@
-"""Batches of (features, labels): collating, separating, counting and slicing them."""
+"""Batches of (features, labels): functions to collate, separate, count and slice them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from paceline.tensorflow.framework import tf
 
 Array = np.ndarray[Any, Any]
 IGNORE_INDEX = -100
-# the label columns if label_names does not name them; the first group with all its names present
+# default label columns without label_names: the first group whose names are all present
 KNOWN_LABELS = (("labels",), ("label",), ("label_ids",), ("start_positions", "end_positions"))
 
 
 class Weighted(NamedTuple):
-    """The labels of a batch with sample weights; it takes the place of the labels alone.
+    """The labels of a batch with sample weights, in place of the labels alone.
 
     Attributes:
-        labels: as they would be alone.
-        sample_weight: as Keras takes it: (batch,), or with the shape of the losses, or one for each output.
+        labels: the labels alone.
+        sample_weight: as Keras takes it: (batch,), or with the shape of the losses, or one array per output.
     """
 
     labels: Any
@@ -34,7 +34,9 @@ def split_weights(labels: object) -> tuple[Any, Any]:
 
 
 def to_array(value: object) -> Any:
-    """Returns a leaf as a numpy array on the host; ragged and sparse tensors, and text, are returned as is."""
+    """Returns a leaf as a numpy array on the host. Ragged and sparse tensors are unchanged; Python floats become
+    float32.
+    """
     if isinstance(value, np.ndarray | np.generic):
         return value
     if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
@@ -42,11 +44,11 @@ def to_array(value: object) -> Any:
     if hasattr(value, "numpy"):
         return value.numpy()
     array = np.asarray(value)
-    return array.astype(np.float32) if array.dtype == np.float64 else array  # Python's floats, as models take them
+    return array.astype(np.float32) if array.dtype == np.float64 else array  # Python floats, in the dtype of models
 
 
 def to_rows(value: object) -> Any:
-    """Returns a leaf as a host array with a row per sample; ragged rows are padded with -100, sparse ones with 0."""
+    """Returns a leaf as a host array with a row per sample; ragged rows are padded with -100, sparse rows with 0."""
     if isinstance(value, tf.RaggedTensor):
         is_number = value.dtype.is_floating or (value.dtype.is_integer and not value.dtype.is_unsigned)
         return value.to_tensor(default_value=tf.cast(IGNORE_INDEX, value.dtype) if is_number else None).numpy()
@@ -104,14 +106,14 @@ def rows(batch: object, start: int, stop: int) -> Any:
 
 
 def separate(batch: object, label_names: Sequence[str] | None) -> tuple[Any, Any]:
-    """Returns (features, labels) of a batch, which may be such a pair already or a dict that holds both.
+    """Splits a batch into (features, labels).
 
     Args:
         batch: `(features, labels)`, `(features, labels, sample_weight)`, `(features,)`, a dict, or features alone.
-        label_names: the keys that are labels; None: those known from transformers.
+        label_names: the keys that are labels; None: those of `KNOWN_LABELS`.
 
     Raises:
-        ValueError: it is a tuple of more than three.
+        ValueError: the batch is a tuple of more than three parts.
     """
     if isinstance(batch, tuple | list):
         if len(batch) > 3:
@@ -133,7 +135,7 @@ def separate(batch: object, label_names: Sequence[str] | None) -> tuple[Any, Any
 
 
 def main_labels(labels: object) -> Any:
-    """Returns the labels that are counted: the only ones, or of several those named `labels`, else the first."""
+    """Returns the labels that are counted: of several, those named `labels`, else the first."""
     if isinstance(labels, Weighted):
         labels = labels.labels
     if isinstance(labels, Mapping):
@@ -144,14 +146,14 @@ def main_labels(labels: object) -> Any:
 
 
 def collate(samples: Sequence[Any], pad: Callable[[list[Any]], Any] | None = None) -> Any:
-    """Collates a list of samples: arrays are stacked, numbers become one array, in the nest that one sample has.
+    """Collates a list of samples into a batch of the same structure, by stacking arrays and numbers.
 
     Args:
         samples: dicts, (features, labels) tuples, arrays or numbers.
-        pad: used for dicts whose rows differ in length, as a tokenizer's.
+        pad: pads dicts whose rows differ in length, as a tokenizer does.
 
     Raises:
-        ValueError: the samples differ in shape and there is nothing to pad them with.
+        ValueError: the samples differ in shape, and `pad` is None.
     """
     first = samples[0]
     if isinstance(first, Mapping):
@@ -174,14 +176,12 @@ def collate(samples: Sequence[Any], pad: Callable[[list[Any]], Any] | None = Non
 
 
 def is_numeric(value: object) -> bool:
-    """True if a column holds numbers: neither text nor None."""
+    """True if a value is neither text nor None."""
     return value is not None and not isinstance(value, str | bytes)
 
 
 def make_padding(processing_class: Any, label_names: Sequence[str] | None) -> Callable[[list[Any]], Any] | None:
-    """Returns a function that pads with the tokenizer, and labels that are sequences with -100; None without a
-    tokenizer.
-    """
+    """Returns a function that pads inputs with the tokenizer and labels with -100; None without a tokenizer."""
     if not callable(getattr(processing_class, "pad", None)):
         return None
     names = list(label_names) if label_names else [name for known in KNOWN_LABELS for name in known]
@@ -198,7 +198,7 @@ def make_padding(processing_class: Any, label_names: Sequence[str] | None) -> Ca
 
 
 def pad_labels(labels: Sequence[Array]) -> Array:
-    """Returns labels of different lengths as one array, padded with -100, which no loss counts."""
+    """Returns labels of different lengths as one array, padded with the ignore index -100."""
     if labels[0].ndim == 0:
         return np.stack(labels)
     filled = np.full((len(labels), max(map(len, labels))), IGNORE_INDEX, dtype=labels[0].dtype)
@@ -208,10 +208,10 @@ def pad_labels(labels: Sequence[Array]) -> Array:
 
 
 def share_out(batch: object, num_shares: int) -> list[tuple[Any, int]]:
-    """Splits a batch into one part per replica, each with the number of its samples that count.
+    """Splits a batch into (part, number of samples that count) per replica.
 
-    Parts differ by one sample at most. With fewer samples than replicas, the others get the first sample
-    again, and 0 as their number.
+    The sizes of parts differ by at most one sample. If there are fewer samples than replicas, the other replicas get a
+    copy of the first sample, and 0 as their number.
     """
     size = size_of(batch)
     bounds = [size * place // num_shares for place in range(num_shares + 1)]

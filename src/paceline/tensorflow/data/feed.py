@@ -1,4 +1,4 @@
-"""Iteration over the batches of one optimizer step at a time, with a position that is saved and restored."""
+"""Iteration over training data, one optimizer step at a time, with a position that is saved and restored."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Batch = tuple[Any, Any]
 
 @dataclass(eq=False)
 class TFFeed:
-    """The training data of one run. Its position is the number of samples consumed of the epoch.
+    """The training data of one run. The position is the number of samples consumed in the epoch.
 
     Args:
-        source: gives the batches.
+        source: yields the batches.
         accumulation: batches per optimizer step.
         label_names: the keys that are labels, if batches are dicts.
         ignore_data_skip: after a resume, restart the epoch.
@@ -35,19 +35,19 @@ class TFFeed:
 
     def __post_init__(self) -> None:
         self.epoch = 0
-        self.consumed = 0  # samples of the epoch
-        self.batches = 0  # of the epoch
+        self.consumed = 0  # samples consumed in the epoch
+        self.batches = 0  # batches consumed in the epoch
         self._restored = False
-        self._has_warned = False  # logs that the restored position is not exactly the saved one
+        self._has_warned = False  # that the order of the data cannot be restored exactly
         self._iterator: Iterator[Any] | None = None
 
     @property
     def is_restored(self) -> bool:
-        """True if a loaded position is still to be applied by `start_epoch`."""
+        """True if a position was loaded that `start_epoch` has not applied yet."""
         return self._restored
 
     def start_epoch(self, epoch: int) -> None:
-        """Opens the data at the start of an epoch, or at the position that was loaded."""
+        """Opens the data at the start of an epoch, or at the loaded position."""
         if not self._restored:
             self.epoch, self.consumed, self.batches = epoch, 0, 0
         elif not self._has_warned:
@@ -57,9 +57,7 @@ class TFFeed:
         self._iterator = self.source.read(self.epoch, self.consumed, self.batches)
 
     def draw(self) -> tuple[list[Batch], None]:
-        """Returns the (features, labels) batches of one optimizer step; fewer at the end of the data, and none after
-        it.
-        """
+        """Returns the (features, labels) batches of one optimizer step: fewer at the end of the data, then none."""
         assert self._iterator is not None
         drawn = list(itertools.islice(self._iterator, self.accumulation))
         batches = [separate(batch, self.label_names) for batch in drawn]
@@ -72,11 +70,11 @@ class TFFeed:
         self.epoch, self.consumed, self.batches = self.epoch + 1, 0, 0
 
     def close(self) -> None:
-        """Closes the data."""
+        """Drops the iterator over the data."""
         self._iterator = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position and the settings it depends on; JSON-able."""
+        """Returns the position and the settings that it depends on, JSON-serializable."""
         return {
             "epoch": self.epoch,
             "consumed": self.consumed,
@@ -87,7 +85,7 @@ class TFFeed:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Loads a position for the next `start_epoch`. An epoch in progress is finished in the order it was begun in.
+        """Loads a position for the next `start_epoch`; an epoch in progress is continued in its original order.
 
         Raises:
             ValueError: the position is not made of whole numbers.

@@ -1,4 +1,4 @@
-"""Sources of batches: arrays, samples, tf.data, PyDataset, generators; each can be read from any position."""
+"""Sources of batches (arrays, samples, tf.data, PyDataset, generators), each readable from any position."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ logger = logging.getLogger(__name__)
 
 Collate = Callable[[list[Any]], Any]
 READS_OWN = "paceline_source"  # on a tf.data.Dataset made from a source: read that source instead
-# operations that unbatch, or replace elements in a way only their function knows
+# operations that unbatch, or whose function determines what their elements are
 MAKE_SAMPLES = ("Unbatch", "FlatMap", "Interleave", "ParallelInterleave", "Window")
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> Array:
-    """Returns a permutation of `range(size)`, a function of (seed, epoch) alone.
+    """Returns a permutation of `range(size)` that depends on (seed, epoch) only.
 
-    Sorted by the raw output of a counting generator (Philox; Salmon et al., 2011), which no release of numpy changes.
+    It sorts the raw output of a counter-based generator (Philox; Salmon et al., 2011), which is the same in all numpy
+    releases.
     """
     return np.argsort(np.random.Philox(key=[seed % 2**64, epoch]).random_raw(size), kind="stable")
 
@@ -34,9 +35,9 @@ class Source:
 
     Attributes:
         batch_size: samples per batch; None if the data has its own batches.
-        num_samples: in one epoch; None: unknown.
-        num_batches: in one epoch; None: unknown.
-        settings: the settings that the order of an epoch depends on, JSON-able; saved with the position.
+        num_samples: samples per epoch; None if unknown.
+        num_batches: batches per epoch; None if unknown.
+        settings: the settings that determine the order of an epoch, JSON-serializable; saved with the position.
         is_endless: an epoch never ends.
     """
 
@@ -47,10 +48,10 @@ class Source:
     is_endless = False
 
     def check_end(self) -> None:
-        """Raises if an epoch never ends.
+        """Checks that an epoch ends.
 
         Raises:
-            ValueError: it does not.
+            ValueError: it never ends.
         """
         if self.is_endless:
             raise ValueError(
@@ -59,7 +60,7 @@ class Source:
             )
 
     def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
-        """Reads the batches of an epoch, after `consumed` samples in `batches` batches."""
+        """Yields the batches of an epoch that follow the first `consumed` samples, which were `batches` batches."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
@@ -69,24 +70,24 @@ class Source:
         """Warns if a position in the data cannot be restored exactly."""
 
     def sample_ids(self, epoch: int, first: int, count: int) -> list[int]:
-        """Returns the ids of `count` samples from the `first` one of an epoch; without ids their positions."""
+        """Returns the ids of `count` samples of an epoch from position `first` on; positions if there are no ids."""
         return list(range(first, first + count))
 
     def place(self, consumed: int, batches: int) -> int:
-        """Returns the number of batches of the present size in `consumed` samples; `batches` if unknown."""
+        """Returns the number of batches of the current size in `consumed` samples; `batches` if the size is unknown."""
         return -(-consumed // self.batch_size) if self.batch_size else batches
 
 
 class Indexed(Source):
-    """Samples that are read by index, in a random order of each epoch or in the order of the data.
+    """Samples that are read by index, in a new random order each epoch or in dataset order.
 
     Args:
         size: number of samples.
-        take: list of numbers -> batch.
+        take: array of indices -> batch.
         batch_size: samples per batch.
-        seed: of the order; None: in dataset order.
+        seed: seed of the random order; None keeps dataset order.
         drop_last: leave out a last batch that is not full.
-        lengths: of every sample: groups those of similar length; None: no grouping.
+        lengths: length of every sample, to group samples of similar length; None: no grouping.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Indexed(Source):
 
 
 class OwnBatches(Source):
-    """A Keras PyDataset: read by the index of a batch, of any size."""
+    """A Keras PyDataset, which is read by batch index; batches may have any size."""
 
     def __init__(self, dataset: Any, *, seed: int | None) -> None:
         self.dataset = dataset
@@ -150,14 +151,15 @@ class OwnBatches(Source):
 
 
 class TensorData(Source):
-    """A tf.data.Dataset, of samples or of batches.
+    """A tf.data.Dataset of batches.
 
-    A position is restored by skipping: the batches before are made again, so that later ones are the same.
+    A position is restored by skipping: earlier batches are computed again, so that later ones are the same.
 
     Args:
         make: epoch -> the dataset of batches.
-        num_samples, num_batches: of an epoch, if known.
-        batch_size: samples per batch, if constant.
+        num_samples, num_batches: per epoch; None if unknown.
+        batch_size: samples per batch; None if it varies.
+        settings: see `Source`.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class TensorData(Source):
         self.num_batches = num_batches
         self.batch_size = batch_size
         self.settings = settings
-        self.num_reads = 0  # each advanced a shuffle of the user's to its next order
+        self.num_reads = 0  # epochs read so far; each read advances the user's shuffle to its next order
 
     def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
         dataset = self.make(epoch)
@@ -195,9 +197,9 @@ class TensorData(Source):
 
 
 class Stream(Source):
-    """Samples that are read one after the other: an iterable, or a function that returns one.
+    """Samples that are read in sequence, from an iterable or a function that returns one.
 
-    A position is restored by reading the samples before it again.
+    A position is restored by reading and dropping the earlier samples.
     """
 
     def __init__(self, data: Any, collate_samples: Collate, *, batch_size: int, drop_last: bool) -> None:
@@ -226,7 +228,7 @@ class Stream(Source):
 
 
 def iter_is_itself(data: object) -> bool:
-    """True if data is an iterator, which is used up by reading it."""
+    """True if data is an iterator, which can be read only once."""
     return hasattr(data, "__next__") and not callable(data)
 
 
@@ -248,15 +250,15 @@ def make_source(
             (a `datasets.Dataset` too), a tf.data.Dataset of samples, a Keras PyDataset, an iterable of samples or a
             function that returns one.
         batch_size: samples per batch, over all replicas.
-        seed: of the order; None: in dataset order.
+        seed: seed of the random order; None keeps dataset order.
         drop_last: leave out a last batch that is not full.
-        collator: list of samples -> batch; None: rows are stacked.
-        pad: for the default collator.
-        columns: of a `datasets.Dataset`, those to read; None: all that are numbers.
-        lengths: data -> length of every sample, to group those of similar length; None: no grouping.
+        collator: list of samples -> batch; None stacks rows.
+        pad: padding function of the default collator.
+        columns: columns of a `datasets.Dataset` to read; None reads all numeric ones.
+        lengths: data -> length of every sample, to group samples of similar length; None: no grouping.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: the data is of no supported kind.
         ValueError: arrays differ in length, or a tf.data.Dataset holds batches already.
     """
     own = getattr(data, READS_OWN, None)
@@ -305,11 +307,11 @@ def lengths_of(data: Any, column: str, input_name: str | None) -> GivenLengths:
 
     Args:
         data: a list of samples, which may be `(features, labels)`, or a `datasets.Dataset`.
-        column: of it, that holds the lengths.
-        input_name: the measured input if there is no such column; None: `input_ids`.
+        column: name of a column that holds the lengths.
+        input_name: the input to measure if there is no such column; None: `input_ids`.
 
     Raises:
-        ValueError: samples cannot be picked by their numbers, or have nothing to measure.
+        ValueError: samples cannot be read by index, or have no length.
     """
     if isinstance(data, tf.data.Dataset | keras.utils.PyDataset) or not hasattr(data, "__len__") or is_arrays(data):
         raise ValueError(
@@ -327,7 +329,7 @@ def lengths_of(data: Any, column: str, input_name: str | None) -> GivenLengths:
 
 
 def is_list(column: object) -> bool:
-    """True if a value of a dict is a column as a Python list: of numbers, texts, or lists of them; not of samples."""
+    """True if a dict's value is a column as a Python list of numbers, texts or lists, rather than a list of samples."""
     return isinstance(column, list) and all(isinstance(row, int | float | str | list) for row in column[:1])
 
 
@@ -337,10 +339,14 @@ def is_columns(data: object) -> bool:
 
 
 def named_dataset(default: Any, asked: Any) -> Any:
-    """Returns the evaluation set that was asked for: itself, the one of that name in a dict, or the default for None.
+    """Returns the requested evaluation set.
+
+    Args:
+        default: the Trainer's evaluation set, or a dict of several.
+        asked: a data set, the name of one in `default`, or None for `default`.
 
     Raises:
-        ValueError: there is none; the message lists the known names.
+        ValueError: there is no such set; the message lists the known names.
     """
     if isinstance(asked, str):
         names = list(default) if isinstance(default, Mapping) and not is_columns(default) else []
@@ -379,7 +385,7 @@ def source_of_table(
     collate_samples: Collate,
     options: Mapping[str, Any],
 ) -> Source:
-    """Returns a source over a `datasets.Dataset`, whose rows are read together."""
+    """Returns a source over a `datasets.Dataset`; the rows of a batch are read in one call."""
     table = data if columns is None else data.select_columns([name for name in data.column_names if name in columns])
 
     def take(numbers: Array) -> Any:
@@ -391,11 +397,12 @@ def source_of_table(
 
 
 def source_of_samples(data: Any, *, batch_size: int, seed: int | None, drop_last: bool) -> Source:
-    """Returns a source over a tf.data.Dataset of samples, shuffled through a buffer of all of them if their number is
-    known.
+    """Returns a source over a tf.data.Dataset of samples.
+
+    With a seed and a known number of samples, they are shuffled through a buffer that holds all of them.
 
     Raises:
-        ValueError: its elements are batches.
+        ValueError: the elements are batches.
     """
     if is_batched(data):
         raise ValueError(
@@ -423,7 +430,11 @@ def source_of_samples(data: Any, *, batch_size: int, seed: int | None, drop_last
 
 
 def source_of_batches(dataset: object) -> Source:
-    """Returns a source over a tf.data.Dataset of batches, such as an overridden get_train_tfdataset returns."""
+    """Returns a source over a tf.data.Dataset of batches, such as an overridden get_train_tfdataset returns.
+
+    Raises:
+        TypeError: it is no tf.data.Dataset.
+    """
     own = getattr(dataset, READS_OWN, None)
     if own is not None:
         return own  # type: ignore[no-any-return]
@@ -443,7 +454,7 @@ def source_of_batches(dataset: object) -> Source:
 
 
 def shuffles_of(dataset: Any) -> Iterator[Any]:
-    """Yields the shuffles of a tf.data.Dataset, except those inside functions."""
+    """Yields the shuffle transformations of a tf.data.Dataset, except those inside functions."""
     if type(dataset).__name__ == "_ShuffleDataset":
         yield dataset
     for source in dataset._inputs():
@@ -462,12 +473,12 @@ def is_infinite(dataset: Any) -> bool:
 
 
 def is_batched(dataset: Any, is_mapped: bool = False) -> bool:
-    """True if the elements of a tf.data.Dataset are batches: it was batched, and not unbatched since.
+    """True if the elements of a tf.data.Dataset are batches: it was batched, and not unbatched afterwards.
 
     Args:
-        dataset: walked back through its transformations.
-        is_mapped: a function is applied to its elements afterwards: single numbers batched before it were not samples
-            but the tokens of a text, cut into sequences.
+        dataset: its transformations are followed back to its inputs.
+        is_mapped: a later `map` exists. Single numbers that were batched before it count as tokens of a text that is
+            cut into sequences, not as samples.
     """
     name = type(dataset).__name__.strip("_").removesuffix("Dataset")
     if name in MAKE_SAMPLES:
@@ -475,15 +486,15 @@ def is_batched(dataset: Any, is_mapped: bool = False) -> bool:
     sources = dataset._inputs()
     if name.lower().endswith("batch"):
         return not (is_mapped and is_of_tokens(sources[0]))
-    if name == "GroupByWindow":  # bucket_by_sequence_length too
+    if name == "GroupByWindow":  # also made by bucket_by_sequence_length
         return True
-    if name == "DirectedInterleave":  # the first one selects the data set
+    if name == "DirectedInterleave":  # its first input selects among the others
         sources = sources[1:]
     return any(is_batched(source, is_mapped or name.endswith("Map")) for source in sources)
 
 
 def is_of_tokens(dataset: Any) -> bool:
-    """True if each element is one number or text, and none counts rows (as `to_tf_dataset` of datasets has)."""
+    """True if each element is a single number or text, but not a row index (as in `to_tf_dataset` of datasets)."""
     spec = dataset.element_spec
     if not isinstance(spec, tf.TensorSpec) or spec.shape.rank != 0:
         return False
@@ -493,7 +504,11 @@ def is_of_tokens(dataset: Any) -> bool:
 
 
 def as_dataset(source: Source) -> Any:
-    """Returns a tf.data.Dataset over the batches of a source; a Trainer reads the source itself."""
+    """Returns a tf.data.Dataset over the batches of a source; a Trainer reads the attached source directly.
+
+    Raises:
+        ValueError: the source is empty.
+    """
     if isinstance(source, TensorData):
         dataset = source.make(0)
     else:
@@ -510,18 +525,18 @@ def as_dataset(source: Source) -> Any:
 
 
 def without_lists(nest: object) -> Any:
-    """Returns the same nest with tuples for lists, which tf.data takes for arrays."""
+    """Returns the nest with lists turned into tuples, since tf.data interprets lists as arrays."""
     if isinstance(nest, Mapping):
         return {name: without_lists(value) for name, value in nest.items()}
     return tuple(map(without_lists, nest)) if isinstance(nest, list | tuple) else nest
 
 
 def spec_of(leaf: object) -> Any:
-    """Returns the spec of a leaf whose first dimension, and any padded one, may vary between batches."""
+    """Returns the spec of a leaf, with all dimensions unknown, since batch size and padding may vary."""
     array = to_array(leaf)
     return tf.TensorSpec((None,) * array.ndim, tf.as_dtype(array.dtype))
 
 
 def as_tensors(batch: object) -> Any:
-    """Returns a batch in tf.data's form."""
+    """Returns a batch as tensors, with tuples in place of lists."""
     return without_lists(map_leaves(tf.convert_to_tensor, batch))

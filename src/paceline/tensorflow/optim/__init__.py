@@ -1,1 +1,1 @@
-"""Optimizers by name, learning-rate schedules, and the choice between the arguments and a compiled model."""
+"""Optimizers by name, learning-rate schedules, and the choice between arguments and compiled optimizer."""

@@ -1,4 +1,4 @@
-"""The choice of an optimizer: the one handed over, the one the model was compiled with, or that of the arguments."""
+"""The choice of the optimizer: the given one, the model's compiled one, or the one that the arguments describe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.tensorflow.framework import keras
 
 logger = logging.getLogger(__name__)
 
-# options of the optimizer that conflict with one that has its own settings
+# optimizer options that conflict with a compiled optimizer, which has its own settings
 SETTINGS = (
     "optim",
     "optim_args",
@@ -29,10 +29,10 @@ SETTINGS = (
 
 
 def optimizer_pair(given: object) -> tuple[Any, Any]:
-    """Returns (optimizer, schedule) as the Trainer was given them.
+    """Checks and returns the (optimizer, schedule) that the Trainer was given.
 
     Raises:
-        TypeError: it is not a pair, or holds objects that Keras does not know.
+        TypeError: the value is not a pair, or its items are no Keras optimizer and schedule.
     """
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise TypeError(
@@ -54,29 +54,29 @@ def optimizer_pair(given: object) -> tuple[Any, Any]:
 
 
 def compiled_optimizer(model: object) -> Any:
-    """Returns the optimizer that a Keras 3 model was compiled with; None for compile()'s default."""
+    """Returns the optimizer that a Keras 3 model was compiled with; None if it equals compile()'s default."""
     if not isinstance(model, keras.Model) or not model.compiled or model.optimizer is None:
         return None
-    chosen = getattr(model.optimizer, "inner_optimizer", model.optimizer)  # of a scaled loss
+    chosen = getattr(model.optimizer, "inner_optimizer", model.optimizer)  # unwraps a LossScaleOptimizer
     return None if settings_of(chosen) == settings_of(keras.optimizers.RMSprop()) else model.optimizer
 
 
 def settings_of(optimizer: Any) -> tuple[type, dict[str, Any]]:
-    """Returns the settings that make an equal optimizer, without its name; a rate changed since is another setting."""
+    """Returns an optimizer's type and settings without its name; a learning rate that was changed later counts."""
     return type(optimizer), {**optimizer.get_config(), "name": None}
 
 
 def choose_optimizer(model: object, *, optim: object, max_grad_norm: float | None, given: Mapping[str, Any]) -> Any:
-    """Returns the compiled optimizer; None for the one that the arguments describe.
+    """Returns the compiled optimizer; None to use the one that the arguments describe.
 
     Args:
-        model: of any kind.
+        model: any model.
         optim: the optimizer that the arguments name.
-        max_grad_norm: to which gradients are clipped; 0 or None: they are not.
-        given: those of `SETTINGS` whose value is not the default.
+        max_grad_norm: gradients are clipped to this norm; 0 or None disables it.
+        given: the options of `SETTINGS` whose value is not the default.
 
     Raises:
-        UnsupportedOption: the arguments describe another one.
+        UnsupportedOption: the model has a compiled optimizer, and the arguments describe one too.
     """
     found = compiled_optimizer(model)
     if found is None:

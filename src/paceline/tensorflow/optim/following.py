@@ -1,4 +1,4 @@
-"""Learning rates that follow the evaluations: as torch's plateau schedule, and as GreedyLR."""
+"""Learning-rate schedules that depend on evaluation results: torch's plateau schedule, and GreedyLR."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ COUNTERS = ("best", "num_bad", "cooldown_left")
 
 
 class FollowingSchedule:
-    """A learning rate that changes by evaluation results, stored outside the optimizer's own variable.
+    """A learning rate that depends on evaluation results, stored outside the optimizer's own variable.
 
     Attributes:
-        learning_rate: of the next optimizer step.
+        learning_rate: the rate of the next optimizer step.
     """
 
     learning_rate: float
@@ -42,18 +42,19 @@ class FollowingSchedule:
 
 @dataclass(eq=False)
 class PlateauSchedule(FollowingSchedule):
-    """Multiplies the rate by `factor` after more than `patience` evaluations in a row that were not better.
+    """Multiplies the rate by `factor` after more than `patience` consecutive evaluations without improvement.
 
     Args:
-        learning_rate: at the start.
+        learning_rate: the initial rate.
         mode: "min" if a smaller metric is better, "max" if a larger one is.
         factor: below 1.
-        patience: evaluations that are waited for.
-        threshold: smallest improvement over the best so far that counts; `threshold_mode` makes it a share
-            of the best ("rel") or a difference ("abs").
-        cooldown: evaluations passed over after a change.
-        min_lr: the rate does not fall below it.
-        eps: a change of the rate that is not larger than this is left out.
+        patience: number of evaluations without improvement that are tolerated.
+        threshold: smallest improvement over the best value that counts, as a share of the best value
+            (`threshold_mode="rel"`) or as a difference ("abs").
+        threshold_mode: "rel" or "abs".
+        cooldown: number of evaluations to ignore after a change.
+        min_lr: lower bound of the rate.
+        eps: changes of the rate that are not larger than this are skipped.
 
     Raises:
         ValueError: a value is out of range.
@@ -103,10 +104,10 @@ class PlateauSchedule(FollowingSchedule):
 
 
 class GreedySchedule(GreedyRule, FollowingSchedule):
-    """Raises the rate while a metric gets better, lowers it while it does not; see `paceline.core.greedy`.
+    """Raises the rate while a metric improves, and lowers it while it does not; see `paceline.core.greedy`.
 
     Args:
-        learning_rate: at the start.
+        learning_rate: the initial rate.
         options: of `GreedyRule`, as in `lr_scheduler_kwargs`; `min_lr` and `max_lr` are numbers.
 
     Raises:
@@ -139,7 +140,7 @@ class GreedySchedule(GreedyRule, FollowingSchedule):
         self.take_up(state)
 
 
-FOLLOWING: dict[str, tuple[Callable[..., FollowingSchedule], type]] = {  # the schedule, and the class with its options
+FOLLOWING: dict[str, tuple[Callable[..., FollowingSchedule], type]] = {  # name -> schedule, class that has its options
     str(SchedulerType.REDUCE_ON_PLATEAU): (PlateauSchedule, PlateauSchedule),
     str(SchedulerType.GREEDY): (GreedySchedule, GreedyRule),
 }
@@ -152,13 +153,13 @@ def following_schedule(
 
     Args:
         name: as in `lr_scheduler_type`.
-        learning_rate: at the start.
+        learning_rate: the initial rate.
         options: as in `lr_scheduler_kwargs`.
-        has_warmup: one is asked for.
+        has_warmup: a warm-up is requested.
 
     Raises:
-        TypeError: an option that it does not have.
-        ValueError: a value out of range, or a warm-up, which it has not.
+        TypeError: the schedule does not have an option.
+        ValueError: a value is out of range, or a warm-up is requested, which these schedules lack.
     """
     if has_warmup:
         raise ValueError(f"lr_scheduler_type='{name}' has no warm-up: leave warmup_steps and warmup_ratio out.")

@@ -18,7 +18,7 @@ from paceline.tensorflow.arguments import OPTIMIZERS, check_optimizer
 from paceline.tensorflow.framework import keras, tf
 from paceline.tensorflow.optim.schedules import WarmUp
 
-# of a variable itself, the last part of its path
+# matches the last part of a variable's path
 _UNDECAYED_NAME = re.compile(
     r"(^|[_.])bias(:\d+)?$|layer_?norm|rms_?norm|(batch|group)_?norm|(^|[_.])norm([_.:]|$)", re.IGNORECASE
 )
@@ -27,16 +27,16 @@ _UNDECAYED_NAME = re.compile(
 class AdamWeightDecay(keras.optimizers.AdamW):  # type: ignore[misc]
     """Adam with decoupled weight decay of all variables except those excluded by name (arXiv:1711.05101).
 
-    Names are full ones, such as `sequential/dense/kernel`, and patterns match any part of them.
+    Patterns are searched in full names such as `sequential/dense/kernel`.
 
     Args:
         learning_rate: a number or a schedule.
-        beta_1, beta_2, epsilon, amsgrad: of Adam.
-        weight_decay_rate: of the weights that are decayed.
-        include_in_weight_decay: patterns of names that are decayed though they are excluded, too.
-        exclude_from_weight_decay: patterns of names that are not decayed; None: all are.
-        name: of the optimizer.
-        kwargs: of Keras' AdamW, such as clipnorm.
+        beta_1, beta_2, epsilon, amsgrad: Adam's settings.
+        weight_decay_rate: rate for the weights that are decayed.
+        include_in_weight_decay: patterns of names that are decayed even if they are also excluded.
+        exclude_from_weight_decay: patterns of names that are not decayed; None excludes none.
+        name: name of the optimizer.
+        kwargs: further arguments of Keras' AdamW, such as clipnorm.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AdamWeightDecay(keras.optimizers.AdamW):  # type: ignore[misc]
         name: str = "AdamWeightDecay",
         **kwargs: Any,
     ) -> None:
-        kwargs.pop("weight_decay", None)  # in a saved configuration: it is weight_decay_rate
+        kwargs.pop("weight_decay", None)  # of a saved configuration, where weight_decay_rate has the same value
         super().__init__(
             learning_rate=learning_rate,
             weight_decay=weight_decay_rate,
@@ -64,7 +64,7 @@ class AdamWeightDecay(keras.optimizers.AdamW):  # type: ignore[misc]
             **kwargs,
         )
         self.weight_decay_rate = weight_decay_rate
-        self.paths: dict[Any, str] = {}  # variable -> its full name; TensorFlow's own is only the last part of it
+        self.paths: dict[Any, str] = {}  # variable -> full name; TensorFlow's own name is only the last part
         self.included = list(include_in_weight_decay or ())
         self.excluded = list(exclude_from_weight_decay or ())
 
@@ -79,10 +79,10 @@ class AdamWeightDecay(keras.optimizers.AdamW):  # type: ignore[misc]
             return True
         if any(re.search(pattern, name) for pattern in self.excluded):
             return False
-        return bool(super()._use_weight_decay(variable))  # arguments of its method exclude_from_weight_decay
+        return bool(super()._use_weight_decay(variable))  # respects Keras' method exclude_from_weight_decay
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments that make an equal optimizer."""
+        """Returns the constructor arguments of an equal optimizer."""
         config: dict[str, Any] = super().get_config()
         config.pop("weight_decay", None)
         return {
@@ -96,7 +96,7 @@ class AdamWeightDecay(keras.optimizers.AdamW):  # type: ignore[misc]
 class GradientAccumulator:
     """Accumulates gradients over calls, per replica, until they are applied and `reset`.
 
-    A TFTrainer accumulates by itself (`gradient_accumulation_steps`); this is for custom loops.
+    This class is for custom loops; a TFTrainer accumulates itself (`gradient_accumulation_steps`).
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class GradientAccumulator:
 
     @property
     def step(self) -> Any:
-        """Returns the calls since the last reset: an int64 scalar."""
+        """Returns the number of calls since the last reset, an int64 scalar."""
         return self._count().value()
 
     def _count(self) -> Any:
@@ -119,17 +119,17 @@ class GradientAccumulator:
         """Returns the sums on the current replica; None for a variable without a gradient.
 
         Raises:
-            ValueError: nothing was added yet.
+            ValueError: no gradients were added yet.
         """
         if not self._sums:
             raise ValueError("GradientAccumulator: nothing was added yet; call it with gradients first.")
         return [None if total is None else total.value() for total in self._sums]
 
     def __call__(self, gradients: Sequence[Any]) -> None:
-        """Adds gradients, the same ones in the same order each time.
+        """Adds gradients, which must be of the same variables in the same order in each call.
 
         Raises:
-            ValueError: there are more or fewer of them than before.
+            ValueError: the number of gradients differs from before.
         """
         if not self._sums:
             self._count()
@@ -148,11 +148,11 @@ class GradientAccumulator:
         self._count().assign(0)
         for total in self._sums:
             if total is not None:
-                total.assign(tf.zeros(total.shape, total.dtype), read_value=False)  # outside replicas it has none
+                total.assign(tf.zeros(total.shape, total.dtype), read_value=False)  # no value exists outside replicas
 
 
 def make_sum(value: Any, aggregation: object = None) -> Any:
-    """Returns a variable of which each replica has its own, never synchronized by itself."""
+    """Returns a variable of zeros that each replica holds separately, and that is never synchronized automatically."""
     with tf.init_scope():
         return tf.Variable(
             lambda: tf.zeros(value.shape, value.dtype),
@@ -176,19 +176,20 @@ def create_optimizer(
     power: float = 1.0,
     include_in_weight_decay: Sequence[str] | None = None,
 ) -> tuple[Any, Any]:
-    """Returns AdamW (Adam without decay) with a linear warm-up and a polynomial decay.
+    """Returns AdamW (Adam without weight decay) with a linear warm-up and a polynomial decay of the rate.
 
-    Not decayed are variables with LayerNorm, layer_norm or bias in their names: a norm that is named otherwise is.
+    Variables with LayerNorm, layer_norm or bias in their names have no weight decay; norms with other names have it.
 
     Args:
         init_lr: the peak rate.
         num_train_steps: optimizer steps of the run.
-        num_warmup_steps: those of the warm-up.
-        min_lr_ratio: the rate at the end, as a share of the peak.
-        adam_clipnorm, adam_global_clipnorm: of each gradient, and of all together; None: not clipped.
+        num_warmup_steps: optimizer steps of the warm-up.
+        min_lr_ratio: the final rate, as a share of the peak.
+        adam_beta1, adam_beta2, adam_epsilon: Adam's settings.
+        adam_clipnorm, adam_global_clipnorm: maximum norm of each gradient, and of all together; None disables it.
         weight_decay_rate: 0 gives Adam.
-        power: of the decay.
-        include_in_weight_decay: patterns of names that are decayed all the same.
+        power: exponent of the polynomial decay.
+        include_in_weight_decay: patterns of names that are decayed in any case.
 
     Returns: the optimizer, and its schedule.
     """
@@ -220,7 +221,7 @@ def create_optimizer(
 
 
 def name_of(variable: Any) -> str:
-    """Returns the full name of a variable of Keras or of TensorFlow."""
+    """Returns the full name of a Keras or TensorFlow variable."""
     return str(getattr(variable, "path", None) or variable.name)
 
 
@@ -231,8 +232,8 @@ class OptimizerSettings:
     Attributes:
         name: as in `optim`.
         options: as in `optim_args`.
-        betas, epsilon: of the Adam family.
-        weight_decay: decoupled, as in AdamW.
+        betas, epsilon: settings of the Adam family.
+        weight_decay: decoupled weight decay, as in AdamW.
     """
 
     name: str
@@ -246,13 +247,13 @@ def make_optimizer(described: OptimizerSettings, model: object, learning_rate: o
     """Returns the described optimizer.
 
     Args:
-        described: by the arguments.
-        model: its variables decide the exclusions from weight decay.
+        described: the settings.
+        model: its biases and normalisation weights are excluded from weight decay.
         learning_rate: a number or a schedule.
 
     Raises:
         UnsupportedOption: Keras has no such optimizer.
-        TypeError: an option that it does not take.
+        TypeError: the optimizer does not take an option.
     """
     check_optimizer(described.name)
     kind, is_adam = OPTIMIZERS[described.name]
@@ -276,7 +277,7 @@ def make_optimizer(described: OptimizerSettings, model: object, learning_rate: o
 
 
 def undecayed_variables(model: Any) -> list[Any]:
-    """Returns the trainable variables without weight decay: biases, and all of normalisation layers."""
+    """Returns the trainable variables without weight decay: biases, and all variables of normalisation layers."""
     layers = getattr(model, "_flatten_layers", None)
     found = layers() if callable(layers) else getattr(model, "submodules", ())
     norms = [layer for layer in found if re.search(r"Norm(alization)?$", type(layer).__name__)]

@@ -1,8 +1,8 @@
 """Learning-rate schedules for Keras: every closed-form schedule of `paceline.core.schedules`, and linear warm-up.
 
-A schedule is computed on the host, for all optimizer steps of the run, and looked up in the graph: the same numbers as
-on the torch side. For a run of more than a million optimizer steps the host computes each rate when it is read, some
-microseconds each.
+A schedule is computed on the host for all optimizer steps of the run, with the same numbers as on the torch side, and
+looked up in the graph. For a run of more than a million optimizer steps the host computes each rate when it is read,
+which takes some microseconds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class StepSchedule(LearningRateSchedule):  # type: ignore[misc]
     Args:
         name: as in `lr_scheduler_type`.
         learning_rate: the rate that the schedule multiplies.
-        num_training_steps: optimizer steps of the run; beyond them the last rate stays.
-        num_warmup_steps: optimizer steps of warm-up.
+        num_training_steps: optimizer steps of the run; later steps keep the last rate.
+        num_warmup_steps: optimizer steps of the warm-up.
         options: the schedule's other settings, as in `lr_scheduler_kwargs`.
 
     Raises:
@@ -77,14 +77,14 @@ class StepSchedule(LearningRateSchedule):  # type: ignore[misc]
 
 
 class WarmUp(LearningRateSchedule):  # type: ignore[misc]
-    """A warm-up from 0 to the rate, then another schedule, which counts from the end of the warm-up.
+    """A warm-up from 0 to the initial rate, followed by another schedule that counts from the end of the warm-up.
 
     Args:
         initial_learning_rate: the rate at the end of the warm-up.
-        decay_schedule_fn: step -> rate, for the optimizer steps after it.
-        warmup_steps: optimizer steps of the rise.
-        power: the rise follows `(step / warmup_steps) ** power`.
-        name: of the operations.
+        decay_schedule_fn: step -> rate, for the optimizer steps after the warm-up.
+        warmup_steps: optimizer steps of the warm-up.
+        power: the warm-up follows `(step / warmup_steps) ** power`.
+        name: name scope of the operations.
     """
 
     def __init__(
@@ -116,5 +116,5 @@ class WarmUp(LearningRateSchedule):  # type: ignore[misc]
 
 
 def config_of(schedule: object) -> dict[str, Any]:
-    """Returns the arguments that make an equal schedule, from the attributes of the same names."""
+    """Returns the constructor arguments of an equal schedule, from the attributes of the same names."""
     return {name: getattr(schedule, name) for name in inspect.signature(type(schedule)).parameters}
