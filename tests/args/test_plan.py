@@ -174,7 +174,7 @@ NOTES: list[tuple[dict[str, Any], int | None, str]] = [
     ({}, 10, "logging_steps=500 is more than the 30 steps of the run"),
     ({"warmup_steps": 0.5}, 10, "warmup_steps=0.5 of 30 steps: 15."),
     ({"warmup_steps": 100}, 10, "still rising when the run ends"),
-    ({"num_train_epochs": 0}, 10, "nothing is trained"),
+    ({"num_train_epochs": 0}, 10, "no optimizer step is run"),
 ]
 
 

@@ -71,7 +71,7 @@ def test_a_contradiction_names_both(tmp_path: Path, policy: Any, options: dict[s
 @pytest.mark.parametrize(("policy", "options", "numbers"), [
     ("bf16", {}, "mixed_precision_policy (weights are gathered in bf16, gradients reduced in bf16, outputs returned"),
     ({"param_dtype": "bf16", "cast_forward_inputs": False}, {"bf16": True},
-     "bf16 precision, mixed_precision_policy (weights are gathered in bf16, gradients reduced in bf16, inputs as"),
+     "bf16 precision, mixed_precision_policy (weights are gathered in bf16, gradients reduced in bf16, inputs not"),
     ({"reduce_dtype": "bf16"}, {}, "mixed_precision_policy (gradients reduced in bf16)"),
     ("fp16", {"fp16": True}, "fp16 precision, mixed_precision_policy (weights are gathered in fp16"),
 ])  # fmt: skip

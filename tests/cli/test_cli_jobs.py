@@ -152,7 +152,7 @@ def test_a_stopped_run_says_where_it_goes_on(tmp_path: Path, stop: Any, code: in
     output = capsys.readouterr().out
     assert "Resuming from" in output
     assert "Stopped at step 5 of 9." in output
-    assert "checkpoint-4 holds everything" in output
+    assert "checkpoint-4 is complete" in output
     assert reopen(tmp_path).finished is None
 
 

@@ -86,7 +86,7 @@ def test_a_job_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str], s
     out = capsys.readouterr().out
     row = read_rows(moved / JOURNAL_FILE)[step - 1]
     start = "checkpoint-10" if step > 10 else "checkpoint-5" if step > 5 else "the beginning"
-    assert f"to {step} again, from {start}." in out
+    assert f"to {step} from {start}." in out
     assert f"loss           {row.loss!r}\n" in out
     assert f"gradient norm  {row.grad_norm!r}\n" in out
     assert f"learning rate  {row.learning_rate!r}\n" in out

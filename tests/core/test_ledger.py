@@ -127,7 +127,7 @@ def test_a_process_that_the_others_wait_for_is_named() -> None:
     quick = {"data": 1.0, "forward": 3.0, "backward": 4.0, "communication": 2.0}
     slow = {"data": 3.0, "forward": 3.0, "backward": 4.0, "communication": 0.0}
     assert slow_processes([quick, slow]) == [
-        "Process 1 is slow (data 3.0 s, transfer 0.0 s, forward 3.0 s): 6.0 s of work of its own, where the median "
+        "Process 1 is slow (data 3.0 s, transfer 0.0 s, forward 3.0 s): 6.0 s of its own work; the median "
         "process has 4.0 s; the others wait for it."
     ]
     assert slow_processes([quick, quick]) == []

@@ -50,7 +50,7 @@ def test_it_warns_once_for_each_outage_and_says_what_is_lost(tmp_path: Path, cap
     path.mkdir()
     retry_writer.put(path, partial(append_whole, path, b"x"))
     retry_writer.close()
-    assert f"not up to date: {path}" in caplog.text
+    assert f"incomplete files: {path}" in caplog.text
 
 
 def test_other_errors_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:

@@ -471,7 +471,7 @@ def test_the_activation_is_that_of_what_is_connected(tmp_path: Path, caplog: pyt
         found = make_trainer(tmp_path, model, None).evaluate((X, CLASS))["eval_loss"]
         assert found == pytest.approx(float(np.mean(expected)), abs=1e-6), name
         taken = "logits: no softmax" if name == "logits" else "what goes into the model's softmax"
-        assert f"taken is the cross-entropy of 3 classes, of {taken}" in say(caplog)
+        assert f"using the cross-entropy of 3 classes, of {taken}" in say(caplog)
     sigmoid, answers = dense(activation="sigmoid"), CLASS > 0
     expected = keras.losses.binary_crossentropy(answers[:, None], sigmoid(X))
     for labels in (answers, answers.astype(np.int64), answers[:, None]):

@@ -285,7 +285,7 @@ def test_an_update_without_a_target_changes_nothing(tmp_path: Path, caplog: pyte
     before = weights(trainer.model)
     trainer.train()
     assert np.array_equal(weights(trainer.model), before)
-    assert "Every target of this update is ignored" in caplog.text
+    assert "Every target of this optimizer step is ignored" in caplog.text
     assert losses(trainer) == []
 
 

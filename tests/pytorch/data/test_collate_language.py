@@ -183,10 +183,10 @@ def test_workers_draw_masks_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mlm_probability": 1.5}, "mlm_probability=1.5 is no probability"),
-        ({"mlm_probability": None}, "mlm_probability=None is no probability"),
-        ({"mask_replace_prob": -1}, "mask_replace_prob=-1 is no probability"),
-        ({"random_replace_prob": 2}, "random_replace_prob=2 is no probability"),
+        ({"mlm_probability": 1.5}, "mlm_probability=1.5 is not a probability"),
+        ({"mlm_probability": None}, "mlm_probability=None is not a probability"),
+        ({"mask_replace_prob": -1}, "mask_replace_prob=-1 is not a probability"),
+        ({"random_replace_prob": 2}, "random_replace_prob=2 is not a probability"),
         ({"random_replace_prob": 0.5}, "add up to 1 or less"),
         ({"mlm": False, "whole_word_mask": True}, "set mlm=True"),
     ],

@@ -151,7 +151,7 @@ def test_single_samples_that_do_not_go_round_leave_a_process_without_at_the_end(
     ("budget", "multiple", "message"),
     [
         (TokenBudget(39), 1, "per_device_train_tokens=39: sample 2 of the training data has 40 tokens, more than any"),
-        (TokenBudget(80, 30), 1, "packing_length=30: sample 2 .* Raise packing_length, or cut the samples"),
+        (TokenBudget(80, 30), 1, "packing_length=30: sample 2 .* Raise packing_length, or truncate the samples"),
         (TokenBudget(43), 16, "has 40 tokens, padded to a multiple of 16, more than any other. Raise per_device"),
     ],
 )

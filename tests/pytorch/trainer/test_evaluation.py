@@ -546,7 +546,7 @@ def test_what_an_evaluation_cannot_give_is_said(tmp_path: Path, caplog: pytest.L
     assert "compute_metrics was not called: the batches hold no labels under lables" in caplog.text
     caplog.clear()
     make_trainer(tmp_path, Classifier(), eval_dataset=iter(()), compute_metrics=accuracy).evaluate()
-    assert "gave no batch" in caplog.text
+    assert "yielded no batch" in caplog.text
 
 
 def test_the_time_does_not_count_what_preparing_the_model_took() -> None:

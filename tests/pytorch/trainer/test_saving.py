@@ -442,7 +442,7 @@ def test_a_full_disk_costs_that_checkpoint_only(
     assert trainer.state.global_step == 8
     assert good(tmp_path) == [6, 8]
     assert f"checkpoint-4 could not be written: [Errno {number}]" in caplog.text
-    assert "Training goes on" in caplog.text
+    assert "Training continues" in caplog.text
     assert not hidden(tmp_path)
     assert torch.equal(weights(trainer.model), weights(reference(tmp_path).model))
 

@@ -68,7 +68,7 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        ({"ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 5}, "ddp_bucket_cap_mb: for several processes"),
+        ({"ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 5}, "ddp_bucket_cap_mb: it has no effect"),
         ({"liger_kernel_config": {"rope": True}}, "liger_kernel_config: not read without use_liger_kernel"),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, "activation_checkpointing_kwargs: not read"),
     ],
