@@ -19,6 +19,7 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "workers": {"dataloader_num_workers": 1},
     "flatten": {"packing": "flatten"},
 }
+PARALLEL = ("ddp", "fsdp", "pp=2")
 CUT = 3  # the step that runs are resumed from, inside the first epoch
 
 
@@ -45,10 +46,13 @@ def one_window(folder: Path, **options: Any) -> Trainer:
     return trainer
 
 
+def norms(trainer: Trainer) -> list[float]:
+    return [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+
+
 def found(trainer: Trainer) -> dict[str, Any]:
-    norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
     steps = {"step": trainer.state.global_step, "max_steps": trainer.state.max_steps, "epoch": trainer.state.epoch}
-    return {"weights": weights(trainer.model), "loss": losses(trainer), "norm": norms, **steps}
+    return {"weights": weights(trainer.model), "loss": losses(trainer), "norm": norms(trainer), **steps}
 
 
 def windows(folder: Path) -> list[Any]:
@@ -68,7 +72,9 @@ def main(folder: Path) -> dict[str, Any]:
     more = trainer_in(folder / "more")
     more.train(resume_from_checkpoint=str(folder / "one" / f"checkpoint-{CUT}"))
     results["more"] = found(more)
-    results["one window"] = found(one_window(folder / "window"))
+    for parallel in PARALLEL:
+        shared = one_window(folder / parallel, parallel=parallel)
+        results[parallel] = {"loss": losses(shared), "norm": norms(shared)}
     return results
 
 

@@ -41,12 +41,15 @@ def test_two_resume_to_the_same_bits(of_two: list[dict[str, Any]], name: str) ->
         assert (whole["step"], whole["loss"], whole["epoch"]) == (again["step"], again["loss"], 2.0)
 
 
-def test_samples_of_one_window_give_the_numbers_of_one_process(of_two: list[dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", token_job.PARALLEL)
+def test_samples_of_one_window_give_the_numbers_of_one_process(
+    of_two: list[dict[str, Any]], tmp_path: Path, parallel: str
+) -> None:
     by_samples = {"per_device_train_tokens": None, "per_device_train_batch_size": 4}
     expected = token_job.found(token_job.one_window(tmp_path, **by_samples))
     for result in of_two:
-        assert result["one window"]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert result["one window"]["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+        assert result[parallel]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert result[parallel]["norm"] == pytest.approx(expected["norm"], rel=1e-5)
 
 
 def test_a_run_of_one_goes_on_with_its_optimizer_steps_on_two(
