@@ -563,6 +563,12 @@ class PacelineSection:
         "Count the model's floating-point operations, once per shape of a micro-batch, and add FLOP/s and their share "
         "of the device's peak (MFU) to the rows that callbacks and trackers get.",
     )
+    gradient_noise_scale: bool = option(
+        False,
+        "Estimate the gradient noise scale, in samples, from the gradients of the first micro-batch and of the whole "
+        "optimizer step, and add it to the rows that callbacks and trackers get. About the batch size up to which "
+        "larger batches pay. Needs gradient_accumulation_steps of 2 or more.",
+    )
     logging_dir: str | None = option(
         None, "Folder of the TensorBoard files. Unset: TENSORBOARD_LOGGING_DIR, else output_dir/runs/<date>_<host>."
     )

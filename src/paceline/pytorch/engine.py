@@ -82,6 +82,8 @@ class Engine:
         num_micro_steps: micro-batches of the window in progress.
         own_divisor: the divisor that user code sets for the losses of the window; None if not set.
         is_applied: the last step changed the parameters.
+        current: the pass in progress; None between passes.
+        num_steps: optimizer steps so far.
         batches: micro-batches of the window in progress, or of the window that failed.
     """
 
@@ -133,20 +135,20 @@ class Engine:
         # every optimizer; with fp16 the result is read at each step anyway
         self._counts_skipped = skips_non_finite and not strategy.precision.scales
         self._passes_count = accepts(compute_loss, "num_items_in_batch")
-        self._num_steps = 0
+        self.num_steps = 0
         # state of the window in progress
         self.batches: Sequence[Any] = ()
         self._counts: Sequence[Counts] = ()
         self._num_items: Any = None
         self._emit: Emit | None = None
-        self._current: Pass | None = None
+        self.current: Pass | None = None
         self._seen: Any = None  # the model's last outputs
         self._kept: list[Any] = []  # outputs of the window's micro-batches, if a callback asks for them
 
     @property
     def is_last_micro_step(self) -> bool:
         """Returns True if the gradients are complete after the pass in progress; True between windows."""
-        return self._current is None or self._current.is_last
+        return self.current is None or self.current.is_last
 
     # ---- the contract of the loop
 
@@ -165,7 +167,7 @@ class Engine:
         losses = self._run_window(self, passes)
         if self.strategy.runs_windows:
             note((COMPUTE, now()))
-        self.batches, self._current = (), None
+        self.batches, self.current = (), None
         norm = self.strategy.clip(self.max_grad_norm)
         if emit is not None:
             emit("on_pre_optimizer_step")
@@ -182,8 +184,8 @@ class Engine:
         self.strategy.clear_gradients()
         if self.strategy.is_lazy:  # run_deferred computes all live tensors, so the gradients are dropped first
             self.strategy.run_deferred()
-        self._num_steps += 1
-        if self.empty_cache_every is not None and self._num_steps % self.empty_cache_every == 0:
+        self.num_steps += 1
+        if self.empty_cache_every is not None and self.num_steps % self.empty_cache_every == 0:
             empty_device_cache(self.strategy.device)
         outputs, self._kept = self._kept, []
         note((OPTIMIZER, now()))
@@ -202,7 +204,7 @@ class Engine:
         self.strategy.clear_gradients()
         self._seen = None
         self._kept = []
-        self._current = None
+        self.current = None
         self.batches = ()
         self.sync.discard()
         empty_device_cache(self.strategy.device)
@@ -226,7 +228,7 @@ class Engine:
         Returns:
             The contribution to the window's loss, 0-dim, detached.
         """
-        self._current = current
+        self.current = current
         loss = self.training_step(self.model if model is None else model, current.batch, self._num_items)
         self._note((self._rest_of_pass, self._now()))
         if self.keep_outputs and not current.is_dummy:
@@ -245,7 +247,7 @@ class Engine:
         Args:
             current: the pass in progress; None if there is none.
         """
-        self._current = current
+        self.current = current
         if self._emit is not None:
             self._emit("on_substep_end")
 
@@ -267,12 +269,12 @@ class Engine:
         """
         if not (model.training and self._inner.training):
             self.enter_training(model)
-        current = self._current or self.sync.lone_pass(inputs)
+        current = self.current or self.sync.lone_pass(inputs)
         if not current.is_prepared:
             inputs = self.prepare_inputs(inputs)
         note, now = self._note, self._now
         note((TRANSFER, now()))
-        if self.sync.is_look_due and self._current is not None:
+        if self.sync.is_look_due and self.current is not None:
             self._look(inputs, current, num_items)
         numbers = {"num_items_in_batch": num_items} if self._passes_count else {}
         handle = model.register_forward_hook(self._keep) if self.keep_outputs else None
@@ -297,7 +299,7 @@ class Engine:
 
     def _weigh(self, loss: Tensor, current: Pass) -> Tensor:
         """Scales a loss to its term in the window's weighted mean."""
-        total = self.sync.total if current is self._current else current.counts.weight
+        total = self.sync.total if current is self.current else current.counts.weight
         is_nothing = current.is_dummy or not total
         factor = 0 if is_nothing else self.normalizer.factor(current.counts, total)
         if factor == 1:

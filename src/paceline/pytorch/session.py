@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from paceline.args.plan import Plan, resolve, resolve_update
 from paceline.args.rules import derived_values
@@ -68,12 +69,14 @@ from paceline.pytorch.sync import LocalSync, ProcessSync, Sync, synchronized_con
 from paceline.pytorch.validation import check_evaluation, check_optimizer, declare_loss
 
 if TYPE_CHECKING:
-    from paceline.pytorch import device_clock, flops, memory_report, rollback
+    from paceline.pytorch import device_clock, flops, memory_report, noise_scale, rollback
     from paceline.pytorch.checkpoint import sharded_format
+    from paceline.pytorch.noise_scale import NoiseScale
 else:
     device_clock = LateModule("paceline.pytorch.device_clock")
     flops = LateModule("paceline.pytorch.flops")
     memory_report = LateModule("paceline.pytorch.memory_report")
+    noise_scale = LateModule("paceline.pytorch.noise_scale")
     rollback = LateModule("paceline.pytorch.rollback")
     sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
 
@@ -112,6 +115,7 @@ class Session(core.Session[Run, TrainerMembers]):
         edits: changes that training made to the model; None outside of training.
         is_prepared: True once training or an evaluation has prepared the model, so that its memory is known.
         reports_changes: log the arguments that have changed since the checkpoint.
+        noise_scale: measures the gradient noise scale; None if disabled.
         created_lr_scheduler: the session created the schedule, for the length of one run.
         resumed_batch_size: global batch size of a run that is resumed on another number of processes; else None.
         current_flos: operations since `state.total_flos` was last updated.
@@ -126,6 +130,7 @@ class Session(core.Session[Run, TrainerMembers]):
     strategy: Kept[SingleDevice] = Kept()
     loss_normalizer: Kept[LossNormalizer] = Kept()
     edits: Kept[PreparedModel | None] = Kept()
+    noise_scale: Kept[NoiseScale | None] = Kept()
     is_prepared: Kept[bool] = Kept()
     reports_changes: Kept[bool] = Kept()
     current_flos: Kept[float] = Kept()
@@ -267,14 +272,26 @@ class Session(core.Session[Run, TrainerMembers]):
         ledger = device_clock.make_ledger(self.world.device)
         sync = self.make_sync(plan, feed, signals, watchdog, ledger)
         self.strategy.check_training_step(self.facade.training_step)
-        meter = flops.meter_of(self.facade, self.strategy, plan, self.model) if self.args.log_flops else None
-        engine = self.make_engine(plan, sync, ledger, meter)
+        padding = PaddingMeter()
+        meters: list[core.Meter] = [padding]
+        training_step = self.facade.training_step
+        if self.args.log_flops:
+            meter = flops.meter_of(self.facade, self.strategy, plan, self.model)
+            meters.append(meter)
+            training_step = meter.training_step
+        self.noise_scale = None
+        if self.args.gradient_noise_scale:
+            step = adapted(training_step, 3)
+            self.noise_scale = noise_scale.make_noise_scale(self.strategy, plan, self.optimizer, step)
+            meters.append(self.noise_scale)
+            training_step = self.noise_scale.training_step
+        engine = self.make_engine(plan, sync, ledger, training_step)
+        if self.noise_scale is not None:
+            self.noise_scale.follow(engine)
         self.callback_handler.train_dataloader = feed.loader
         assert self.run_mark is not None
-        padding = PaddingMeter()
-        meters = (padding,) if meter is None else (padding, meter)
         parts = (plan, feed, engine, signals, self.run_mark, folder)
-        return Run(*parts, sync=sync, ledger=ledger, meters=meters, padding=padding)
+        return Run(*parts, sync=sync, ledger=ledger, meters=tuple(meters), padding=padding)
 
     def restore(self, run: Run, checkpoint: Path | None) -> Loop:
         progress = self.facade._make_checkpointer().restore(checkpoint) if checkpoint is not None else None
@@ -408,7 +425,11 @@ class Session(core.Session[Run, TrainerMembers]):
         return sync
 
     def make_engine(
-        self, plan: Plan, sync: Sync, ledger: Ledger | None = None, meter: flops.FlopMeter | None = None
+        self,
+        plan: Plan,
+        sync: Sync,
+        ledger: Ledger | None = None,
+        training_step: Callable[..., Tensor] | None = None,
     ) -> Engine:
         """Returns the engine of a run, or of a `training_step` outside of a run."""
         max_norm = plan.max_grad_norm or math.inf  # the norm is logged even without clipping
@@ -420,7 +441,7 @@ class Session(core.Session[Run, TrainerMembers]):
             optimizer=self.optimizer,
             scheduler=self.lr_scheduler,
             scheduler_follows_metrics=follows_metrics(self.lr_scheduler),
-            training_step=self.facade.training_step if meter is None else meter.training_step,
+            training_step=self.facade.training_step if training_step is None else training_step,
             compute_loss=self.facade.compute_loss,
             prepare_inputs=self.facade._prepare_inputs,
             max_grad_norm=0.0 if steps_in_backward(self.optimizer) else max_norm,
@@ -443,6 +464,7 @@ class Session(core.Session[Run, TrainerMembers]):
             **self.strategy.stateful(),
             names.CALLBACKS: CallbackStates(self.callback_handler),
             names.LOSS: self.loss_normalizer,
+            names.NOISE_SCALE: self.noise_scale,
             names.RNG: RandomStates(),
             names.DATA: run.feed if run is not None else None,
             names.PROGRESS: LoopProgress(run.loop) if run is not None and run.loop is not None else None,

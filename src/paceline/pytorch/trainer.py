@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from paceline.pytorch import lr_search, parts, session
     from paceline.pytorch.checkpoint.checkpointer import Checkpointer
     from paceline.pytorch.evaluation import predictor
+    from paceline.pytorch.noise_scale import NoiseScale
     from paceline.pytorch.optim import optimizers as optimizer_registry
     from paceline.pytorch.packing import Packing
 else:
@@ -106,6 +107,7 @@ class Trainer(HubNames, ForSubclasses):
     run: session.Run | None = None
     loss_normalizer: LossNormalizer
     edits: PreparedModel | None = None  # changes that training made to the model; None outside of training
+    noise_scale: NoiseScale | None = None  # of the last training, with gradient_noise_scale=True
     is_prepared = False  # training or an evaluation has prepared the model: its memory is known
     reports_changes = True  # log arguments that changed since the checkpoint that a run is resumed from
     current_flos = 0.0

@@ -43,6 +43,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eval_use_gather_object": (is_off, "each worker evaluates every sample, and nothing is gathered; leave it out"),
     "fsdp": (is_off, ONE_PROGRAM),
     "fsdp_config": (is_off, ONE_PROGRAM),
+    "gradient_noise_scale": (is_off, "torch measures it; leave it out"),
     "half_precision_backend": (lambda value: value != "apex", "Apex is of torch; leave it out"),
     "liger_kernel_config": (is_off, NO_COMPILE),
     "log_flops": (is_off, "torch counts them; leave it out"),
