@@ -6,26 +6,22 @@ falls fastest is a good peak rate for a schedule.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from paceline.args.errors import UnsupportedOption
-from paceline.args.places import WITHOUT_OUTPUT
 from paceline.core.events import TrainerCallback
 from paceline.core.optional import require
 from paceline.core.state import TrainerControl, TrainerState
-from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.distributed.strategy import SingleDevice
+from paceline.pytorch.trial_run import check_one_process
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -34,15 +30,6 @@ logger = logging.getLogger(__name__)
 SMOOTHING = 0.9  # decay of the moving average of the losses
 LEAST_STEPS = 10
 CLEAR = 3.0  # a clear fall of the loss, in standard deviations of the moving average
-OPTIONS: dict[str, Any] = {
-    **WITHOUT_OUTPUT,
-    "lr_scheduler_type": "constant",
-    "warmup_steps": 0,
-    "logging_strategy": "no",
-    "push_to_hub": False,
-    "auto_find_batch_size": False,
-    "nonfinite_policy": "warn",
-}
 
 
 @dataclass(frozen=True)
@@ -159,59 +146,15 @@ def make_search(lowest: float, highest: float, num_steps: int, divergence: float
     return RisingRate(np.geomspace(lowest, highest, num_steps).tolist(), divergence)
 
 
-def options_of(folder: str, num_steps: int) -> dict[str, Any]:
-    """Returns the options that a range test overrides."""
-    return {**OPTIONS, "output_dir": folder, "max_steps": num_steps}
-
-
 def check_support(strategy: SingleDevice, optimizer: Any) -> None:
     """Checks that the model can be restored and the learning rate can be set.
 
     Raises:
         UnsupportedOption: there are several processes, or the optimizer computes its learning rate itself.
     """
-    if strategy.world.is_distributed:
-        raise UnsupportedOption(
-            f"find_lr runs on one process, and there are {strategy.world.world_size}. Run it on one, with "
-            "gradient_accumulation_steps for the same global batch size."
-        )
+    check_one_process("find_lr", strategy)
     if any(group["lr"] is None for group in getattr(optimizer, "param_groups", ())):
         raise UnsupportedOption(f"find_lr: {type(optimizer).__name__} computes its learning rate by itself.")
-
-
-@contextmanager
-def unchanged(model: nn.Module, optimizer: Any, data: Any) -> Iterator[None]:
-    """Restores on exit trained parameters, buffers, modes, optimizer state, data position and random generators."""
-    held = [tensor for tensor in model.parameters() if tensor.requires_grad]
-    values = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in [*held, *model.buffers()]]
-    modes = [(module, module.training) for module in model.modules()]
-    state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
-    position = data.state_dict() if can_rewind(data) else None
-    try:
-        with preserved_rng():
-            yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in values:
-                tensor.copy_(value)
-        for module, mode in modes:
-            module.training = mode
-        if optimizer is not None:
-            optimizer.load_state_dict(state)
-        if position is not None:
-            data.load_state_dict(position)
-        clear_gradients(model)
-
-
-def can_rewind(data: object) -> bool:
-    """Returns True if a dataset can save and restore its position."""
-    return all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def clear_gradients(model: nn.Module) -> None:
-    """Drops all gradients."""
-    for parameter in model.parameters():
-        parameter.grad = None
 
 
 def moving_average(losses: Sequence[float]) -> list[float]:

@@ -11,15 +11,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.args.packing import JOINING, budget_of, order_of, packing_of, row_length_of, sampling_of, tokens_of
 from paceline.args.sharding import wants_shards
+from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint.retention import Retention, retention_of
-from paceline.core.events import CallbackHandler
+from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.core.log_text import LogText
 from paceline.core.methods import is_ours
 from paceline.core.optional import LateModule
@@ -32,6 +34,7 @@ from paceline.pytorch.checkpoint.full_format import FullFormat
 from paceline.pytorch.checkpoint.items import Contents, Format
 from paceline.pytorch.checkpoint.model_files import ModelFiles, load_weights
 from paceline.pytorch.checkpoint.saves import Saves
+from paceline.pytorch.data.lengths import length_of
 from paceline.pytorch.data.loading import make_loader
 from paceline.pytorch.evaluation import predictor
 from paceline.pytorch.evaluation.batch_predictor import BatchPredictor
@@ -52,17 +55,20 @@ if TYPE_CHECKING:
     from paceline.checkpoint.remote_sync import Policy, RemoteSync
     from paceline.core import streaming
     from paceline.hub.described import CardFacts, CheckpointForm
-    from paceline.pytorch import model_card, packing
+    from paceline.pytorch import batch_search, model_card, packing, trial_run
+    from paceline.pytorch.batch_search import BatchSearch
     from paceline.pytorch.checkpoint import sharded_format
     from paceline.pytorch.data import token_counts
     from paceline.pytorch.data.token_counts import PaddingCounter
     from paceline.pytorch.trainer import Trainer
 else:
+    batch_search = LateModule("paceline.pytorch.batch_search")
     model_card = LateModule("paceline.pytorch.model_card")
     packing = LateModule("paceline.pytorch.packing")
     sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
     streaming = LateModule("paceline.core.streaming")
     token_counts = LateModule("paceline.pytorch.data.token_counts")
+    trial_run = LateModule("paceline.pytorch.trial_run")
 
 # ---- the model
 
@@ -416,3 +422,32 @@ def copy_of(trainer: Trainer, options: dict[str, Any], callbacks: list[Any]) -> 
     made.state, made.control = made._first_state(), TrainerControl()
     made.callback_handler = CallbackHandler(callbacks, made.model, made.processing_class, made.optimizer)
     return made
+
+
+def try_run(trainer: Trainer, options: dict[str, Any], callback: TrainerCallback) -> None:
+    """Trains a copy of a Trainer with other options and only the given callback, and undoes the effects.
+
+    Args:
+        options: the options that differ from those of trial runs; `max_steps` at least.
+        callback: observes the run.
+    """
+    with TemporaryDirectory() as folder, trial_run.unchanged(trainer.model, trainer.optimizer, trainer.train_dataset):
+        changed = {**trial_run.OPTIONS, "output_dir": folder, **options}
+        copy_of(trainer, changed, [DefaultFlowCallback(), callback]).train()
+
+
+def search_batch_size(trainer: Trainer, lowest: int, highest: int, num_steps: int) -> BatchSearch:
+    """Searches for a micro-batch size; the arguments are those of `Trainer.find_batch_size`."""
+
+    def run(size: int, clock: TrainerCallback) -> None:
+        options = {
+            "max_steps": num_steps,
+            "per_device_train_batch_size": size,
+            "gradient_accumulation_steps": 1,
+            "dataloader_drop_last": True,  # a smaller batch at the end of an epoch would take less time
+        }
+        try_run(trainer, options, clock)
+
+    count = length_of(trainer.train_dataset)
+    most = highest if count is None else max(min(highest, count), 1)
+    return batch_search.search(run, trainer.strategy.device, min(lowest, most), most)

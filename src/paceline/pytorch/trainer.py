@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,6 @@ from paceline.args.packing import tokens_of
 from paceline.args.plan import Plan, resolve_update
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.defaults import with_defaults
-from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint.folders import make_output_folder
 from paceline.checkpoint.layout import OPTIMIZER, PRECISION, SCHEDULER
@@ -55,13 +53,14 @@ from paceline.pytorch.sync import Measure
 
 if TYPE_CHECKING:
     from paceline.hub.described import CardFacts, CheckpointForm
-    from paceline.pytorch import lr_search, parts, session
+    from paceline.pytorch import batch_search, lr_search, parts, session
     from paceline.pytorch.checkpoint.checkpointer import Checkpointer
     from paceline.pytorch.evaluation import predictor
     from paceline.pytorch.noise_scale import NoiseScale
     from paceline.pytorch.optim import optimizers as optimizer_registry
     from paceline.pytorch.packing import Packing
 else:
+    batch_search = LateModule("paceline.pytorch.batch_search")
     lr_search = LateModule("paceline.pytorch.lr_search")
     optimizer_registry = LateModule("paceline.pytorch.optim.optimizers")
     parts = LateModule("paceline.pytorch.parts")
@@ -470,9 +469,23 @@ class Trainer(HubNames, ForSubclasses):
         """
         search = lr_search.make_search(lowest, highest, num_steps, divergence)
         lr_search.check_support(self.strategy, self.optimizer)
-        with TemporaryDirectory() as folder, lr_search.unchanged(self.model, self.optimizer, self.train_dataset):
-            parts.copy_of(self, lr_search.options_of(folder, num_steps), [DefaultFlowCallback(), search]).train()
+        parts.try_run(self, {"max_steps": num_steps}, search)
         return search.result()
+
+    def find_batch_size(self, lowest: int = 1, highest: int = 1024, num_steps: int = 3) -> batch_search.BatchSearch:
+        """Trains a few steps with each of several micro-batch sizes and undoes their effects; see docs/speed.md.
+
+        Args:
+            lowest, highest: the first and the last size in samples; sizes double in between.
+            num_steps: optimizer steps with each size; the first does not count for its rate.
+
+        Raises:
+            ValueError: the sizes do not rise, or there are fewer than 2 steps.
+            UnsupportedOption: there are several processes, or micro-batches are not made by a number of samples.
+        """
+        batch_search.check_arguments(lowest, highest, num_steps)
+        batch_search.check_support(self.strategy, self.args)
+        return parts.search_batch_size(self, lowest, highest, num_steps)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Runs forward and backward of one micro-batch; returns its detached contribution to the step's loss."""

@@ -1,0 +1,199 @@
+"""The largest and the fastest micro-batch size, found by short runs whose effects are undone."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.args.errors import UnsupportedOption
+from paceline.args.training import TrainingArguments
+from paceline.core.events import TrainerCallback
+from paceline.core.optional import LateModule, is_installed
+from paceline.core.state import TrainerControl, TrainerState
+from paceline.pytorch.checkpoint.background import available_host_memory
+from paceline.pytorch.distributed.strategy import SingleDevice, empty_device_cache, is_out_of_memory
+from paceline.pytorch.trial_run import check_one_process
+
+logger = logging.getLogger(__name__)
+
+resource: Any = LateModule("resource")
+
+AS_FAST = 0.95  # of the highest rate: the fastest size is the smallest that reaches this share
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The run of one micro-batch size.
+
+    Attributes:
+        size: samples of a micro-batch.
+        samples_per_second: of the optimizer steps after the first; None if memory ran out.
+        peak_bytes: the peak of allocated device memory; on a CPU, the process's peak so far. None if unknown.
+    """
+
+    size: int
+    samples_per_second: float | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class BatchSearch:
+    """The result of a search for a micro-batch size.
+
+    Attributes:
+        trials: one for each size that was tried, in ascending order.
+        largest: the largest size that fits in memory; None if none does.
+        fastest: the smallest size whose rate is at least 0.95 of the highest; None if none fits.
+    """
+
+    trials: tuple[Trial, ...]
+    largest: int | None
+    fastest: int | None
+
+    def __str__(self) -> str:
+        rows = ["micro-batch   samples/s   peak memory"]
+        for trial in self.trials:
+            rate = "out of memory" if trial.samples_per_second is None else f"{trial.samples_per_second:,.1f}"
+            peak = "-" if trial.peak_bytes is None else f"{trial.peak_bytes / 2**30:.2f} GiB"
+            rows.append(f"{trial.size:11,}   {rate:>9}   {peak:>11}")
+        return "\n".join([*rows, f"fastest: {self.fastest}; largest: {self.largest}"])
+
+
+class StepClock(TrainerCallback):
+    """Takes the time of each optimizer step, and waits for the device.
+
+    Args:
+        device: of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.times: list[float] = []
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._note()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._note()
+
+    def _note(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        self.times.append(time.perf_counter())
+
+    def seconds_per_step(self) -> float:
+        """Returns the least seconds of a step after the first, which allocates and compiles."""
+        steps = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        return max(min(steps[1:] or steps), 1e-9)
+
+
+def check_support(strategy: SingleDevice, args: TrainingArguments) -> None:
+    """Checks that micro-batches have a fixed number of samples.
+
+    Raises:
+        UnsupportedOption: there are several processes, or micro-batches are not made by a number of samples.
+    """
+    check_one_process("find_batch_size", strategy)
+    for name in ("per_device_train_tokens", "packing"):
+        value = getattr(args, name)
+        if value is not None:
+            raise UnsupportedOption(f"find_batch_size: {name}={value!r} decides how large micro-batches are; unset it.")
+
+
+def check_arguments(lowest: int, highest: int, num_steps: int) -> None:
+    """Raises ValueError if the sizes do not rise, or there are fewer than 2 steps."""
+    if not 1 <= lowest <= highest or num_steps < 2:
+        raise ValueError(
+            f"find_batch_size: lowest={lowest}, highest={highest}, num_steps={num_steps}: give "
+            "1 <= lowest <= highest, and num_steps of 2 or more."
+        )
+
+
+def sizes_between(lowest: int, highest: int) -> Iterator[int]:
+    """Yields sizes that double, and the highest one."""
+    size = lowest
+    while size < highest:
+        yield size
+        size *= 2
+    yield highest
+
+
+def search(run: Callable[[int, StepClock], None], device: torch.device, lowest: int, highest: int) -> BatchSearch:
+    """Tries sizes that double until memory runs out.
+
+    On a CPU, where a process that runs out of memory is killed, the search stops before the next size might exceed the
+    free memory of the host.
+
+    Args:
+        run: `(size, clock)`: trains a few optimizer steps with micro-batches of this size, and undoes their effects.
+        device: of the model.
+        lowest, highest: the first and the last size.
+    """
+    trials: list[Trial] = []
+    before = peak_of_process()
+    for size in sizes_between(lowest, highest):
+        clock = StepClock(device)
+        is_out = False
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            run(size, clock)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            is_out = True
+        if is_out:  # outside the handler: the traceback, which holds the failed step's tensors, is freed
+            gc.collect()
+            empty_device_cache(device)
+        rate = None if is_out else size / clock.seconds_per_step()
+        trials.append(Trial(size, rate, None if is_out else peak_memory(device)))
+        if is_out or not has_room(device, before):
+            break
+    return result_of(trials)
+
+
+def result_of(trials: list[Trial]) -> BatchSearch:
+    """Returns the largest size that fits and the fastest one."""
+    rates = {trial.size: trial.samples_per_second for trial in trials if trial.samples_per_second is not None}
+    if not rates:
+        return BatchSearch(tuple(trials), None, None)
+    highest = max(rates.values())
+    fastest = min(size for size, rate in rates.items() if rate >= AS_FAST * highest)
+    return BatchSearch(tuple(trials), max(rates), fastest)
+
+
+def has_room(device: torch.device, before: int | None) -> bool:
+    """Returns False if, on a CPU, twice the memory that the last run took may exceed what is free.
+
+    Args:
+        before: peak memory of the process before the first run, in bytes; None if unknown.
+    """
+    if device.type != "cpu":
+        return True
+    peak, free = peak_of_process(), available_host_memory()
+    if peak is None or before is None or free is None or 2 * (peak - before) < free:
+        return True
+    logger.warning("find_batch_size: a larger micro-batch may exceed the free memory of %.1f GiB.", free / 2**30)
+    return False
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Returns the peak of a CUDA device's allocated memory, or of the process on a CPU, in bytes; None if unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return peak_of_process() if device.type == "cpu" else None
+
+
+def peak_of_process() -> int | None:
+    """Returns the peak resident memory of this process in bytes; None where the system does not tell."""
+    if not is_installed("resource"):  # Windows
+        return None
+    peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

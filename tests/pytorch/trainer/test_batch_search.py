@@ -1,0 +1,118 @@
+"""`find_batch_size`: the largest size that fits and the fastest, without effects on the Trainer."""
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from small_models import Tagger, losses, make_trainer, tagging, weights
+from torch import Tensor
+
+from paceline import TrainingArguments, UnsupportedOption
+from paceline.pytorch import batch_search
+from paceline.pytorch.batch_search import BatchSearch, Trial
+
+DATA = tagging(40)
+
+
+class Narrow(Tagger):
+    """Has memory for `room` samples."""
+
+    def __init__(self, room: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.room = room
+        self.sizes: list[int] = []
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.sizes.append(len(input_ids))
+        if len(input_ids) > self.room:
+            raise torch.OutOfMemoryError("no room")
+        return super().forward(input_ids, labels)
+
+
+def test_the_largest_size_that_fits(tmp_path: Path) -> None:
+    model = Narrow(9)
+    found = make_trainer(tmp_path, model, DATA).find_batch_size()
+    assert [trial.size for trial in found.trials] == [1, 2, 4, 8, 16]
+    assert found.largest == 8
+    assert found.fastest in (1, 2, 4, 8)
+    assert found.trials[-1].samples_per_second is None
+    assert sorted(set(model.sizes)) == [1, 2, 4, 8, 16], "no smaller batch at the end of an epoch"
+    text = str(found)
+    assert "out of memory" in text
+    assert text.endswith("; largest: 8")
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_size_above_the_data(tmp_path: Path) -> None:
+    found = make_trainer(tmp_path, Tagger(), DATA).find_batch_size(lowest=16)
+    assert [trial.size for trial in found.trials] == [16, 32, 40]
+    assert found.largest == 40
+
+
+def test_nothing_remains_of_it(tmp_path: Path) -> None:
+    runs = []
+    for is_searched in (False, True):
+        torch.manual_seed(0)
+        model = Narrow(9, dropout=0.2)
+        trainer = make_trainer(tmp_path, model, copy.deepcopy(DATA), num_train_epochs=2, gradient_accumulation_steps=2)
+        if is_searched:
+            state = copy.deepcopy(trainer.state)
+            trainer.find_batch_size(num_steps=2)
+            assert trainer.state == state
+            assert trainer.args.per_device_train_batch_size == 4
+            assert all(parameter.grad is None for parameter in model.parameters())
+        trainer.train()
+        runs.append((losses(trainer), weights(model)))
+    assert runs[0][0] == runs[1][0]
+    assert torch.equal(runs[0][1], runs[1][1])
+
+
+def test_the_fastest_is_the_smallest_that_is_about_as_fast() -> None:
+    trials = [
+        Trial(1, 10.0, None),
+        Trial(2, 19.5, None),
+        Trial(4, 20.0, None),
+        Trial(8, 12.0, None),
+        Trial(16, None, None),
+    ]
+    assert batch_search.result_of(trials) == BatchSearch(tuple(trials), largest=8, fastest=2)
+    assert batch_search.result_of(trials[-1:]) == BatchSearch((trials[-1],), None, None)
+
+
+def test_on_a_cpu_the_search_ends_before_memory_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that exceeds the memory of the host is killed."""
+    peaks = iter([100, 110, 110, 160, 160, 300, 300])
+    monkeypatch.setattr(batch_search, "peak_of_process", lambda: next(peaks))
+    monkeypatch.setattr(batch_search, "available_host_memory", lambda: 300)
+    found = make_trainer(tmp_path, Tagger(), DATA).find_batch_size()
+    assert [trial.size for trial in found.trials] == [1, 2, 4]
+    assert "may exceed the free memory" in caplog.text
+
+
+def test_wrong_use(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Tagger(), DATA)
+    for options in ({"lowest": 0}, {"lowest": 8, "highest": 4}, {"num_steps": 1}):
+        with pytest.raises(ValueError, match="find_batch_size: lowest="):
+            trainer.find_batch_size(**options)
+    several = cast(Any, SimpleNamespace(world=SimpleNamespace(is_distributed=True, world_size=2)))
+    alone = cast(Any, SimpleNamespace(world=SimpleNamespace(is_distributed=False)))
+    args = TrainingArguments(str(tmp_path))
+    with pytest.raises(UnsupportedOption, match="find_batch_size runs on one process, and there are 2"):
+        batch_search.check_support(several, args)
+    args = TrainingArguments(str(tmp_path), per_device_train_tokens=64)
+    with pytest.raises(UnsupportedOption, match="per_device_train_tokens=64 decides"):
+        batch_search.check_support(alone, args)
+
+
+def test_another_error_is_raised(tmp_path: Path) -> None:
+    class Fails(Tagger):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        make_trainer(tmp_path, Fails(), DATA).find_batch_size()
