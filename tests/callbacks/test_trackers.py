@@ -391,7 +391,7 @@ def test_mlflow_whose_server_dies_does_not_stop_the_run(
         trainer = train(tmp_path / "out", "mlflow", max_steps=12, callbacks=[At(3, server.kill)])
         assert trainer.state.global_step == 12
         assert mlflow.active_run() is None
-        assert "MLflow's server did not take the last" in caplog.text
+        assert "MLflow's server did not accept the last" in caplog.text
         caplog.clear()
 
         started = time.monotonic()
