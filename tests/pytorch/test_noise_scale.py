@@ -1,7 +1,8 @@
 """`gradient_noise_scale`: the estimate against known gradients, resume, several processes, and what is refused."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import noise_job
 import processes
@@ -11,6 +12,7 @@ from small_models import Tagger, losses, make_trainer, tagging, weights
 from torch import Tensor, nn
 
 from paceline import Trainer, TrainerCallback, UnsupportedOption
+from paceline.pytorch.noise_scale import find_obstacle
 
 
 class Rows(TrainerCallback):
@@ -30,6 +32,27 @@ def test_the_estimate_of_a_known_noise(tmp_path: Path, split: tuple[int, int]) -
     trainer = noise_job.train(tmp_path, 600, split, callbacks=[rows], logging_steps=600)
     assert rows.values[-1] == pytest.approx(noise_job.NOISE_SCALE, rel=0.25)
     assert trainer.args.gradient_noise_scale
+
+
+@pytest.mark.parametrize(("model", "weight"), [(noise_job.Ragged, "tokens"), (noise_job.RaggedScaled, "scaled")])
+@pytest.mark.parametrize("split", [(1, 4), (4, 2)], ids=lambda split: f"{split[0]} x {split[1]}")
+def test_the_estimate_of_a_mean_over_targets(
+    tmp_path: Path, model: type[nn.Module], weight: str, split: tuple[int, int]
+) -> None:
+    """In samples of 5.5 targets, also where short samples are a micro-batch of their own."""
+
+    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = {"position_ids": torch.arange(10)[None]}
+        return {**batch, **{name: torch.stack([row[name] for row in rows]) for name in rows[0]}}
+
+    trainer = make_trainer(
+        tmp_path, model(), noise_job.ragged_samples(600 * split[0] * split[1]), data_collator=collate,
+        per_device_train_batch_size=split[0], gradient_accumulation_steps=split[1], gradient_noise_scale=True,
+        learning_rate=0.0, logging_steps=600, remove_unused_columns=False, loss_weight=weight,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.noise_scale is not None
+    assert trainer.noise_scale.value == pytest.approx(noise_job.NOISE_SCALE / 5.5, rel=0.25)
 
 
 def test_nothing_else_changes(tmp_path: Path) -> None:
@@ -82,7 +105,7 @@ def test_two_processes_estimate_the_same(tmp_path: Path) -> None:
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert found["scale"] == pytest.approx(noise_job.NOISE_SCALE, rel=0.25)
-        assert found["batch_size"] == 8
+        assert "with 8 per optimizer step" in found["sentence"]
 
 
 class Halves(nn.Module):
@@ -111,3 +134,11 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, options: dict[str, A
     )
     with pytest.raises(UnsupportedOption, match=remedy):
         trainer.train()
+
+
+def test_rows_of_several_samples_are_refused() -> None:
+    strategy = SimpleNamespace(
+        is_sharded=False, runs_windows=False, is_lazy=False, mesh=SimpleNamespace(is_data_only=True)
+    )
+    reason = find_obstacle(cast(Any, strategy), cast(Any, None), None, "flatten")
+    assert reason == "counts samples, and packing='flatten' joins them into rows: leave one of them out."

@@ -32,7 +32,7 @@ class NotMade(Exception):
     """Raised where a head cannot be made tiny, or no batch gives it a loss; carries what was said."""
 
     def __init__(self, configs: list[str], batches: list[str]) -> None:
-        super().__init__(batches[0] if batches else configs[-1])
+        super().__init__([*batches[:1], *configs[-1:], "no configuration of it was found"][0])
         self.said = [*configs, *batches]
 
 

@@ -33,6 +33,31 @@ def samples(number: int) -> list[dict[str, Tensor]]:
     return [{"x": row} for row in 0.2 + SPREAD * noise]
 
 
+class Ragged(Linear):
+    """A mean over targets; the gradient of a target is its row."""
+
+    def forward(self, x: Tensor, labels: Tensor, position_ids: Any = None) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": (x @ self.weight)[labels != -100].mean()}
+
+
+class RaggedScaled(Linear):
+    """The sum over targets, divided by the number of all targets of the optimizer step."""
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        kept = labels != -100
+        total = (x @ self.weight)[kept].sum()
+        return {"loss": total / (kept.sum() if num_items_in_batch is None else num_items_in_batch)}
+
+
+def ragged_samples(number: int) -> list[dict[str, Tensor]]:
+    """Rows of 1 to 10 targets."""
+    generator = torch.Generator().manual_seed(0)
+    noise = 0.2 + SPREAD * torch.randn(number, 10, SIZE, generator=generator)
+    lengths = torch.randint(1, 11, (number, 1), generator=generator)
+    labels = torch.where(torch.arange(10) < lengths, 1, -100)
+    return [{"x": x, "labels": row} for x, row in zip(noise, labels, strict=True)]
+
+
 def train(folder: Path, num_steps: int, split: tuple[int, int], resume: bool = False, **options: Any) -> Trainer:
     """Trains `num_steps` steps of split[1] micro-batches of split[0] samples on each process."""
     size = split[0] * split[1] * int(os.environ.get("WORLD_SIZE", 1))
@@ -55,7 +80,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     measured = train(folder / "out", 600, (2, 2), parallel="ddp", logging_steps=100).noise_scale
     assert measured is not None
-    found = {"scale": measured.value, "batch_size": measured.batch_size}
+    found = {"scale": measured.value, "sentence": measured.describe()}
     torch.save(found, folder / f"{os.environ['RANK']}.pt")
 
 

@@ -23,7 +23,6 @@ from paceline.pytorch.model.signature import shifts_labels
 if TYPE_CHECKING:
     from paceline.args.training import TrainingArguments
     from paceline.compat import accelerate_view
-    from paceline.compat.accelerate_view import AcceleratorView
     from paceline.core.state import TrainerState
     from paceline.pytorch.engine import Engine
     from paceline.pytorch.model.objective import Objective
@@ -63,7 +62,7 @@ class ForSubclasses(PrivateNames):
     run: Run | None
     signature: ForwardSignature
     objective: Objective
-    _view: AcceleratorView | None = None
+    _view: accelerate_view.AcceleratorView | None = None
     _gather: Any = None
 
     def _meet_subclass(self) -> None:
@@ -99,7 +98,7 @@ class ForSubclasses(PrivateNames):
         return self.is_fsdp_xla_enabled
 
     @property
-    def accelerator(self) -> AcceleratorView:
+    def accelerator(self) -> accelerate_view.AcceleratorView:
         """Returns a view with the members of accelerate's Accelerator that subclasses use."""
         if self._view is None:
             self._view = accelerate_view.AcceleratorView(cast("Trainer", self))

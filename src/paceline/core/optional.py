@@ -45,4 +45,9 @@ class LateModule:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of copies, pickles and `hasattr`, which are to load nothing
+            raise AttributeError(name)
         return getattr(importlib.import_module(self._module), name)
+
+    def __reduce__(self) -> tuple[type[LateModule], tuple[str]]:
+        return LateModule, (self._module,)

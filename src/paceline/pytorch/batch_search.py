@@ -18,6 +18,7 @@ from paceline.core.events import TrainerCallback
 from paceline.core.optional import LateModule, is_installed
 from paceline.core.state import TrainerControl, TrainerState
 from paceline.pytorch.checkpoint.background import available_host_memory
+from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.distributed.strategy import SingleDevice, empty_device_cache, is_out_of_memory
 from paceline.pytorch.trial_run import check_one_process
 
@@ -34,7 +35,7 @@ class Trial:
 
     Attributes:
         size: samples of a micro-batch.
-        samples_per_second: of the optimizer steps after the first; None if memory ran out.
+        samples_per_second: over the optimizer steps after the first; None if memory ran out.
         peak_bytes: the peak of allocated device memory; on a CPU, the process's peak so far. None if unknown.
     """
 
@@ -67,31 +68,50 @@ class BatchSearch:
 
 
 class StepClock(TrainerCallback):
-    """Takes the time of each optimizer step, and waits for the device.
+    """Takes the time of each optimizer step, and waits for the device. Steps without a target do not count.
 
     Args:
         device: of the model.
     """
 
+    wants = frozenset({"loss", "inputs"})
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.times: list[float] = []
+        self.steps: list[tuple[float, int]] = []  # seconds and samples
+        self._since = 0.0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._note()
+        self._since = self._now()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._note()
+    def on_step_end(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        loss: Any = None,
+        inputs: Any = (),
+        **kwargs: Any,
+    ) -> None:
+        now = self._now()
+        if loss is not None:
+            self.steps.append((now - self._since, sum(batch_size_of(batch) for batch in inputs)))
+        self._since = self._now()
 
-    def _note(self) -> None:
+    def _now(self) -> float:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        self.times.append(time.perf_counter())
+        return time.perf_counter()
 
-    def seconds_per_step(self) -> float:
-        """Returns the least seconds of a step after the first, which allocates and compiles."""
-        steps = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
-        return max(min(steps[1:] or steps), 1e-9)
+    @property
+    def sizes(self) -> set[int]:
+        """Returns the numbers of samples that the steps had."""
+        return {samples for _, samples in self.steps}
+
+    def samples_per_second(self) -> float:
+        """Returns the rate over the steps after the first, which allocates and compiles."""
+        timed = self.steps[1:] or self.steps
+        return sum(samples for _, samples in timed) / max(sum(seconds for seconds, _ in timed), 1e-9)
 
 
 def check_support(strategy: SingleDevice, args: TrainingArguments) -> None:
@@ -109,10 +129,11 @@ def check_support(strategy: SingleDevice, args: TrainingArguments) -> None:
 
 def check_arguments(lowest: int, highest: int, num_steps: int) -> None:
     """Raises ValueError if the sizes do not rise, or there are fewer than 2 steps."""
-    if not 1 <= lowest <= highest or num_steps < 2:
+    are_whole = all(isinstance(number, int) for number in (lowest, highest, num_steps))
+    if not are_whole or not 1 <= lowest <= highest or num_steps < 2:
         raise ValueError(
             f"find_batch_size: lowest={lowest}, highest={highest}, num_steps={num_steps}: give "
-            "1 <= lowest <= highest, and num_steps of 2 or more."
+            "whole numbers, 1 <= lowest <= highest, and num_steps of 2 or more."
         )
 
 
@@ -139,24 +160,48 @@ def search(run: Callable[[int, StepClock], None], device: torch.device, lowest: 
     trials: list[Trial] = []
     before = peak_of_process()
     for size in sizes_between(lowest, highest):
-        clock = StepClock(device)
-        is_out = False
+        gc.collect()  # the parts of the last run refer to each other; they hold memory until they are collected
+        empty_device_cache(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        clock = StepClock(device)
+        is_out = False
         try:
             run(size, clock)
         except Exception as error:
             if not is_out_of_memory(error):
+                error.add_note(f"find_batch_size: with micro-batches of {size}.")
                 raise
             is_out = True
-        if is_out:  # outside the handler: the traceback, which holds the failed step's tensors, is freed
-            gc.collect()
-            empty_device_cache(device)
-        rate = None if is_out else size / clock.seconds_per_step()
-        trials.append(Trial(size, rate, None if is_out else peak_memory(device)))
-        if is_out or not has_room(device, before):
+        if is_out:
+            trials.append(Trial(size, None, None))
             break
+        if not clock.steps:
+            check_trials(trials, size)
+            break
+        if clock.sizes != {size}:
+            raise UnsupportedOption(
+                f"find_batch_size: the loader gave micro-batches of {sorted(clock.sizes)} samples instead of {size}: "
+                "it does not follow per_device_train_batch_size."
+            )
+        trials.append(Trial(size, clock.samples_per_second(), peak_memory(device)))
+        if not has_room(device, before):
+            break
+    gc.collect()
+    empty_device_cache(device)
     return result_of(trials)
+
+
+def check_trials(trials: list[Trial], size: int) -> None:
+    """Warns that no optimizer step was run with a size.
+
+    Raises:
+        ValueError: it was the first size.
+    """
+    message = f"find_batch_size: no optimizer step was run with micro-batches of {size}: too few samples have a target."
+    if not trials:
+        raise ValueError(message)
+    logger.warning(message)
 
 
 def result_of(trials: list[Trial]) -> BatchSearch:

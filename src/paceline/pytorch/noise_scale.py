@@ -10,20 +10,48 @@ step need about half the steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from paceline.args.errors import UnsupportedOption
+from paceline.args.packing import JOINING
 from paceline.args.plan import Plan
-from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.distributed.strategy import SingleDevice, total_norm
+from paceline.pytorch.distributed.window import Pass
 from paceline.pytorch.engine import Engine, to_floats
+from paceline.pytorch.model.reductions import LossReduction
 from paceline.pytorch.optim.layerwise import steps_in_backward
 
 DECAY = 0.99  # of the moving averages, per optimizer step: single estimates vary by their own size
 MOST_PENDING = 1000  # optimizer steps whose norms wait on the device
+
+
+AVERAGES = ("variance", "signal", "weight", "samples")
+
+
+@dataclass(frozen=True)
+class First:
+    """The measurements of the first pass of an accumulation window.
+
+    Attributes:
+        norm: of the accumulated gradient, a 0-dim tensor on the device.
+        weight: of the micro-batch in the loss.
+        share: the factor of its mean gradient in the accumulated one.
+        samples: of the micro-batch.
+    """
+
+    norm: Tensor
+    weight: float
+    share: float
+    samples: int
+
+
+def averaged(average: float, value: float) -> float:
+    """Returns a moving average with a further value."""
+    return DECAY * average + (1 - DECAY) * value
 
 
 class NoiseScale:
@@ -33,28 +61,29 @@ class NoiseScale:
 
     Args:
         training_step: the Trainer's, bound: forward and backward of one micro-batch.
-        parameters: of the model; their `grad` holds the accumulated gradient.
-        num_shares: processes that read different data; gradients are averaged over them.
+        strategy: its parameters' `grad` holds the accumulated gradient.
+        global_batch_size: samples of an optimizer step, over all processes.
 
     Attributes:
-        variance: moving average of the estimates of tr(S).
+        variance: moving average of the estimates of tr(S), per unit of the loss's weight (a target, or a sample).
         signal: moving average of the estimates of |G|^2.
-        batch_size: samples of the last measured optimizer step, over all processes.
+        weight, samples: moving averages of the weight and the samples of a first micro-batch.
     """
 
     def __init__(
         self,
         training_step: Callable[[nn.Module, Any, Any], Tensor],
-        parameters: Sequence[nn.Parameter],
-        num_shares: int = 1,
+        strategy: SingleDevice,
+        global_batch_size: int,
     ) -> None:
-        self._training_step, self._parameters, self._num_shares = training_step, parameters, num_shares
+        self._training_step, self._strategy = training_step, strategy
+        self._global_batch_size = global_batch_size
+        self._num_shares = strategy.mesh.data_size
         self._engine: Engine | None = None
-        self._first: tuple[Tensor, float, int] | None = None  # norm, share and samples of a first pass
+        self._first: First | None = None  # of the window in progress
         self._step = -1  # the engine's number of the window in progress
-        self._pending: list[tuple[Tensor, Tensor, float, int]] = []
-        self.variance = self.signal = 0.0
-        self.batch_size = 0.0
+        self._pending: list[tuple[First, Tensor]] = []  # with the norm of the whole window
+        self.variance = self.signal = self.weight = self.samples = 0.0
 
     def follow(self, engine: Engine) -> None:
         """Sets the engine whose windows are measured."""
@@ -62,7 +91,6 @@ class NoiseScale:
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Runs the Trainer's `training_step`, and measures the gradients after the first and the last pass."""
-        samples = batch_size_of(inputs)  # before user code takes anything out of the batch
         loss = self._training_step(model, inputs, num_items_in_batch)
         engine = self._engine
         current = engine.current if engine is not None else None
@@ -70,48 +98,58 @@ class NoiseScale:
             return loss
         if engine.num_steps != self._step:
             self._step = engine.num_steps
-            has_gradient = not current.is_dummy and current.counts.weight > 0
-            share = current.counts.weight / engine.sync.total
-            self._first = (self._norm(), share, samples) if has_gradient and not current.syncs_gradients else None
+            has_gradient = not current.is_dummy and current.counts.weight > 0 and not current.syncs_gradients
+            self._first = self._measure(engine, current, num_items_in_batch) if has_gradient else None
         elif current.syncs_gradients:
             self._close()
         return loss
 
+    def _measure(self, engine: Engine, current: Pass, num_items: Any) -> First:
+        """Returns the measurements of the first pass of a window."""
+        counts, normalizer = current.counts, engine.normalizer
+        weight, share = float(counts.weight), counts.weight / engine.sync.total
+        if normalizer.is_scaled and num_items is not None:  # the model has divided by the number of all targets
+            targets = LossReduction("tokens", shifted=normalizer.shifts)
+            weight = float(targets.weigh(counts.labels, counts.samples, counts.is_shifted))
+            share = weight * normalizer.scaled_factor / float(num_items)
+        return First(self._norm(), weight, share, counts.samples)
+
     def _norm(self) -> Tensor:
         """Returns the norm of the accumulated gradients, a 0-dim tensor on the device."""
-        return total_norm([each.grad for each in self._parameters if each.grad is not None])
+        return total_norm([each.grad for each in self._strategy.parameters if each.grad is not None])
 
     def _close(self) -> None:
         """Ends a window, whose gradients are complete."""
         first, self._first = self._first, None
         if first is None:
             return
-        small, share, samples = first
-        self._pending.append((small, self._norm(), share, samples))
+        self._pending.append((first, self._norm()))
         if len(self._pending) >= MOST_PENDING:
             self.update()
 
     def update(self) -> None:
         """Reads the measured norms and updates the averages. Synchronizes with the device."""
         pending, self._pending = self._pending, []
-        norms = iter(to_floats([norm for small, whole, _, _ in pending for norm in (small, whole)]))
-        for (_, _, share, samples), small, whole in zip(pending, norms, norms, strict=False):
-            few = samples
-            # the share is that of this process's part of the window, whose gradients are averaged over the processes
-            many = samples * self._num_shares / share
-            small_square, whole_square = (small / share) ** 2, whole**2
-            if not few < many or not math.isfinite(small_square + whole_square):
+        norms = iter(to_floats([norm for first, whole in pending for norm in (first.norm, whole)]))
+        for (first, _), small, whole in zip(pending, norms, norms, strict=False):
+            if not 0 < first.share < self._num_shares:
                 continue
-            variance = (small_square - whole_square) / (1 / few - 1 / many)
-            signal = (many * whole_square - few * small_square) / (many - few)
-            self.variance = DECAY * self.variance + (1 - DECAY) * variance
-            self.signal = DECAY * self.signal + (1 - DECAY) * signal
-            self.batch_size = many
+            few = first.weight
+            many = few * self._num_shares / first.share  # gradients are averaged over the processes
+            small_square, whole_square = (small / first.share) * (small / first.share), whole * whole
+            if not math.isfinite(small_square + whole_square):
+                continue
+            self.variance = averaged(self.variance, (small_square - whole_square) / (1 / few - 1 / many))
+            self.signal = averaged(self.signal, (many * whole_square - few * small_square) / (many - few))
+            self.weight = averaged(self.weight, few)
+            self.samples = averaged(self.samples, first.samples)
 
     @property
     def value(self) -> float | None:
         """Returns the noise scale in samples; None while the averages allow no estimate."""
-        return self.variance / self.signal if self.variance > 0 and self.signal > 0 else None
+        if not (self.variance > 0 and self.signal > 0 and self.weight > 0):
+            return None
+        return self.variance / self.signal * self.samples / self.weight
 
     # ---- a meter of the run
 
@@ -130,8 +168,8 @@ class NoiseScale:
         if self.value is None:
             return ""
         return (
-            f"Gradient noise scale {self.value:,.0f} samples, with {self.batch_size:,.0f} per optimizer step: up to "
-            "about that batch size, twice the samples per step need about half the steps"
+            f"Gradient noise scale {self.value:,.0f} samples, with {self._global_batch_size:,} per optimizer step: up "
+            "to about that batch size, twice the samples per step need about half the steps"
         )
 
     # ---- a checkpoint item
@@ -139,32 +177,34 @@ class NoiseScale:
     def state_dict(self) -> dict[str, Any]:
         """Returns the averages."""
         self.update()
-        return {"variance": self.variance, "signal": self.signal}
+        return {name: getattr(self, name) for name in AVERAGES}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the averages, and drops what was measured since."""
         self._pending = []
-        self.variance, self.signal = float(state["variance"]), float(state["signal"])
+        self.variance, self.signal, self.weight, self.samples = (float(state[name]) for name in AVERAGES)
 
 
 def make_noise_scale(
-    strategy: SingleDevice, plan: Plan, optimizer: object, training_step: Callable[..., Tensor]
+    strategy: SingleDevice, plan: Plan, optimizer: object, packing: str | None, training_step: Callable[..., Tensor]
 ) -> NoiseScale:
     """Returns the noise scale of a run.
 
     Raises:
-        UnsupportedOption: the run does not have the gradient of a micro-batch, or it does not equal that of the model.
+        UnsupportedOption: the gradient of a number of samples is not known.
     """
-    reason = find_obstacle(strategy, plan, optimizer)
+    reason = find_obstacle(strategy, plan, optimizer, packing)
     if reason is not None:
         raise UnsupportedOption(f"gradient_noise_scale=True {reason}")
-    return NoiseScale(training_step, strategy.parameters, strategy.mesh.data_size)
+    return NoiseScale(training_step, strategy, plan.global_batch_size)
 
 
-def find_obstacle(strategy: SingleDevice, plan: Plan, optimizer: object) -> str | None:
+def find_obstacle(strategy: SingleDevice, plan: Plan, optimizer: object, packing: str | None) -> str | None:
     """Returns the reason why the noise scale cannot be measured, with the remedy; None if it can."""
     if strategy.is_sharded or strategy.runs_windows or strategy.is_lazy or not strategy.mesh.is_data_only:
         return "needs whole gradients on each process: run it on one process, or with parallel='ddp'."
+    if packing in JOINING:
+        return f"counts samples, and packing={packing!r} joins them into rows: leave one of them out."
     if plan.accumulation_steps < 2:
         return (
             "compares the gradient of a micro-batch with that of the optimizer step, and there is one micro-batch: set "

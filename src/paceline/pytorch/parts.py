@@ -414,6 +414,7 @@ def copy_of(trainer: Trainer, options: dict[str, Any], callbacks: list[Any]) -> 
     """
     made = copy.copy(trainer)
     made.args = replace(trainer.args, **options)
+    vars(made.args).update({name: value for name, value in vars(trainer.args).items() if name not in vars(made.args)})
     made.memory_stages = MemoryStages(False, trainer.world.device.type)
     made.remote_sync = None
     made.lr_scheduler = None

@@ -282,7 +282,9 @@ class Session(core.Session[Run, TrainerMembers]):
         self.noise_scale = None
         if self.args.gradient_noise_scale:
             step = adapted(training_step, 3)
-            self.noise_scale = noise_scale.make_noise_scale(self.strategy, plan, self.optimizer, step)
+            self.noise_scale = noise_scale.make_noise_scale(
+                self.strategy, plan, self.optimizer, self.args.packing, step
+            )
             meters.append(self.noise_scale)
             training_step = self.noise_scale.training_step
         engine = self.make_engine(plan, sync, ledger, training_step)

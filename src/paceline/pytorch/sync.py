@@ -82,7 +82,7 @@ class LocalSync:
         if not total or (normalizer.reduction.unit not in OF_TARGETS and not normalizer.has_target(counts)):
             return []
         closing = last = len(counts) - 1
-        if strategy.delays_grad_sync:
+        if strategy.delays_grad_sync or counts[last].weight == 0:
             closing = max((index for index, item in enumerate(counts) if item.weight > 0), default=last)
         passes = []
         for index, item in enumerate(counts):

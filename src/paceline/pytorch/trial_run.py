@@ -18,9 +18,14 @@ from paceline.pytorch.distributed.strategy import SingleDevice
 OPTIONS: dict[str, Any] = {
     **WITHOUT_OUTPUT,
     "lr_scheduler_type": "constant",
+    "lr_scheduler_kwargs": None,
     "warmup_steps": 0,
     "logging_strategy": "no",
+    "log_flops": False,
+    "gradient_noise_scale": False,
+    "disable_tqdm": True,
     "push_to_hub": False,
+    "resume_from_checkpoint": None,
     "auto_find_batch_size": False,
     "nonfinite_policy": "warn",
 }
@@ -37,26 +42,53 @@ def check_one_process(method: str, strategy: SingleDevice) -> None:
 
 @contextmanager
 def unchanged(model: nn.Module, optimizer: Any, data: Any) -> Iterator[None]:
-    """Restores on exit trained parameters, buffers, modes, optimizer state, data position and random generators."""
-    held = [tensor for tensor in model.parameters() if tensor.requires_grad]
-    values = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in [*held, *model.buffers()]]
+    """Restores everything that training changes on exit.
+
+    These are trained parameters, gradients, buffers, training modes, optimizer state, the position of the data and the
+    random generators. Copies are held in host memory.
+    """
+    trained = [(tensor, on_host(tensor)) for tensor in model.parameters() if tensor.requires_grad]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    # a forward pass may assign another tensor to the name of a buffer
+    buffers = [
+        (module, name, tensor, None if tensor is None else on_host(tensor))
+        for module in model.modules()
+        for name, tensor in module._buffers.items()
+    ]
     modes = [(module, module.training) for module in model.modules()]
-    state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
+    state = None if optimizer is None else on_host(copy.copy(optimizer.state_dict()))
     position = data.state_dict() if can_rewind(data) else None
+    clear_gradients(model)
     try:
         with preserved_rng():
             yield
     finally:
         with torch.no_grad():
-            for tensor, value in values:
+            for tensor, value in trained:
                 tensor.copy_(value)
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
         for module, mode in modes:
             module.training = mode
         if optimizer is not None:
             optimizer.load_state_dict(state)
         if position is not None:
             data.load_state_dict(position)
-        clear_gradients(model)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def on_host(value: Any) -> Any:
+    """Returns a copy of a value whose tensors are in host memory; dicts, lists and tuples are copied with it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: on_host(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(on_host(item) for item in value)
+    return copy.deepcopy(value)
 
 
 def can_rewind(data: object) -> bool:

@@ -10,7 +10,7 @@ import torch
 from small_models import Tagger, losses, make_trainer, tagging, weights
 from torch import Tensor
 
-from paceline import TrainingArguments, UnsupportedOption
+from paceline import Trainer, TrainingArguments, UnsupportedOption
 from paceline.pytorch import batch_search
 from paceline.pytorch.batch_search import BatchSearch, Trial
 
@@ -94,9 +94,74 @@ def test_on_a_cpu_the_search_ends_before_memory_does(
     assert "may exceed the free memory" in caplog.text
 
 
+def test_steps_without_a_target_do_not_count(tmp_path: Path) -> None:
+    """They take no time, and no memory."""
+    data = [{**row, "labels": torch.full_like(row["labels"], -100)} if i % 3 else row for i, row in enumerate(DATA)]
+    model = Narrow(9)
+    found = make_trainer(tmp_path, model, data, train_sampling_strategy="sequential").find_batch_size(highest=2)
+    assert found.trials[0].samples_per_second is not None
+    assert found.trials[0].samples_per_second < 1e5
+    silent = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in DATA]
+    with pytest.raises(ValueError, match="no optimizer step was run with micro-batches of 1"):
+        make_trainer(tmp_path, Narrow(9), silent).find_batch_size()
+
+
+def test_a_stream_that_ends_and_a_loader_of_ones_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(DATA[:10])
+
+    found = make_trainer(tmp_path, Tagger(), Stream(), max_steps=5).find_batch_size()
+    assert found.largest == 8
+    assert "no optimizer step was run with micro-batches of 16" in caplog.text
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(DATA, batch_size=4)
+
+    with pytest.raises(UnsupportedOption, match=r"micro-batches of \[4\] samples instead of 1"):
+        make_trainer(tmp_path, Tagger(), DATA, cls=Own).find_batch_size()
+
+
+def test_options_that_a_short_run_cannot_take_are_left_out(tmp_path: Path) -> None:
+    class Reads(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            assert self.args.own == 1  # type: ignore[attr-defined]
+            return super().compute_loss(*args, **kwargs)
+
+    options: dict[str, Any] = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}
+    options |= {"gradient_noise_scale": True, "resume_from_checkpoint": "/nowhere"}
+    trainer = make_trainer(tmp_path, Tagger(), DATA, cls=Reads, gradient_accumulation_steps=4, **options)
+    trainer.args.own = 1  # type: ignore[attr-defined]
+    assert trainer.find_batch_size(highest=2).largest == 2
+    assert len(trainer.find_lr(num_steps=10).losses) == 10
+
+
+def test_a_buffer_that_forward_replaces_is_restored(tmp_path: Path) -> None:
+    class Counts(Tagger):
+        seen: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            self.seen = self.seen + 1
+            return super().forward(input_ids, labels)
+
+    model = Counts()
+    buffer, gradient = model.seen, torch.ones(11)
+    model.head.bias.grad = gradient
+    make_trainer(tmp_path, model, DATA).find_batch_size(highest=4)
+    assert model.seen is buffer
+    assert float(model.seen) == 0
+    assert model.head.bias.grad is gradient
+    assert float(gradient.sum()) == 11
+
+
 def test_wrong_use(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, Tagger(), DATA)
-    for options in ({"lowest": 0}, {"lowest": 8, "highest": 4}, {"num_steps": 1}):
+    for options in ({"lowest": 0}, {"lowest": 8, "highest": 4}, {"num_steps": 1}, {"highest": 4.0}):
         with pytest.raises(ValueError, match="find_batch_size: lowest="):
             trainer.find_batch_size(**options)
     several = cast(Any, SimpleNamespace(world=SimpleNamespace(is_distributed=True, world_size=2)))
@@ -114,5 +179,6 @@ def test_another_error_is_raised(tmp_path: Path) -> None:
         def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
             raise RuntimeError("shapes do not match")
 
-    with pytest.raises(RuntimeError, match="shapes do not match"):
+    with pytest.raises(RuntimeError, match="shapes do not match") as raised:
         make_trainer(tmp_path, Fails(), DATA).find_batch_size()
+    assert "find_batch_size: with micro-batches of 1." in raised.value.__notes__
