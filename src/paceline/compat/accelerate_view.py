@@ -237,10 +237,10 @@ class AcceleratorView:
             return input_data
         if use_gather_object or not holds_tensor(input_data):
             parts = gather_objects(world, input_data)
-            return [item for rank, part in enumerate(parts) if self._speaks(rank) for item in part]
-        return gather_nest(world, input_data, self._speaks)
+            return [item for rank, part in enumerate(parts) if self._is_data_leader(rank) for item in part]
+        return gather_nest(world, input_data, self._is_data_leader)
 
-    def _speaks(self, rank: int) -> bool:
+    def _is_data_leader(self, rank: int) -> bool:
         """True if a rank is the first of the ranks that read the same data."""
         return bool(self._trainer.strategy.mesh.is_data_leader(rank))
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.pytorch.data.data_shard import DataShard
-from paceline.pytorch.data.stream_places import CannotContinue, dealt, place_for_others
+from paceline.pytorch.data.stream_places import CannotContinue, dispatched, place_for_others
 
 
 def place(num_read: int, is_shared_out: bool | None, is_shared: bool = True) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def position(*places: Any, num_workers: int = 0) -> dict[str, Any]:
 @given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 7))
 def test_samples_are_dealt_batch_by_batch(num_samples: int, num_readers: int, batch_size: int) -> None:
     owners = [index // batch_size % num_readers for index in range(num_samples)]
-    assert dealt(num_samples, num_readers, batch_size) == [owners.count(reader) for reader in range(num_readers)]
+    assert dispatched(num_samples, num_readers, batch_size) == [owners.count(reader) for reader in range(num_readers)]
 
 
 def test_a_stretch_is_gone_on_behind() -> None:

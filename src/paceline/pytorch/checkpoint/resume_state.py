@@ -358,8 +358,8 @@ def position_for_others(positions: list[dict[str, Any]], size: int, loader: Stre
     """Returns the stream position from which `size` processes resume, given the positions of the old processes."""
     common, at_once = positions[0], loader.global_micro_batch_size
     before = [from_portable(position["stream"]) for position in positions]
-    consumed, dealt = common["consumed"], max(int(common["batch_size"] or 1) // len(positions), 1)
-    stream = place_for_others(before, size, loader.num_workers, consumed, dealt)
+    consumed, per_reader = common["consumed"], max(int(common["batch_size"] or 1) // len(positions), 1)
+    stream = place_for_others(before, size, loader.num_workers, consumed, per_reader)
     return {
         **common,
         "batches": -(-consumed // at_once),

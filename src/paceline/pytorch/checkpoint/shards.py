@@ -179,15 +179,15 @@ class Plans:
         gathered = gather_objects(world, local)
         indexes: dict[str, Metadata] = {}
 
-        def deal() -> dict[str, list[SavePlan]]:
-            dealt = {}
+        def make_global_plans() -> dict[str, list[SavePlan]]:
+            global_plans = {}
             for folder, planner in planners.items():
                 plans, indexes[folder] = planner.create_global_plan([each[folder] for each in gathered])
-                dealt[folder] = make_writer(Path(folder)).prepare_global_plan(plans)
-            return dealt
+                global_plans[folder] = make_writer(Path(folder)).prepare_global_plan(plans)
+            return global_plans
 
-        dealt = on_first(world, deal)
-        return {folder: (plans[world.process_index], indexes.get(folder)) for folder, plans in dealt.items()}
+        global_plans = on_first(world, make_global_plans)
+        return {folder: (plans[world.process_index], indexes.get(folder)) for folder, plans in global_plans.items()}
 
 
 def settled(nest: object) -> Any:

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from paceline.pytorch.data.data_shard import DataShard
 from paceline.pytorch.data.generators import seed_generators
-from paceline.pytorch.data.sampling import DealtBatches, skip_samples
+from paceline.pytorch.data.sampling import RankBatches, skip_samples
 
 
 class SeededIndices(list[int]):
@@ -271,8 +271,8 @@ class IndexedLoader(DataLoader[Any]):
         options: dict[str, Any],
         data_shard: DataShard | None = None,
     ) -> None:
-        is_dealt = isinstance(sampler, DealtBatches)
-        gives_batches = is_dealt or isinstance(sampler, BatchSampler)
+        is_per_rank = isinstance(sampler, RankBatches)
+        gives_batches = is_per_rank or isinstance(sampler, BatchSampler)
         if gives_batches:
             shape: dict[str, Any] = {"batch_sampler": sampler}
         else:
@@ -285,7 +285,7 @@ class IndexedLoader(DataLoader[Any]):
             None if gives_batches else batch_size,
             not gives_batches and drop_last,
             bool(self.num_workers),  # workers seed their generators for each batch
-            None if is_dealt or isinstance(sampler, DistributedSampler) else data_shard,
+            None if is_per_rank or isinstance(sampler, DistributedSampler) else data_shard,
         )
         if data_shard is not None and getattr(sampler, "generator", self) is None:  # one order for all processes
             sampler.generator = torch.Generator(device="cpu").manual_seed(seed)

@@ -145,7 +145,7 @@ def length_grouped_sampler(lengths: GivenLengths, batch_size: int, seed: int) ->
     return OrderedSampler(len(lengths), settings, order)
 
 
-class DealtBatches(Sampler[list[int]]):
+class RankBatches(Sampler[list[int]]):
     """Yields the micro-batches of one process, from a plan that all processes compute alike.
 
     Attributes:
@@ -174,7 +174,7 @@ class DealtBatches(Sampler[list[int]]):
         return {**self._current, "size": len(self.lengths)}
 
 
-class RebalancedBatches(DealtBatches):
+class RebalancedBatches(RankBatches):
     """Micro-batches of about equal padded cost, a fixed number of samples per step; see `pytorch.data.rebalance`.
 
     Args:

@@ -48,7 +48,7 @@ def place_for_others(
     if shared != {False} or (is_alone and num_places > 1):
         raise CannotContinue("each of its workers read the whole stream and kept its part")
     begun = (positions[0].get("begun") or {}).get("num_read", 0)
-    if [delivered(place) for place in places] != dealt(consumed - begun, len(places), batch_size):
+    if [delivered(place) for place in places] != dispatched(consumed - begun, len(places), batch_size):
         raise CannotContinue("its workers had read different numbers of batches")
     return stretch(places, size, num_workers, consumed)
 
@@ -99,7 +99,7 @@ def delivered(place: Any) -> int:
     return 0 if place is None else int(place["num_read"])
 
 
-def dealt(num_samples: int, num_readers: int, batch_size: int) -> list[int]:
+def dispatched(num_samples: int, num_readers: int, batch_size: int) -> list[int]:
     """Returns the share of each reader in the first samples, if batches go to the readers in turn."""
     turns, rest = divmod(num_samples, num_readers * batch_size)
     return [turns * batch_size + min(max(rest - reader * batch_size, 0), batch_size) for reader in range(num_readers)]

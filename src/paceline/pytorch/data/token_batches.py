@@ -20,7 +20,7 @@ from paceline.args.packing import TokenBudget
 from paceline.core.lengths import GivenLengths, Lengths
 from paceline.pytorch.data.packing import best_fit_decreasing
 from paceline.pytorch.data.rebalance import QUADRATIC_COST
-from paceline.pytorch.data.sampling import DealtBatches, SamplerRequest, finish_in
+from paceline.pytorch.data.sampling import RankBatches, SamplerRequest, finish_in
 
 OCTAVE = 4  # samples whose lengths share the first 4 + 1 binary digits may swap: at most 6 % more padding
 
@@ -141,7 +141,7 @@ def shuffled_slots(costs: NDArray[np.float64], size: int, generator: torch.Gener
     return sequence
 
 
-class TokenBatches(DealtBatches):
+class TokenBatches(RankBatches):
     """One process's micro-batches within a token budget, which includes padding.
 
     All processes have the same number of micro-batches, and run micro-batches of about equal cost at the same time;

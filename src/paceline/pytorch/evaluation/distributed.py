@@ -118,14 +118,14 @@ class DistributedEvaluation(EvaluationLoop):
         self.signals = signals
         self.compute_loss = compute_loss
         # of ranks that read the same data, only the leader contributes results
-        self._speaks = self.strategy.mesh.is_data_leader(world.process_index)
-        self._filler: Any = None
+        self._is_leader = self.strategy.mesh.is_data_leader(world.process_index)
+        self._dummy_batch: Any = None
 
     def _make_sum(self) -> LossSum:
-        return DistributedLossSum(self.rule, self.world, self._speaks)
+        return DistributedLossSum(self.rule, self.world, self._is_leader)
 
     def _make_buffer(self, disk_buffer: DiskBuffer) -> PredictionBuffer:
-        return DistributedPredictionBuffer(self.options, disk_buffer, self.world, self._speaks)
+        return DistributedPredictionBuffer(self.options, disk_buffer, self.world, self._is_leader)
 
     def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
         """Yields (batch, is_last) for each round; the batch is None if this process has none left."""
@@ -143,13 +143,13 @@ class DistributedEvaluation(EvaluationLoop):
                 raise Interrupted
             if not here:
                 return
-            if self._fills and here < self.world.world_size and self._filler is None:
-                self._filler = self._find_filler(held)
+            if self._needs_dummy and here < self.world.world_size and self._dummy_batch is None:
+                self._dummy_batch = self._find_dummy(held)
             yield held, more == 0
             self.rule.num_updates += 1
             held = after
 
-    def _find_filler(self, held: object) -> Any:
+    def _find_dummy(self, held: object) -> Any:
         """Returns a batch of another process, for dummy passes on a process without batches. A collective."""
         offers = gather_objects(self.world, held)
         return next(self.name_inputs(offer) for offer in offers if offer is not None)
@@ -166,17 +166,17 @@ class DistributedEvaluation(EvaluationLoop):
         if batch is None:
             if self._looks:
                 self._observe_nothing()
-            if self._fills:
-                self.prediction_step(self.model, copy.copy(self._filler), loss_only, ignore_keys)
+            if self._needs_dummy:
+                self.prediction_step(self.model, copy.copy(self._dummy_batch), loss_only, ignore_keys)
             return {}, 0
-        self._filler = copy.copy(self.name_inputs(batch)) if self._fills else None
+        self._dummy_batch = copy.copy(self.name_inputs(batch)) if self._needs_dummy else None
         return super()._take(batch, total, kept, loader, loss_only, ignore_keys)
 
     def _observe_nothing(self) -> None:
         """Takes part in the collectives of the other processes' probe."""
-        if self._fills:
+        if self._needs_dummy:
             probe = LossProbe(self.model, self._loss_of, must_match=True)
-            probe.look(self.rule, [Part(self._filler, Counts(0, None, 0))], None)
+            probe.look(self.rule, [Part(self._dummy_batch, Counts(0, None, 0))], None)
         self.rule.learn(self._gather([]))
 
     @property
@@ -185,18 +185,18 @@ class DistributedEvaluation(EvaluationLoop):
         return self.strategy.in_step or not all(map(is_ours, makes_loss))  # TRL's overrides run collectives
 
     @property
-    def _fills(self) -> bool:
+    def _needs_dummy(self) -> bool:
         """Returns True if a process without a batch runs a dummy pass."""
         return self.waits_for_others
 
     def _gather(self, observations: list[Observation]) -> list[Observation]:
-        gathered = gather_objects(self.world, observations if self._speaks else [])
+        gathered = gather_objects(self.world, observations if self._is_leader else [])
         return [observation for each in gathered for observation in each]
 
     def _stream(self, rows: Rows, size: int, is_last: bool) -> None:
         """Passes the batches of all processes to the metrics as one batch."""
         own = {name: to_host(value) for name, value in rows.items()}
-        parts = gather_objects(self.world, (own, size) if self._speaks else ({}, 0))
+        parts = gather_objects(self.world, (own, size) if self._is_leader else ({}, 0))
         names = dict.fromkeys(name for part, _ in parts for name in part)
         whole = {name: join([(part[name], count) for part, count in parts if name in part]) for name in names}
         if self.metric is None:  # compute_metrics gets tensors, as with one process
@@ -216,7 +216,7 @@ class PipelineEvaluation(DistributedEvaluation):
     strategy: Any  # a strategy that runs accumulation windows
 
     @property
-    def _fills(self) -> bool:
+    def _needs_dummy(self) -> bool:
         return bool(self.strategy.in_step)  # only the process with the last stage computes the loss
 
     def _predict(self, batch: object, total: LossSum, loss_only: bool, ignore_keys: list[str] | None) -> Rows:
