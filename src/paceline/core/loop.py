@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,7 +114,7 @@ class Loop:
         elif self.plan.eval_on_start and self.state.global_step == 0:
             self.evaluate(skip_scheduler=True)
         # with max_steps the data is repeated until all steps are done
-        num_epochs = sys.maxsize if self.args.max_steps > 0 else self.plan.num_epochs
+        num_epochs = math.inf if self.args.max_steps > 0 else self.plan.num_epochs
         while True:
             while not self.is_over and self.feed.epoch < num_epochs:
                 self.run_epoch(self.feed.epoch)
