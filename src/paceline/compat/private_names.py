@@ -74,7 +74,7 @@ UNCALLED: dict[str, str] = {
     "_tune_save_checkpoint": FILES,
     "_update_auto_batch_size": "set auto_find_batch_size",
     "_validate_args": "override __init__",
-    "compare_trainer_and_checkpoint_args": "a run that goes on with other arguments says which, without being asked",
+    "compare_trainer_and_checkpoint_args": "a resumed run logs changed arguments itself",
     "create_accelerator_and_postprocess": "trainer.accelerator is a view that is made when it is read",
     "ipex_optimize_model": "set torch_compile",
     "prediction_loop": "override evaluation_loop",

@@ -76,7 +76,8 @@ class NoiseScale:
         strategy: SingleDevice,
         global_batch_size: int,
     ) -> None:
-        self._training_step, self._strategy = training_step, strategy
+        self._training_step = training_step
+        self._strategy = strategy
         self._global_batch_size = global_batch_size
         self._num_shares = strategy.mesh.data_size
         self._engine: Engine | None = None
@@ -106,8 +107,10 @@ class NoiseScale:
 
     def _measure(self, engine: Engine, current: Pass, num_items: Any) -> First:
         """Returns the measurements of the first pass of a window."""
-        counts, normalizer = current.counts, engine.normalizer
-        weight, share = float(counts.weight), counts.weight / engine.sync.total
+        counts = current.counts
+        normalizer = engine.normalizer
+        weight = float(counts.weight)
+        share = counts.weight / engine.sync.total
         if normalizer.is_scaled and num_items is not None:  # the model has divided by the number of all targets
             targets = LossReduction("tokens", shifted=normalizer.shifts)
             weight = float(targets.weigh(counts.labels, counts.samples, counts.is_shifted))
@@ -136,7 +139,8 @@ class NoiseScale:
                 continue
             few = first.weight
             many = few * self._num_shares / first.share  # gradients are averaged over the processes
-            small_square, whole_square = (small / first.share) * (small / first.share), whole * whole
+            small_square = (small / first.share) * (small / first.share)
+            whole_square = whole * whole
             if not math.isfinite(small_square + whole_square):
                 continue
             self.variance = averaged(self.variance, (small_square - whole_square) / (1 / few - 1 / many))

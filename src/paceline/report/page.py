@@ -154,7 +154,7 @@ def _checkpoints(run: RunData) -> str:
         for each in run.checkpoints
     ]
     last = run.checkpoints[-1].name
-    command = f"trainer.train(resume_from_checkpoint=True)  # goes on from {last}, in {run.folder}"
+    command = f"trainer.train(resume_from_checkpoint=True)  # resumes from {last}, in {run.folder}"
     return (
         "<h2>Checkpoints</h2>\n"
         + _table(["name", "step", "size", ""], rows)

@@ -103,7 +103,8 @@ def _tick(value: float, low: float, high: float, is_x: bool) -> str:
 
 
 def _line(series: Series, x_limits: tuple[float, float], y_limits: tuple[float, float]) -> str:
-    across, down = place(series.steps, *x_limits, is_x=True), place(series.values, *y_limits, is_x=False)
+    across = place(series.steps, *x_limits, is_x=True)
+    down = place(series.values, *y_limits, is_x=False)
     points = [f"{x:.1f},{y:.1f}" for x, y in zip(across.tolist(), down.tolist(), strict=True)]
     if len(points) == 1:  # a line with one point would be invisible
         return f'<circle class="{series.style}" cx="{across[0]:.1f}" cy="{down[0]:.1f}" r="3"/>'
