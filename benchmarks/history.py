@@ -30,6 +30,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     "export": ("pytorch/checkpoint", "checkpoint/manifest.py", "cli/export.py"),
     "resume_time": (*_SAVE, "pytorch/session.py", "pytorch/data", ":!pytorch/data/coll*"),
     "collation": ("pytorch/data/coll*", "pytorch/data/padding.py"),
+    "data_loading": ("pytorch/data", "pytorch/loaders.py", "core/lengths.py"),
     "ledger": (*_STEP, "core/ledger.py"),
     "large_vocabulary": ("pytorch/model", "pytorch/loss_probe.py", "pytorch/loss_audit.py", "pytorch/engine.py"),
     "ragged_text": (*_STEP, "pytorch/data/packing.py"),

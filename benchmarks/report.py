@@ -1,5 +1,7 @@
 """Writes docs/benchmarks.md from the results in benchmarks/results/: every number there comes out of a file.
 
+Plots are written to the folder `plots` beside the page (`pip install "paceline[plots]"`).
+
 python benchmarks/report.py [--results FOLDER] [--page FILE] [--check | --stale]
 """
 
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from history import Age, describe, describe_limit, find_age, without_history
+from plots import PLOTS, draw
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -30,6 +33,7 @@ TO_RUN = {
     "export": "python benchmarks/export.py",
     "resume_time": "python benchmarks/resume_time.py",
     "collation": "python benchmarks/collation.py",
+    "data_loading": "python benchmarks/data_loading.py",
     "ragged_text": "python benchmarks/ragged_text.py",
     "shared_overhead": "python benchmarks/shared_overhead.py",
     "tf_step": "python benchmarks/tf_step.py",
@@ -278,6 +282,28 @@ def collation(result: Result) -> str:
     return about + table(["collator", *[f"{name}, ms" for name in contenders], "of transformers'"], rows)
 
 
+def data_loading(result: Result) -> str:
+    settings = result["settings"]
+    contenders = list(next(iter(result["rows"].values()))["samples_per_second"])
+    rows = [
+        [
+            name,
+            *[spread(row["samples_per_second"][contender], "{:,.0f}") for contender in contenders],
+            spread(row["of_torch"]),
+            spread(row["of_transformers"]),
+        ]
+        for name, row in result["rows"].items()
+    ]
+    shape = " x ".join(map(str, settings["image"]))
+    about = (
+        f"Samples per second of the training loader, in batches of {settings['batch_size']}: text of "
+        f"{settings['tokens']} tokens in the mean from a datasets.Dataset, padded; images of {shape} bytes from "
+        "arrays; and a stream of tensors. Ratios are of the time of a sample.\n\n"
+    )
+    heads = ["data", *[f"{name}, samples/s" for name in contenders], "time, of torch's", "of transformers'"]
+    return about + table(heads, rows)
+
+
 def ragged_text(result: Result) -> str:
     settings = result["settings"]
     rows = [
@@ -384,6 +410,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "eval_memory": ("What evaluating a language model takes in memory", eval_memory),
     "resume_time": ("What a resume takes until its first update", resume_time),
     "collation": ("What a batch costs until it is a tensor", collation),
+    "data_loading": ("How fast loaders are", data_loading),
     "ragged_text": ("What padding costs", ragged_text),
     "shared_overhead": ("What a step costs where several processes train", shared_overhead),
     "tf_step": ("What a step costs with TensorFlow", tf_step),
@@ -430,7 +457,8 @@ def make_page(results: dict[str, Result], ages: dict[str, Age]) -> str:
     parts = [INTRODUCTION, f"## Limits\n\n{limits}"] if limits else [INTRODUCTION]
     for name, (title, render) in SECTIONS.items():
         if name in results:
-            parts.append(f"## {title}\n\n{render(results[name])}\n{provenance(results[name], ages[name])}")
+            plot = f"![{PLOTS[name][1]}](plots/{name}.svg)\n\n" if name in PLOTS else ""
+            parts.append(f"## {title}\n\n{plot}{render(results[name])}\n{provenance(results[name], ages[name])}")
         else:
             parts.append(f"## {title}\n\nNot measured yet.\n\n```\n{TO_RUN[name]}\n```\n")
     return "\n".join(parts)
@@ -467,6 +495,8 @@ def main() -> int:
         return 0 if arguments.page.is_file() and is_current(arguments.page.read_text("utf-8"), results) else 1
     arguments.page.parent.mkdir(parents=True, exist_ok=True)
     arguments.page.write_text(make_page(results, find_ages(results)), encoding="utf-8")
+    for name in set(PLOTS) & set(results):
+        draw(name, results[name]["rows"], arguments.page.parent / "plots" / f"{name}.svg")
     print(f"written to {arguments.page}")
     return 0
 
