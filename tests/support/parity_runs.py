@@ -352,7 +352,9 @@ def different_files(theirs: Path, ours: Path) -> set[str]:
     both = folders[0] & folders[1]
     there, here = ({name for name in names if Path(name).parent.as_posix() in both} for names in (first, second))
     found |= {f"files: {name} only there" for name in there - here}
-    found |= {f"files: {name} only here" for name in here - there if Path(name).name not in ADDED_FILES}
+    found |= {
+        f"files: {name} only here" for name in here - there if Path(name).name not in {*ADDED_FILES, "uncommitted.diff"}
+    }
     for name in sorted(first & second):
         compare = CONTENT.get(Path(name).name)
         if compare and not compare(theirs / name, ours / name):

@@ -103,6 +103,7 @@ ADDED_FILES = {
     "progress.json": "the place in the data, counted in samples",
     "journal.bin": "what each step saw, for `paceline replay`",
     "run.json": "versions, arguments and machine of the run",
+    "packages.txt": "the packages of the environment",
     "report.html": "the page of the run: curves, evaluations, settings",
 }
 

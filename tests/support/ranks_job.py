@@ -59,13 +59,13 @@ def found(trainer: Trainer, **more: Any) -> dict[str, Any]:
 
 
 class Narrow(Classifier):
-    """On the second process there is memory for one sample, from its sixth pass on."""
+    """On the second process there is memory for one sample, from its sixth pass on, for `lasts` passes."""
 
-    num_passes = 0
+    num_passes, lasts = 0, 10**9
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         self.num_passes += self.training
-        if len(x) > 1 and RANK == 1 and self.training and self.num_passes >= 6:
+        if len(x) > 1 and RANK == 1 and self.training and 6 <= self.num_passes < 6 + self.lasts:
             raise torch.OutOfMemoryError("out of memory on one process")
         return super().forward(x, labels)
 
@@ -76,6 +76,16 @@ def memory(folder: Path, size: int) -> dict[str, Any]:
     trainer = trainer_in(folder, size, Narrow(), DATA, auto_find_batch_size=True)
     trainer.train()
     return found(trainer, micro_batch=trainer.state.train_batch_size)
+
+
+@scenario
+def memory_again(folder: Path, size: int) -> dict[str, Any]:
+    """Both processes try the larger micro-batch again after 100 steps."""
+    model = Narrow()
+    model.lasts = 20
+    trainer = trainer_in(folder, size, model, DATA, auto_find_batch_size=True, max_steps=110)
+    trainer.train()
+    return found(trainer, is_original=trainer.state.train_batch_size == 4 // size)
 
 
 # ---- a loss or gradient that is not finite, on one process

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from paceline.args.plan import check, resolve_duration
+from paceline.args.warmups import resolve_batch_warmup
 from paceline.checkpoint import folders
 from paceline.checkpoint.resuming import STATE_FILE
 from paceline.checkpoint.retention import Retention, rotate
@@ -53,7 +54,6 @@ UNCALLED: dict[str, str] = {
     "_get_grad_norm": "use on_pre_optimizer_step",
     "_get_learning_rate": "override create_scheduler, or log",
     "_has_mixed_mesh_grads": LOOP,
-    "_hp_search_setup": "use model_init",
     "_init_training_state": "use on_train_begin",
     "_inner_training_loop": "override train, or use on_train_begin and on_train_end",
     "_issue_warnings_after_load": FILES,
@@ -64,7 +64,6 @@ UNCALLED: dict[str, str] = {
     "_pad_across_processes": "override prediction_step or evaluation_loop",
     "_prepare_context_parallel_inputs": "override _prepare_inputs",
     "_prepare_for_training": "override create_optimizer_and_scheduler, or use on_train_begin",
-    "_report_to_hp_search": "use on_evaluate",
     "_rotate_checkpoints": "set save_total_limit",
     "_run_epoch": LOOP,
     "_save_tpu": FILES,
@@ -273,14 +272,15 @@ class PrivateNames:
         trainer = cast("Trainer", self)
         in_update = trainer.get_total_train_batch_size(args)
         in_epoch = loader_length(dataloader)
-        duration = resolve_duration(args, in_epoch, args.gradient_accumulation_steps, [])
+        warmup = resolve_batch_warmup(args, args.gradient_accumulation_steps, in_update)
+        duration = resolve_duration(args, in_epoch, args.gradient_accumulation_steps, [], warmup)
         in_run, updates = duration.max_steps, duration.updates_per_epoch
+        micro_batches = in_run * args.gradient_accumulation_steps if warmup is None else warmup.total(in_run)
+        in_steps = micro_batches * in_update // args.gradient_accumulation_steps
         if in_epoch is None or updates is None:
-            samples = in_run * in_update
-            in_epoch = in_run * args.gradient_accumulation_steps
-            return duration.num_epochs, in_run, samples, samples, in_update, in_epoch, in_run
+            return duration.num_epochs, in_run, in_steps, in_steps, in_update, micro_batches, in_run
         samples = trainer.num_examples(dataloader)
-        all_samples = in_run * in_update if args.max_steps > 0 else samples * args.num_train_epochs
+        all_samples = in_steps if args.max_steps > 0 else samples * args.num_train_epochs
         return duration.num_epochs, updates, samples, all_samples, in_update, in_epoch, in_run
 
     def compare_trainer_and_checkpoint_args(
@@ -349,27 +349,32 @@ class PrivateNames:
     # ---- hyper-parameter search
 
     def _hp_search_setup(self, trial: Any) -> None:
-        """Does nothing without a trial.
+        """Sets the arguments of a trial. Does nothing outside of `hyperparameter_search`."""
+        runs = cast("Trainer", self)._trial_runs
+        if trial is not None and runs is not None:
+            runs.set_up(trial)
 
-        Raises:
-            NotImplementedError: with a trial.
-        """
-        trainer = cast("Trainer", self)
-        if trial is not None and trainer.hp_search_backend is not None:
-            trainer.hyperparameter_search()
+    def _meet_trial(self, trial: object) -> None:
+        """Reads the facts of a trial's model, which may be of another class than the last."""
+        if trial is not None:
+            cast("Trainer", self)._read_model()
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """Does nothing without a trial; see `_hp_search_setup`."""
-        self._hp_search_setup(trial)
+        """Reports an evaluation of a trial to the backend. Does nothing outside of `hyperparameter_search`."""
+        runs = cast("Trainer", self)._trial_runs
+        if trial is not None and runs is not None:
+            runs.report(step, metrics)
 
     def _tune_save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Writes model, state, optimizer and schedule to `checkpoint-STEP` in a folder."""
+        """Writes model, state, optimizer, schedule and random states to `checkpoint-STEP` in a folder."""
         trainer = cast("Trainer", self)
         folder = Path(checkpoint_dir, folders.checkpoint_name(trainer.state.global_step))
         trainer.save_model(str(folder), _internal_call=True)
         if trainer.args.should_save:
             trainer.state.save_to_json(str(folder / STATE_FILE))
             trainer._save_optimizer_and_scheduler(str(folder))
+            trainer._save_scaler(str(folder))
+            trainer._save_rng_state(str(folder))
 
 
 # the original attributes of the class, to detect replaced ones

@@ -23,6 +23,7 @@ from paceline.pytorch.model.signature import shifts_labels
 if TYPE_CHECKING:
     from paceline.args.training import TrainingArguments
     from paceline.compat import accelerate_view
+    from paceline.compat.trial_runs import TrialRuns
     from paceline.core.state import TrainerState
     from paceline.pytorch.engine import Engine
     from paceline.pytorch.model.objective import Objective
@@ -51,6 +52,8 @@ class ForSubclasses(PrivateNames):
     hp_search_backend: Any = None
     hp_space: Any = None
     compute_objective: Any = None
+    _trial_runs: TrialRuns | None = None  # of the search in progress
+    _trial_name: str | None = None  # of the present trial
     use_apex = use_cuda_amp = use_cpu_amp = False
     sharded_ddp: Any = None
     fsdp: Any = None
