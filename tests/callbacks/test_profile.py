@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_models import Classifier, classification, make_trainer
+
+from paceline import UnsupportedOption
+from paceline.args.profiling import Profiling
+from paceline.callbacks.profile import SNAPSHOT_EVENTS, ProfileCallback
 
 
 def trace_of(path: Path) -> Any:
@@ -46,3 +51,19 @@ def test_training_is_the_same(tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path, Classifier(), classification(64), max_steps=4, profile=profile, seed=3)
         losses.append(trainer.train().training_loss)
     assert losses[0] == losses[1]
+
+
+def test_memory_snapshots_need_a_cuda_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path, Classifier(), classification(64), max_steps=3, profile="steps=2,snapshot")
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedOption, match=r"profile: snapshot=True needs a CUDA device.*measure_memory"):
+            trainer.train()
+    # a stand-in for the allocator of a device: the calls, in order
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
+    callback = ProfileCallback(Profiling(steps=((2, 2),), snapshot=True))
+    make_trainer(tmp_path, Classifier(), classification(64), max_steps=3, callbacks=[callback]).train()
+    dumped = str(tmp_path / "profile" / "rank0-steps2-2.memory.pickle")
+    assert calls == [{"max_entries": SNAPSHOT_EVENTS}, dumped, {"enabled": None}]

@@ -57,6 +57,11 @@ def test_global_batch_size():
     assert global_batch_size(SimpleNamespace(), TrainerState()) == 1
 
 
+def test_global_batch_size_after_an_out_of_memory():
+    options = {"auto_find_batch_size": True, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    assert global_batch_size(SimpleNamespace(**options), TrainerState(train_batch_size=2)) == 16
+
+
 def test_global_batch_size_of_batches_that_are_split():
     args = TrainingArguments(
         "x", per_device_train_batch_size=10, gradient_accumulation_steps=2, accelerator_config={"split_batches": True}

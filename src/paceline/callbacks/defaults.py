@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 else:
     profile = LateModule("paceline.callbacks.profile")
 
+TRACKIO_OPTIONS = ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 DISPLAYS = (ProgressCallback, PrinterCallback, NotebookProgressCallback)
 
 
@@ -34,6 +35,7 @@ def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any
 
     Raises:
         TypeError: `callbacks` is not a list, or an element has no event method.
+        ValueError: an option of Trackio without its reporter.
     """
     if not isinstance(callbacks, Sequence):
         raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks, for instance callbacks=[{callbacks!r}].")
@@ -44,6 +46,7 @@ def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any
                 "from paceline.TrainerCallback."
             )
     everyone = [DefaultFlowCallback, *find_reporters(args.report_to), *callbacks]
+    check_trackio(args, everyone)
     if not any(isinstance(c, DISPLAYS) or (isinstance(c, type) and issubclass(c, DISPLAYS)) for c in callbacks):
         bar = NotebookProgressCallback if is_notebook() else ProgressCallback
         everyone.append(PrinterCallback if args.disable_tqdm else bar)
@@ -53,3 +56,20 @@ def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any
     if isinstance(args.profile, dict):
         everyone.append(profile.ProfileCallback(read_profiling(args.profile)))
     return everyone
+
+
+def check_trackio(args: TrainingArguments, callbacks: Sequence[Any]) -> None:
+    """Refuses options of Trackio that no callback would read. "trackio" is the Space that older versions set.
+
+    Raises:
+        ValueError: such an option is set.
+    """
+    values = {name: getattr(args, name, None) for name in TRACKIO_OPTIONS}
+    chosen = {name: value for name, value in values.items() if value and value != "trackio"}
+    kinds = [callback if isinstance(callback, type) else type(callback) for callback in callbacks]
+    if chosen and not any("trackio" in base.__name__.lower() for kind in kinds for base in kind.__mro__):
+        name, value = next(iter(chosen.items()))
+        raise ValueError(
+            f"{name}={value!r} is an option of Trackio: set report_to='trackio' too, pass a TrackioCallback in "
+            "callbacks, or leave it out."
+        )

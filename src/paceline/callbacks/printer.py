@@ -8,11 +8,12 @@ from typing import Any
 from paceline.args.secrets import masked
 from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
+from paceline.core.ledger import COMPILE_PREFIX, RESOURCE_PREFIX
 from paceline.core.ledger import PREFIX as TIME_PREFIX
-from paceline.core.ledger import RESOURCE_PREFIX
 from paceline.core.state import TrainerControl, TrainerState
 
-FOR_TRACKERS = (TIME_PREFIX, RESOURCE_PREFIX)  # prefixes of entries for trackers, which a terminal does not show
+# prefixes of entries for trackers, which a terminal does not show
+FOR_TRACKERS = (TIME_PREFIX, RESOURCE_PREFIX, COMPILE_PREFIX)
 
 
 class PrinterCallback(TrainerCallback):

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from paceline.args.errors import UnsupportedOption
 from paceline.args.profiling import Profiling
 from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "profile"  # below output_dir
 ROWS = 10  # operations in the printed table
+SNAPSHOT_EVENTS = 200_000  # of the allocator, the latest ones; about 100 MB in a file
 
 
 class ProfileCallback(TrainerCallback):
@@ -25,6 +27,10 @@ class ProfileCallback(TrainerCallback):
     A step is recorded from the end of the previous step to its own end: data, forward, backward and optimizer, and a
     log, an evaluation or a save in between. The warmup steps before a trace are profiled and discarded.
 
+    With `snapshot`, each trace has a file `rank0-steps10-15.memory.pickle` beside it, which opens in
+    https://pytorch.org/memory_viz: every block of the CUDA device's memory with the stack that allocated it. The
+    allocator records from the start of the run on.
+
     Args:
         profiling: the steps and the details to record.
     """
@@ -32,6 +38,7 @@ class ProfileCallback(TrainerCallback):
     def __init__(self, profiling: Profiling) -> None:
         self.profiling = profiling
         self._profiler: Any = None
+        self._snapshot: Any = None  # torch.cuda.memory while it records
         self._ranges: tuple[tuple[int, int], ...] = ()
         self._first_step = 0
 
@@ -51,6 +58,7 @@ class ProfileCallback(TrainerCallback):
             )
         if not self._ranges:
             return
+        self._start_snapshots()
         profiler = require("torch.profiler", "torch")
         self._action = profiler.ProfilerAction
         folder, rank = Path(str(args.output_dir), FOLDER), int(args.process_index)
@@ -81,10 +89,26 @@ class ProfileCallback(TrainerCallback):
     ) -> None:
         self._stop()
 
+    def _start_snapshots(self) -> None:
+        """Starts recording the events of the CUDA allocator. Raises: UnsupportedOption, without a CUDA device."""
+        if not self.profiling.snapshot:
+            return
+        cuda = require("torch.cuda", "torch")
+        if not cuda.is_available():
+            raise UnsupportedOption(
+                "profile: snapshot=True needs a CUDA device, and there is none. memory=True records allocations on any "
+                "device; trainer.measure_memory() tells the peak of each module."
+            )
+        cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
+        self._snapshot = cuda.memory
+
     def _stop(self) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot._record_memory_history(enabled=None)
 
     def _act(self, number: int) -> Any:
         """Returns the profiler's action in a step, given the step's number in this run, from 0."""
@@ -102,6 +126,8 @@ class ProfileCallback(TrainerCallback):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{rank}-steps{first}-{state.global_step}.trace.json.gz"
         profile.export_chrome_trace(str(path))
+        if self._snapshot is not None:
+            self._snapshot._dump_snapshot(str(path).removesuffix(".trace.json.gz") + ".memory.pickle")
         if not state.is_world_process_zero:
             return
         averages = profile.key_averages()

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TextIO
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.memory import describe_memory
 from paceline.callbacks.printer import readable_logs
-from paceline.callbacks.speed import Speedometer, format_seconds, global_batch_size, length_of
+from paceline.callbacks.speed import Speedometer, format_seconds, length_of, speedometer_of
 from paceline.core.events import TrainerCallback, ignores_keywords
 from paceline.core.optional import require
 from paceline.core.state import TrainerControl, TrainerState
@@ -97,7 +97,7 @@ class ProgressCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self._optimizer, self._loss, self._rate = optimizer, "", ""
-        self._speed = Speedometer(global_batch_size(args, state))
+        self._speed = speedometer_of(args, state)
         self._speed.mark(state)
         self.training_bar = self._make_bar(state.max_steps, "train", "step", initial=state.global_step)
 

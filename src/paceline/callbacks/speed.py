@@ -9,6 +9,7 @@ from typing import Any
 from paceline.args.accelerator_config import is_on
 from paceline.args.mesh import resolve_mesh
 from paceline.args.training import TrainingArguments
+from paceline.args.warmups import BatchWarmup, resolve_batch_warmup
 from paceline.core.state import TrainerState
 
 
@@ -20,10 +21,12 @@ class Speedometer:
     Args:
         samples_per_step: the global batch size in samples.
         window: number of marks to average over.
+        warmup: the warm-up of the batch size, or None.
     """
 
-    def __init__(self, samples_per_step: int, window: int = 20) -> None:
+    def __init__(self, samples_per_step: int, window: int = 20, warmup: BatchWarmup | None = None) -> None:
         self.samples_per_step = samples_per_step
+        self.warmup = warmup
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=window)  # time, steps, tokens
         self._last = ""
 
@@ -50,17 +53,33 @@ class Speedometer:
         steps_per_second = self.steps_per_second
         if steps_per_second is None:
             return self._last
-        (start, _, first), (end, _, last) = self._marks[0], self._marks[-1]
+        (start, first_step, first), (end, last_step, last) = self._marks[0], self._marks[-1]
         if last > first:
             self._last = f"{_three_digits((last - first) / (end - start))} tok/s"
         else:
-            self._last = f"{_three_digits(steps_per_second * self.samples_per_step)} samples/s"
+            samples = self._samples(last_step) - self._samples(first_step)
+            self._last = f"{_three_digits(samples / (end - start))} samples/s"
         return self._last
+
+    def _samples(self, step: int) -> int:
+        """Returns the samples of the first `step` optimizer steps."""
+        warmup = self.warmup
+        return step * self.samples_per_step if warmup is None else warmup.total(step) * warmup.unit
+
+
+def speedometer_of(args: TrainingArguments, state: TrainerState) -> Speedometer:
+    """Returns the speedometer of a run."""
+    size, warmup = global_batch_size(args, state), None
+    if getattr(args, "batch_size_warmup", None) is not None:
+        warmup = resolve_batch_warmup(args, args.gradient_accumulation_steps, size)
+    return Speedometer(size, warmup=warmup)
 
 
 def global_batch_size(args: TrainingArguments, state: TrainerState) -> int:
     """Returns the global batch size in samples, computed from the arguments."""
     per_process: int | None = state.train_batch_size or getattr(args, "per_device_train_batch_size", None)
+    if getattr(args, "auto_find_batch_size", False):  # after an out-of-memory the state's is smaller
+        per_process = args.per_device_train_batch_size
     accumulation: int = getattr(args, "gradient_accumulation_steps", 1)
     world_size: int = getattr(args, "world_size", 1)
     if world_size > 1 and is_on(getattr(args, "accelerator_config", None), "split_batches"):

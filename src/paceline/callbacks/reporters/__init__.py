@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from paceline.args.errors import UnsupportedOption, did_you_mean
+from paceline.args.errors import did_you_mean
 from paceline.callbacks.reporters.base import Reporter
 from paceline.callbacks.reporters.csv import CSVReporter
 from paceline.callbacks.reporters.jsonl import JSONLReporter
 from paceline.callbacks.reporters.mlflow import MLflowCallback
 from paceline.callbacks.reporters.tensorboard import TensorBoardCallback
 from paceline.callbacks.reporters.wandb import WandbCallback
-from paceline.core.optional import is_installed
+from paceline.core.optional import is_installed, load
 
 __all__ = [
     "REPORTERS",
@@ -35,28 +35,25 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "paceline.reporters"
 
-REPORTERS: dict[str, type[Reporter]] = {
+# name: the class, or the location of one that is imported on first use
+REPORTERS: dict[str, type[Reporter] | str] = {
     "tensorboard": TensorBoardCallback,
     "wandb": WandbCallback,
     "mlflow": MLflowCallback,
     "jsonl": JSONLReporter,
     "csv": CSVReporter,
+    "azure_ml": "paceline.callbacks.reporters.azure_ml:AzureMLCallback",
+    "clearml": "paceline.callbacks.reporters.clearml:ClearMLCallback",
+    "codecarbon": "paceline.callbacks.reporters.codecarbon:CodeCarbonCallback",
+    "comet_ml": "paceline.callbacks.reporters.comet:CometCallback",
+    "dagshub": "paceline.callbacks.reporters.dagshub:DagsHubCallback",
+    "dvclive": "paceline.callbacks.reporters.dvclive:DVCLiveCallback",
+    "flyte": "paceline.callbacks.reporters.flyte:FlyteCallback",
+    "kubeflow": "paceline.callbacks.reporters.kubeflow:KubeflowCallback",
+    "neptune": "paceline.callbacks.reporters.neptune:NeptuneCallback",
+    "swanlab": "paceline.callbacks.reporters.swanlab:SwanLabCallback",
+    "trackio": "paceline.callbacks.reporters.trackio:TrackioCallback",
 }
-
-# Services without a reporter here.
-_LATER = (
-    "azure_ml",
-    "clearml",
-    "codecarbon",
-    "comet_ml",
-    "dagshub",
-    "dvclive",
-    "flyte",
-    "kubeflow",
-    "neptune",
-    "swanlab",
-    "trackio",
-)
 
 
 def find_reporters(report_to: str | Iterable[str] | None) -> list[type[Any]]:
@@ -67,12 +64,14 @@ def find_reporters(report_to: str | Iterable[str] | None) -> list[type[Any]]:
             or "none" or None for no reporter.
 
     Raises:
-        UnsupportedOption: a service without a reporter here.
         ValueError: an unknown reporter; the message names the closest one, and how to add one.
     """
     names = _names(report_to)
     if "all" in names:
-        return [*(kind for kind in REPORTERS.values() if _can_run(kind)), *_load_all()]
+        kinds = [kind for kind in map(_built_in, REPORTERS) if _can_run(kind)]
+        # a subclass of another one logs what that logs, to the same place
+        kinds = [kind for kind in kinds if not any(issubclass(other, kind) for other in kinds if other is not kind)]
+        return [*kinds, *_load_all()]
     return [_find(name) for name in names if name != "none"]
 
 
@@ -83,24 +82,24 @@ def _names(report_to: str | Iterable[str] | None) -> list[str]:
     return list(dict.fromkeys(str(getattr(name, "value", name)).strip() for name in listed))
 
 
+def _built_in(name: str) -> type[Reporter]:
+    kind = REPORTERS[name]
+    return load(kind) if isinstance(kind, str) else kind
+
+
 def _find(name: str) -> type[Any]:
     if name in REPORTERS:
-        return REPORTERS[name]
+        return _built_in(name)
     installed = _entry_points()
     if name in installed:
         return _load(installed[name])
-    if name in _LATER:
-        raise UnsupportedOption(
-            f'report_to="{name}": this reporter is not supported. Use one of {", ".join(REPORTERS)}, pass the '
-            f"service's own callback in callbacks=[...], or install a package with an entry point "
-            f"{ENTRY_POINT_GROUP}:{name}."
-        )
     known = [*REPORTERS, *installed, "all", "none"]
     raise ValueError(f"report_to={name!r}: expected one of {', '.join(known)}{did_you_mean(name, known) or '.'}")
 
 
 def _can_run(kind: type[Reporter]) -> bool:
-    return not kind.requires or any(is_installed(module) for module in kind.requires)
+    has_package = not kind.requires or any(is_installed(module) for module in kind.requires)
+    return has_package and kind.is_ready()
 
 
 def _entry_points() -> dict[str, EntryPoint]:

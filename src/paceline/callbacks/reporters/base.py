@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from paceline.core.events import TrainerCallback
 from paceline.core.retry_writer import RetryWriter, set_aside
 from paceline.core.state import TrainerControl, TrainerState
 
+logger = logging.getLogger(__name__)
+
+# metrics of the whole run, which services keep beside the rows of steps
+OF_THE_WHOLE_RUN = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
+
 
 class Reporter(TrainerCallback):
     """Base class of callbacks that send logs to a tracker or file.
@@ -25,6 +31,11 @@ class Reporter(TrainerCallback):
 
     may_fail = True
     requires: tuple[str, ...] = ()
+
+    @classmethod
+    def is_ready(cls) -> bool:
+        """True if `report_to="all"` takes this reporter once its package is installed."""
+        return True
 
 
 class FileReporter(Reporter):
@@ -80,7 +91,7 @@ class FileReporter(Reporter):
 def grouped(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Renames metrics for trackers' groups: `eval_x` becomes `eval/x`, `test_x` becomes `test/x`, others `train/x`.
 
-    Times of activities and the use of resources keep their own groups, `time/x` and `resource/x`.
+    Times of activities, the use of resources and compilations keep their groups: `time/x`, `resource/x`, `compile/x`.
     """
     names = {}
     for name, value in logs.items():
@@ -108,6 +119,12 @@ def settings_of(args: TrainingArguments, model: Any) -> dict[str, Any]:
     return plain
 
 
+def changed_project(args: TrainingArguments) -> str | None:
+    """Returns `args.project` unless it is the default."""
+    project = getattr(args, "project", None)
+    return None if project in (None, "huggingface") else str(project)
+
+
 def run_name_of(args: TrainingArguments) -> str | None:
     """Returns `run_name` with secrets masked."""
     name = getattr(args, "run_name", None)
@@ -118,6 +135,37 @@ def as_mapping(config: Any) -> dict[str, Any]:
     """Returns a configuration as a dict; an empty one for None."""
     described = config.to_dict() if hasattr(config, "to_dict") else config
     return dict(described) if isinstance(described, Mapping) else {}
+
+
+def flat(settings: Mapping[str, Any], separator: str = ".", prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields nested settings one by one, under `outer.inner`."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, separator, f"{prefix}{name}{separator}")
+        else:
+            yield f"{prefix}{name}", value
+
+
+class NumberFilter:
+    """Selects the numbers of a row of logs; warns once per name of what a service does not accept.
+
+    Args:
+        service: the name of the service, for the warning.
+    """
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+        self._left_out: set[str] = set()
+
+    def numbers(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """Returns the entries that are numbers, as plain floats and ints."""
+        plain = {name: metrics.jsonable(value) for name, value in logs.items()}
+        numbers = {name: value for name, value in plain.items() if isinstance(value, (bool, int, float))}
+        new = [name for name in plain if name not in numbers and name not in self._left_out]
+        if new:
+            self._left_out.update(new)
+            logger.warning("%s accepts only numbers, so these logs are not sent: %s.", self._service, ", ".join(new))
+        return numbers
 
 
 def num_parameters(model: Any) -> int | None:

@@ -11,14 +11,22 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.args.training import TrainingArguments
-from paceline.callbacks.reporters.base import Reporter, is_set, num_parameters, run_name_of, settings_of
-from paceline.core.metrics import jsonable
+from paceline.callbacks.reporters.base import (
+    NumberFilter,
+    Reporter,
+    changed_project,
+    flat,
+    is_set,
+    num_parameters,
+    run_name_of,
+    settings_of,
+)
 from paceline.core.optional import is_installed, require
 from paceline.core.state import TrainerControl, TrainerState
 
@@ -65,7 +73,7 @@ class MLflowCallback(Reporter):
         self._run_name: str | None = None
         self._resumes: Mapping[str, Any] = {}
         self._sender: Sender | None = None
-        self._left_out: set[str] = set()
+        self._filter = NumberFilter("MLflow")
 
     @property
     def _ml_flow(self) -> Any:
@@ -155,6 +163,8 @@ class MLflowCallback(Reporter):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
+        if self._is_training:  # a training that broke off
+            MLflowCallback.on_train_end(self, args, state, control)
         self._is_training = True
         if not self._initialized:
             self.setup(args, state, model)
@@ -173,20 +183,11 @@ class MLflowCallback(Reporter):
         if self._sender is None or not logs:
             return
         kind, now = require("mlflow.entities", "mlflow").Metric, int(time.time() * 1000)
-        plain = {NOT_IN_NAMES.sub("_", name): jsonable(value) for name, value in logs.items()}
-        numbers = {name: float(value) for name, value in plain.items() if isinstance(value, (bool, int, float))}
-        self._tell_of([name for name in plain if name not in numbers])
-        self._sender.put([kind(name, value, now, state.global_step) for name, value in numbers.items()])
+        numbers = self._filter.numbers({NOT_IN_NAMES.sub("_", name): value for name, value in logs.items()})
+        self._sender.put([kind(name, float(value), now, state.global_step) for name, value in numbers.items()])
         if not self._is_training:
             self._finish_sending()
         self._sender.check()
-
-    def _tell_of(self, names: list[str]) -> None:
-        """Warns, once per name, of logs that are not numbers, which MLflow does not accept."""
-        new = [name for name in names if name not in self._left_out]
-        if new:
-            self._left_out.update(new)
-            logger.warning("MLflow accepts only numbers, so these logs are not sent: %s.", ", ".join(new))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._log_artifacts and self._run_id is not None:
@@ -329,18 +330,3 @@ def check_server(uri: str) -> None:
             f"MLflow's server {parts.hostname}:{port} cannot be reached ({error}): start it, or set "
             "MLFLOW_TRACKING_URI, for instance to sqlite:///mlflow.db."
         ) from error
-
-
-def changed_project(args: TrainingArguments) -> str | None:
-    """Returns `args.project` unless it is the default."""
-    project = getattr(args, "project", None)
-    return None if project in (None, "huggingface") else str(project)
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields nested settings one by one, under `outer.inner`."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

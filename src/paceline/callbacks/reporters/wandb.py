@@ -9,15 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from paceline.args.training import TrainingArguments
-from paceline.callbacks.reporters.base import Reporter, grouped, is_set, num_parameters, run_name_of, settings_of
+from paceline.callbacks.reporters.base import (
+    OF_THE_WHOLE_RUN,
+    Reporter,
+    grouped,
+    is_set,
+    num_parameters,
+    run_name_of,
+    settings_of,
+)
 from paceline.core.metrics import jsonable
 from paceline.core.optional import is_installed, require
 from paceline.core.state import TrainerControl, TrainerState
 
 LOG_MODEL_CHOICES = ("end", "checkpoint", "false")
 WATCH_CHOICES = ("all", "parameters", "gradients")
-# metrics of the whole run, written to its summary only
-OF_THE_WHOLE_RUN = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
 
 
 class WandbCallback(Reporter):
@@ -46,6 +52,8 @@ class WandbCallback(Reporter):
             require("wandb", "wandb")  # raises with the extra to install
         self._log_model = log_model_choice()
         self._initialized = False
+        self._owns_run = False
+        self._trial: str | None = None  # whose run it is
         self._resumes: Mapping[str, Any] = {}
 
     @property
@@ -73,9 +81,10 @@ class WandbCallback(Reporter):
         if is_set("WANDB_DISABLED") or not state.is_world_process_zero:
             self._initialized = True
             return
-        self._run_name = run_name_of(args)
+        self._run_name, self._trial = run_name_of(args), state.trial_name
         wandb = self._wandb
-        if wandb.run is None:
+        self._owns_run = wandb.run is None
+        if self._owns_run:
             wandb.init(**self._init_arguments(args, state))
         self._initialized = True
         count = num_parameters(model)
@@ -92,8 +101,8 @@ class WandbCallback(Reporter):
         project = os.environ.get("WANDB_PROJECT") or getattr(args, "project", None) or "huggingface"
         chosen: dict[str, Any] = {"project": project}
         if state.is_hyper_param_search and state.trial_name is not None:
-            return {**chosen, "name": state.trial_name, "group": run_name_of(args) or args.output_dir}
-        if args.run_name is not None:
+            chosen.update(name=state.trial_name, group=run_name_of(args) or args.output_dir)
+        elif args.run_name is not None:
             chosen["name"] = run_name_of(args)
         before = self._resumes
         is_same = before.get("project") == project and before.get("run_name") == run_name_of(args)
@@ -104,9 +113,10 @@ class WandbCallback(Reporter):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        if state.is_hyper_param_search and self._initialized:
-            self._wandb.finish()
-            self._initialized, self._resumes = False, {}
+        if self._initialized and (state.is_hyper_param_search or self._trial is not None):
+            self._leave_trial()
+            if state.global_step == 0:
+                self._resumes = {}
         if not self._initialized:
             self.setup(args, state, model, **kwargs)
 
@@ -159,10 +169,19 @@ class WandbCallback(Reporter):
 
     def _run(self, args: TrainingArguments, state: TrainerState, model: Any) -> Any:
         """Returns the run to write to; None on other ranks and if disabled."""
+        if self._initialized and self._trial is not None and not state.is_hyper_param_search:
+            self._leave_trial()  # an evaluation after a search
+            self._resumes = {}
         if not self._initialized:
             self.setup(args, state, model)
         is_off = is_set("WANDB_DISABLED") or not state.is_world_process_zero
         return None if is_off else self._wandb.run
+
+    def _leave_trial(self) -> None:
+        """Ends the run of a trial, unless it is that of a sweep, which belongs to its agent."""
+        if self._owns_run:
+            self._wandb.finish()
+        self._initialized = False
 
     def _upload(
         self,

@@ -1,0 +1,183 @@
+"""The clients of tracking services for real, offline or local: each trains, is resumed, and its files are read back.
+
+`make test-slow` installs them. A process of its own runs each, because clients replace functions of the interpreter.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service_job import SECRET
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default"),  # theirs are many, and change with each release
+]
+
+SUPPORT = Path(__file__).parent.parent / "support"
+JOB_SECONDS = 120  # one that hangs, as a client that waits for a server would
+Points = list[tuple[int, float]]
+
+
+def needs(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f'{module} is not installed: pip install "paceline[trackers]"') from error
+
+
+def run_job(name: str, module: str, folder: Path, **variables: str) -> dict[str, Any]:
+    needs(module)
+    own = ("COMET_", "DVC", "SWANLAB_", "TRACKIO_", "CODECARBON_", "MLFLOW_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(own)}
+    path = os.pathsep.join([str(SUPPORT), *sys.path])
+    done = subprocess.run(
+        [sys.executable, str(SUPPORT / "service_job.py"), name, str(folder)],
+        env={**environment, **variables, "PYTHONPATH": path, "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=JOB_SECONDS,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the run goes on" not in done.stderr, done.stderr
+    result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"rows"')))
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert not [file for file in files if SECRET.encode() in file.read_bytes()]
+    return dict(result)
+
+
+def expected(result: dict[str, Any], name: str) -> Points:
+    """Steps and values of a metric in both trainings."""
+    return [(row["step"], row[name]) for rows in result["rows"] for row in rows if name in row]
+
+
+# ---- what each service has written: (names of its runs, points of train/loss, points of eval/loss)
+
+Reading = tuple[set[str], Points, Points]
+
+
+def read_dvclive(folder: Path) -> Reading:
+    def points(split: str) -> Points:
+        with (folder / "dvclive" / "plots" / "metrics" / split / "loss.tsv").open() as file:
+            return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file, delimiter="\t")]
+
+    assert "max_steps: 6" in (folder / "dvclive" / "params.yaml").read_text()
+    assert json.loads((folder / "dvclive" / "metrics.json").read_text())["train_loss"] > 0
+    return {"dvclive"}, points("train"), points("eval")
+
+
+def read_trackio(folder: Path) -> Reading:
+    with sqlite3.connect(folder / "trackio" / "letters.db") as database:
+        rows = database.execute("SELECT run_id, run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+        (settings,) = database.execute("SELECT config FROM configs").fetchone()
+    database.close()
+    assert json.loads(settings)["max_steps"] == 6
+    assert {name for _, name, _, _ in rows} == {"first"}
+
+    def points(name: str) -> Points:
+        return [(step, json.loads(row)[name]) for _, _, step, row in rows if name in json.loads(row)]
+
+    return {run_id for run_id, _, _, _ in rows}, points("train/loss"), points("eval/loss")
+
+
+def read_swanlab(folder: Path) -> Reading:
+    reader_of = needs("swanlab.sdk.internal.core_python.store").DataStoreReader
+    kind = needs("swanlab.proto.swanlab.record.v1.record_pb2").Record
+    found: dict[str, Points] = {"train/loss": [], "eval/loss": []}
+    files = sorted((folder / "swanlog").glob("*/*.swanlab"))
+    assert len(files) == 2
+    for file in files:
+        reader = reader_of()
+        reader.open(file)
+        for data in reader:
+            record = kind.FromString(data)
+            if record.HasField("scalar") and record.scalar.key in found:
+                found[record.scalar.key].append((record.scalar.step, record.scalar.value.number))
+        reader.close()
+    assert "max_steps" in (files[-1].parent / "files" / "config.yaml").read_text()
+    return {file.stem for file in files}, found["train/loss"], found["eval/loss"]
+
+
+def params_in(payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the parameters of a message, which holds one or several."""
+    return [value for value in payload.values() if isinstance(value, dict) and "paramName" in value]
+
+
+def read_comet(folder: Path) -> Reading:
+    found: dict[str, Points] = {"train/loss": [], "eval/loss": []}
+    keys, parameters = set(), set()
+    archives = sorted((folder / "comet").glob("*.zip"), key=lambda file: file.stat().st_mtime_ns)
+    assert len(archives) == 2
+    for archive in archives:
+        with zipfile.ZipFile(archive) as files:
+            lines = files.read("messages.json").decode().splitlines()
+        keys.add(archive.stem.split("-")[0])
+        for message in map(json.loads, lines):
+            if message["type"] == "metric_msg":
+                metric = message["payload"]["metric"]
+                found.get(metric["metricName"], []).append((metric["step"], metric["metricValue"]))
+            elif message["type"] == "parameter_msg":
+                parameters.update(param["paramName"] for param in params_in(message["payload"]))
+    assert "max_steps" in parameters
+    return keys, found["train/loss"], found["eval/loss"]
+
+
+def read_mlflow(folder: Path) -> Reading:
+    client = needs("mlflow").MlflowClient(f"sqlite:///{folder}/me/letters.db")
+    runs = client.search_runs([client.get_experiment_by_name("letters").experiment_id])
+
+    def points(name: str) -> Points:
+        history = client.get_metric_history(runs[0].info.run_id, name)
+        return [(metric.step, metric.value) for metric in sorted(history, key=lambda metric: metric.timestamp)]
+
+    return {run.info.run_id for run in runs}, points("loss"), points("eval_loss")
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "read", "variables"),
+    [
+        ("dvclive", "dvclive", read_dvclive, {}),
+        ("trackio", "trackio", read_trackio, {"TRACKIO_DIR": "{folder}/trackio"}),
+        ("swanlab", "swanlab", read_swanlab, {"SWANLAB_MODE": "offline"}),
+        (
+            "comet_ml",
+            "comet_ml",
+            read_comet,
+            {"COMET_START_ONLINE": "0", "COMET_OFFLINE_DIRECTORY": "{folder}/comet", "COMET_AUTO_LOG_CO2": "0"},
+        ),
+        ("dagshub", "dagshub", read_mlflow, {"MLFLOW_TRACKING_URI": "sqlite:///{folder}/me/letters.db"}),
+    ],
+)
+def test_run_read_back(
+    name: str, module: str, read: Callable[[Path], Reading], variables: dict[str, str], tmp_path: Path
+) -> None:
+    """The rows of both trainings, in one run."""
+    (tmp_path / "me").mkdir()
+    result = run_job(name, module, tmp_path, **{key: value.format(folder=tmp_path) for key, value in variables.items()})
+    runs, losses, evaluations = read(tmp_path)
+    assert len({run.split("-")[-1] for run in runs}) == 1
+    assert sorted(losses) == sorted(expected(result, "loss"))
+    told = expected(result, "eval_loss")
+    assert set(evaluations) == set(told)
+    assert len(evaluations) in (len(told), len(told) - 1)  # swanlab keeps one value of a step
+
+
+def test_emissions(tmp_path: Path) -> None:
+    run_job("codecarbon", "codecarbon", tmp_path, CODECARBON_COUNTRY_ISO_CODE="FRA", CODECARBON_LOG_LEVEL="error")
+    with (tmp_path / "out" / "emissions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["project_name"] for row in rows] == ["letters", "letters"]
+    assert [row["country_iso_code"] for row in rows] == ["FRA", "FRA"]
+    assert all(float(row["energy_consumed"]) > 0 for row in rows)
