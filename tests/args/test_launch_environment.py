@@ -59,6 +59,10 @@ TAKEN: list[tuple[dict[str, str], dict[str, Any]]] = [
         {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "True"},
         {"torch_compile": True, "compile_regions": True},
     ),
+    (
+        {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_DYNAMIC": "True"},
+        {"torch_compile": True, "compile_regions": None, "torch_compile_dynamic": True},
+    ),
     (FSDP, {"fsdp": True, "fsdp_config": {"cpu_ram_efficient_loading": True}}),
     ({**FSDP, "WORLD_SIZE": "1"}, {"fsdp": None, "fsdp_config": None}),
     ({**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, {"gradient_checkpointing": True, "fsdp": True}),
@@ -201,7 +205,7 @@ def test_contradictions_name_both_values(
 @pytest.mark.parametrize(("environment", "message"), [
     ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "ACCELERATE_MIXED_PRECISION=fp8 .*use bf16, fp16 or no"),
     ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "ACCELERATE_USE_MEGATRON_LM=true .*use parallelism_config or fsdp"),
-    ({"ACCELERATE_DYNAMO_BACKEND": "EAGER", "ACCELERATE_DYNAMO_USE_DYNAMIC": "True"}, "USE_DYNAMIC=True .*leave it"),
+    ({"ACCELERATE_DYNAMO_BACKEND": "EAGER", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "True"}, "FULLGRAPH=True .*leave it"),
     ({**FSDP, "FSDP_VERSION": "3"}, "FSDP_VERSION=3 .*use 1 or 2"),
     ({**FSDP, "FSDP_USE_ORIG_PARAMS": "false"}, "'use_orig_params'.='false' is not supported"),
     ({**FSDP, "FSDP_IGNORED_MODULES": "head"}, "'ignored_modules'.='head' is not supported"),

@@ -176,6 +176,14 @@ def test_the_table_points_to_options_that_exist() -> None:
             assert entry.remedy
 
 
+def test_overwrite_output_dir_says_that_it_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    TrainingArguments(overwrite_output_dir=False)  # type: ignore[call-arg]
+    assert not caplog.records
+    TrainingArguments(overwrite_output_dir=True)  # type: ignore[call-arg]
+    (record,) = caplog.records
+    assert "overwrite_output_dir=True has no effect: no file is deleted" in record.getMessage()
+
+
 def test_scripts_read_retired_options_back() -> None:
     args: Any = TrainingArguments(overwrite_output_dir=True, save_safetensors=None)  # type: ignore[call-arg]
     assert args.overwrite_output_dir is True

@@ -101,7 +101,7 @@ def test_several_dataclasses_a_namespace_and_the_rest() -> None:
         line.split(), return_remaining_strings=True, look_for_args_file=False
     )
     assert (data.path, model, namespace.by_hand, rest) == ("p", Model("big"), 4, ["--stray", "5"])
-    with pytest.raises(ValueError, match=r"are not used by .*: \['--layer_s', '5'\]; did you mean 'layers'"):
+    with pytest.raises(ValueError, match=r"are not used by .*: \['--layer_s', '5'\]; did you mean '--layers'"):
         parse(Model, "--layer_s 5")
     assert parse(Model, "--model huge")[0].name == "huge"
 

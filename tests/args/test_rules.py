@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.args.errors import UnsupportedOption
-from paceline.args.rules import LIMITS, UNSUPPORTED
+from paceline.args.rules import LIMITS
 from paceline.args.sections import Options
 from paceline.args.training import TrainingArguments
 
@@ -50,6 +50,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dataloader_persistent_workers": True}, "needs worker processes"),
     ({"dataloader_multiprocessing_context": "spawn"}, "needs worker processes"),
     ({"compile_regions": True}, "set torch_compile=True too"),
+    ({"torch_compile_dynamic": False}, "torch_compile_dynamic=False requires torch_compile"),
+    ({"compile_cache_dir": "x"}, "compile_cache_dir='x' requires torch_compile"),
+    ({"activation_memory_budget": 0.5}, "activation_memory_budget=0.5 requires torch_compile"),
+    ({"activation_memory_budget": 1.5, "torch_compile": True}, "activation_memory_budget=1.5 is invalid: .* at most 1"),
+    ({"activation_memory_budget": 0.5, "torch_compile": True, "gradient_checkpointing": True}, "leave one of them out"),
+    ({"torch_compile_mode": "reduce-overhead", "torch_compile_dynamic": True}, "CUDA graphs are recorded for one"),
+    ({"activation_offload": True, "torch_compile": True, "compile_regions": False}, "exclude each other"),
+    ({"fp8": True}, "fp8=True requires bf16=True"),
     ({"packing_length": 64}, "packing_length=64 is the length of packed rows, and packing=None"),
     ({"packing": "flatten", "packing_length": 64}, "set packing='pack', or leave packing_length out"),
     ({"packing": "pack", "packing_length": 1}, "packing_length=1 is invalid: it must be at least 2"),
@@ -87,6 +95,10 @@ ALLOWED: list[dict[str, Any]] = [
     {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 2, "dataloader_persistent_workers": True},
     {"torch_compile": True, "compile_regions": True},
     {"compile_regions": True, "torch_compile_mode": "default"},
+    {"compile_regions": False},
+    {"activation_memory_budget": 0, "torch_compile_backend": "aot_eager", "torch_compile_dynamic": False},
+    {"activation_offload": True, "gradient_checkpointing": True, "torch_compile": True},
+    {"fp8": True, "bf16": True, "parallel": {"dp_shard": 2}},
     {"optim": "galore_adamw", "optim_target_modules": ["attention"]},
     {"logging_strategy": "epoch", "logging_steps": 0, "save_strategy": "no", "save_steps": 0},
     {"fp16": True, "bf16_full_eval": True},
@@ -105,6 +117,22 @@ ALLOWED: list[dict[str, Any]] = [
 ]
 
 
+UNSUPPORTED_TOGETHER: list[tuple[dict[str, Any], str]] = [
+    ({"activation_memory_budget": 0.5, "torch_compile_backend": "eager"}, "'eager' is not supported: use one of induc"),
+    ({"compile_cache_dir": "x", "torch_compile_backend": "aot_eager"}, "only inductor has a cache"),
+    ({"activation_offload": True, "use_cpu": True}, "activation_offload=True with use_cpu is not supported"),
+    ({"activation_offload": True, "parallel": {"pp": 2}}, "activation_offload=True with parallel=.* leave"),
+    ({"fp8": True, "bf16": True, "use_cpu": True}, "fp8=True with use_cpu is not supported"),
+    ({"fp8": True, "bf16": True, "parallel": {"tp": 2}}, "fp8=True with parallel=.* leave fp8 out"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), UNSUPPORTED_TOGETHER)
+def test_what_does_not_go_together_yet(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedOption, match=message):
+        TrainingArguments("x", **options)
+
+
 @pytest.mark.parametrize("options", ALLOWED)
 def test_allowed(options: dict[str, Any]) -> None:
     TrainingArguments("x", **options)
@@ -113,9 +141,6 @@ def test_allowed(options: dict[str, Any]) -> None:
 LATER: list[tuple[str, Any]] = [
     ("parallelism_config", {"sp_size": 2, "sp_handler": {"sp_attn_implementation": "flash_attention_2"}}),
     ("parallelism_config", {"cp_size": 2, "cp_handler": {"cp_comm_strategy": "alltoall"}}),
-    ("trackio_space_id", "owner/space"),
-    ("trackio_bucket_id", "bucket"),
-    ("trackio_static_space_id", "owner/space"),
     ("accelerator_config", {"gradient_accumulation_kwargs": {"adjust_scheduler": True}}),
     ("accelerator_config", {"gradient_accumulation_kwargs": {"sync_with_dataloader": False}}),
 ]
@@ -127,6 +152,20 @@ def test_what_comes_later_is_refused_by_name_value_and_remedy(name: str, value: 
         TrainingArguments("x", **{name: value})
 
 
-def test_the_tables_name_options_that_exist() -> None:
-    assert {*LIMITS, *UNSUPPORTED} <= set(Options.__dataclass_fields__)
-    assert {name for name, _ in LATER} == {*UNSUPPORTED, "accelerator_config", "parallelism_config"}
+def test_the_table_names_options_that_exist() -> None:
+    assert set(LIMITS) <= set(Options.__dataclass_fields__)
+
+
+def test_an_interval_of_zero_is_said_to_be_that_of_the_logs(caplog: pytest.LogCaptureFixture) -> None:
+    quiet: list[dict[str, Any]] = [
+        {"eval_steps": 0},
+        {"eval_strategy": "steps"},
+        {"eval_strategy": "steps", "eval_steps": 5},
+        {"eval_strategy": "epoch", "eval_steps": 0},
+    ]
+    for options in quiet:
+        TrainingArguments(**options)
+    assert not caplog.records
+    args = TrainingArguments(eval_strategy="steps", eval_steps=0, logging_steps=7)
+    assert args.eval_steps == 7
+    assert "eval_steps=0 with eval_strategy='steps': evaluations are made every logging_steps=7" in caplog.text

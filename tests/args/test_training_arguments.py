@@ -537,3 +537,26 @@ def test_options_are_the_fields_of_the_arguments() -> None:
     assert [item.name for item in dataclasses.fields(TrainingArguments)] == [
         item.name for item in dataclasses.fields(Options)
     ]
+
+
+def test_the_docstring_holds_the_text_of_each_option() -> None:
+    """Written where the option is declared; a subclass adds its own fields to it."""
+    text = inspect.getdoc(TrainingArguments) or ""
+    assert text.startswith("All options of a run")
+    for item in dataclasses.fields(TrainingArguments):
+        assert f"    {item.name} (" in text
+        assert " ".join(item.metadata["help"].split()) in " ".join(text.split())
+    assert "learning_rate (float, default 5e-05):" in text
+
+    @dataclasses.dataclass
+    class Flavoured(TrainingArguments):
+        """With a flavour."""
+
+        flavour: str = dataclasses.field(default="plain", metadata={"help": "What it tastes like."})
+
+    own = inspect.getdoc(Flavoured) or ""
+    assert own.startswith("With a flavour.")
+    assert "What it tastes like." in own
+    assert "Peak learning rate" in own
+    Flavoured.__doc__ = "Another."
+    assert (inspect.getdoc(Flavoured) or "").startswith("Another.")

@@ -10,6 +10,7 @@ from small_models import Tagger, make_trainer, tagging
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline.pytorch.distributed.memory import as_text
 from paceline.pytorch.memory_report import find_activations, recording
 
 VOCABULARY, WIDTH = 512, 16
@@ -59,6 +60,8 @@ def test_the_error_says_what_held_the_memory(tmp_path: Path) -> None:
     assert "gradient_checkpointing=True" in text
     assert "bf16=True" in text
     assert 'optim="adafactor"' in text
+    assert 'optimizer_state_dtype="bfloat16"' in text
+    assert "optimizer_in_backward=True, max_grad_norm=0" in text
     assert model.calls == 1  # a copy is run
 
 
@@ -68,6 +71,14 @@ def test_options_in_use_are_not_offered(tmp_path: Path) -> None:
     )
     assert "activations of 1 samples" in text
     assert not any(word in text for word in ("bf16=True", "gradient_checkpointing=True", "optim=", "batch_size="))
+
+
+def test_steps_inside_the_backward_pass_hold_the_largest_gradient(tmp_path: Path) -> None:
+    text = notes_of(tmp_path, Deep(), optimizer_in_backward=True, max_grad_norm=0)
+    largest = VOCABULARY * WIDTH * 4
+    assert f"gradients {as_text(largest)}" in " ".join(text.split())
+    assert "optimizer_in_backward" not in text
+    assert "optimizer_in_backward" not in notes_of(tmp_path, Deep(), gradient_accumulation_steps=2)
 
 
 def test_a_search_that_ends_with_one_sample_reports_too(tmp_path: Path) -> None:

@@ -23,6 +23,14 @@ class SaveStrategy(StrEnum):
     BEST = "best"
 
 
+class HPSearchBackend(StrEnum):
+    """Backends of `hyperparameter_search`."""
+
+    OPTUNA = "optuna"
+    RAY = "ray"
+    WANDB = "wandb"
+
+
 class HubStrategy(StrEnum):
     """Content and interval of pushes to the hub."""
 
@@ -136,3 +144,4 @@ APEX_LEVELS = ("O0", "O1", "O2", "O3")
 LOSS_WEIGHTS = ("samples", "tokens", "shifted_tokens", "scaled", "sum")
 BACKENDS = ("nccl", "gloo", "mpi", "xccl", "hccl", "cncl", "mccl")
 START_METHODS = ("fork", "spawn", "forkserver")
+STATE_DTYPES = ("float32", "bfloat16")

@@ -27,6 +27,7 @@ from paceline.args.pipelining import keep_pipelining
 from paceline.args.places import check_url, is_url
 from paceline.args.profiling import keep_profile
 from paceline.args.sections import Options, is_replaced
+from paceline.args.warmups import keep_warmup
 
 TRUE_WORDS = frozenset({"true", "yes", "y", "t", "on", "1"})
 FALSE_WORDS = frozenset({"false", "no", "n", "f", "off", "0"})
@@ -308,6 +309,7 @@ def to_head(name: str, value: object) -> str | bool:
 
 SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "accelerator_config": to_accelerator_config,
+    "batch_size_warmup": keep_warmup,
     "debug": to_debug_list,
     "deepspeed": keep_config,
     "eval_delay": number_or_zero,
@@ -330,6 +332,7 @@ SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "profile": keep_profile,
     "report_to": to_report_list,
     "resume_from_checkpoint": keep_bool,
+    "sequence_length_warmup": keep_warmup,
     "torch_empty_cache_steps": to_cache_steps,
     "trackio_static_space_id": keep_bool,
 }

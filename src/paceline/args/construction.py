@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
 from dataclasses import MISSING, fields, is_dataclass
@@ -86,6 +87,11 @@ def names_written(source: Any, given: dict[str, Any]) -> set[str]:
     return written
 
 
+def option_docs() -> Any:
+    """Returns the module that documents options; few programs read what it writes."""
+    return importlib.import_module("paceline.args.option_docs")
+
+
 class ArgumentsMeta(type):
     """Checks the keywords of a call before any `__init__`, including a subclass's."""
 
@@ -101,6 +107,18 @@ class ArgumentsMeta(type):
             vars(made).pop(GIVEN, None)
             vars(made).update(retired)
             return made
+
+        @property
+        def __doc__(cls) -> str:
+            """The docstring as written, followed by the text of each option; built when it is read."""
+            own = type.__dict__["__doc__"].__get__(cls, type(cls)) or ""
+            # @dataclass reads the docstring between setting these two; the text of all options takes 6 ms
+            is_being_made = "__dataclass_params__" in vars(cls) and "__match_args__" not in vars(cls)
+            return option_docs().class_doc(cls, own) if is_dataclass(cls) and not is_being_made else own
+
+        @__doc__.setter
+        def __doc__(cls, text: str) -> None:
+            type.__dict__["__doc__"].__set__(cls, text)
 
         @property
         def __signature__(cls) -> inspect.Signature:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,10 +15,19 @@ class UnsupportedOption(ValueError):
     """An option that exists but is not supported here. The message names it, its value and the remedy."""
 
 
-def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """Returns `; did you mean 'x'?` for the candidate closest to `word`, or an empty string if none is close."""
-    near = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def did_you_mean(word: str, candidates: Iterable[str], prefix: str = "") -> str:
+    """Returns `; did you mean 'x'?` for the candidate that `word` means, or an empty string if none is close.
+
+    Args:
+        word: the unknown word.
+        candidates: the known words. A common name for one of them (`lr`) goes before similar spelling.
+        prefix: text put before the candidate, such as the dashes of a command line.
+    """
+    known = list(candidates)
+    # imported for an error only: it would be loaded with every Trainer
+    synonyms = importlib.import_module("paceline.args.synonyms")
+    near = synonyms.meant_by(word, known) or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {' or '.join(repr(prefix + name) for name in near)}?" if near else ""
 
 
 def wrong_value(name: str, value: object, expected: str, hint: str = "") -> ValueError:

@@ -43,8 +43,6 @@ DEEPSPEED_STAGE = 2  # the ZeRO stage if none is given
 MESH = {f"PARALLELISM_CONFIG_{axis.upper()}_SIZE": f"{axis}_size" for axis in (
     "dp_replicate", "dp_shard", "tp", "cp", "sp"
 )}  # fmt: skip
-# switches of torch.compile without an option
-COMPILE_SWITCHES = ("ACCELERATE_DYNAMO_USE_FULLGRAPH", "ACCELERATE_DYNAMO_USE_DYNAMIC")
 LAUNCHER = "accelerate launch"
 
 
@@ -112,16 +110,19 @@ def read_compilation(environment: Environment, config: LauncherConfig) -> None:
     backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if backend in ("no", ""):
         return
-    for name in COMPILE_SWITCHES:
-        if is_on(environment, name):
-            raise UnsupportedOption(
-                f"{name}={environment[name]} of {LAUNCHER} is not supported: compile the model in the script, or leave "
-                "it out."
-            )
+    name = "ACCELERATE_DYNAMO_USE_FULLGRAPH"
+    if is_on(environment, name):
+        raise UnsupportedOption(
+            f"{name}={environment[name]} of {LAUNCHER} is not supported: compile the model in the script, or leave it "
+            "out."
+        )
     config.values["torch_compile_backend"] = (backend, "ACCELERATE_DYNAMO_BACKEND")
     mode = environment.get("ACCELERATE_DYNAMO_MODE", "default")
     if mode not in ("default", "None", ""):
         config.values["torch_compile_mode"] = (mode, "ACCELERATE_DYNAMO_MODE")
+    if is_on(environment, "ACCELERATE_DYNAMO_USE_DYNAMIC"):
+        config.values["torch_compile"] = (True, "ACCELERATE_DYNAMO_BACKEND")
+        config.values["torch_compile_dynamic"] = (True, "ACCELERATE_DYNAMO_USE_DYNAMIC")
     if is_on(environment, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"):
         config.values["torch_compile"] = (True, "ACCELERATE_DYNAMO_BACKEND")
         config.values["compile_regions"] = (True, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")

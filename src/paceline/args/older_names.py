@@ -50,11 +50,13 @@ class Retired:
         remedy: the replacement.
         accepted: values without an effect, which are accepted silently.
         unset: the value of the attribute if the option was not given, for scripts that read it.
+        expected: what a True value is often expected to do, and what is done instead; logged. Empty: nothing is said.
     """
 
     remedy: str
     accepted: tuple[Any, ...]
     unset: Any
+    expected: str = ""
 
 
 def ratio_to_steps(value: object) -> float | None:
@@ -169,11 +171,17 @@ OLDER_NAMES: Mapping[str, Renamed | Retired] = {
     ),
     "jit_mode_eval": Retired("set torch_compile=True", (None, False), False),
     "mp_parameters": Retired("SageMaker's model parallelism is not supported; use torchrun", (None, ""), ""),
-    "overwrite_output_dir": Retired("leave it out", (None, False, True), False),
+    "overwrite_output_dir": Retired(
+        "leave it out",
+        (None, False, True),
+        False,
+        "no file is deleted, and a Trainer starts over unless resume_from_checkpoint is given; a TFTrainer "
+        "resumes unless resume_from_checkpoint=False",
+    ),
     "past_index": Retired("keep such a state in the model's forward", (None, -1), -1),
     "push_to_hub_organization": Retired("set hub_model_id='organization/name'", (None, ""), None),
     "ray_scope": Retired(
-        "leave it out; it belongs to hyperparameter_search, which is not supported", (None, "last"), "last"
+        "leave it out, and set the environment variable RAY_SCOPE for hyperparameter_search", (None, "last"), "last"
     ),
     "save_safetensors": Retired(
         "weights are always written as safetensors; for another file call torch.save(model.state_dict(), path)",
@@ -282,6 +290,8 @@ def retired_values(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[s
         entry = OLDER_NAMES.get(name)
         if isinstance(entry, Retired) and name not in known:
             taken = check_retired(name, value, entry)
+            if taken is True and entry.expected:
+                logger.warning("%s=True has no effect: %s.", name, entry.expected)
             values[name] = entry.unset if taken is None else taken
     return values
 

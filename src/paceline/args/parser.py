@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 import types
 import typing
@@ -14,7 +15,7 @@ from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser, Ar
 from collections.abc import Callable, Iterable
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from paceline.args.coercion import to_bool, union_members
 from paceline.args.errors import did_you_mean
@@ -157,6 +158,16 @@ class ArgumentsParser(ArgumentParser):
                 # An older flag without a value was a switch.
                 self.add_argument(f"--{name}", nargs="?", const="true", default=SUPPRESS, help=SUPPRESS)
 
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with `message`; an abbreviation that fits several options is given a hint."""
+        found = re.match(r"ambiguous option: --([^\s=]+)", message)
+        super().error(message + self._hint(found[1]) if found else message)
+
+    def _hint(self, name: str) -> str:
+        """Returns the question for an unknown flag, without its dashes."""
+        flags = [flag.lstrip("-") for flag in self._option_string_actions]
+        return did_you_mean(name, flags, "--")
+
     def parse_args_into_dataclasses(
         self,
         args: list[str] | None = None,
@@ -195,8 +206,7 @@ class ArgumentsParser(ArgumentParser):
         if return_remaining_strings:
             return (*outputs, remaining)
         if remaining:
-            flags = [flag.lstrip("-") for flag in self._option_string_actions]
-            hint = did_you_mean(remaining[0].split("=")[0].lstrip("-"), flags)
+            hint = self._hint(remaining[0].split("=")[0].lstrip("-"))
             raise ValueError(f"Some specified arguments are not used by the HfArgumentParser: {remaining}{hint}")
         return tuple(outputs)
 

@@ -16,6 +16,14 @@ from paceline.args.registry import STRATEGIES
 from paceline.args.rules import check, check_for_run, derived_values
 from paceline.args.sections import Options
 from paceline.args.sharding import is_asked, is_xla_asked, shard_precision_of
+from paceline.args.warmups import (
+    BatchWarmup,
+    LengthWarmup,
+    describe_warmups,
+    passes_of,
+    resolve_batch_warmup,
+    resolve_length_warmup,
+)
 
 __all__ = ["Plan", "UnsupportedOption", "check", "resolve", "resolve_warmup"]
 
@@ -29,12 +37,13 @@ class Plan:
     Attributes:
         micro_batch_size: samples per process in one training micro-batch; with a token budget the mean, rounded.
         eval_batch_size: samples per process in one evaluation batch.
-        accumulation_steps: micro-batches per step.
+        accumulation_steps: micro-batches per step; after `batch_warmup`, if there is one.
         world_size: number of processes.
         mesh: the device mesh, which determines the ranks that read the same data.
         parallel: the strategy; None for one process.
         global_batch_size: samples per step, over all processes; with a token budget the mean, rounded.
-        updates_per_epoch: steps in one epoch, of which the last one may have fewer micro-batches; None if unknown.
+        updates_per_epoch: steps in one epoch (after `batch_warmup`), of which the last one may have fewer
+            micro-batches; None if unknown.
         micro_batches_per_epoch: micro-batches of one process in one epoch, as the loader counts; None if unknown.
         max_steps: steps of the run.
         num_epochs: maximum number of epochs; `sys.maxsize` if the length is unknown.
@@ -56,6 +65,8 @@ class Plan:
         micro_batch_tokens: maximum tokens per process in one training micro-batch; None without a token budget.
         update_size: samples per step over all processes, or micro-batches with a token budget. A run resumed on
             another number of processes keeps it.
+        batch_warmup: the micro-batches of each step while the global batch size grows; None if it is constant.
+        length_warmup: the maximum sequence length of each step; None if samples are not cut.
         notes: one sentence for each decision to report.
     """
 
@@ -93,6 +104,8 @@ class Plan:
     mesh: Mesh = field(default_factory=Mesh)
     micro_batch_tokens: int | None = None
     update_size: int = 0
+    batch_warmup: BatchWarmup | None = None
+    length_warmup: LengthWarmup | None = None
     notes: tuple[str, ...] = ()
 
     def halved(self) -> Plan:
@@ -110,6 +123,11 @@ class Plan:
             f"{steps} instead of {self.accumulation_steps} per step; still {self.global_batch_size} samples per step."
         )
         return replace(self, micro_batch_size=size, accumulation_steps=steps, notes=(*self.notes, note))
+
+    def num_micro_batches(self, num_steps: int) -> int:
+        """Returns the micro-batches of one process in the first `num_steps` steps, if no epoch ends among them."""
+        warmup = self.batch_warmup
+        return num_steps * self.accumulation_steps if warmup is None else warmup.total(num_steps)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan in JSON types."""
@@ -217,7 +235,8 @@ def resolve(
     accumulation_steps, update_size = resolve_update(args, mesh.data_size, resumed_batch_size)
     train_size, eval_size = resolve_batches(args, mesh.data_size, notes)
     train_size, size = mean_sizes(args, train_size, update_size, samples_per_epoch, micro_batches_per_epoch, mesh)
-    duration = resolve_duration(args, micro_batches_per_epoch, accumulation_steps, notes)
+    batch_warmup = resolve_batch_warmup(args, accumulation_steps, update_size)
+    duration = resolve_duration(args, micro_batches_per_epoch, accumulation_steps, notes, batch_warmup)
     return Plan(
         **resolve_intervals(args, duration.max_steps, notes),
         micro_batch_size=train_size,
@@ -225,17 +244,16 @@ def resolve(
         accumulation_steps=accumulation_steps,
         world_size=world_size,
         global_batch_size=size,
-        updates_per_epoch=duration.updates_per_epoch,
         micro_batches_per_epoch=micro_batches_per_epoch,
-        max_steps=duration.max_steps,
-        num_epochs=duration.num_epochs,
-        num_train_epochs=duration.num_train_epochs,
+        **vars(duration),
         samples_per_epoch=samples_per_epoch,
         warmup_steps=note_warmup(args, duration.max_steps, notes),
         parallel=resolve_parallel(args, world_size, local_size),
         mesh=mesh,
         micro_batch_tokens=tokens_of(args),
         update_size=update_size,
+        batch_warmup=batch_warmup,
+        length_warmup=note_length_warmup(args, batch_warmup, notes),
         precision=precision_of(args),
         shard_precision=resolve_shard_precision(args, mesh),
         max_grad_norm=args.max_grad_norm,
@@ -360,7 +378,13 @@ def mean_sizes(
     return max(round(mean), 1), max(round(mean * update_size), 1)
 
 
-def resolve_duration(args: Options, micro_batches: int | None, accumulation_steps: int, notes: list[str]) -> Duration:
+def resolve_duration(
+    args: Options,
+    micro_batches: int | None,
+    accumulation_steps: int,
+    notes: list[str],
+    warmup: BatchWarmup | None = None,
+) -> Duration:
     """Resolves steps and epochs from max_steps, num_train_epochs and the length of the data."""
     if micro_batches is None:
         if args.max_steps < 0:
@@ -375,17 +399,19 @@ def resolve_duration(args: Options, micro_batches: int | None, accumulation_step
         raise ValueError(f"The training data gives no batch: {reason}.")
     updates = math.ceil(micro_batches / accumulation_steps)
     rest = micro_batches % accumulation_steps
-    if rest:
+    if rest and warmup is None:
         notes.append(
             f"The last optimizer step of each epoch takes {rest} of {accumulation_steps} micro-batches, weighted as "
             "they are."
         )
     if args.max_steps < 0:
         max_steps = math.ceil(args.num_train_epochs * updates)
+        if warmup is not None:
+            max_steps = warmup.step_after(0, passes_of(args.num_train_epochs, micro_batches))
         if max_steps == 0:
             notes.append("num_train_epochs=0: no optimizer step is run.")
         return Duration(updates, max_steps, math.ceil(args.num_train_epochs), float(args.num_train_epochs))
-    epochs = args.max_steps / updates
+    epochs = args.max_steps / updates if warmup is None else warmup.epochs_in(args.max_steps, micro_batches)
     notes.append(
         f"max_steps={args.max_steps} decides the length of the run, {epochs:.2f} epochs; num_train_epochs does not."
     )
@@ -444,6 +470,13 @@ def note_logging(args: Options, logging_steps: int, max_steps: int, notes: list[
             f"logging_steps={logging_steps} is more than the {max_steps} steps of the run: the training loss "
             "is logged once, at the end."
         )
+
+
+def note_length_warmup(args: Options, batch_warmup: BatchWarmup | None, notes: list[str]) -> LengthWarmup | None:
+    """Returns the warm-up of the sequence length; adds a note for it and for that of the batch size."""
+    length_warmup = resolve_length_warmup(args)
+    notes += describe_warmups(batch_warmup, length_warmup)
+    return length_warmup
 
 
 def note_warmup(args: Options, max_steps: int, notes: list[str]) -> int:

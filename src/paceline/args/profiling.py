@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.args.errors import did_you_mean, wrong_value
 
-SWITCHES = ("memory", "stacks", "shapes")
+SWITCHES = ("memory", "stacks", "shapes", "snapshot")
 COUNTS = {"wait": 0, "warmup": 1, "active": 3, "repeat": 1}  # settings of a schedule -> defaults
 SETTINGS = ("steps", "schedule", *COUNTS, *SWITCHES)
 DEFAULT = {"steps": "10-12"}
@@ -32,6 +32,7 @@ class Profiling:
         memory: record allocations.
         stacks: record the Python stack of each operation.
         shapes: record the shapes of its inputs.
+        snapshot: write torch's memory snapshot of a CUDA device.
     """
 
     steps: tuple[tuple[int, int], ...] = ()
@@ -42,6 +43,7 @@ class Profiling:
     memory: bool = False
     stacks: bool = False
     shapes: bool = False
+    snapshot: bool = False
 
     def ranges(self, first_step: int) -> tuple[tuple[int, int], ...]:
         """Returns the first and last optimizer step of each trace, for a run that begins after step `first_step`."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
 from paceline.args.accelerator_config import AcceleratorConfig, check_accelerator
 from paceline.args.choices import IntervalStrategy, SaveStrategy, SchedulerType
+from paceline.args.compilation import check_activations, check_compilation, check_fp8
 from paceline.args.deepspeed_config import fill_config
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import check_mesh
@@ -15,6 +16,7 @@ from paceline.args.packing import check_packing, check_tokens
 from paceline.args.places import is_url, staging_folder
 from paceline.args.sections import Options
 from paceline.args.sharding import is_asked, is_xla_asked, read_sharding, shard_precision_of, wants_shards
+from paceline.args.warmups import check_warmups
 
 # name: (minimum, maximum or None, True if the maximum is inclusive)
 LIMITS: dict[str, tuple[float, float | None, bool]] = {
@@ -48,6 +50,7 @@ LIMITS: dict[str, tuple[float, float | None, bool]] = {
     "dataloader_prefetch_factor": (1, None, True),
     "ddp_bucket_cap_mb": (1, None, True),
     "ddp_timeout": (1, None, True),
+    "activation_memory_budget": (0, 1, True),
     "seed": (0, 2**32 - 1, True),
     "data_seed": (0, 2**63 - 1, True),
 }
@@ -205,8 +208,6 @@ def check_loading(options: Options) -> None:
 
 def check_switches(options: Options) -> None:
     """Checks options that require another option."""
-    if options.compile_regions and not options.torch_compile:
-        raise ValueError("compile_regions=True requires torch_compile: set torch_compile=True too.")
     if options.enable_jit_checkpoint and not options.stop_signals:
         raise ValueError(
             "enable_jit_checkpoint=True requires stop_signals=True: leave stop_signals at True, or leave it out."
@@ -223,6 +224,35 @@ def check_switches(options: Options) -> None:
             f"optim_target_modules={options.optim_target_modules!r} is read by GaLore and APOLLO, and by Muon, "
             f"not by optim='{options.optim}': leave it out, or freeze parameters with requires_grad_(False)."
         )
+
+
+def check_optimizer_memory(options: Options) -> None:
+    """Checks that `optimizer_in_backward` and `optimizer_state_dtype` are not combined with what they exclude."""
+    if not options.optimizer_in_backward and options.optimizer_state_dtype == "float32":
+        return
+    if options.deepspeed or is_xla_asked(options.parallel, options.fsdp, options.fsdp_config):
+        asked = "optimizer_in_backward=True" if options.optimizer_in_backward else "optimizer_state_dtype='bfloat16'"
+        raise UnsupportedOption(f"{asked} is not supported with DeepSpeed and on XLA devices: leave it out.")
+    if options.half_precision_backend == "apex" and options.optimizer_state_dtype != "float32":
+        raise UnsupportedOption(
+            "optimizer_state_dtype='bfloat16' with half_precision_backend='apex' is not supported: set bf16=True "
+            "instead."
+        )
+    if not options.optimizer_in_backward:
+        return
+    why = "optimizer_in_backward=True steps each parameter inside the backward pass and never holds all gradients"
+    steps = options.gradient_accumulation_steps
+    excluded = {
+        f"gradient_accumulation_steps={steps}": (steps > 1, "set gradient_accumulation_steps=1"),
+        "fp16=True": (options.fp16, "set bf16=True instead"),
+        "nonfinite_policy='skip'": (options.nonfinite_policy == "skip", "set 'raise' or 'rollback'"),
+        "auto_find_batch_size=True": (options.auto_find_batch_size, "set per_device_train_batch_size"),
+        "gradient_noise_scale=True": (options.gradient_noise_scale, "leave gradient_noise_scale out"),
+        "parallel='ddp'": (options.parallel == "ddp", "set parallel='fsdp', which averages each gradient first"),
+    }
+    for name, (is_set, remedy) in excluded.items():
+        if is_set:
+            raise UnsupportedOption(f"{name}: {why}; {remedy}.")
 
 
 def check_generation(options: Options) -> None:
@@ -251,26 +281,8 @@ def is_default(*accepted: Any) -> Callable[[Any], bool]:
     return lambda value: value in accepted
 
 
-NO_TRACKIO = "there is no Trackio reporter; leave it out and use report_to='tensorboard', 'jsonl' or 'csv'"
-# name: (function that is True for values without an effect, remedy)
-UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "trackio_space_id": (is_default(None, "trackio"), NO_TRACKIO),
-    "trackio_bucket_id": (is_off, NO_TRACKIO),
-    "trackio_static_space_id": (is_off, NO_TRACKIO),
-}
-
-
-def check_supported(options: Options) -> None:
-    """Refuses options that are not supported.
-
-    Raises:
-        UnsupportedOption: one of them has a value with an effect.
-    """
-    for name, (asks_nothing, remedy) in UNSUPPORTED.items():
-        value = getattr(options, name)
-        if not asks_nothing(value):
-            shown = [str(item) for item in value] if isinstance(value, list) else value
-            raise UnsupportedOption(f"{name}={shown!r} is not supported: {remedy}.")
+def check_accumulation(options: Options) -> None:
+    """Checks `accelerator_config` and its accumulation steps."""
     check_accelerator(options.accelerator_config, options.gradient_accumulation_steps)
 
 
@@ -341,12 +353,17 @@ CHECKS = (
     check_schedule,
     check_loading,
     check_switches,
+    check_optimizer_memory,
     check_generation,
     check_parallel,
+    check_compilation,
+    check_activations,
+    check_fp8,
     check_packing,
     check_tokens,
+    check_warmups,
     check_xla,
-    check_supported,
+    check_accumulation,
 )
 
 
@@ -398,6 +415,21 @@ def derived_values(options: Options) -> dict[str, Any]:
     if options.use_cpu:
         values["dataloader_pin_memory"] = False
     return values
+
+
+def surprises(given: Mapping[str, Any], options: Options) -> list[str]:
+    """Returns warnings about values that are accepted and do something else than they seem to.
+
+    Args:
+        given: values that `derived_values` replaced, by option.
+        options: the arguments with the derived values.
+    """
+    if given.get("eval_steps") != 0:
+        return []
+    return [
+        f"eval_steps=0 with eval_strategy='steps': evaluations are made every logging_steps={options.logging_steps} "
+        "steps, as if eval_steps were not given; eval_strategy='no' turns them off."
+    ]
 
 
 def derived_store(options: Options) -> dict[str, Any]:

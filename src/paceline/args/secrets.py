@@ -5,6 +5,7 @@ Values in memory are unchanged; output to files, trackers, logs and errors is ma
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -14,6 +15,7 @@ from typing import Any
 MASK = "<MASKED>"
 
 _LEAST_VALUE = 8  # characters of a variable's value; shorter ones may be ordinary words
+_LONGEST_KEPT = 200  # characters of a text whose masked form is kept: options and the keys of rows, which repeat
 
 
 def mask_text(text: str) -> str:
@@ -32,10 +34,9 @@ def masked(value: object, name: str = "") -> Any:
 
 def is_secret(name: str, value: str) -> bool:
     """True if a value of this name is a secret."""
-    patterns = _patterns()
-    if patterns.SECRET_NAME.search(name) is not None:
+    if _names_secret(name):
         return True
-    return patterns.TOKEN_NAME.search(name) is not None and patterns.MADE_VALUE.match(value) is not None
+    return _names_token(name) and _patterns().MADE_VALUE.match(value) is not None
 
 
 def mask_command(command: Sequence[str]) -> list[str]:
@@ -67,6 +68,8 @@ class _MaskingHandler(logging.Handler):
     A filter of a logger would not see the records of its child loggers; a handler does.
     """
 
+    emits_nothing = True
+
     def handle(self, record: logging.LogRecord) -> bool:
         try:
             text = record.getMessage()
@@ -84,10 +87,10 @@ class _MaskingHandler(logging.Handler):
 
 
 def has_handlers(name: str) -> bool:
-    """True if a logger or one of its parents has a handler that emits records; `mask_logs`' handler does not count."""
+    """True if a logger or one of its parents has a handler that emits records: one without `emits_nothing`."""
     logger: logging.Logger | None = logging.getLogger(name)
     while logger is not None:
-        if any(not isinstance(handler, _MaskingHandler) for handler in logger.handlers):
+        if not all(getattr(handler, "emits_nothing", False) for handler in logger.handlers):
             return True
         logger = logger.parent if logger.propagate else None
     return False
@@ -97,16 +100,40 @@ def _patterns() -> Any:
     return importlib.import_module("paceline.args.secret_patterns")
 
 
-def _secret_variables() -> list[str]:
-    variable = _patterns().VARIABLE
-    return [
+@functools.lru_cache(maxsize=1024)
+def _names_secret(name: str) -> bool:
+    return _patterns().SECRET_NAME.search(name) is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_token(name: str) -> bool:
+    return _patterns().TOKEN_NAME.search(name) is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_secret_variable(name: str) -> bool:
+    return _patterns().VARIABLE.search(name) is not None
+
+
+def _secret_variables() -> tuple[str, ...]:
+    return tuple(
         value
         for name, value in os.environ.items()
-        if len(value) >= _LEAST_VALUE and variable.search(name) and not os.path.exists(value)
-    ]
+        if len(value) >= _LEAST_VALUE and _is_secret_variable(name) and not os.path.exists(value)
+    )
 
 
-def _mask(text: str, known: list[str]) -> str:
+def _mask(text: str, known: tuple[str, ...]) -> str:
+    return _mask_short(text, known) if len(text) <= _LONGEST_KEPT else _mask_any(text, known)
+
+
+# A save masks all options three times; the patterns would cost half of its time on the training's thread.
+@functools.lru_cache(maxsize=4096)
+def _mask_short(text: str, known: tuple[str, ...]) -> str:
+    return _mask_any(text, known)
+
+
+def _mask_any(text: str, known: tuple[str, ...]) -> str:
     for secret in known:
         text = text.replace(secret, MASK)
     patterns = _patterns()
@@ -117,7 +144,7 @@ def _mask(text: str, known: list[str]) -> str:
     return text
 
 
-def _masked(value: object, name: str, known: list[str]) -> Any:
+def _masked(value: object, name: str, known: tuple[str, ...]) -> Any:
     if isinstance(value, str):
         is_placeholder = not value or (value.startswith("<") and value.endswith(">"))
         return MASK if not is_placeholder and is_secret(name, value) else _mask(value, known)

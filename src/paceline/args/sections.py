@@ -23,6 +23,7 @@ from paceline.args.choices import (
     PACKINGS,
     PRECISION_BACKENDS,
     START_METHODS,
+    STATE_DTYPES,
     DebugOption,
     HubStrategy,
     IntervalStrategy,
@@ -167,7 +168,9 @@ class ActivationSection:
 class CompileSection:
     """Compilation and kernels."""
 
-    torch_compile: bool = option(False, "Compile the model with torch.compile.")
+    torch_compile: bool = option(
+        False, "Compile the model with torch.compile: its repeated blocks where it has them, see compile_regions."
+    )
     torch_compile_backend: str | None = option(
         None, "Backend of torch.compile; setting it enables torch_compile. Unset: inductor."
     )
@@ -504,8 +507,35 @@ class PacelineSection:
     stop_signals: bool = option(
         True, "On SIGTERM, SIGUSR1 or Ctrl-C, finish the optimizer step, write a checkpoint and return from train()."
     )
-    compile_regions: bool = option(
-        False, "With torch_compile, compile each repeated block separately: much shorter compilation."
+    compile_regions: bool | None = option(
+        None,
+        "With torch_compile, what is compiled: True: each repeated block by itself, whose compilation is much shorter; "
+        "False: the whole model. Unset: the blocks, if most of the model is in blocks that are alike.",
+        is_switch=True,
+    )
+    torch_compile_dynamic: bool | None = option(
+        None,
+        "Shapes of a compiled model. True: of any size from the first compilation on; False: one compilation per "
+        "shape. Unset: compiled for the first shape, and for any size where later ones differ.",
+        is_switch=True,
+    )
+    compile_cache_dir: str | None = option(
+        None,
+        "Folder of a trusted file system in which the results of torch_compile with the backend inductor are kept "
+        "between runs. Unset: torch's own temporary folder.",
+    )
+    activation_memory_budget: float | None = option(
+        None,
+        "With torch_compile, the share of the activations that compiled code keeps for the backward pass, from 0 to 1; "
+        "it recomputes the others, those that cost least first. Unset: as much as is fastest.",
+    )
+    activation_offload: bool = option(
+        False, "Keep the activations of the forward pass in host memory until the backward pass needs them."
+    )
+    fp8: bool = option(
+        False,
+        "Compute linear layers in 8-bit floating point with torchao, on GPUs that have it (NVIDIA from compute "
+        "capability 8.9 on, AMD MI300). Needs bf16=True.",
     )
     eval_spill_gb: float = option(
         0.25,
@@ -587,6 +617,29 @@ class PacelineSection:
         None,
         "Most tokens in one training micro-batch, padding included, per process: samples of similar length, or, with "
         "packing, whole rows. Unset: per_device_train_batch_size samples.",
+    )
+    batch_size_warmup: dict[str, Any] | str | list[Any] | None = option(
+        None,
+        "Begin with a smaller global batch size, by fewer micro-batches per optimizer step: {'start': samples, "
+        "'steps': optimizer steps} for a line up to the full size, or a list of [step, samples] that ends at it. "
+        "Sizes are over all processes, in whole micro-batches. Unset: gradient_accumulation_steps micro-batches.",
+    )
+    sequence_length_warmup: dict[str, Any] | str | list[Any] | None = option(
+        None,
+        "Begin with shorter sequences: training samples are cut to {'start': tokens, 'end': tokens, 'steps': optimizer "
+        "steps}, a line in multiples of 8 tokens ('multiple'), and whole after that; or to a list of [step, tokens], "
+        "where None means whole. Unset: whole samples.",
+    )
+    optimizer_in_backward: bool = option(
+        False,
+        "Step each parameter inside the backward pass and free its gradient, so that gradients are never all in "
+        "memory. On one process, or with parallel='fsdp'; without accumulation, clipping and fp16.",
+    )
+    optimizer_state_dtype: str = option(
+        "float32",
+        "Dtype of the optimizer's moments between steps: 'float32', or 'bfloat16', rounded stochastically, in half the "
+        "memory.",
+        STATE_DTYPES,
     )
 
 

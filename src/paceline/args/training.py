@@ -25,7 +25,7 @@ from paceline.args.construction import GIVEN, ArgumentsMeta, defaults_of
 from paceline.args.older_names import OLDER_NAMES, Renamed, Retired, act_on_fields, check_retired
 from paceline.args.option_files import read_mapping
 from paceline.args.plan import check, half_format, resolve_warmup
-from paceline.args.rules import derived_values
+from paceline.args.rules import derived_values, surprises
 from paceline.args.secrets import masked
 from paceline.args.sections import Options
 
@@ -105,6 +105,8 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
             if told:
                 error.add_note(told)
             raise
+        for note in surprises(self._given, self):
+            logger.warning(note)
 
     def _take_from_launcher(self) -> str:
         """Fills options that are not given from `accelerate launch`. Returns a sentence that lists them."""

@@ -162,8 +162,7 @@ def search(run: Callable[[int, StepClock], None], device: torch.device, lowest: 
     for size in sizes_between(lowest, highest):
         gc.collect()  # the parts of the last run refer to each other; they hold memory until they are collected
         empty_device_cache(device)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        reset_peak_memory(device)
         clock = StepClock(device)
         is_out = False
         try:
@@ -230,10 +229,18 @@ def has_room(device: torch.device, before: int | None) -> bool:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Returns the peak of a CUDA device's allocated memory, or of the process on a CPU, in bytes; None if unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return peak_of_process() if device.type == "cpu" else None
+    """Returns the peak of a device's allocated memory, or of the process on a CPU, in bytes; None if unknown."""
+    if device.type == "cpu":
+        return peak_of_process()
+    read = getattr(torch.get_device_module(device), "max_memory_allocated", None)  # mps has none
+    return None if read is None else int(read(device))
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Starts a new measurement of `peak_memory`, on devices that can."""
+    reset = getattr(torch.get_device_module(device), "reset_peak_memory_stats", None)
+    if reset is not None:
+        reset(device)
 
 
 def peak_of_process() -> int | None:

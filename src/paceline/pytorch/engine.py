@@ -199,6 +199,10 @@ class Engine:
         """Returns True if smaller micro-batches may avoid this error and no part of the step has been applied yet."""
         return not steps_in_backward(self.optimizer) and self.sync.is_out_of_memory(error)
 
+    def limit_norm(self, max_norm: float) -> None:
+        """Sets the norm to which the gradients of later steps are clipped; infinity only computes it."""
+        self.max_grad_norm = max_norm
+
     def discard(self) -> None:
         """Drops the gradients and outputs of a failed step."""
         self.strategy.clear_gradients()

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 from paceline.args.accelerator_config import check_batch, global_micro_batch_size, is_on
 from paceline.args.mesh import Mesh
 from paceline.args.packing import TokenBudget
+from paceline.args.plan import Plan
 from paceline.core.contracts import Strategy
+from paceline.core.optional import LateModule
 from paceline.pytorch.data.columns import has_removable_columns
 from paceline.pytorch.data.data_shard import DataShard
 from paceline.pytorch.data.dispatch import BatchDispatcher
+from paceline.pytorch.data.feed import Collect, StatefulDataIterator
 from paceline.pytorch.data.loading import KeptLoaders, check_dataset
 from paceline.pytorch.data.sampling import make_eval_sampler, make_train_sampler
 from paceline.pytorch.distributed.collectives import dispatch_objects, pack
@@ -22,7 +25,10 @@ from paceline.pytorch.distributed.world import World
 from paceline.pytorch.model.objective import adapted
 
 if TYPE_CHECKING:
+    from paceline.pytorch.data import warmups
     from paceline.pytorch.packing import Packing
+else:
+    warmups = LateModule("paceline.pytorch.data.warmups")
 
 
 @dataclass(frozen=True)
@@ -193,6 +199,69 @@ def check_train_loader(loader: Any, owner: str, packing: Packing | None, tokens:
             f"per_device_train_tokens={tokens}: the training loader or its sampler is {owner}'s own, and its "
             "micro-batches are of samples. Leave per_device_train_tokens out, or let the Trainer make the loader and "
             "its order."
+        )
+
+
+def make_feed(
+    loader: Any,
+    plan: Plan,
+    model: object,
+    *,
+    collect: Collect,
+    ignore_data_skip: bool,
+    step: Callable[[], int],
+) -> StatefulDataIterator:
+    """Returns the iterator over the training data, with the warm-ups of batch size and sequence length.
+
+    Args:
+        loader: the training loader.
+        plan: the plan of the run.
+        model: the model, whose main input is cut.
+        collect, ignore_data_skip: see `StatefulDataIterator`.
+        step: returns the number of optimizer steps made.
+
+    Raises:
+        ValueError: the batch size grows, and the loader is the user's own and has another or an unknown one.
+    """
+    accumulation = plan.accumulation_steps
+    if plan.batch_warmup is None and plan.length_warmup is None:
+        return StatefulDataIterator(
+            loader, accumulation=accumulation, collect=collect, ignore_data_skip=ignore_data_skip
+        )
+    if plan.batch_warmup is not None:
+        check_batch_size(loader, plan.batch_warmup.unit, plan.micro_batch_size)
+    config = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", "input_ids")
+    return warmups.WarmingFeed(
+        loader,
+        accumulation=accumulation,
+        collect=collect,
+        ignore_data_skip=ignore_data_skip,
+        batch_warmup=plan.batch_warmup,
+        length_warmup=plan.length_warmup,
+        cutter=warmups.SequenceCutter(name, bool(getattr(config, "is_encoder_decoder", False))),
+        step=step,
+    )
+
+
+def check_batch_size(loader: object, in_all: int, in_one: int) -> None:
+    """Checks that a loader has the micro-batch size of the arguments, which a warm-up of the batch size counts in.
+
+    Args:
+        loader: the training loader.
+        in_all: samples in a micro-batch of all processes.
+        in_one: samples in a micro-batch of one process.
+
+    Raises:
+        ValueError: the loader has another micro-batch size, or hides it.
+    """
+    shared = getattr(loader, "global_micro_batch_size", None)
+    own, expected = (shared, in_all) if shared is not None else (getattr(loader, "batch_size", None), in_one)
+    if own != expected:
+        size = "no batch_size" if own is None else f"batches of {own} samples"
+        raise ValueError(
+            f"batch_size_warmup counts micro-batches of {expected} samples, and the training loader has {size}: give "
+            f"it batch_size={expected}, set per_device_train_batch_size, or leave batch_size_warmup out."
         )
 
 

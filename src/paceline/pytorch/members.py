@@ -14,6 +14,7 @@ from paceline.pytorch.sync import Measure
 
 if TYPE_CHECKING:
     from paceline.checkpoint.remote_sync import RemoteSync
+    from paceline.pytorch.model.objective import Objective
     from paceline.pytorch.packing import Packing
 
 
@@ -21,13 +22,16 @@ class TrainerMembers(Facade, Protocol):
     """The members of a Trainer that a subclass may override and that its session uses; see `Trainer` for each.
 
     Attributes:
+        objective: computes the loss of a batch, and knows the parameters of `forward`.
         train_dataset: the training data.
         eval_dataset: the evaluation data, or a dict of several.
         model_init: makes a fresh model for each run; None: each run continues to train the same model.
         loss_is_scaled_for_ga: declared by a subclass; None: inferred.
         remote_sync: uploads the output folder; None without an `output_store`.
+        _trial_name: the name of the present trial of a search, or None.
     """
 
+    objective: Objective
     train_dataset: Any
     eval_dataset: Any
     model_init: Callable[..., nn.Module] | None
@@ -44,6 +48,8 @@ class TrainerMembers(Facade, Protocol):
     store_flos: Callable[[], None]
     floating_point_ops: Callable[[Any], int]
     remote_sync: RemoteSync | None
+    _trial_name: str | None
+    _meet_trial: Callable[[object], None]
     _make_checkpointer: Callable[[], Checkpointer]
     _make_measurer: Callable[[], Measure | None]
     _find_packing: Callable[[], Packing | None]

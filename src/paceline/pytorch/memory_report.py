@@ -86,6 +86,7 @@ class Situation:
         vocabulary: width of the logits; 0 if unknown.
         on_accelerator: the model is not on the CPU.
         by_adamw: the optimizer is torch's AdamW or Adam.
+        in_single: the weights are float32.
         activations: the activations of a micro-batch; None if no copy of the model could run.
         half_activations: the activations under bfloat16; None if unknown, or if mixed precision is on.
     """
@@ -97,6 +98,7 @@ class Situation:
     vocabulary: int
     on_accelerator: bool
     by_adamw: bool
+    in_single: bool
     activations: Activations | None = None
     half_activations: Activations | None = None
 
@@ -142,6 +144,11 @@ def estimates(situation: Situation) -> Iterator[tuple[str, int]]:
         yield 'optim="adafactor"', state
         if situation.on_accelerator:
             yield 'optim="adamw_bnb_8bit"', state * 3 // 4
+        if situation.in_single:
+            yield 'optimizer_state_dtype="bfloat16"', state // 2
+        if can_step_inside(options):
+            saved = memory.gradients - memory.largest_gradient
+            yield "optimizer_in_backward=True, max_grad_norm=0", saved
     if situation.world_size > 1:
         share = memory.parameters + memory.gradients + state
         yield "fsdp=True", share - share // situation.world_size
@@ -162,6 +169,20 @@ def estimates(situation: Situation) -> Iterator[tuple[str, int]]:
         yield "bf16=True", activations.total - situation.half_activations.total
     if situation.vocabulary and not options.linear_cross_entropy:
         yield "linear_cross_entropy=True", activations.of_width(situation.vocabulary)
+
+
+def can_step_inside(options: Any) -> bool:
+    """Returns True if the other options of a run allow `optimizer_in_backward`."""
+    is_alone = options.parallel in (None, "fsdp") and (
+        options.world_size == 1 or bool(options.fsdp or options.parallel)
+    )
+    return is_alone and not (
+        options.gradient_accumulation_steps > 1
+        or options.fp16
+        or options.deepspeed
+        or options.auto_find_batch_size
+        or options.nonfinite_policy == "skip"
+    )
 
 
 def find_activations(model: nn.Module, inputs: Mapping[str, Any], context: Any) -> Activations | None:
@@ -270,6 +291,7 @@ def make_report(
         vocabulary=getattr(getattr(model, "config", None), "vocab_size", None) or 0,
         on_accelerator=device.type != "cpu",
         by_adamw=isinstance(optimizer, torch.optim.Adam),  # AdamW is a subclass
+        in_single=all(parameter.dtype == torch.float32 for parameter in model.parameters()),
         activations=activations,
         half_activations=half,
     )

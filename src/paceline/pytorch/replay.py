@@ -5,17 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.args.errors import UnsupportedOption
 from paceline.args.places import WITHOUT_OUTPUT
 from paceline.checkpoint import folders
 from paceline.core.events import TrainerCallback
-from paceline.core.journal import JOURNAL_FILE, UpdateRow, find_row, read_rows
+from paceline.core.journal import CHANGES_FILE, JOURNAL_FILE, UpdateRow, find_row, read_changes, read_rows
 from paceline.core.state import TrainerControl, TrainerState
+from paceline.pytorch.blame import BlamedSample, StepSnapshot, single_samples
+from paceline.pytorch.blame import blame as blame_step
 from paceline.pytorch.data.identity import has_ids, sample_ids
+from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.optim.schedulers import follows_metrics
+from paceline.pytorch.trial_run import check_one_process
 
 if TYPE_CHECKING:
     from paceline.pytorch.trainer import Trainer
@@ -37,6 +42,7 @@ class Replayed:
         recorded: the step as the run recorded it.
         started_from: the checkpoint that the replay started from; None: the beginning of the run.
         is_indexed: the sample ids are indices.
+        samples: the samples ranked by their own loss and gradient norm, with `blame=True`; else empty.
     """
 
     step: int
@@ -48,6 +54,7 @@ class Replayed:
     recorded: UpdateRow
     started_from: Path | None
     is_indexed: bool = True
+    samples: list[BlamedSample] = dataclasses.field(default_factory=list)
 
     @property
     def is_exact(self) -> bool:
@@ -57,10 +64,13 @@ class Replayed:
 
 
 class StopAfter(TrainerCallback):
-    """Ends training after a step."""
+    """Makes the recorded changes of a run's settings, and ends training after a step."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, changes: Sequence[Mapping[str, Any]]) -> None:
+        self.step, self.changes = step, changes
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        control.steering.follow(self.changes)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step >= self.step:
@@ -72,19 +82,33 @@ def replay(
     step: int,
     run: str | Path | None = None,
     say: Callable[[str], None] = logger.info,
+    blame: bool = False,
 ) -> Replayed:
     """Trains up to `step` from the newest valid checkpoint before it, or from the beginning; the run is unchanged.
+
+    With `blame` the trainer's model is left with the weights that the step started from.
 
     Args:
         trainer: built as for the run, with the same initial model, data and arguments.
         step: `global_step` after the optimizer step to replay.
         run: the run's output folder; None: the trainer's.
         say: called with a message that names the replayed steps.
+        blame: compute the loss and the gradient norm of each sample alone, at the weights that the step started from
+            and without dropout, and rank the samples by them (`Replayed.samples`).
 
     Raises:
-        ValueError: the run's journal does not contain this step; the learning rate followed evaluations; or the step
-            has other samples with these arguments.
+        ValueError: the run's journal does not contain this step; the learning rate followed evaluations; the step
+            has other samples with these arguments; or the loss of a sample cannot be computed alone.
+        UnsupportedOption: `blame` with several processes or a sharded model.
     """
+    if blame:
+        check_one_process("replay(blame=True)", trainer.strategy)
+        if trainer.strategy.is_sharded:  # its gradients are made by hooks of whole steps
+            raise UnsupportedOption(
+                f"replay(blame=True): {type(trainer.strategy).__name__} shards the model. Build the trainer without "
+                "fsdp and deepspeed, or replay without blame, which shows the samples of the step."
+            )
+    snapshot = StepSnapshot(step) if blame else None
     folder = Path(run if run is not None else trainer._get_output_dir(None))
     recorded = find_row(folder / JOURNAL_FILE, step)
     if recorded is None:
@@ -97,7 +121,10 @@ def replay(
     say(f"Replaying optimizer steps {first:,} to {step:,} from {source}.")
     with tempfile.TemporaryDirectory(prefix="paceline-replay-") as temporary:
         options = {**WITHOUT_OUTPUT, "output_dir": temporary}
-        trainer._train_with(options, StopAfter(step), str(start) if start is not None else None)
+        callbacks: list[TrainerCallback] = [StopAfter(step, read_changes(folder / CHANGES_FILE))]
+        if snapshot is not None:
+            callbacks.append(snapshot)
+        trainer._train_with(options, callbacks, str(start) if start is not None else None)
         if follows_metrics(trainer.lr_scheduler):
             raise ValueError("The learning rate of this run followed its evaluations, which a replay does not make.")
         made = find_row(Path(temporary) / JOURNAL_FILE, step)
@@ -110,9 +137,25 @@ def replay(
         )
     loader = trainer.callback_handler.train_dataloader
     ids = sample_ids(loader, recorded.epoch, recorded.first, recorded.num_samples)
-    return Replayed(
-        step, ids, made.loss, made.grad_norm, made.learning_rate, made.epoch, recorded, start, has_ids(loader)
-    )
+    samples = blame_samples(trainer, snapshot, loader, ids) if snapshot is not None else []
+    numbers = (made.loss, made.grad_norm, made.learning_rate, made.epoch)
+    return Replayed(step, ids, *numbers, recorded, start, has_ids(loader), samples)
+
+
+def blame_samples(trainer: Trainer, snapshot: StepSnapshot, loader: Any, ids: list[int]) -> list[BlamedSample]:
+    """Ranks the samples of the replayed step; the random generators are left as they are."""
+    model = trainer.model
+    snapshot.restore(model)
+    with preserved_rng():
+        return blame_step(
+            ids,
+            single_samples(loader, ids, snapshot.batches),
+            model,
+            compute_loss=trainer.compute_loss,
+            prepare=trainer._prepare_inputs,
+            precision=trainer.compute_loss_context_manager,
+            has_targets=lambda batch: trainer.loss_normalizer.count(batch).weight > 0,
+        )
 
 
 def place_of(row: UpdateRow) -> str:

@@ -48,19 +48,20 @@ from paceline.pytorch.data.loading import (
 )
 from paceline.pytorch.distributed.collectives import gather_objects
 from paceline.pytorch.distributed.memory import count_memory
-from paceline.pytorch.distributed.precision import make_precision
+from paceline.pytorch.distributed.precision import make_precision, warn_of_emulation
 from paceline.pytorch.distributed.random import seed_everything, set_seed
 from paceline.pytorch.distributed.strategy import SingleDevice, choose_strategy
 from paceline.pytorch.distributed.watchdog import Watchdog, watching
 from paceline.pytorch.distributed.world import World, device_text
 from paceline.pytorch.engine import Engine
-from paceline.pytorch.loaders import check_train_loader
+from paceline.pytorch.loaders import check_train_loader, make_feed
 from paceline.pytorch.members import TrainerMembers
 from paceline.pytorch.model.factory import check_trainable
 from paceline.pytorch.model.loss import LossNormalizer
 from paceline.pytorch.model.objective import adapted
 from paceline.pytorch.model.prepare import PreparedModel, prepare_model
-from paceline.pytorch.optim.layerwise import check_run, steps_in_backward
+from paceline.pytorch.optim.groups import reset_decay
+from paceline.pytorch.optim.layerwise import check_options, check_run, steps_in_backward
 from paceline.pytorch.optim.modes import switch_optimizer
 from paceline.pytorch.optim.schedulers import follows_metrics
 from paceline.pytorch.output_store import finished_uploads
@@ -69,16 +70,19 @@ from paceline.pytorch.sync import LocalSync, ProcessSync, Sync, synchronized_con
 from paceline.pytorch.validation import check_evaluation, check_optimizer, declare_loss
 
 if TYPE_CHECKING:
-    from paceline.pytorch import device_clock, flops, memory_report, noise_scale, rollback
+    from paceline.pytorch import device_clock, flops, memory_report, missing_labels, noise_scale, rollback
     from paceline.pytorch.checkpoint import sharded_format
     from paceline.pytorch.noise_scale import NoiseScale
+    from paceline.pytorch.optim import steered
 else:
     device_clock = LateModule("paceline.pytorch.device_clock")
     flops = LateModule("paceline.pytorch.flops")
     memory_report = LateModule("paceline.pytorch.memory_report")
+    missing_labels = LateModule("paceline.pytorch.missing_labels")
     noise_scale = LateModule("paceline.pytorch.noise_scale")
     rollback = LateModule("paceline.pytorch.rollback")
     sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
+    steered = LateModule("paceline.pytorch.optim.steered")
 
 logger = logging.getLogger(__name__)
 
@@ -155,11 +159,13 @@ class Session(core.Session[Run, TrainerMembers]):
             metric=derived_values(args).get("metric_for_best_model"),
         )
         declare_loss(self.loss_normalizer, args.loss_weight, facade.loss_is_scaled_for_ga)
+        warn_of_emulation(args.fp16, self.world.device)
         seed_everything(args.seed, is_deterministic=args.full_determinism, tf32=args.tf32)
         if facade.model_init is not None:
             self.model = facade.call_model_init(trial)
             self.optimizer = self.lr_scheduler = None
             facade.place_model()
+            facade._meet_trial(trial)
         check_trainable(self.model)
 
     def find_checkpoint(self, resume: str | bool | None) -> Path | None:
@@ -182,11 +188,13 @@ class Session(core.Session[Run, TrainerMembers]):
         packing, plan = self.facade._find_packing(), self.make_plan(loader)
         check_train_loader(loader, type(self.facade).__name__, packing, plan.micro_batch_tokens)
         collect, device = adapted(self.facade.get_batch_samples, 3), self.world.device
-        feed = StatefulDataIterator(
+        feed = make_feed(
             loader,
-            accumulation=plan.accumulation_steps,
+            plan,
+            self.model,
             collect=lambda batches, number: collect(batches, number, device),
             ignore_data_skip=self.args.ignore_data_skip,
+            step=lambda: self.state.global_step,
         )
         return feed, plan
 
@@ -225,6 +233,8 @@ class Session(core.Session[Run, TrainerMembers]):
             is_local_process_zero=self.world.local_process_index == 0,
             is_world_process_zero=self.world.process_index == 0,
             is_trial=trial is not None,
+            trial_name=self.facade._trial_name,
+            trial_params=getattr(trial, "params", trial),
         )
 
     def begin_mark(self, folder: Path, checkpoint: Path | None) -> RunMark:
@@ -273,7 +283,8 @@ class Session(core.Session[Run, TrainerMembers]):
         sync = self.make_sync(plan, feed, signals, watchdog, ledger)
         self.strategy.check_training_step(self.facade.training_step)
         padding = PaddingMeter()
-        meters: list[core.Meter] = [padding]
+        edit_meters = self.edits.meters if self.edits is not None else ()
+        meters: list[core.Meter] = [padding, *feed.meters, *edit_meters]
         training_step = self.facade.training_step
         if self.args.log_flops:
             meter = flops.meter_of(self.facade, self.strategy, plan, self.model)
@@ -304,6 +315,24 @@ class Session(core.Session[Run, TrainerMembers]):
                 restore_loop(loop, self.loss_normalizer, progress, self.args.label_smoothing_factor)
         return loop
 
+    def settings(self, run: Run) -> steered.TorchSettings:
+        engine = run.engine
+        return steered.TorchSettings(
+            engine.optimizer,
+            engine.scheduler,
+            read_norm=lambda: engine.max_grad_norm,
+            limit_norm=engine.limit_norm,
+            clips_itself=self.strategy.clips_itself,
+        )
+
+    def evaluation_obstacle(self) -> str | None:
+        facade = self.facade
+        try:
+            check_evaluation(facade.eval_dataset, facade.get_eval_dataloader, strategy="steps", metric=None)
+        except ValueError:
+            return "the run has no evaluation data"
+        return None
+
     def describe(self, run: Run) -> RunFacts:
         lines = []
         if self.world.is_distributed:
@@ -315,6 +344,7 @@ class Session(core.Session[Run, TrainerMembers]):
             model=type(self.model).__name__,
             num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             device=device_text(self.world.device),
+            record={"parameter_dtypes": sorted({str(parameter.dtype) for parameter in self.model.parameters()})},
             lines=tuple(lines),
         )
 
@@ -335,6 +365,14 @@ class Session(core.Session[Run, TrainerMembers]):
                 batches=run.engine.batches,
                 precision=self.strategy.precision,
                 world_size=1 if self.strategy.is_sharded else self.world.world_size,
+            )
+            missing_labels.explain_missing_labels(
+                error,
+                self.facade.train_dataset,
+                run.engine.batches,
+                accepted=self.facade.objective.signature.names,
+                label_names=self.facade.objective.label_names,
+                drops_columns=self.args.remove_unused_columns,
             )
             raise
         finally:
@@ -378,7 +416,9 @@ class Session(core.Session[Run, TrainerMembers]):
         def make_optimizer(model: torch.nn.Module) -> Any:
             self.facade.create_optimizer_and_scheduler(num_training_steps=plan.max_steps)
             check_optimizer(self.optimizer, model)
+            reset_decay(self.optimizer)
             check_run(self.optimizer, str(self.args.optim), plan)
+            check_options(self.optimizer, self.args, plan)
             return self.optimizer
 
         if wants_shards(self.args) and plan.save_strategy != "no":
@@ -418,6 +458,7 @@ class Session(core.Session[Run, TrainerMembers]):
             watchdog=watchdog,
             mesh=plan.mesh,
             ledger=ledger,
+            requests=self.control.requests,
         )
         sync.is_served = isinstance(feed.loader, DispatchedLoader) and not self.world.is_first
         feed.synchronize_with(sync.synchronize, partial(sync.draw, feed.collect))

@@ -23,7 +23,7 @@ from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.core.ledger import BACKWARD, COMMUNICATION, DATA, OTHER, Ledger
 from paceline.core.methods import is_ours
 from paceline.core.signals import StopSignals
-from paceline.core.state import TrainerControl
+from paceline.core.state import Requests, TrainerControl
 from paceline.pytorch.distributed.collectives import any_on_device, gather_objects, sum_floats, sum_ints
 from paceline.pytorch.distributed.strategy import is_out_of_memory
 from paceline.pytorch.distributed.watchdog import Watchdog
@@ -174,6 +174,7 @@ class ProcessSync:
         watchdog: is told the current stage of this process, and reports late processes.
         mesh: the layout of the ranks. Ranks that read the same data count once; None: all read different data.
         ledger: records the time spent waiting for other processes; None creates a new one.
+        requests: changes of settings that callbacks and commands request, exchanged before each window.
 
     Attributes:
         total: divisor of this process's losses: the global weight divided by the number of data-parallel ranks,
@@ -199,8 +200,10 @@ class ProcessSync:
         watchdog: Watchdog,
         mesh: Mesh | None = None,
         ledger: Ledger | None = None,
+        requests: Requests | None = None,
     ) -> None:
         self.ledger = Ledger() if ledger is None else ledger
+        self.requests = Requests() if requests is None else requests
         self.mesh = mesh or Mesh(dp_replicate=world.world_size)
         self._is_leader = int(self.mesh.is_data_leader(world.process_index))  # of the ranks that read the same data
         self.world = world
@@ -246,17 +249,20 @@ class ProcessSync:
             int(noted is not None),
             int(noted == signal.SIGINT),
             int(own_weight == 0 and self._spare is None),
+            len(self.requests.pending),
             *(int(number) * self._is_leader for number in measured),
             int(bool(counts) and self.normalizer.has_target(counts)),
             *(int(len(batches) > slot) for slot in range(self.accumulation)),
         ]
         with self._waiting("waiting for the others before an update", DATA):
             weight, *numbers = sum_floats(self.world, values)  # exact for integers below 2**53
-        (items, num_counting, samples, informative, asked, interrupted, lacking, *rest) = map(int, numbers)  # fmt: skip
+        items, num_counting, samples, informative, asked, interrupted, lacking, requested, *rest = map(int, numbers)
         self.counted = Counted(*rest[: len(measured)])
         targets, *slots = rest[len(measured) :]
         if asked:
             self.signals.agree(bool(interrupted))
+        if requested:
+            self.requests.agree(gather_objects(self.world, self.requests.pending))
         self.weight = weight if self.normalizer.reduction.unit in OF_TARGETS or targets else 0.0
         self.is_informative = informative > 0
         self._weigh(weight, own_weight)

@@ -9,7 +9,7 @@ Owners:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.core.methods import is_ours, texts_in
 from paceline.core.metrics import StartTime
 from paceline.core.optional import LateModule
-from paceline.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
+from paceline.core.outputs import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
 from paceline.core.state import TrainerControl, TrainerState
 from paceline.pytorch import validation
 from paceline.pytorch.data import columns
@@ -52,8 +52,9 @@ from paceline.pytorch.optim.schedulers import follows_metrics, get_scheduler
 from paceline.pytorch.sync import Measure
 
 if TYPE_CHECKING:
+    from paceline.compat import trial_runs
     from paceline.hub.described import CardFacts, CheckpointForm
-    from paceline.pytorch import batch_search, lr_search, parts, session
+    from paceline.pytorch import batch_search, lr_search, module_memory, parts, session
     from paceline.pytorch.checkpoint.checkpointer import Checkpointer
     from paceline.pytorch.evaluation import predictor
     from paceline.pytorch.noise_scale import NoiseScale
@@ -62,10 +63,12 @@ if TYPE_CHECKING:
 else:
     batch_search = LateModule("paceline.pytorch.batch_search")
     lr_search = LateModule("paceline.pytorch.lr_search")
+    module_memory = LateModule("paceline.pytorch.module_memory")
     optimizer_registry = LateModule("paceline.pytorch.optim.optimizers")
     parts = LateModule("paceline.pytorch.parts")
     predictor = LateModule("paceline.pytorch.evaluation.predictor")
     session = LateModule("paceline.pytorch.session")
+    trial_runs = LateModule("paceline.compat.trial_runs")
 
 logger = logging.getLogger(__name__)
 
@@ -437,19 +440,24 @@ class Trainer(HubNames, ForSubclasses):
             return self._run_training(checkpoint, trial, ignore_keys_for_eval)
 
     def _run_training(self, resume: str | bool | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
+        self._hp_search_setup(trial)
         folder = Path(self._get_output_dir(trial))
         return self._make_session().train(folder, resume, trial, ignore_keys)
 
-    def _train_with(self, options: dict[str, Any], callback: TrainerCallback, checkpoint: str | None) -> None:
-        """Trains with changed arguments, which are not reported, and an extra callback; both apply to this run only."""
+    def _train_with(
+        self, options: dict[str, Any], callbacks: Sequence[TrainerCallback], checkpoint: str | None
+    ) -> None:
+        """Trains with changed arguments, which are not reported, and extra callbacks; both apply to this run only."""
         original = self.args
         self.args = replace(original, **options)
-        self.add_callback(callback)
+        for callback in callbacks:
+            self.add_callback(callback)
         self.reports_changes = False
         try:
             self.train(resume_from_checkpoint=checkpoint)
         finally:
-            self.remove_callback(callback)
+            for callback in callbacks:
+                self.remove_callback(callback)
             self.reports_changes = True
             self.args = original
 
@@ -486,6 +494,17 @@ class Trainer(HubNames, ForSubclasses):
         batch_search.check_arguments(lowest, highest, num_steps)
         batch_search.check_support(self.strategy, self.args)
         return parts.search_batch_size(self, lowest, highest, num_steps)
+
+    def measure_memory(self) -> module_memory.StepMemory:
+        """Measures the peak memory of an optimizer step by kind and by module, and undoes its effects.
+
+        Raises:
+            ValueError: the data has too few samples for two optimizer steps.
+            UnsupportedOption: there are several processes, or the model is compiled or on an XLA device.
+        """
+        module_memory.check_support(self.strategy, self.args.torch_compile, self.args.linear_cross_entropy)
+        options = {"max_steps": 2, "gradient_accumulation_steps": 1}
+        return module_memory.measure(lambda watch: parts.try_run(self, options, watch), self.strategy.device)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Runs forward and backward of one micro-batch; returns its detached contribution to the step's loss."""
@@ -582,6 +601,7 @@ class Trainer(HubNames, ForSubclasses):
     ) -> dict[str, float]:
         """Evaluates during training, and steps a schedule that follows the metrics."""
         metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        self._report_to_hp_search(trial, self.state.global_step, metrics)
         if follows_metrics(self.lr_scheduler) and not skip_scheduler:
             session.step_by_metric(self.lr_scheduler, metrics, self._plan().metric_for_best_model)
         return metrics
@@ -715,22 +735,42 @@ class Trainer(HubNames, ForSubclasses):
 
     def hyperparameter_search(
         self,
-        hp_space: Any = None,
-        compute_objective: Any = None,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
         n_trials: int = 20,
         direction: str | list[str] = "minimize",
-        backend: Any = None,
-        hp_name: Any = None,
+        backend: str | None = None,
+        hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
-    ) -> Any:
-        """Raises NotImplementedError, because this version has no hyper-parameter search.
+    ) -> BestRun | list[BestRun]:
+        """Trains with several sets of hyperparameters, and returns the best; see docs/search.md.
 
-        Call `train` in a loop with `model_init` and different arguments instead.
+        Each trial has a folder `run-{id}` in `output_dir`. Afterwards the Trainer is as it was before. With optuna the
+        study is stored, and the same call continues a search that was interrupted.
+
+        Args:
+            hp_space: optuna: `(trial) -> dict` of hyperparameters; ray, wandb: `(None) ->` the space of the search.
+                Names that are options replace these; `model_init(trial)` may read others. None: learning rate, epochs,
+                seed and batch size.
+            compute_objective: `(metrics) -> number`, or a list of numbers for several objectives. None: the sum of
+                `compute_metrics`' values, else `eval_loss`.
+            n_trials: number of trials.
+            direction: "minimize" or "maximize", or a list with one of them for each objective.
+            backend: "optuna", "ray" or "wandb"; None: the first that is installed.
+            hp_name: `(trial) -> name` of the trial and its folder.
+            kwargs: options of the backend: of `optuna.create_study` and `Study.optimize`, of `ray.tune.run`, or of a
+                sweep.
+
+        Returns:
+            The best trial; with several objectives, a list of those that no other trial beats in all of them.
+
+        Raises:
+            RuntimeError: there is no `model_init`, no backend is installed, or no trial was completed.
+            ValueError: an argument is invalid, or a function returned something else than it must.
+            ImportError: the backend is not installed.
+            UnsupportedOption: the backend or an option is not supported.
         """
-        raise NotImplementedError(
-            "hyperparameter_search is not in this version of paceline: call train() in a loop over TrainingArguments "
-            "with `model_init=`, or drive it from optuna directly."
-        )
+        return trial_runs.search(self, hp_space, compute_objective, n_trials, direction, backend, hp_name, kwargs)
 
     # ---- the hub, beside the methods of HubNames
 

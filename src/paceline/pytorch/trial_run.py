@@ -23,6 +23,8 @@ OPTIONS: dict[str, Any] = {
     "logging_strategy": "no",
     "log_flops": False,
     "gradient_noise_scale": False,
+    "batch_size_warmup": None,
+    "sequence_length_warmup": None,
     "disable_tqdm": True,
     "push_to_hub": False,
     "resume_from_checkpoint": None,

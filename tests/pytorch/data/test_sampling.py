@@ -1,5 +1,6 @@
 """Orders: pure functions of (seed, epoch, consumed), and the reference's for the same seed."""
 
+import itertools
 import logging
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.lengths import find_lengths, length_grouped_order
+from paceline.pytorch.data.indexed import IndexBatches
 from paceline.pytorch.data.rebalance import balance, padded_cost
 from paceline.pytorch.data.sampling import (
     OrderedSampler,
@@ -139,6 +141,26 @@ def test_rebalanced_batches_from_a_position(
     assert len(whole) == sampler.num_samples
     sampler.set_position(consumed)
     assert [index for batch in sampler for index in batch] == whole[consumed:]
+
+
+def test_workers_of_rebalanced_batches_seed_by_the_same_places_after_a_resume() -> None:
+    """The place counts the samples of all processes, as the position of a checkpoint does."""
+    lengths = np.random.default_rng(1).integers(5, 90, size=50).tolist()
+    loaders = []
+    for rank in range(2):
+        sampler = RebalancedBatches(lengths, 12, 2, 3, num_ranks=2, rank=rank, drop_last=False)
+        loaders.append(IndexBatches(sampler, None, drop_last=False, is_seeded=True))
+
+    def keys(position: int) -> list[list[tuple[int, int]]]:
+        for batches in loaders:
+            batches.set_epoch(1)
+            batches.set_position(position)
+        return [[(batch.key[1], len(batch)) for batch in batches] for batches in loaders]  # type: ignore[attr-defined]
+
+    whole = keys(0)
+    placed = sorted(itertools.chain(*whole))
+    assert [place for place, _ in placed] == [0, *itertools.accumulate(size for _, size in placed)][:-1]
+    assert keys(24) == [own[4:] for own in whole]
 
 
 def test_rebalancing_makes_costs_closer() -> None:

@@ -28,6 +28,11 @@ def make_args(**changes):
         "torch_compile_backend": None,
         "torch_compile_mode": None,
         "compile_regions": False,
+        "torch_compile_dynamic": None,
+        "compile_cache_dir": None,
+        "activation_memory_budget": None,
+        "activation_offload": False,
+        "fp8": False,
         "debug": [],
     }
     return SimpleNamespace(**{**defaults, **changes})

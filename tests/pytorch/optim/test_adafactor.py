@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.pytorch.optim.adafactor import Adafactor
-from paceline.pytorch.optim.schedulers import get_adafactor_schedule
+from paceline.pytorch.optim.schedulers import get_adafactor_schedule, get_scheduler
 
 EXTERNAL = {"lr": 1e-2, "relative_step": False, "scale_parameter": False}
 
@@ -127,3 +127,8 @@ def test_the_schedule_shows_the_rates_that_the_optimizer_sets():
     assert (again.last_epoch, again.base_lrs) == (4, [0.5])
     with pytest.raises(TypeError, match="Adafactor"):
         get_adafactor_schedule(torch.optim.SGD(ours, lr=0.1))
+
+
+def test_another_schedule_cannot_scale_rates_that_the_optimizer_sets():
+    with pytest.raises(ValueError, match=r"lr=None.*AdafactorSchedule\(optimizer\)"):
+        get_scheduler("linear", Adafactor(weights(), lr=None), num_warmup_steps=0, num_training_steps=4)

@@ -1,11 +1,11 @@
 """torch.compile and activation checkpointing change the speed and the memory of a run, not its numbers."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compilers import needs_compiler
 from small_models import classification, losses, make_trainer, weights
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,9 +16,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler (g++)"
-)
 
 
 class Block(nn.Module):

@@ -143,6 +143,49 @@ def test_a_resumed_run_ends_the_same(tmp_path: Path) -> None:
     assert trainer.state.global_step == whole.state.global_step == 6
 
 
+class Relief(TrainerCallback):
+    """Gives the model room for all samples from step 20 on."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.room = 100 if state.global_step >= 20 else 2
+
+
+class StopIn(TrainerCallback):
+    """Stops between an out-of-memory and the next try of a larger size."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == 60
+
+
+def test_the_micro_batch_grows_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 220, "num_train_epochs": 3}
+    with caplog.at_level("INFO", logger="paceline"):
+        grown = run(tmp_path, Narrow(2), auto_find_batch_size=True, callbacks=[Relief()], **options)
+    assert grown.state.train_batch_size == 8
+    assert set(grown.model.sizes) >= {2, 4, 8}
+    assert len([text for text in caplog.messages if text.startswith("Trying")]) == 2
+    plain = run(tmp_path, Tagger(), **options)
+    for expected, found in zip(plain.gradients, grown.gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    assert losses(grown) == pytest.approx(losses(plain), rel=1e-7)
+
+
+def test_the_size_is_resumed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"auto_find_batch_size": True, "max_steps": 150, "save_strategy": "steps"}
+    options |= {"save_steps": 60, "gradient_accumulation_steps": 2}
+    whole = run(tmp_path / "whole", Narrow(2), callbacks=[Relief()], **options)
+    first = run(tmp_path / "parts", Narrow(2), callbacks=[Relief(), StopIn()], **options)
+    trainer = make_trainer(
+        tmp_path / "parts", Narrow(2).double(), DATA, per_device_train_batch_size=8, max_grad_norm=0,
+        callbacks=[Relief()], **options,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(trainer.model), weights(whole.model))
+    trained: Any = trainer.model
+    assert first.model.sizes + trained.sizes == whole.model.sizes
+    assert trainer.state.train_batch_size == whole.state.train_batch_size == 4
+
+
 @pytest.mark.parametrize("in_training", [False, True])
 def test_in_evaluation_it_says_what_to_do(tmp_path: Path, in_training: bool) -> None:
     class Full(Classifier):

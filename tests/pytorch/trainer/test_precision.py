@@ -55,6 +55,13 @@ def test_products_in_16_bits_parameters_in_32(tmp_path: Path, option: str, dtype
     assert predictions.metrics["test_loss"] == pytest.approx(trainer.evaluate()["eval_loss"])
 
 
+def test_float16_on_a_cpu_is_said_to_be_slow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_trainer(tmp_path, Classifier(), DATA, bf16=True).train()
+    assert "on a CPU" not in caplog.text
+    make_trainer(tmp_path, Classifier(), DATA, fp16=True).train()
+    assert caplog.text.count("fp16=True on a CPU: most CPUs emulate float16") == 1
+
+
 class Logits(Classifier):
     def forward(self, x: Tensor) -> Any:
         return self.logits(x)

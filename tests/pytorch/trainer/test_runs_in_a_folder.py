@@ -112,6 +112,8 @@ def test_a_new_run_does_not_resume_from_an_older_one(tmp_path: Path, caplog: pyt
     first.train()
     train_killed(tmp_path, 1)
     assert "holds checkpoint-12 of another run" in caplog.text
+    last = tmp_path / "checkpoint-12"
+    assert f"Training starts over; train(resume_from_checkpoint={str(last)!r}) resumes." in caplog.text
     with pytest.raises(ValueError, match=r"No valid checkpoint.*checkpoint-12 is of another.*resume_from_checkpoint="):
         make(tmp_path).train(resume_from_checkpoint=True)
     begun = make(tmp_path, At(3, kill))
@@ -127,10 +129,18 @@ def test_a_new_run_does_not_resume_from_an_older_one(tmp_path: Path, caplog: pyt
     named.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
     assert "does not belong to the run started or resumed last" in caplog.text
     assert "nothing is left to train" in caplog.text
+    assert "starts over" not in caplog.text
     assert torch.equal(weights(named.model), weights(first.model))
     assert named.run_mark is not None
     assert first.run_mark is not None
     assert named.run_mark.run_id == first.run_mark.run_id
+
+
+def test_the_header_says_that_a_run_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path, num_train_epochs=2, disable_tqdm=False).train(resume_from_checkpoint="auto")
+    assert "resumed" not in capsys.readouterr().out
+    make(tmp_path, disable_tqdm=False).train(resume_from_checkpoint="auto")
+    assert "resumed    at step 8 of 12" in capsys.readouterr().out
 
 
 def test_a_resumed_run_keeps_its_id_in_checkpoints_and_record(tmp_path: Path) -> None:

@@ -262,7 +262,8 @@ def test_training_waits_when_memory_is_short(
     assert "of host memory, and 100 bytes are available" in caplog.text
 
 
-def test_memory_of_the_copies_is_used_again() -> None:
+def test_memory_of_the_copies_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_SMALL_BYTES", -1)  # copies of small tensors are made anew
     buffers = background.HostBuffers()
     tensor = torch.randn(4, 5)
     tied = {"a": tensor, "b": tensor, "c": tensor.clone(), "turned": torch.randn(3, 2).T}

@@ -6,7 +6,7 @@ import copy
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paceline.pytorch.checkpoint.adapters import has_adapters
 from paceline.pytorch.checkpoint.tensors import plain_values, save_plain
-from paceline.pytorch.checkpoint.weights import Sorted, num_bytes
+from paceline.pytorch.checkpoint.weights import Sorted, address_of, num_bytes
 from paceline.pytorch.data.prefetch import has_pinned_memory
 
 Key = tuple[torch.dtype, torch.Size, tuple[int, ...]]
@@ -26,6 +26,7 @@ Key = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 LOWER_PRIORITY = 10  # niceness, at most 19; gives the thread about a tenth of a busy core
 
 _PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
+_SMALL_BYTES = 1 << 15
 _LIBRARIES = ("transformers", "peft")  # libraries whose save_pretrained needs nothing but the model
 
 
@@ -34,12 +35,18 @@ class NotCopyable(Exception):
 
 
 class HostBuffers:
-    """Host memory that successive copies reuse: allocating new pages costs several times as much as copying."""
+    """Host memory that successive copies reuse: allocating new pages costs several times as much as copying.
+
+    Copies of small tensors are made anew: they fit in pages that the process has, and finding a buffer costs more.
+    """
 
     def __init__(self) -> None:
         self._free: dict[Key, list[Tensor]] = {}
         self._used: list[tuple[Key, Tensor]] = []
-        self._copied: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        # By address. Sources are kept alive, so that no other tensor can get their address before `finish`.
+        self._sources: dict[Hashable, Tensor] = {}
+        self._copies: dict[Hashable, Tensor] = {}
+        self._others: list[Tensor] = []  # earlier sources at an address that was copied again, in another form
 
     @property
     def num_bytes(self) -> int:
@@ -49,13 +56,24 @@ class HostBuffers:
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Copies a tensor to the host. Copies of the same tensor share a buffer. Call `finish` before reading them."""
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided:
             return tensor.to("cpu", copy=True)
-        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and identity in self._copied:
-            return self._copied[identity][1]
-        is_pinned = tensor.device.type != "cpu" and has_pinned_memory()
+        address = address_of(tensor)
+        earlier = self._sources.get(address)
+        if earlier is not None:
+            if _is_same(tensor, earlier):
+                return self._copies[address]
+            self._others.append(earlier)
+        is_small = tensor.is_cpu and num_bytes(tensor) <= _SMALL_BYTES
+        self._sources[address] = tensor
+        self._copies[address] = copied = tensor.clone() if is_small else self._fill(tensor)
+        return copied
+
+    def _fill(self, tensor: Tensor) -> Tensor:
+        """Copies a tensor into a free buffer of its form, or a new one."""
+        is_pinned = not tensor.is_cpu and has_pinned_memory()
         stride = tensor.stride()
         if not tensor.is_contiguous():
             stride = torch.empty_like(tensor, device="meta").stride()  # dense, in the same order of dimensions
@@ -66,22 +84,19 @@ class HostBuffers:
         else:
             buffer = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned)
         self._used.append((key, buffer))
-        buffer.copy_(tensor, non_blocking=is_pinned)
-        # the source is kept alive, so that no other tensor can get its address before `finish`
-        self._copied[identity] = (tensor, buffer)
-        return buffer
+        return buffer.copy_(tensor, non_blocking=is_pinned)
 
     def finish(self) -> None:
         """Waits for copies from an accelerator, and frees buffers of earlier copies that this copy did not reuse."""
-        is_waiting = any(source.device.type != "cpu" for source, _ in self._copied.values())
+        is_waiting = not all(source.is_cpu for source in chain(self._sources.values(), self._others))
         if is_waiting and torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        self._copied.clear()
+        self._forget_sources()
         self._free.clear()
 
     def give_back(self) -> None:
         """Makes the buffers available to the next copies; call it after the copies have been written."""
-        self._copied.clear()
+        self._forget_sources()
         for key, buffer in self._used:
             self._free.setdefault(key, []).append(buffer)
         self._used.clear()
@@ -90,7 +105,22 @@ class HostBuffers:
         """Frees the memory."""
         self._free.clear()
         self._used.clear()
-        self._copied.clear()
+        self._forget_sources()
+
+    def _forget_sources(self) -> None:
+        self._sources.clear()
+        self._copies.clear()
+        self._others.clear()
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    """True if two strided tensors at one address are views of the same values."""
+    return (
+        tensor.dtype == other.dtype
+        and tensor.shape == other.shape
+        and tensor.stride() == other.stride()
+        and tensor.device == other.device
+    )
 
 
 class HostCopy:
@@ -164,8 +194,13 @@ def writes_itself_safely(model: nn.Module) -> bool:
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
-    """Returns the total bytes of the tensors; each is counted once, and those on the device "meta" not at all."""
-    return sum({(t.device, t.data_ptr(), t.numel()): num_bytes(t) for t in tensors if t.device.type != "meta"}.values())
+    """Returns the total bytes of the tensors. Of those at one address the largest counts; those on "meta" do not."""
+    sizes: dict[Hashable, int] = {}  # by address
+    for tensor in tensors:
+        if not tensor.is_meta:
+            address = address_of(tensor)
+            sizes[address] = max(sizes.get(address, 0), num_bytes(tensor))
+    return sum(sizes.values())
 
 
 def available_host_memory() -> int | None:
@@ -207,6 +242,11 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._ended: Callable[[BaseException | None], None] | None = None
+        self._wake: Callable[[], None] | None = None
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Sets the function that the thread calls after it has set `is_due`."""
+        self._wake = wake
 
     @property
     def is_busy(self) -> bool:
@@ -249,3 +289,5 @@ class Writer:
         except BaseException as error:
             self._error = error
         self.is_due = True
+        if self._wake is not None:
+            self._wake()

@@ -67,7 +67,7 @@ def begin_for_all(world: World, folder: Path, checkpoint: Path | None, step: int
     mark = None
     if world.is_first:
         mark = begin_run(folder, checkpoint, step, list_checkpoints(folder))
-        report_kept(folder, mark)
+        report_kept(folder, mark, checkpoint)
     found: RunMark = share_object(world, mark)
     return found
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.manifest import KnownFile, entry_of
-from paceline.pytorch.checkpoint.weights import num_bytes
+from paceline.pytorch.checkpoint.weights import address_of, num_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +58,10 @@ class FrozenPart:
         frozen = {
             name: tensors[name]
             for name, parameter in model.named_parameters(remove_duplicate=False)
-            if not parameter.requires_grad and name in tensors and tensors[name].data_ptr() == parameter.data_ptr()
+            if not parameter.requires_grad and name in tensors and address_of(tensors[name]) == address_of(parameter)
         }
-        trained = {parameter.data_ptr() for parameter in model.parameters() if parameter.requires_grad}
-        sizes = {name: num_bytes(tensor) for name, tensor in frozen.items() if tensor.data_ptr() not in trained}
+        trained = {address_of(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        sizes = {name: num_bytes(tensor) for name, tensor in frozen.items() if address_of(tensor) not in trained}
         return sizes if sum(sizes.values()) >= self.least_bytes else {}
 
     def place(

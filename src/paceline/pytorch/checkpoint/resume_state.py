@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.args.plan import Plan
 from paceline.args.registry import SAMPLERS
+from paceline.args.warmups import passes_of
 from paceline.checkpoint import resuming
 from paceline.checkpoint.layout import CALLBACKS, DATA, LOSS, PROGRESS
 from paceline.core.contracts import Stateful
@@ -47,22 +48,29 @@ class LoopProgress:
         self.loop = loop
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the skipped windows, the summary of steps not logged yet, the run's length and its `update_size`."""
+        """Returns the skipped windows, the summary of steps not logged yet, the run's length and its batch sizes."""
         loop = self.loop
         return {
             "skipped": sorted(loop.skipped),
             "unlogged": dataclasses.asdict(loop.unlogged),
             "length": {"planned": loop.plan.max_steps, "max_steps": loop.state.max_steps},
             "update_size": loop.plan.update_size,
+            "micro_batches": loop.micro_batches.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Restores the summary of steps not logged yet, and the skipped accumulation windows."""
+        """Restores the summary of steps not logged yet, the skipped accumulation windows and the micro-batch size."""
         unlogged = UpdateSummary.restored(state.get("unlogged") or {})
-        self.loop.resume(unlogged, skipped_windows(state))
+        self.loop.resume(unlogged, skipped_windows(state), state.get("micro_batches"))
 
 
-NO_PROGRESS: dict[str, Any] = {"skipped": [], "unlogged": {}, "length": {}, "update_size": None}  # outside of a run
+NO_PROGRESS: dict[str, Any] = {
+    "skipped": [],
+    "unlogged": {},
+    "length": {},
+    "update_size": None,
+    "micro_batches": {},
+}  # outside of a run
 
 
 def describe_progress(
@@ -109,6 +117,7 @@ def describe_progress(
         "world_size": world_size,
         "data_size": data_size,
         "update_size": loop["update_size"],
+        "micro_batches": loop["micro_batches"],
         "launch": run_identity(os.environ),
     }
     return json.dumps(progress, indent=1), other
@@ -292,6 +301,9 @@ class PositionRestorer:
             return plan, plan.max_steps
         if length is not None:
             planned, max_steps = length
+        elif plan.batch_warmup is not None:
+            passes = passes_of(plan.num_train_epochs, plan.micro_batches_per_epoch, feed.epoch, left)
+            planned = max_steps = plan.batch_warmup.step_after(self.global_step, passes)
         else:
             done = feed.epoch * plan.updates_per_epoch + plan.updates_per_epoch + (-left // plan.accumulation_steps)
             if done == self.global_step:
@@ -338,8 +350,8 @@ class PositionRestorer:
         length, position, before = (progress.get(name) or {} for name in ("length", "feed", "arguments"))
         names = ("num_train_epochs", "max_steps", "gradient_accumulation_steps")
         is_as_before = all(name in before and resuming.is_same(before[name], self.arguments[name]) for name in names)
-        tokens, past_tokens = (recorded(each, "per_device_train_tokens") for each in (self.arguments, before))
-        is_as_before &= tokens == past_tokens
+        for name in ("per_device_train_tokens", "batch_size_warmup"):
+            is_as_before &= recorded(self.arguments, name) == recorded(before, name)
         loader = self.feed.loader
         sizes = {"batch_size": global_micro_batch_size(loader), "num_samples": sample_count(loader)}
         if (

@@ -6,7 +6,7 @@ import json
 import os
 import stat
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -21,6 +21,7 @@ from paceline.pytorch.checkpoint.torch_files import read_torch_file
 
 _LEAVES = (bool, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size)
 _KINDS: tuple[Any, ...] = (str, int, float, complex)  # subclasses are converted, since pickle would store their class
+_SCALARS = frozenset((bool, int, float, str, type(None)))  # exact types: subclasses, such as enums, are converted
 _NUMBERS = [np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
 _NUMBERS += [np.float16, np.float32, np.float64, np.complex64, np.complex128]
 
@@ -172,8 +173,7 @@ def _plain(value: object, where: str, tensor: Callable[[torch.Tensor], torch.Ten
     if isinstance(value, (set, frozenset)):
         return (frozenset if isinstance(value, frozenset) else set)(_plain_keys(value, where, tensor))
     if isinstance(value, (list, tuple)):
-        items = [_plain(item, f"{where}[{index}]", tensor) for index, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
+        return _plain_sequence(value, where, tensor)
     if isinstance(value, np.ndarray) and value.dtype.type in _NUMBERS:
         return np.array(value, order="C")
     raise TypeError(
@@ -182,11 +182,22 @@ def _plain(value: object, where: str, tensor: Callable[[torch.Tensor], torch.Ten
     )
 
 
+def _plain_sequence(
+    values: list[Any] | tuple[Any, ...], where: str, tensor: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Any] | tuple[Any, ...]:
+    items: Iterable[Any] = values
+    if not _SCALARS.issuperset(map(type, values)):  # as are the 625 integers of Python's random state
+        items = [_plain(item, f"{where}[{index}]", tensor) for index, item in enumerate(values)]
+    return list(items) if isinstance(values, list) else tuple(items)
+
+
 def _plain_keys(values: Collection[Any], where: str, tensor: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
     """Returns the keys of a dict, or the items of a set, as plain values.
 
     Raises: TypeError, if they could not be keys when read back.
     """
+    if _SCALARS.issuperset(map(type, values)):
+        return list(values)
     keys = [_plain(key, f"a key of {where}", tensor) for key in values]
     try:
         check_keys(keys)

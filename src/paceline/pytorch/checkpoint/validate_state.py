@@ -56,7 +56,8 @@ def _misfit_of_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, A
             is_needed = isinstance(value, (float, tuple)) and name != "initial_lr"
             if is_needed and name not in saved:
                 return f"group {number} has no {name}"
-    is_known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _ELEMENTWISE
+    kind = getattr(optimizer, "inner_class", type(optimizer))
+    is_known = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
     return _misfit_of_elements(optimizer, groups, kept) if is_known else None
 
 

@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,7 +209,7 @@ def alias_groups(state_dict: Mapping[str, Any]) -> dict[str, str]:
             continue
         if tensor.device.type == "meta" or not tensor.numel():
             continue
-        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        key = (tensor.device, address_of(tensor), tensor.dtype, tensor.shape, tensor.stride())
         kept = first.setdefault(key, name)
         if kept != name:
             aliases[name] = kept
@@ -279,7 +279,15 @@ def file_names(count: int) -> list[str]:
 
 def num_bytes(tensor: torch.Tensor) -> int:
     """Returns the bytes of the values of a tensor."""
-    return tensor.numel() * tensor.element_size()
+    return tensor.numel() * tensor.itemsize
+
+
+def address_of(tensor: torch.Tensor) -> Hashable:
+    """Returns where the values of a tensor start: the same for two tensors only if they share them.
+
+    Devices whose memory has no addresses report 0 for every tensor: there it is the storage, and the offset in it.
+    """
+    return tensor.data_ptr() or (tensor.untyped_storage()._cdata, tensor.storage_offset())
 
 
 def _write_file(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:

@@ -329,9 +329,11 @@ class StatefulDataIterator:
         batches: largest number of micro-batches of this epoch that a process consumed.
         synchronize: `(window, samples in it) -> (window, samples, micro-batches)`: agrees on the accumulation window
             with other processes. None with a single process.
+        meters: add entries to the log rows.
     """
 
     synchronize: Synchronize | None = None
+    meters: tuple[Any, ...] = ()
 
     def __init__(
         self,

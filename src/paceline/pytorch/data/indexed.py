@@ -8,15 +8,21 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+from paceline.core.optional import LateModule
 from paceline.pytorch.data.data_shard import DataShard
 from paceline.pytorch.data.generators import seed_generators
 from paceline.pytorch.data.sampling import RankBatches, skip_samples
+
+if TYPE_CHECKING:
+    from paceline.pytorch.data import arrow_rows
+else:
+    arrow_rows = LateModule("paceline.pytorch.data.arrow_rows")
 
 
 class SeededIndices(list[int]):
@@ -201,11 +207,11 @@ class LocalBatches(Iterator[Any]):
 
     Args:
         dataset: has `__getitem__`, or `__getitems__` for a whole batch.
-        batches: lists of indices.
         collate: `(samples) -> batch`.
+        batches: lists of indices.
     """
 
-    def __init__(self, dataset: Any, batches: Iterator[list[int]], collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], batches: Iterator[list[int]]) -> None:
         self.batches = batches
         self.collate = collate
         self.dataset = dataset
@@ -313,20 +319,28 @@ class IndexedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         if not self.num_workers and not self.pin_memory:
-            iterator: Iterator[Any] = LocalBatches(self.dataset, iter(self.batches), self.collate_fn)
+            iterator: Iterator[Any] = LocalBatches(*self._reading(), iter(self.batches))
             self.batches.forget_position()
             return iterator
         if self._inner is None:
+            dataset, collate = self._reading()
             self._inner = DataLoader(
-                SeededItems(self.dataset, self.seed) if self.num_workers else self.dataset,
+                SeededItems(dataset, self.seed) if self.num_workers else dataset,
                 batch_sampler=self.batches,
-                collate_fn=self.collate_fn,
+                collate_fn=collate,
                 generator=self.generator,
                 **self._options,
             )
         iterator = self._passes.open(self._inner)
         self.batches.forget_position()
         return iterator
+
+    def _reading(self) -> tuple[Any, Callable[[list[Any]], Any]]:
+        """Returns the dataset and the collator of a pass; numeric Arrow data is read as arrays."""
+        if not type(self.dataset).__module__.startswith("datasets."):
+            return self.dataset, self.collate_fn
+        found: tuple[Any, Callable[[list[Any]], Any]] = arrow_rows.as_arrays(self.dataset, self.collate_fn)
+        return found
 
     def close(self) -> None:
         """Stops the workers of unfinished passes and persistent workers."""

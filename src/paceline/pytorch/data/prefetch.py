@@ -92,7 +92,18 @@ class DevicePrefetcher:
 def has_pinned_memory() -> bool:
     """Returns True if there is an accelerator with its own memory, which copies from page-locked memory faster."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator is not None and accelerator.type != "mps"
+    if accelerator is None or accelerator.type == "mps":
+        return False
+    return accelerator.type != torch._C._get_privateuse1_backend_name() or _can_allocate_pinned()
+
+
+def _can_allocate_pinned() -> bool:
+    """Returns False if a backend outside of torch has no allocator of page-locked memory, which it may leave out."""
+    try:
+        torch.empty(1, pin_memory=True)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:

@@ -174,6 +174,19 @@ class RankBatches(Sampler[list[int]]):
         return {**self._current, "size": len(self.lengths)}
 
 
+class PlacedBatch(list[int]):
+    """The indices of a micro-batch.
+
+    Args:
+        indices: the indices.
+        position: number of samples of the epoch before this micro-batch, over all processes.
+    """
+
+    def __init__(self, indices: Iterable[int], position: int) -> None:
+        super().__init__(indices)
+        self.position = position
+
+
 class RebalancedBatches(RankBatches):
     """Micro-batches of about equal padded cost, a fixed number of samples per step; see `pytorch.data.rebalance`.
 
@@ -253,13 +266,13 @@ class RebalancedBatches(RankBatches):
             samples = order[start : start + per_update].tolist()
             if len(samples) < per_update and self.drop_last:
                 return
-            yield from self._micro_batches(samples, order, skip)
+            yield from self._micro_batches(samples, order, start, skip)
             skip = 0
 
-    def _micro_batches(self, samples: list[int], order: Lengths, skip: int) -> Iterator[list[int]]:
+    def _micro_batches(self, samples: list[int], order: Lengths, position: int, skip: int) -> Iterator[list[int]]:
         """Yields this process's micro-batches of one optimizer step.
 
-        The first `skip` samples, counted over all processes, are left out.
+        The step begins at a position of the epoch. Its first `skip` samples, counted over all processes, are left out.
         """
         num_groups = self.num_ranks * self._current["accumulation"]
         if len(samples) < num_groups:
@@ -274,11 +287,13 @@ class RebalancedBatches(RankBatches):
         for start in range(0, num_groups, self.num_ranks):
             slot = groups[start : start + self.num_ranks]
             size = sum(map(len, slot))
+            first, position = position, position + size
             if skip >= size:
                 skip -= size
                 continue
             own = slot[self.rank]
-            yield own[min(skip // self.num_ranks, len(own)) :] if skip else own
+            dropped = min(skip // self.num_ranks, len(own))
+            yield PlacedBatch(own[dropped:], first + sum(map(len, slot[: self.rank])) + dropped)
             skip = 0
 
 

@@ -20,19 +20,9 @@ from paceline.args.packing import TokenBudget
 from paceline.core.lengths import GivenLengths, Lengths
 from paceline.pytorch.data.packing import best_fit_decreasing
 from paceline.pytorch.data.rebalance import QUADRATIC_COST
-from paceline.pytorch.data.sampling import RankBatches, SamplerRequest, finish_in
+from paceline.pytorch.data.sampling import PlacedBatch, RankBatches, SamplerRequest, finish_in
 
 OCTAVE = 4  # samples whose lengths share the first 4 + 1 binary digits may swap: at most 6 % more padding
-
-
-class PlacedBatch(list[int]):
-    """The indices of a micro-batch.
-
-    Attributes:
-        position: number of samples of the epoch before this micro-batch, over all processes.
-    """
-
-    position: int
 
 
 @dataclass(frozen=True)
@@ -259,9 +249,8 @@ class TokenBatches(RankBatches):
             batches = np.split(indices[position : bounds[-1]], bounds[:-1] - position)
             for slot in self._slots(batches):
                 if self.rank < len(slot):
-                    own = PlacedBatch(slot[self.rank].tolist())
-                    own.position = position + sum(map(len, slot[: self.rank]))
-                    yield own
+                    before = sum(map(len, slot[: self.rank]))
+                    yield PlacedBatch(slot[self.rank].tolist(), position + before)
                 position += sum(map(len, slot))
 
     def _slots(self, batches: list[Lengths]) -> list[list[Lengths]]:

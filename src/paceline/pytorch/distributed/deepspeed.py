@@ -131,6 +131,7 @@ class DeepSpeed(SingleDevice):
     def _adopt(self, engine: object, optimizer: Optimizer) -> None:
         self.engine, self.optimizer = engine, optimizer
         self._partitions = optimizer.partitions if isinstance(optimizer, PartitionedOptimizer) else None
+        self.clips_itself = self._partitions is not None
         if self._partitions is None:
             self._follow(optimizer)
 

@@ -25,13 +25,16 @@ class Memory:
 
     Attributes:
         parameters: size of the model's parameters and buffers.
-        gradients: size of the gradients of the trained parameters, once they exist.
+        gradients: size of the gradients of the trained parameters, once they exist; of the largest one only, if the
+            optimizer steps inside the backward pass.
         optimizer: size of the optimizer's state after its first step; None if unknown before.
+        largest_gradient: size of the largest gradient.
     """
 
     parameters: int
     gradients: int
     optimizer: int | None
+    largest_gradient: int
 
     def describe(self) -> str:
         """Returns the sizes as a line of text."""
@@ -45,10 +48,13 @@ class Memory:
 def count_memory(model: nn.Module, optimizer: object) -> Memory:
     """Returns the memory that a model prepared by the strategy takes on this process."""
     parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    largest = max((total([parameter]) for parameter in trained), default=0)
     return Memory(
         parameters=total([*parameters, *model.buffers()]),
-        gradients=total(parameter for parameter in parameters if parameter.requires_grad),
+        gradients=largest if callable(getattr(optimizer, "fused_backward", None)) else total(trained),
         optimizer=count_state(optimizer),
+        largest_gradient=largest,
     )
 
 

@@ -36,7 +36,7 @@ class MeshParallel(FullyShardedData):
 
     def __init__(self, world: Any, precision: Any, args: Any) -> None:
         super().__init__(world, precision, args)
-        if args.torch_compile:
+        if args.torch_compile and self.mesh.num_parts > 1:
             raise UnsupportedOption(
                 f"torch_compile=True with a mesh of {self.mesh.describe()} is not supported: leave it out."
             )

@@ -145,9 +145,10 @@ class Pipelined(SingleDevice):
                 "optim='auto' with a pipeline is not supported: processes with other layers might choose otherwise. "
                 "Name an optimizer."
             )
-        if args.torch_compile and not args.compile_regions:
+        if args.torch_compile and args.compile_regions is False:
             raise UnsupportedOption(
-                "torch_compile=True with a pipeline compiles the repeated blocks only: set compile_regions=True too."
+                "compile_regions=False with a pipeline is not supported, which compiles the repeated blocks: leave it "
+                "out."
             )
         for name in ("bf16_full_eval", "fp16_full_eval", "predict_with_generate"):
             if getattr(args, name, False):

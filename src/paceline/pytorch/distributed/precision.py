@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 
 from paceline.core.apex import require_apex
 from paceline.pytorch.data.batches import rebuild_dataclass, rebuild_mapping, rebuild_sequence
+
+logger = logging.getLogger(__name__)
 
 
 class Precision:
@@ -212,6 +215,15 @@ def make_precision(name: str, device: torch.device) -> Precision:
         return ApexPrecision(device, name.removeprefix("apex-"))
     kinds: dict[str, type[Precision]] = {"full": Precision, "bf16": BFloat16, "fp16": Float16}
     return kinds[name](device)
+
+
+def warn_of_emulation(fp16: bool, device: torch.device) -> None:
+    """Logs a warning if a run computes in float16 on a CPU."""
+    if fp16 and device.type == "cpu":
+        logger.warning(
+            "fp16=True on a CPU: most CPUs emulate float16, which is slower than float32. Use bf16=True, or leave "
+            "fp16 out."
+        )
 
 
 @contextmanager

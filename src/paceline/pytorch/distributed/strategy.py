@@ -61,6 +61,7 @@ class SingleDevice:
     is_spmd = False
     is_lazy = False
     accepts_full_model = True
+    clips_itself = False
     min_micro_batches = 1
 
     def __init__(self, world: World, precision: Precision, mesh: Mesh | None = None) -> None:
@@ -75,7 +76,7 @@ class SingleDevice:
         self._num_alike = -1  # number of gradients when all had the same device, dtype and layout; else -1
         # set by an optimizer that steps inside the backward pass, or by a precision that runs the backward pass itself
         self._fused_backward: Callable[[Tensor, Any], None] | None = None
-        self._is_stepped = False  # the backward pass has already stepped the optimizer
+        self._is_stepped = False  # the backward pass has stepped the optimizer, whose `step` must not be called
         # moves a batch to the device; a direct call on the CPU, since this runs in every step
         self.place: Callable[[Any], Any] = partial(move_to_device, device=self.device, non_blocking=True)
         if self.device.type != "cpu":
@@ -90,7 +91,7 @@ class SingleDevice:
         if self.optimizer is not None:
             self._follow(self.optimizer)
             own = getattr(self.optimizer, "fused_backward", None)
-            self._is_stepped = own is not None
+            self._is_stepped = own is not None and not getattr(self.optimizer, "steps_rest", False)
             self._fused_backward = own if own is not None else self.precision.backward
         return Prepared(model, self.optimizer)
 
@@ -312,11 +313,19 @@ def choose_strategy(world: World, precision: Precision, args: Options, parallel:
 
 
 def check_device_options(args: Options, kind: str | None, device: torch.device) -> None:
-    """Refuses XLA options on other devices.
+    """Refuses options that the device does not support.
 
     Raises:
-        UnsupportedOption: an XLA option was given.
+        UnsupportedOption: an option of XLA on another device, activations in host memory on the host, or fp8 on a
+            device without it.
     """
+    if args.activation_offload and device.type in ("cpu", "mps", "xla"):
+        raise UnsupportedOption(
+            f"activation_offload=True on {device} is not supported: it moves activations from a device with memory of "
+            "its own to that of the host. Leave it out; activation_checkpointing=True saves memory everywhere."
+        )
+    if args.fp8:
+        load("paceline.pytorch.model.fp8:check_device")(device)
     if kind == "xla":
         return
     asked = [f"tpu_num_cores={args.tpu_num_cores}"] if args.tpu_num_cores is not None else []

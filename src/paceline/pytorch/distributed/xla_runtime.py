@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,17 +29,17 @@ def wants_xla(args: Options) -> bool:
         return False
     if is_xla_asked(args.parallel, args.fsdp, args.fsdp_config):
         return True
-    if not is_installed("torch_xla"):
-        return False
     named = os.environ.get("PJRT_DEVICE")
     if named is not None:
-        return named != "CPU"
+        return named != "CPU" and is_installed("torch_xla")
     return not torch.accelerator.is_available() and has_tpu()
 
 
 def has_tpu() -> bool:
-    """True if this machine has TPU chips and the library that drives them."""
-    if not is_installed("libtpu") or not any(Path(name).exists() for name in TPU_FILES):
+    """True if this machine has TPU chips, and torch_xla with the library that drives them."""
+    if not any(os.path.exists(name) for name in TPU_FILES):
+        return False
+    if not is_installed("torch_xla") or not is_installed("libtpu"):
         return False
     return int(require("torch_xla._internal.tpu", EXTRA).num_available_chips()) > 0
 

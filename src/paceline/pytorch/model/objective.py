@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.pytorch.model.loss import LabelSmoother, LossNormalizer, LossReduction
-from paceline.pytorch.model.outputs import LossPlace, check_loss, find_loss, read_loss
+from paceline.pytorch.model.outputs import IncompleteBatch, LossPlace, check_loss, find_loss, read_loss
 from paceline.pytorch.model.signature import ForwardSignature
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Objective:
             if labels is not None:
                 return self._smoothed(self.smoother, model, inputs, labels)
             if torch.is_grad_enabled():
-                raise ValueError(
+                raise IncompleteBatch(
                     f"label_smoothing_factor={self.smoother.epsilon}: the training batches hold no targets under "
                     f"{' or '.join(map(repr, self.label_names))}, only {', '.join(map(str, inputs))}; name them in "
                     "label_names=[...], or leave label_smoothing_factor out."
@@ -136,7 +136,7 @@ class Objective:
         missing = [name for name in self.signature.names if name in self.signature.required and name not in inputs]
         if not any(repr(name) in str(error) for name in missing):
             return
-        raise TypeError(
+        raise IncompleteBatch(
             f"The model's forward({', '.join(self.signature.names)}) needs {', '.join(missing)}, and the batch holds "
             f"{', '.join(inputs) or 'nothing else'}: give the dataset's columns those names (the others are left out, "
             "unless remove_unused_columns=False), or make the batch in a data_collator."

@@ -13,6 +13,10 @@ class ModelOutputError(TypeError, ValueError):
     """Raised if no loss can be read from a model's outputs; the message describes the outputs and the remedy."""
 
 
+class IncompleteBatch(ModelOutputError):
+    """Raised for a batch that lacks labels, or another input that the model needs for its loss."""
+
+
 ADVICE = (
     "Return the loss first in a tuple, or under the key or attribute `loss`; or pass `compute_loss_func=` to the "
     "Trainer, or override `Trainer.compute_loss`, to make the loss from the outputs."
@@ -81,6 +85,7 @@ def read_loss(outputs: Any, inputs: Mapping[str, Any] | Sequence[Any]) -> Tensor
 
     Raises:
         ModelOutputError: there is no loss, or it is not one number; the message describes the outputs.
+        IncompleteBatch: there is no loss.
     """
     # fast path for the two common forms, because this runs for every micro-batch
     kind = type(outputs)
@@ -94,7 +99,7 @@ def read_loss(outputs: Any, inputs: Mapping[str, Any] | Sequence[Any]) -> Tensor
     loss = find_loss(outputs)
     if loss is None:
         given = ", ".join(inputs) if isinstance(inputs, Mapping) else f"{len(inputs)} positional values"
-        raise ModelOutputError(
+        raise IncompleteBatch(
             f"The model did not return a loss from the inputs: no loss can be read from {describe(outputs)} (its "
             f"inputs were: {given}). " + ADVICE
         )

@@ -1,7 +1,7 @@
 """Edits a model before the strategy prepares it, and undoes the edits after training.
 
-The order is: Liger kernels (never undone), fused norms, key-value cache, activation checkpointing, noise on the
-embeddings, detection of inf and NaN.
+The order is: Liger kernels (never undone), fused norms, 8-bit linear layers, key-value cache, activation checkpointing,
+activations in host memory, noise on the embeddings, detection of inf and NaN.
 """
 
 from __future__ import annotations
@@ -10,18 +10,25 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.args.sections import Options
-from paceline.core.optional import require
+from paceline.core.optional import LateModule, require
 from paceline.core.spelling import nearest
 from paceline.pytorch.model.checkpointing import enable_checkpointing
-from paceline.pytorch.model.compilation import compile_model, undo_compilation
+from paceline.pytorch.model.compilation import check_settings, compile_model, undo_compilation
 from paceline.pytorch.model.fused_norms import fuse_norms
 from paceline.pytorch.model.overflow import DebugUnderflowOverflow
+
+if TYPE_CHECKING:
+    from paceline.pytorch.model import compile_watch, fp8, offload
+else:
+    compile_watch = LateModule("paceline.pytorch.model.compile_watch")
+    fp8 = LateModule("paceline.pytorch.model.fp8")
+    offload = LateModule("paceline.pytorch.model.offload")
 
 __all__ = [
     "PreparedModel",
@@ -38,10 +45,12 @@ class PreparedModel:
 
     Fields:
         notes: one sentence per edit.
+        meters: add entries to the log rows of the run.
     """
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self.meters: list[compile_watch.CompileWatch] = []
         self._undo: list[Callable[[], None]] = []
         self._configured: list[tuple[Any, str, Any, Any]] = []
 
@@ -80,22 +89,28 @@ def prepare_model(model: nn.Module, args: Any) -> PreparedModel:
     Args:
         model: the model to edit.
         args: provides use_liger_kernel, liger_kernel_config, half_precision_backend, use_cache,
-            activation_checkpointing, activation_checkpointing_kwargs, neftune_noise_alpha, debug, and torch_compile,
-            with which `undo` removes the compilation.
+            activation_checkpointing, activation_checkpointing_kwargs, activation_offload, fp8, neftune_noise_alpha,
+            debug, and torch_compile, with which recompilations are counted and `undo` removes the compilation.
 
     Raises:
         ValueError, TypeError: the model does not support an option; earlier edits are undone.
         ImportError: the package for `use_liger_kernel` is missing.
     """
+    if args.torch_compile:
+        check_settings(args.torch_compile_backend or "inductor", args.torch_compile_mode)
     prepared = PreparedModel()
     try:
         if args.use_liger_kernel:
             prepared._did(_apply_liger(model, args.liger_kernel_config))
         if getattr(args, "half_precision_backend", "auto") == "apex":
             prepared._did(*fuse_norms(model))
+        if args.fp8:
+            prepared._did(*fp8.use_fp8(model))
         _set_cache(model, bool(args.use_cache), prepared)
         if args.activation_checkpointing:
             prepared._did(*enable_checkpointing(model, args.activation_checkpointing_kwargs))
+        if args.activation_offload:
+            prepared._did(*offload.offload_activations(model))
         if args.neftune_noise_alpha:
             prepared._did(*add_embedding_noise(model, args.neftune_noise_alpha))
         if "underflow_overflow" in map(str, args.debug or ()):
@@ -106,6 +121,9 @@ def prepare_model(model: nn.Module, args: Any) -> PreparedModel:
         raise
     if args.torch_compile:
         prepared._undo.append(lambda: undo_compilation(model))
+        counter = compile_watch.CompileWatch(args.torch_compile_mode)
+        prepared.meters.append(counter)
+        prepared._undo.append(counter.close)
     return prepared
 
 

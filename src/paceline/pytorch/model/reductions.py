@@ -163,5 +163,5 @@ class Observation:
 def tolerance_of(loss: torch.dtype, parameters: torch.dtype | None) -> float:
     """Returns the relative difference that rounding may cause between two computations of a loss."""
     allowed = max(TOLERANCES.get(loss, 1e-2), 2e-3 if parameters in (torch.bfloat16, torch.float16) else 0.0)
-    uses_tf32 = torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
+    uses_tf32 = torch.accelerator.is_available() and torch.get_float32_matmul_precision() != "highest"
     return max(allowed, 5e-4) if uses_tf32 else allowed

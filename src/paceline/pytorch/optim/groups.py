@@ -9,9 +9,19 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+INITIAL_DECAY = "initial_weight_decay"
+"""Key of a group's weight decay before a run changed it, as torch's schedules keep "initial_lr"."""
+
 _NORM_LAYERS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 _NORM_CLASS = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 _UNDECAYED_NAME = re.compile(r"bias|layernorm|rmsnorm|(^|[._])norm(\.|$)")
+
+
+def reset_decay(optimizer: Any) -> None:
+    """Restores the weight decay of each group that an earlier run changed."""
+    for group in optimizer.param_groups:
+        if INITIAL_DECAY in group:
+            group["weight_decay"] = group.pop(INITIAL_DECAY)
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:

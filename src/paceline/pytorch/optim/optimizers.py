@@ -23,7 +23,7 @@ from paceline.pytorch.optim.adapted import EmbeddingsIn32Bits, adapted
 from paceline.pytorch.optim.choose import Choice, choose_optimizer, why_not_fused
 from paceline.pytorch.optim.entries import ADAM_DEFAULTS, Made, OptimizerEntry, adam_settings
 from paceline.pytorch.optim.groups import decay_parameter_names, parameter_groups
-from paceline.pytorch.optim.layerwise import LayerwiseOptimizer
+from paceline.pytorch.optim.layerwise import PerParameterOptimizer, by_parameter
 from paceline.pytorch.optim.libraries import FROM_LIBRARIES
 from paceline.pytorch.optim.muon import MuonWithAdamW
 
@@ -196,6 +196,7 @@ def create_optimizer(
             "leave one out"
         )
     targets = getattr(args, "optim_target_modules", None)
+    optimizer_class, kwargs = by_parameter(optimizer_class, kwargs, args)
     return build_optimizer(
         optimizer_class, kwargs, model, weight_decay=weight_decay, targets=targets, decay_names=decay_names
     )
@@ -237,10 +238,10 @@ def _build(
 ) -> Optimizer:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         return cast(Optimizer, optimizer_class()(model, **kwargs))
-    optimizer_class = adapted(optimizer_class)
-    if issubclass(optimizer_class, LayerwiseOptimizer):
-        kwargs["optimizer_class"] = adapted(kwargs["optimizer_class"])
-    name = "muon" if issubclass(optimizer_class, MuonWithAdamW) else ""
+    optimizer_class = inner = adapted(optimizer_class)
+    if issubclass(optimizer_class, PerParameterOptimizer):
+        inner = kwargs["optimizer_class"] = adapted(kwargs["optimizer_class"])
+    name = "muon" if issubclass(inner, MuonWithAdamW) else ""
     given = [kwargs.pop(key) for key in ("params", "model", "optimizer_dict") if key in kwargs]
     groups = given[-1] if given else None
     if groups is None:

@@ -63,6 +63,11 @@ class MultiplierLR(LambdaLR):
         self._initial_step()
 
     def _adopt(self, group: dict[str, Any]) -> None:
+        if group["lr"] is None:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} sets its learning rates itself (lr=None), so no schedule can scale "
+                "them. Pass Trainer(optimizers=(optimizer, AdafactorSchedule(optimizer))), or an optimizer with lr=..."
+            )
         self.base_lrs.append(_detached(group.setdefault("initial_lr", _detached(group["lr"]))))
 
     def step(self, epoch: int | None = None) -> None:
