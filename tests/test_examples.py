@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import warm
 
 import counterparts
+from paceline.core.optional import is_installed
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = counterparts.examples()
@@ -81,3 +84,14 @@ def test_both_log_the_same(path: Path, tmp_path: Path) -> None:
     names = (path.stem, f"{path.stem}{counterparts.SUFFIX}")
     metrics = [json.loads((tmp_path / name / "eval_results.json").read_text("utf-8")) for name in names]
     assert set(metrics[1]) - {"eval_model_preparation_time"} <= set(metrics[0])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed("tensorflow"), reason="needs TensorFlow")
+def test_tensorflow(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "tensorflow_classification.py"), "--max_steps", "30"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    words = ["--eval_strategy", "no", "--save_strategy", "no", "--output_dir", str(tmp_path)]
+    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "eval_results.json").read_text("utf-8"))["eval_accuracy"] > 0.3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from paceline.args.secrets import mask_logs
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from paceline.args.accelerator_config import AcceleratorConfig
     from paceline.args.choices import (
         DebugOption,
+        HPSearchBackend,
         HubStrategy,
         IntervalStrategy,
         OptimizerNames,
@@ -30,8 +32,19 @@ if TYPE_CHECKING:
     from paceline.callbacks.printer import PrinterCallback
     from paceline.callbacks.progress import ProgressCallback
     from paceline.callbacks.report import ReportCallback
+    from paceline.callbacks.reporters.azure_ml import AzureMLCallback
+    from paceline.callbacks.reporters.clearml import ClearMLCallback
+    from paceline.callbacks.reporters.codecarbon import CodeCarbonCallback
+    from paceline.callbacks.reporters.comet import CometCallback
+    from paceline.callbacks.reporters.dagshub import DagsHubCallback
+    from paceline.callbacks.reporters.dvclive import DVCLiveCallback
+    from paceline.callbacks.reporters.flyte import FlyteCallback
+    from paceline.callbacks.reporters.kubeflow import KubeflowCallback
     from paceline.callbacks.reporters.mlflow import MLflowCallback
+    from paceline.callbacks.reporters.neptune import NeptuneCallback
+    from paceline.callbacks.reporters.swanlab import SwanLabCallback
     from paceline.callbacks.reporters.tensorboard import TensorBoardCallback
+    from paceline.callbacks.reporters.trackio import TrackioCallback
     from paceline.callbacks.reporters.wandb import WandbCallback
     from paceline.checkpoint.folders import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
     from paceline.core.contracts import StreamingMetric
@@ -93,6 +106,7 @@ if TYPE_CHECKING:
     from paceline.pytorch.replay import replay
     from paceline.pytorch.seq2seq import Seq2SeqTrainer
     from paceline.pytorch.trainer import Trainer
+    from paceline.search.spaces import default_hp_space_optuna, default_hp_space_ray, default_hp_space_wandb
     from paceline.tensorflow.arguments import TFTrainingArguments
     from paceline.tensorflow.keras_callbacks import KerasMetricCallback, PushToHubCallback
     from paceline.tensorflow.optim.optimizers import AdamWeightDecay, GradientAccumulator, create_optimizer
@@ -107,9 +121,15 @@ _HOMES = {
     "Adafactor": "paceline.pytorch.optim.adafactor",
     "AdafactorSchedule": "paceline.pytorch.optim.adafactor",
     "AdamWeightDecay": "paceline.tensorflow.optim.optimizers",
+    "AzureMLCallback": "paceline.callbacks.reporters.azure_ml",
     "BatchRebalanceSampler": "paceline.pytorch.data.samplers",
     "BestRun": "paceline.core.outputs",
     "CallbackHandler": "paceline.core.events",
+    "ClearMLCallback": "paceline.callbacks.reporters.clearml",
+    "CodeCarbonCallback": "paceline.callbacks.reporters.codecarbon",
+    "CometCallback": "paceline.callbacks.reporters.comet",
+    "DVCLiveCallback": "paceline.callbacks.reporters.dvclive",
+    "DagsHubCallback": "paceline.callbacks.reporters.dagshub",
     "DataCollatorForLanguageModeling": "paceline.pytorch.data.collate_language",
     "DataCollatorForMultipleChoice": "paceline.pytorch.data.collate_classification",
     "DataCollatorForPermutationLanguageModeling": "paceline.pytorch.data.collate_language",
@@ -130,8 +150,10 @@ _HOMES = {
     "EvalLoopOutput": "paceline.core.outputs",
     "EvalPrediction": "paceline.core.outputs",
     "ExportableState": "paceline.core.state",
+    "FlyteCallback": "paceline.callbacks.reporters.flyte",
     "GradientAccumulator": "paceline.tensorflow.optim.optimizers",
     "GreedyLR": "paceline.pytorch.optim.greedy",
+    "HPSearchBackend": "paceline.args.choices",
     "HfArg": "paceline.args.parser",
     "HfArgumentParser": "paceline.args.parser",
     "HubStrategy": "paceline.args.choices",
@@ -139,9 +161,11 @@ _HOMES = {
     "IterableDatasetShard": "paceline.pytorch.data.samplers",
     "KerasMetricCallback": "paceline.tensorflow.keras_callbacks",
     "JITCheckpointCallback": "paceline.callbacks.jit_checkpoint",
+    "KubeflowCallback": "paceline.callbacks.reporters.kubeflow",
     "LabelSmoother": "paceline.pytorch.model.loss",
     "LengthGroupedSampler": "paceline.pytorch.data.samplers",
     "MLflowCallback": "paceline.callbacks.reporters.mlflow",
+    "NeptuneCallback": "paceline.callbacks.reporters.neptune",
     "NotebookProgressCallback": "paceline.callbacks.notebook",
     "OptimizerNames": "paceline.args.choices",
     "ParallelMode": "paceline.args.choices",
@@ -158,9 +182,11 @@ _HOMES = {
     "ShardSampler": "paceline.pytorch.data.samplers",
     "ShuffleBuffer": "paceline.pytorch.data.shuffle",
     "StreamingMetric": "paceline.core.contracts",
+    "SwanLabCallback": "paceline.callbacks.reporters.swanlab",
     "TFTrainer": "paceline.tensorflow.trainer",
     "TFTrainingArguments": "paceline.tensorflow.arguments",
     "TensorBoardCallback": "paceline.callbacks.reporters.tensorboard",
+    "TrackioCallback": "paceline.callbacks.reporters.trackio",
     "TrainOutput": "paceline.core.outputs",
     "Trainer": "paceline.pytorch.trainer",
     "TrainerCallback": "paceline.core.events",
@@ -174,6 +200,9 @@ _HOMES = {
     "create_optimizer": "paceline.tensorflow.optim.optimizers",
     "default_compute_objective": "paceline.core.metrics",
     "default_data_collator": "paceline.pytorch.data.collators",
+    "default_hp_space_optuna": "paceline.search.spaces",
+    "default_hp_space_ray": "paceline.search.spaces",
+    "default_hp_space_wandb": "paceline.search.spaces",
     "enable_full_determinism": "paceline.pytorch.distributed.random",
     "find_executable_batch_size": "paceline.pytorch.distributed.batch_size",
     "get_adafactor_schedule": "paceline.pytorch.optim.schedulers",
@@ -204,6 +233,8 @@ __all__ = sorted(name for name, home in _HOMES.items() if not home.startswith("p
 
 
 mask_logs("paceline")
+if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, also by `paceline launch`
+    importlib.import_module("paceline.core.said_once").install("paceline", os.environ)
 
 
 def __getattr__(name: str) -> Any:
@@ -217,6 +248,11 @@ def __getattr__(name: str) -> Any:
     gc.disable()
     try:
         value = getattr(importlib.import_module(home), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        text = f'torch is required for {name}: pip install "paceline[torch]"'
+        raise ModuleNotFoundError(text, name="torch") from error
     finally:
         if was_enabled:
             gc.enable()

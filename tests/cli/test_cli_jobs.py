@@ -151,14 +151,14 @@ def test_a_stopped_run_says_where_it_goes_on(tmp_path: Path, stop: Any, code: in
     assert trainer.resumed_from == str(tmp_path / "checkpoint-4")
     output = capsys.readouterr().out
     assert "Resuming from" in output
-    assert "Stopped at step 5 of 9." in output
+    assert "Stopped at step 5 of 9:" in output
     assert "checkpoint-4 is complete" in output
     assert reopen(tmp_path).finished is None
 
 
 def test_without_a_checkpoint_a_stop_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert train_job(FakeTrainer(5, KeyboardInterrupt), reopen(tmp_path), LENGTH, print) == 130  # type: ignore[arg-type]
-    assert "No checkpoint was written" in capsys.readouterr().out
+    assert "no checkpoint has been written" in capsys.readouterr().out
 
 
 def test_a_signal_at_the_very_end_is_no_stop(tmp_path: Path):

@@ -37,14 +37,14 @@ def test_the_module_can_be_run():
     [
         (["trian"], "there is no command 'trian'; did you mean 'train'"),
         (["demo", "digts"], "there is no demonstration 'digts'; did you mean 'digits'"),
-        (["demo", "--learning_rte", "1"], "did you mean 'learning_rate'"),
+        (["demo", "--learning_rte", "1"], "did you mean '--learning_rate'"),
         (["demo", "--seconds", "soon"], "--seconds soon: give a number above 0"),
         (["demo", "--seconds", "-3"], "--seconds -3: give a number above 0"),
         (["demo", "digits", "--prompt", "x"], "--prompt has a meaning only for"),
         (["demo", "--modle.x", "1"], "no option --modle.x"),
         (["demo", "digits", "--xla"], "xla is an option of TensorFlow: give --framework tf too"),
-        (["train", "job.yaml", "--poly_powr", "2"], "did you mean 'poly_power'"),
-        (["train", "job.yaml", "--framwork", "tf"], "did you mean 'framework'"),
+        (["train", "job.yaml", "--poly_powr", "2"], "did you mean '--poly_power'"),
+        (["train", "job.yaml", "--framwork", "tf"], "did you mean '--framework'"),
         (["train"], "train needs a file"),
         (["train", "nowhere.yaml"], "nowhere.yaml cannot be read"),
     ],
@@ -66,6 +66,20 @@ def test_a_word_after_help_lists_the_options_about_it():
     assert "--warmup_steps (default 0)" in text
     assert "--bf16 " not in text
     assert "no option contains xyz" in help_on("demo", ["digits", "--help", "xyz"])
+
+
+@pytest.mark.parametrize("word", ["learning_rate", "learning-rate", "lr"])
+def test_the_name_of_an_option_shows_it_alone(word: str):
+    text = help_on("train", ["--help", word])
+    assert text.startswith("  --learning_rate (default 5e-05)\n      Peak learning rate, ")
+    assert "--lr_scheduler_type " not in text
+
+
+def test_choices_are_listed():
+    text = help_on("train", ["--help", "optim"])
+    assert "Optimizer by name" in text
+    assert "Choices: auto, adamw_torch, " in text
+    assert "also: optim_args, optim_target_modules" in text
 
 
 def test_every_option_can_be_looked_up():

@@ -57,9 +57,9 @@ def test_sections_are_told_apart_from_arguments():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--learnin_rate", "1"], "no option --learnin_rate; did you mean 'learning_rate'"),
-        (["--modle.x", "1"], "no option --modle.x; did you mean 'model'"),
-        (["--frsh"], "did you mean 'fresh'"),
+        (["--learnin_rate", "1"], "no option --learnin_rate; did you mean '--learning_rate'"),
+        (["--modle.x", "1"], "no option --modle.x; did you mean '--model'"),
+        (["--frsh"], "did you mean '--fresh'"),
         (["--max_steps"], "--max_steps needs a value"),
         (["--prompt", "--fresh"], "--prompt needs a value"),
         (["--fresh=yes"], "--fresh takes no value"),

@@ -131,7 +131,9 @@ def test_wrong_steps_and_damaged_folders(tmp_path: Path, capsys: pytest.CaptureF
     assert "a whole number" in refused(run, "--step", "last")
     assert "needs a run and a step" in refused(run)
     assert "needs a run and a step" in refused("--step", "3")
-    assert "--step, --show and --trust, not --learning_rate" in refused(run, "--step", "3", "--learning_rate", "1")
+    assert "--step, --show, --blame and --trust, not --learning_rate" in refused(
+        run, "--step", "3", "--learning_rate", "1"
+    )
     assert "there is no folder" in refused(str(tmp_path / "none"), "--step", "3")
     assert "paceline.replay(trainer, step)" in refused(str(tmp_path), "--step", "3")
     good = (folder / "job.json").read_text()

@@ -5,68 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train_jobs import check_finished, check_refused, losses, module_of, results, write_job
+from train_jobs import MODULE, check_finished, check_refused, losses, module_of, results, write_job
 
 from paceline.cli.main import main
-
-MODULE = """
-import torch
-from torch import nn
-from paceline import EarlyStoppingCallback, Trainer, TrainerCallback
-
-
-class Net(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, width), nn.Linear(width, 1)
-
-    def forward(self, x, y=None):
-        guess = self.last(torch.tanh(self.first(x)))
-        return {"guess": guess} if y is None else {"loss": nn.functional.mse_loss(guess, y), "guess": guess}
-
-
-def rows(size):
-    x = torch.randn(size, 4, generator=torch.Generator().manual_seed(0))
-    return [{"x": value, "y": value.sum()[None]} for value in x]
-
-
-def data(size=64):
-    return {"train": rows(size)[:-16], "validation": rows(size)[-16:], "test": rows(size)[-16:]}
-
-
-def misnamed():
-    return {"trian": rows(8)}
-
-
-def pair():
-    return rows(48), rows(16)
-
-
-def alone():
-    return rows(48)
-
-
-def metrics(prediction):
-    return {"mae": float(abs(prediction.predictions - prediction.label_ids).mean())}
-
-
-def logger(tag):
-    return Note(tag)
-
-
-class Note(TrainerCallback):
-    def __init__(self, tag="note"):
-        self.tag = tag
-
-    def on_train_end(self, args, state, control, **kwargs):
-        print(f"{self.tag} was here")
-
-
-class Mine(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-        return (2 * loss, outputs) if return_outputs else 2 * loss
-"""
 
 CONFIG = """
 model: {{factory: "{module}:Net", width: 4}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,21 @@ def test_a_flipped_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "a resume takes checkpoint-2" in out
     assert main(["verify", str(tmp_path / "checkpoint-2")]) == 0
     assert main(["verify", str(tmp_path / "checkpoint-2"), str(tmp_path / "checkpoint-4")]) == 1
+
+
+def test_results_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path, 2, 4)
+    (tmp_path / "checkpoint-4" / "model.safetensors").write_bytes(b"")
+    assert main(["verify", str(tmp_path), "--json"]) == 1
+    good, bad = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (good["checkpoint"], good["is_good"], good["problems"]) == (str(tmp_path / "checkpoint-2"), True, [])
+    assert good["bytes"] > 10240
+    assert good["has_manifest"]
+    assert good["is_of_last_run"]
+    assert not bad["is_good"]
+    assert "model.safetensors" in bad["problems"][0]
+    assert main(["verify", "--json", str(tmp_path / "checkpoint-2")]) == 0
+    assert main(["verify", "--json"]) == 2
 
 
 def test_a_checkpoint_of_another_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

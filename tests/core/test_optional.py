@@ -2,7 +2,10 @@
 
 import copy
 import pickle
+import subprocess
 import sys
+
+import pytest
 
 from paceline.core.optional import LateModule
 
@@ -17,3 +20,35 @@ def test_nothing_is_loaded_by_asking_for_a_special_name() -> None:
     sys.modules.pop("colorsys", None)
     assert not hasattr(LateModule("colorsys"), "__wrapped__")
     assert "colorsys" not in sys.modules
+
+
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == {module!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+try:
+    from paceline import {name}
+except ImportError as error:
+    print(error)
+import paceline
+paceline.TrainingArguments("out", learning_rate=1e-3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "extra"),
+    [
+        ("torch", "Trainer", "torch"),
+        ("torch", "DataCollatorForLanguageModeling", "torch"),
+        ("tensorflow", "TFTrainer", "tf"),
+    ],
+)
+def test_a_missing_framework_is_named_with_its_extra(module: str, name: str, extra: str) -> None:
+    """In a process of its own, where the framework cannot be imported; arguments need neither."""
+    command = [sys.executable, "-c", WITHOUT.format(module=module, name=name)]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "is required for" in result.stdout
+    assert f'pip install "paceline[{extra}]"' in result.stdout

@@ -63,9 +63,6 @@ ONLY_TORCH: dict[str, Any] = {
     "torch_compile_mode": "default",
     "tp_plan": {"layer": "colwise"},
     "tpu_num_cores": 8,
-    "trackio_bucket_id": "mine",
-    "trackio_space_id": "mine",
-    "trackio_static_space_id": "mine",
     "use_cache": True,
 }
 # for scripts (do_*), of older launchers and documented to change nothing, or how it is here anyway

@@ -135,7 +135,7 @@ def test_a_run_is_stopped_goes_on_and_is_found_finished(config: Path, capsys: py
     run = config.parent / "run"
     config.write_text(f'{config.read_text(encoding="utf-8")}callbacks: ["{module_of(config)}:Stop"]\n', "utf-8")
     assert main(["train", str(config)]) == 143
-    assert "Stopped at step 4 of 8." in capsys.readouterr().out
+    assert "Stopped at step 4 of 8:" in capsys.readouterr().out
     assert main(["train", str(config)]) == 0
     output = capsys.readouterr().out
     assert f"Resuming from {run / 'checkpoint-4'}" in output

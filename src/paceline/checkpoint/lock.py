@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".paceline.lock"
 SECONDS_BETWEEN_SIGNS = 5.0
+SECONDS_BETWEEN_LOOKS = 0.5  # for a file that `FolderLock.listen` names
 PATIENCE = 30.0  # seconds without a heartbeat from a holder on another machine
 GRACE = 3.0  # seconds to wait for a holder on this machine, which may just have been killed
 
@@ -89,6 +90,7 @@ class FolderLock:
     def __init__(self, path: Path, holder: Holder, owns: bool = True) -> None:
         self.path, self.holder = path, holder
         self.lost_to: str | None = None
+        self.listener: tuple[Path, Callable[[], None]] | None = None
         self._signs = _Signs(self) if owns else None  # a nested training of this process owns no lock
         if self._signs is not None:
             self._signs.start()
@@ -101,6 +103,10 @@ class FolderLock:
                 "stopped, or the disk was unavailable): this training ends so that they do not mix. Use another folder."
             )
 
+    def listen(self, name: str, notice: Callable[[], None]) -> None:
+        """Calls `notice` on the heartbeat thread, again and again, while the folder holds a file of this name."""
+        self.listener = self.path.with_name(name), notice
+
     def release(self) -> None:
         """Releases the lock."""
         if self._signs is None or self.holder.pid != os.getpid():  # a forked worker must not release its parent's lock
@@ -112,16 +118,27 @@ class FolderLock:
 
 
 class _Signs(threading.Thread):
-    """The heartbeat thread: touches the lock file and checks that it still belongs to this process."""
+    """The heartbeat thread: touches the lock file, checks that it is still this process's, and looks for a file."""
 
     def __init__(self, lock: FolderLock) -> None:
         super().__init__(name="paceline-lock", daemon=True)
         self.lock, self._stop_event = lock, threading.Event()
 
     def run(self) -> None:
-        while not self._stop_event.wait(SECONDS_BETWEEN_SIGNS):
+        signed = time.monotonic()
+        while not self._stop_event.wait(min(SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_SIGNS)):
+            self.look()
+            if time.monotonic() - signed < SECONDS_BETWEEN_SIGNS:
+                continue
+            signed = time.monotonic()
             with suppress(OSError):  # the disk may become available again
                 self.touch()
+
+    def look(self) -> None:
+        """Tells the listener if its file is there."""
+        listener = self.lock.listener
+        if listener is not None and os.path.lexists(listener[0]):
+            listener[1]()
 
     def touch(self) -> None:
         """Writes one heartbeat."""
@@ -180,6 +197,19 @@ def holder_in(folder: Path) -> str | None:
     if holder is None or holder.path != str(path) or not holder.is_here or holder.is_this_process:
         return None
     return describe(holder) if holder.is_alive() else None
+
+
+def is_held(folder: Path) -> bool:
+    """True if a process trains in a folder: this one, another of this machine, or one elsewhere with a heartbeat."""
+    path = path_in(folder)
+    try:
+        holder, _, _ = _read(path)
+        age = time.time() - path.stat().st_mtime
+    except OSError:
+        return False
+    if holder is None or holder.path != str(path):
+        return False
+    return holder.is_alive() if holder.is_here else age < PATIENCE
 
 
 def describe(holder: Holder | None) -> str:

@@ -123,6 +123,8 @@ def begin_state(
     is_local_process_zero: bool,
     is_world_process_zero: bool,
     is_trial: bool = False,
+    trial_name: str | None = None,
+    trial_params: object = None,
 ) -> TrainerState:
     """Returns a fresh state, or the checkpoint's state; the plan overrides saved intervals and lengths.
 
@@ -132,6 +134,8 @@ def begin_state(
         is_local_process_zero: True if this process has local rank 0.
         is_world_process_zero: True if this process has rank 0.
         is_trial: True if the run is a trial of a hyper-parameter search.
+        trial_name: the trial's name.
+        trial_params: a mapping with the trial's hyperparameters; anything else means that they are unknown.
     """
     saved = checkpoint / STATE_FILE if checkpoint is not None else None
     state = TrainerState.load_from_json(str(saved)) if saved is not None and saved.is_file() else TrainerState()
@@ -143,6 +147,8 @@ def begin_state(
     state.is_local_process_zero = is_local_process_zero
     state.is_world_process_zero = is_world_process_zero
     state.is_hyper_param_search = is_trial
+    state.trial_name = trial_name
+    state.trial_params = dict(trial_params) if isinstance(trial_params, Mapping) else None
     if state.epoch is None:
         state.epoch = 0
     return state
@@ -165,16 +171,27 @@ def find_best(state: TrainerState, checkpoint: Path) -> str | None:
     return str(best)
 
 
-def report_kept(folder: Path, run: RunMark) -> None:
-    """Logs a warning with the checkpoints of other runs in a folder, which this run neither counts nor deletes."""
-    others = [path.name for path in folders.list_checkpoints(folder) if not is_of_run(run, path.name, mark_of(path))]
-    if others:
-        logger.warning(
-            "%s holds %s of another run: not counted or deleted by save_total_limit, and overwritten if this run "
-            "reaches the same step. Use another output_dir to keep them apart.",
-            folder,
-            ", ".join(others),
-        )
+def report_kept(folder: Path, run: RunMark, checkpoint: Path | None) -> None:
+    """Logs a warning with the checkpoints of other runs in a folder, which this run neither counts nor deletes.
+
+    Args:
+        folder: the output folder.
+        run: the mark of the run that starts now.
+        checkpoint: the checkpoint that the run resumes from; None if it starts over, which is then said.
+    """
+    others = [path for path in folders.list_checkpoints(folder) if not is_of_run(run, path.name, mark_of(path))]
+    if not others:
+        return
+    begins = ""
+    if checkpoint is None:
+        begins = f"Training starts over; train(resume_from_checkpoint={str(others[-1])!r}) resumes. "
+    logger.warning(
+        "%s%s holds %s of another run: not counted or deleted by save_total_limit, and overwritten if this run reaches "
+        "the same step. Use another output_dir to keep them apart.",
+        begins,
+        folder,
+        ", ".join(path.name for path in others),
+    )
 
 
 def announce_resume(state: TrainerState, checkpoint: Path) -> None:

@@ -4,6 +4,7 @@ model: a folder or name for transformers | {model_type: ..., ...} | package.modu
 tokenizer: a folder or name, or package.module:factory (default: the model's)
 data: files, a folder, or package.module:factory
 preprocess: package.module:function
+metrics: [accuracy, f1]
 data_collator, compute_metrics, compute_loss_func, preprocess_logits_for_metrics, trainer: package.module:name
 callbacks: [package.module:Class, ...]
 framework: tf                                # default: torch
@@ -33,12 +34,14 @@ SECTIONS: dict[str, str] = {
     "tokenizer": "path",
     "data": "train",
     "preprocess": "factory",
+    "metrics": "names",
     "data_collator": "factory",
     "compute_metrics": "factory",
     "compute_loss_func": "factory",
     "preprocess_logits_for_metrics": "factory",
     "trainer": "factory",
 }
+LISTS = ("data", "metrics")  # sections that may hold a list
 OTHER_NAMES = {"processing_class": "tokenizer"}
 DATA_KEYS = ("train", "eval", "test", "format", "eval_fraction", "text_column", "block_size", "num_proc")
 FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -205,8 +208,10 @@ def check_sections(config: JobConfig) -> None:
         if name == "callbacks":
             if not isinstance(value, list):
                 raise UsageError(f"callbacks: expected a list, not {_kind(value)}")
-        elif not isinstance(value, str | Mapping | None) and not (name == "data" and isinstance(value, list)):
+        elif not isinstance(value, str | Mapping | None) and not (name in LISTS and isinstance(value, list)):
             raise UsageError(f"{name}: expected text or a mapping, not {_kind(value)}")
+    if config.get("metrics") is not None and config.get("compute_metrics") is not None:
+        raise UsageError("metrics and compute_metrics exclude each other: let compute_metrics return all of them")
     data, preprocess = config.get("data"), config.get("preprocess")
     if isinstance(data, Mapping) and "factory" not in data:
         _check_keys("data", data, (*DATA_KEYS, "factory"))

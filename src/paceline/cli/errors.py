@@ -26,10 +26,16 @@ def is_message(error: BaseException) -> bool:
     return is_ours and str(frames[-1].line).startswith("raise ")
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean 'x'?` for the closest known name, else up to 16 known names, else an empty text."""
+def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Returns `; did you mean 'x'?` for the closest known name, else up to 16 known names, else an empty text.
+
+    Args:
+        name: the unknown name.
+        known: the known names.
+        prefix: text put before the name in the question, such as the dashes of a command line.
+    """
     names = sorted(set(known))
-    if hint := did_you_mean(name, names):
+    if hint := did_you_mean(name, names, prefix):
         return hint
     return f"; known are: {', '.join(names)}" if 0 < len(names) <= 16 else ""
 

@@ -30,7 +30,8 @@ _WEIGHTS = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.distcp
 _LEFT = (
     "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.distcp", ".*",
     MANIFEST_NAME, "trainer_state.json", "progress.json", "sharded.json", "run.json", "journal.bin", "log.jsonl",
-    "log.csv", "events.out.*", "README.md", "latest", "latest_universal", "zero_to_*.py",
+    "log.csv", "events.out.*", "packages*.txt", "uncommitted*.diff",
+    "README.md", "latest", "latest_universal", "zero_to_*.py",
 )  # fmt: skip
 
 

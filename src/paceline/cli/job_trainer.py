@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from paceline.args.sections import Options
 from paceline.cli.config import SECTIONS, JobConfig
 from paceline.cli.errors import UsageError
 from paceline.cli.job_data import Splits
+from paceline.cli.job_metrics import make_metrics, read_metrics
 from paceline.cli.references import Reference, require_reference
 
 
@@ -20,16 +22,22 @@ def make_trainer(
     splits: Splits,
     tokenizer: object,
     data_collator: object = None,
+    shifts: bool = False,
+    model_init: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Builds a Trainer of the configuration's class, which is `base` or a subclass.
 
     Args:
         data_collator: the default if the configuration names none.
+        shifts: the model's prediction at a position is that of the next label.
+        model_init: makes the model of each trial of a search, instead of `model`.
 
     Raises:
         UsageError: a name cannot be found, or settings contradict each other.
     """
     functions = {name: bind(config, name, tokenizer) for name in SECTIONS if is_function(name)}
+    if config.get("metrics") is not None:
+        functions["compute_metrics"] = named_metrics(config, args, model, splits, shifts)
     if functions["data_collator"] is None:
         functions["data_collator"] = data_collator
     trainer_class = find_trainer(config, base)
@@ -42,6 +50,7 @@ def make_trainer(
             processing_class=tokenizer,
             callbacks=[make_callback(i, value) for i, value in enumerate(config.get("callbacks") or [])],
             **functions,
+            **({} if model_init is None else {"model_init": model_init}),
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -49,7 +58,21 @@ def make_trainer(
 
 def is_function(section: str) -> bool:
     """True if a section names a function that is an argument of the Trainer."""
-    return section not in ("model", "tokenizer", "data", "preprocess", "trainer")
+    return section not in ("model", "tokenizer", "data", "preprocess", "trainer", "metrics")
+
+
+def named_metrics(config: JobConfig, args: Options, model: object, splits: Splits, shifts: bool) -> Any:
+    """Returns the `compute_metrics` that the section `metrics` names.
+
+    Raises:
+        UsageError: the section is invalid, or there is nothing to compute metrics of.
+    """
+    section = read_metrics(config.get("metrics"))
+    if splits.eval is None and splits.test is None:
+        raise UsageError("metrics: the data has no eval and no test set: add one, or data.eval_fraction")
+    if args.batch_eval_metrics:
+        raise UsageError("metrics: batch_eval_metrics=True needs a function of batches: give compute_metrics instead")
+    return make_metrics(section, model, shifts)
 
 
 def bind(config: JobConfig, name: str, tokenizer: object) -> Any:

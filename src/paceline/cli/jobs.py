@@ -279,7 +279,7 @@ def train_job(
         say(f"Resuming from {job.checkpoint}.  (--fresh starts over)")
     job.finished = None
     job.write()
-    with noted_signals() as signals:
+    with noted_signals() as signals, quiet_stop():
         try:
             trainer.train(resume_from_checkpoint=start)
         except KeyboardInterrupt:
@@ -370,15 +370,27 @@ def noted_signals() -> Iterator[list[int]]:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
+@contextmanager
+def quiet_stop() -> Iterator[None]:
+    """Context manager without the Trainer's line about Ctrl-C: `say_stopped` names the command that resumes."""
+    line = logging.getLogger("paceline.core.interrupts")
+    level = line.level
+    line.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        line.setLevel(level)
+
+
 def say_stopped(trainer: Trainer | TFTrainer, job: Job, say: Say) -> None:
     """Reports the step of a stopped run and how to resume it."""
     state = trainer.state
-    say(f"\nStopped at step {state.global_step:,} of {state.max_steps:,}.")
     found, _ = folders.own_checkpoints(job.folder)
     if found:
-        say(f"{found[-1]} is complete: run the same command again to resume from there.")
+        resume = f"{found[-1]} is complete, and the same command resumes from there."
     else:
-        say("No checkpoint was written (save_strategy): the next start begins from scratch.")
+        resume = "no checkpoint has been written, and the next start begins from scratch."
+    say(f"\nStopped at step {state.global_step:,} of {state.max_steps:,}: {resume}")
 
 
 def _short(value: object) -> str:

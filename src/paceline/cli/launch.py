@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from paceline.args.errors import did_you_mean
@@ -30,7 +31,8 @@ def run(words: list[str]) -> int:
         words: torchrun's options, the script, and the script's options.
 
     Returns:
-        0, or 1 if a process failed after all restarts; torchrun's report is then printed.
+        0, or 1 if a process failed after all restarts; torchrun's report is then printed. 128 + the signal's number
+        if a signal ended it.
 
     Raises:
         UsageError: there is no script, or the number of processes is unknown.
@@ -45,6 +47,9 @@ def run(words: list[str]) -> int:
     except ChildFailedError as error:
         print(error)
         return 1
+    except SignalException as error:  # the processes have had the same signal
+        print(f"paceline launch: stopped by {error.sigval.name}")
+        return 128 + int(error.sigval)
     except (ValueError, AssertionError) as error:  # torchrun's own checks of its options
         raise UsageError(f"torchrun rejected its options: {first_line(error)}") from error
     return 0

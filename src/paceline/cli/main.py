@@ -17,7 +17,21 @@ from paceline.cli.display import AboveBars
 from paceline.cli.errors import UsageError, is_message, load_part, suggest
 from paceline.cli.replay_options import read_replay_options
 
-COMMANDS = ("demo", "train", "launch", "report", "verify", "export", "replay")
+COMMANDS = (
+    "demo",
+    "init",
+    "train",
+    "search",
+    "schema",
+    "launch",
+    "control",
+    "report",
+    "compare",
+    "runs",
+    "verify",
+    "export",
+    "replay",
+)
 HELP_WORDS = ("-h", "--help", "help")
 
 
@@ -28,7 +42,8 @@ def main(words: Sequence[str] | None = None) -> int:
         words: the command line without the program; None for the command line of this process.
 
     Returns:
-        0 on success, 1 if the run failed, 2 for an invalid command line or configuration, 130 after Ctrl-C.
+        0 on success, 1 if the run failed (`compare`: if runs differ), 2 for an invalid command line or configuration,
+        130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if words is None else words)
     try:
@@ -72,12 +87,18 @@ def dispatch(words: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[AboveBars()])
     runners: dict[str, Callable[[list[str]], int]] = {
         "demo": run_demo,
+        "init": partial(run_part, "init"),
         "train": run_train,
+        "schema": partial(run_part, "schema"),
         "launch": partial(run_part, "launch"),
         "report": partial(run_part, "report"),
+        "compare": partial(run_part, "compare"),
+        "runs": partial(run_part, "runs"),
         "verify": partial(run_part, "verify"),
         "export": partial(run_part, "export"),
         "replay": run_replay,
+        "control": partial(run_part, "control"),
+        "search": run_search,
     }
     return runners[command](rest)
 
@@ -91,7 +112,7 @@ def run_demo(words: list[str]) -> int:
 
 
 def run_part(command: str, words: list[str]) -> int:
-    """Runs `paceline launch`, `report`, `verify` or `export`."""
+    """Runs a command that is the function `run` of a module of its own name."""
     return int(load_part(f"paceline.cli.{command}").run(words))
 
 
@@ -99,6 +120,12 @@ def run_replay(words: list[str]) -> int:
     """Runs `paceline replay RUN --step N`."""
     options = read_replay_options(words)
     return int(load_part("paceline.cli.replay").run(options))
+
+
+def run_search(words: list[str]) -> int:
+    """Runs `paceline search CONFIG.yaml`."""
+    options = load_part("paceline.cli.search_options").read_search(words)
+    return int(load_part("paceline.cli.search").run(options))
 
 
 def run_train(words: list[str]) -> int:

@@ -52,6 +52,11 @@ def argument_fields() -> dict[str, dataclasses.Field[Any]]:
     return {item.name: item for item in dataclasses.fields(TFTrainingArguments)}
 
 
+def option_hints() -> dict[str, Any]:
+    """Returns the type hints of the options, rather than the fields' `type`, which transformers' parser overwrites."""
+    return {**hints_of(TFTrainingArguments), **own_hints()}
+
+
 def argument_names() -> set[str]:
     """Returns the names of all options of both frameworks' arguments, older names included."""
     return set(argument_fields()) | set(OLDER_NAMES)
@@ -94,8 +99,7 @@ def parse_options(words: Sequence[str], known: Known) -> Given:
         UsageError: an unknown option (the message names the closest known one), a missing value, or a surplus value.
     """
     given = Given()
-    # type hints rather than the fields' `type`, because transformers' parser overwrites the latter
-    hints = {**hints_of(TFTrainingArguments), **own_hints()}
+    hints = option_hints()
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -134,7 +138,7 @@ def _take_positional(word: str, known: Known, given: Given) -> None:
 
 def _check(name: str, names: Collection[str], word: str) -> None:
     if name not in names:
-        raise UsageError(f"there is no option {word.partition('=')[0]}{suggest(name, names)}")
+        raise UsageError(f"there is no option {word.partition('=')[0]}{suggest(name, names, '--')}")
 
 
 def _next_value(word: str, rest: list[str]) -> str:

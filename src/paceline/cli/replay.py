@@ -13,6 +13,7 @@ from paceline.cli.display import say
 from paceline.cli.errors import UsageError
 from paceline.cli.jobs import Say, Show
 from paceline.cli.replay_options import ReplayOptions
+from paceline.cli.tables import draw_table
 from paceline.core.journal import JOURNAL_FILE, NOT_COMPUTED, find_row, read_rows
 from paceline.pytorch.data.sampling import has_length
 from paceline.pytorch.replay import Replayed, replay
@@ -22,6 +23,7 @@ WIDTH = 108
 MOST_LINES = 8
 MOST_IDS = 64
 MOST_VALUES = 8
+MOST_RANKED = 10
 
 
 def run(options: ReplayOptions, say: Say = say) -> int:
@@ -46,10 +48,12 @@ def run(options: ReplayOptions, say: Say = say) -> int:
     try:
         trainer, show = importlib.import_module(f"paceline.cli.{options.module}").rebuild(job, overrides)
         trainer.remove_callback(PrinterCallback)
-        replayed = replay(trainer, options.step, job.folder, say=say)
+        replayed = replay(trainer, options.step, job.folder, say=say, blame=options.is_blaming)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{job.folder} cannot be reproduced: {error}") from error
     say(describe(replayed))
+    if options.is_blaming:
+        say(describe_blame(replayed))
     say(describe_samples(trainer, replayed, show, options.shown))
     return 0
 
@@ -69,6 +73,21 @@ def describe(replayed: Replayed) -> str:
     return "\n".join(lines)
 
 
+def describe_blame(replayed: Replayed) -> str:
+    """Describes the ranked samples of the step, the most conspicuous first."""
+    title = "sample" if replayed.is_indexed else "position"
+    shown = replayed.samples[:MOST_RANKED]
+    rows = [
+        [str(place), str(sample.id), f"{sample.loss:.6g}", f"{sample.grad_norm:.6g}", f"{sample.score:.1f}"]
+        for place, sample in enumerate(shown, 1)
+    ]
+    lines = ["", "  each sample alone, without dropout, at the weights that the step started from"]
+    lines += [f"    {line}" for line in draw_table(["", title, "loss", "gradient norm", "deviations"], rows)]
+    if len(shown) < len(replayed.samples):
+        lines.append(f"    and {len(replayed.samples) - len(shown)} more")
+    return "\n".join([*lines, ""])
+
+
 def describe_samples(trainer: Trainer, replayed: Replayed, show: Show | None, shown: int) -> str:
     """Describes the ids of the samples, and the first samples."""
     ids = replayed.sample_ids
@@ -79,7 +98,8 @@ def describe_samples(trainer: Trainer, replayed: Replayed, show: Show | None, sh
     text = f"  samples        {len(ids)} ({kind})\n" + textwrap.indent(textwrap.fill(named, WIDTH - 4), "    ")
     if not is_indexed:
         return text
-    for index in ids[:shown]:
+    ranked = [sample.id for sample in replayed.samples] or ids
+    for index in ranked[:shown]:
         text += f"\n\n  sample {index}\n" + textwrap.indent(look(dataset[index], show), "  | ", lambda line: True)
     return text
 

@@ -30,12 +30,14 @@ class ReplayOptions:
         module: the module of `paceline.cli` that rebuilds its Trainer.
         step: the optimizer step.
         shown: the number of samples to show.
+        is_blaming: rank the samples by their own loss and gradient norm.
     """
 
     job: Job
     module: str
     step: int
     shown: int
+    is_blaming: bool = False
 
 
 def read_replay_options(words: Sequence[str]) -> ReplayOptions:
@@ -44,15 +46,15 @@ def read_replay_options(words: Sequence[str]) -> ReplayOptions:
     Raises:
         UsageError: a value is missing or invalid, or the folder holds no reproducible run.
     """
-    given = parse_options(words, Known(("RUN",), {"step": False, "show": False, "trust": True}))
+    given = parse_options(words, Known(("RUN",), {"step": False, "show": False, "trust": True, "blame": True}))
     if given.arguments:
-        raise UsageError(f"replay takes --step, --show and --trust, not --{next(iter(given.arguments))}")
+        raise UsageError(f"replay takes --step, --show, --blame and --trust, not --{next(iter(given.arguments))}")
     if not given.positional or "step" not in given.own:
         raise UsageError("replay needs a run and a step: paceline replay RUN --step N")
     step, shown = _number(given.own, "step", 1), _number({"show": DEFAULT_SHOWN, **given.own}, "show", 0)
     job = find_job(Path(given.positional[0]))
     check_trust(job, is_trusted=bool(given.own.get("trust")))
-    return ReplayOptions(job, MODULES[job.command], step, shown)
+    return ReplayOptions(job, MODULES[job.command], step, shown, bool(given.own.get("blame")))
 
 
 def find_job(folder: Path) -> Job:

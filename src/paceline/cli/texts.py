@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import Field
+from typing import Any
 
-from paceline.cli.options import argument_fields, is_option_of_tensorflow
+from paceline.args.option_docs import choices_of
+from paceline.args.synonyms import meant_by
+from paceline.cli.options import argument_fields, is_option_of_tensorflow, option_hints
 
 HELP = """\
 paceline: trains any PyTorch module, and Keras models with TensorFlow
 
   paceline demo                 train a small language model on real text, about two minutes
   paceline demo digits          classify handwritten digits (needs scikit-learn)
+  paceline init TASK            write a commented file for `paceline train`
   paceline train CONFIG.yaml    train what a file describes
+  paceline schema               print the JSON schema of these files, for editors
   paceline launch SCRIPT        run a script of yours on several processes, one for each GPU
   paceline report RUN [RUN ...] write a page with the curves and settings of a run, or compare several
+  paceline compare RUN RUN      what runs differ in, and the first step at which they do
+  paceline runs FOLDER          a table of the runs below a folder
   paceline verify RUN           check every checkpoint of a run
   paceline export CHECKPOINT OUTPUT  convert a sharded checkpoint to a folder for from_pretrained
   paceline replay RUN --step N  rerun one optimizer step of a run, and show its samples
+  paceline control RUN COMMAND  save, evaluate, stop a live run, or change its learning rate
+  paceline search CONFIG.yaml   search the hyperparameters of what a file describes (needs optuna)
   paceline COMMAND --help       more on a command
   paceline --version            the version
 
@@ -38,6 +48,28 @@ paceline demo [text|digits] [--fresh] [--option value ...]
 Every option of TrainingArguments is accepted: --max_steps 200 --learning_rate 1e-3 --bf16 ...
 "paceline demo --help WORD" lists those that contain WORD."""
 
+SEARCH = """\
+paceline search CONFIG.yaml [--n_trials N] [--n_parallel N] [--option value ...] [--section.key value ...]
+
+A configuration of `paceline train` with one more section (the extra `optuna`):
+
+  search:
+    space:
+      learning_rate: {low: 1e-5, high: 1e-3, log: true}   # whole numbers if both bounds are; step: 8
+      per_device_train_batch_size: [4, 8, 16]             # one of several values
+      model.width: [16, 32]                               # a key of the section `model`
+    # space: my_module:hp_space                           # your function of an optuna trial
+    objective: eval_loss             # a metric, or my_module:function of the metrics
+    direction: minimize
+    n_trials: 20
+    n_parallel: 2                    # processes; each has its own CUDA device, if there are any
+    sampler: {name: TPESampler, seed: 0}
+    pruner: MedianPruner
+    halving: {min_steps: 100}        # successive halving: the best third goes on
+    timeout: 3600                    # seconds
+
+The same command continues a search that was interrupted. See docs/search.md."""
+
 TRAIN = """\
 paceline train CONFIG.yaml [--fresh] [--option value ...] [--section.key value ...]
 
@@ -54,6 +86,7 @@ A configuration:
   # data: my_package.my_module:make_data      returns a dataset, (train, eval), or {train:, eval:, test:}
   preprocess: my_module:function     # for datasets.map: {factory: ..., batched: true, num_proc: 4};
                                      #   remaining text is tokenised and split into blocks
+  metrics: [accuracy, f1]            # of the eval set, by scikit-learn or torchmetrics (the extra `metrics`)
   data_collator: my_module:collate   # also: compute_metrics, compute_loss_func,
                                      #   preprocess_logits_for_metrics, trainer (a subclass of Trainer)
   callbacks: [my_module:MyCallback, {factory: paceline:EarlyStoppingCallback, early_stopping_patience: 3}]
@@ -73,6 +106,23 @@ language models of transformers only. Everything else is the same.
 
 "paceline train --help WORD" lists the options that contain WORD."""
 
+INIT = """\
+paceline init TASK [FILE.yaml]
+
+Writes a commented configuration for `paceline train`. No existing file is overwritten.
+
+  module                  a module and data of your own, in a Python file that is written too; it can be trained at once
+  text_classification     a model of transformers and files of texts with labels
+  language_model          a causal language model of transformers and text
+  masked_language_model   a masked language model of transformers and text"""
+
+SCHEMA = """\
+paceline schema > paceline.schema.json
+
+Prints the JSON schema (draft 2020-12) of the files of `paceline train`, with the text and default of every option. An
+editor with a YAML language server completes and checks a file that begins with the line
+# yaml-language-server: $schema=paceline.schema.json"""
+
 LAUNCH = """\
 paceline launch [--nproc-per-node N] [option of torchrun ...] SCRIPT [option of the script ...]
 
@@ -85,11 +135,13 @@ Without --nnodes or --rdzv-... only this machine is used.
 A Trainer in the script needs no other change: per_device_train_batch_size is that of each process."""
 
 VERIFY = """\
-paceline verify RUN [RUN ...]
+paceline verify RUN [RUN ...] [--json]
 
 Reads every file of every checkpoint in the folder of a run (or of one checkpoint) and verifies its checksum.
 Exit code 1 if anything is damaged. A checkpoint of another trainer has no manifest: only its structure
-can be checked."""
+can be checked.
+
+  --json  print one JSON object for each checkpoint and line, instead of a table"""
 
 REPORT = """\
 paceline report RUN [RUN ...] [--output FILE]
@@ -101,8 +153,28 @@ command also does it for a run that is going on or was interrupted. Several runs
   --output FILE  where to write it (default: report.html in the folder; comparison.html in
                  the first of several)"""
 
+COMPARE = """\
+paceline compare RUN RUN [RUN ...] [--json]
+
+Compares each run with the first: arguments, model, plan, code, data, packages, hardware; then every optimizer step in
+the journals, bit for bit. For the first step that differs it names loss, gradient norm, learning rate or samples, and
+the causes that the records allow: argument, data order, data content, code or numerics.
+
+Exit code 0 if nothing differs but names, places and times; 1 if anything does; 2 for a folder without a run, or a
+damaged file."""
+
+RUNS = """\
+paceline runs FOLDER [--sort COLUMN] [--json]
+
+Lists the runs below a folder: name, state (running, finished, interrupted, failed), step, best metric, time, and the
+options that differ from their defaults and are not the same in all listed runs. Folders with damaged or foreign files
+are named below the table.
+
+  --sort COLUMN  name, state, step, best, time, or started (default); -COLUMN reverses the order; runs without a value
+                 come last"""
+
 REPLAY = """\
-paceline replay RUN --step N [--show M] [--trust]
+paceline replay RUN --step N [--show M] [--trust] [--blame]
 
 Reruns one optimizer step of a run from the newest checkpoint before it, and prints its loss, gradient norm and learning
 rate, their bitwise comparison with the recorded ones, and its samples, to find the batch that caused a spike. The run
@@ -111,6 +183,7 @@ itself is not changed.
   RUN          the folder of a run of `paceline train` or `paceline demo`
   --step N     the optimizer step, as counted by log.jsonl and the progress bar
   --show M     number of its samples to show (default 3)
+  --blame      rank the samples by their own loss and gradient norm at the weights that the step started from
 
 The code that a run of `paceline train` names is imported, after a confirmation; --trust skips it, if you know who
 wrote the run's job.json.
@@ -129,20 +202,45 @@ folder is created atomically.
   --max-shard-size SIZE  maximum size of one file (default 50GB)
   --files-from FOLDER    also take configuration and tokenizer from there: other trainers' checkpoints may lack them"""
 
+CONTROL = """\
+paceline control RUN COMMAND [VALUE] [--timeout SECONDS]
+
+Has a run that is training now do something at its next optimizer step, and prints the answer. RUN is its output folder,
+on the same machine and of the same user.
+
+  save                      write a checkpoint
+  evaluate                  evaluate
+  stop                      end the run, with a checkpoint if saving is on
+  learning-rate VALUE       set the learning rate; the rest of the schedule is scaled by the same factor
+  scale-learning-rate X     multiply the learning rate, and the rest of the schedule, by X
+  weight-decay VALUE        set the weight decay of the parameters that have one
+  max-grad-norm VALUE       clip gradients to this norm; 0 disables clipping
+
+  --timeout SECONDS         how long to wait for the answer (default 60)
+
+Changes of settings are recorded in control.jsonl, and a replay makes them too. Exit code 1 if the run refuses the
+command, or does not answer."""
+
 TEXTS = {
+    "control": CONTROL,
     "demo": DEMO,
+    "init": INIT,
     "train": TRAIN,
+    "schema": SCHEMA,
     "launch": LAUNCH,
     "report": REPORT,
+    "compare": COMPARE,
+    "runs": RUNS,
     "verify": VERIFY,
     "export": EXPORT,
     "replay": REPLAY,
+    "search": SEARCH,
 }
 
 
 def help_on(command: str, words: Sequence[str]) -> str:
     """Returns the help of a command or, with words after `--help`, the options that contain one of the words."""
-    if command in ("launch", "report", "verify", "replay"):
+    if command not in ("demo", "train", "export"):
         return TEXTS[command]
     wanted = [word for word in words if not word.startswith("-") and word != "help"]
     if command == "demo":
@@ -153,15 +251,37 @@ def help_on(command: str, words: Sequence[str]) -> str:
 
 
 def list_options(words: Iterable[str]) -> str:
-    """Lists name, default and help of the options whose name or help contains one of the words."""
-    wanted = [word.lower().replace("-", "_") for word in words]
-    lines = []
-    for name, item in argument_fields().items():
-        text = str(item.metadata.get("help", ""))
-        if not any(word in name or word.replace("_", " ") in text.lower() for word in wanted):
-            continue
-        default = "[]" if callable(item.default_factory) else str(item.default)
-        condition = "; with --framework tf" if is_option_of_tensorflow(name) else ""
-        lines.append(f"  --{name} (default {default}{condition})")
-        lines += textwrap.wrap(text, width=108, initial_indent="      ", subsequent_indent="      ")
+    """Lists name, default, choices and help of the options whose name or help contains one of the words.
+
+    A word that is the name of an option, or commonly means one, lists that option alone, and the names of the others.
+    """
+    wanted = [word.lower().lstrip("-").replace("-", "_") for word in words]
+    items = argument_fields()
+    meant = [name for word in wanted for name in ([word] if word in items else meant_by(word, items))]
+    found = [
+        name
+        for name, item in items.items()
+        if any(word in name or word.replace("_", " ") in help_of(item).lower() for word in wanted)
+    ]
+    lines = [line for name in meant or found for line in describe_option(name, items[name])]
+    also = [name for name in items if name not in meant and any(word in name for word in wanted)] if meant else []
+    if also:
+        lines += textwrap.wrap("also: " + ", ".join(also), width=110, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(lines) if lines else f"no option contains {' or '.join(wanted)}"
+
+
+def help_of(item: Field[Any]) -> str:
+    """Returns the text of an option."""
+    return str(item.metadata.get("help", ""))
+
+
+def describe_option(name: str, item: Field[Any]) -> list[str]:
+    """Returns the lines about one option: its default, its text, and its choices if it has some."""
+    default = "[]" if callable(item.default_factory) else str(item.default)
+    condition = "; with --framework tf" if is_option_of_tensorflow(name) else ""
+    choices = choices_of(item, option_hints().get(name))
+    texts = [help_of(item), *([f"Choices: {', '.join(choices)}."] if choices else [])]
+    lines = [f"  --{name} (default {default}{condition})"]
+    for text in texts:
+        lines += textwrap.wrap(text, width=108, initial_indent="      ", subsequent_indent="      ")
+    return lines

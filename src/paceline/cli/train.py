@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.args.training import TrainingArguments
+from paceline.callbacks.reporters.jsonl import JSONLReporter
 from paceline.cli.config import JobConfig
 from paceline.cli.display import say
 from paceline.cli.errors import UsageError, load_part
 from paceline.cli.job_data import Splits, split_settings
+from paceline.cli.job_metrics import MetricError, read_metrics
 from paceline.cli.jobs import (
     Job,
     Say,
@@ -71,13 +73,14 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     say(f"paceline train {config.path.name}: everything goes to {args.output_store or folder}/")
     trainer, splits = framework.build_trainer(config, args)
     check_splits(splits, args, stages, config.arguments)
+    keep_log(trainer)
     if "do_train" in stages:
         job.settings["arguments"] = args.to_sanitized_dict()
         given = kept(config.arguments)
         job.settings["given"] = {"path": str(config.path), "sections": config.sections, "arguments": given}
         try:
             code = train_job(trainer, job, length, say, resume)
-        except framework.REFUSALS as error:
+        except (*framework.REFUSALS, MetricError) as error:
             raise UsageError(str(error)) from error
         if code:
             return code
@@ -106,6 +109,8 @@ def load_framework(config: JobConfig) -> Any:
 
 def check_references(config: JobConfig) -> None:
     """Reports wrong names before anything is moved, loaded or computed."""
+    if config.get("metrics") is not None:
+        read_metrics(config.get("metrics"))
     for name, value in config.sections.items():
         entries = enumerate(value) if name == "callbacks" else [(None, value)]
         for i, entry in entries:
@@ -167,6 +172,12 @@ def make_arguments(config: JobConfig) -> TrainingArguments:
         return kind(**{"output_dir": f"runs/{config.path.stem}", **config.arguments})
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
+
+
+def keep_log(trainer: Trainer | TFTrainer) -> None:
+    """Adds the reporter that writes `log.jsonl`, whatever `report_to` names."""
+    if not any(isinstance(callback, JSONLReporter) for callback in trainer.callback_handler.callbacks):
+        trainer.add_callback(JSONLReporter)
 
 
 def rebuild(job: Job, overrides: Mapping[str, Any]) -> tuple[Trainer, Show | None]:

@@ -51,7 +51,9 @@ def build_trainer(config: JobConfig, args: TFTrainingArguments) -> tuple[TFTrain
     tokenize_text(config, splits, model, tokenizer, columns_in(splits) - columns)
     if config.get("data_collator") is None:
         check_text(splits, args.label_names)
-    trainer: TFTrainer = make_trainer(config, TFTrainer, model=model, args=args, splits=splits, tokenizer=tokenizer)
+    trainer: TFTrainer = make_trainer(
+        config, TFTrainer, model=model, args=args, splits=splits, tokenizer=tokenizer, shifts=shifts(model)
+    )
     return trainer, splits
 
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
 from paceline.args.errors import UnsupportedOption
 from paceline.args.training import TrainingArguments
 from paceline.cli.config import JobConfig
@@ -13,15 +19,20 @@ from paceline.cli.job_trainer import make_trainer
 from paceline.pytorch.data.collators import DefaultDataCollator
 from paceline.pytorch.distributed.random import set_seed
 from paceline.pytorch.model.outputs import ModelOutputError
-from paceline.pytorch.model.signature import innermost, read_signature
+from paceline.pytorch.model.signature import innermost, read_signature, shifts_labels
 from paceline.pytorch.trainer import Trainer
 
 # errors of training that an invalid configuration causes
 REFUSALS = (UnsupportedOption, ModelOutputError)
 
 
-def build_trainer(config: JobConfig, args: TrainingArguments) -> tuple[Trainer, Splits]:
+def build_trainer(
+    config: JobConfig, args: TrainingArguments, model_init: Callable[[Any, Any], nn.Module] | None = None
+) -> tuple[Trainer, Splits]:
     """Builds the Trainer from model, data, functions and callbacks. The seed is set before the model is created.
+
+    Args:
+        model_init: `(tokenizer, trial) -> model` of the trials of a search; None: the job's model is trained.
 
     Raises:
         UsageError: the configuration is invalid.
@@ -36,6 +47,14 @@ def build_trainer(config: JobConfig, args: TrainingArguments) -> tuple[Trainer, 
     # blocks need no padding, so no padding token is required
     collator = DefaultDataCollator() if is_blocks else None
     trainer: Trainer = make_trainer(
-        config, Trainer, model=model, args=args, splits=splits, tokenizer=tokenizer, data_collator=collator
+        config,
+        Trainer,
+        model=model if model_init is None else None,
+        args=args,
+        splits=splits,
+        tokenizer=tokenizer,
+        data_collator=collator,
+        shifts=shifts_labels(model),
+        model_init=None if model_init is None else partial(model_init, tokenizer),
     )
     return trainer, splits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import sys
@@ -26,14 +27,20 @@ def run(words: Sequence[str]) -> int:
     Raises:
         UsageError: no folder is given, or a folder has no checkpoints.
     """
-    unknown = [word for word in words if word.startswith("-")]
-    if unknown or not words:
+    places = [word for word in words if word != "--json"]
+    unknown = [word for word in places if word.startswith("-")]
+    if unknown or not places:
         raise UsageError(f"verify takes folders of runs or checkpoints{f', not {unknown[0]!r}' if unknown else ''}")
-    return max([verify_place(Path(word)) for word in words])
+    verify_one = verify_as_json if "--json" in words else verify_place
+    return max([verify_one(Path(word)) for word in places])
 
 
-def verify_place(place: Path) -> int:
-    """Verifies one run or checkpoint and prints a line for each checkpoint. Returns 0 or 1."""
+def checkpoints_in(place: Path) -> list[Path]:
+    """Returns the checkpoints in the folder of a run, or the folder itself if it is one.
+
+    Raises:
+        UsageError: there is none.
+    """
     if not place.is_dir():
         raise UsageError(f"{place} is not a folder")
     checkpoints = folders.list_checkpoints(place)
@@ -41,6 +48,31 @@ def verify_place(place: Path) -> int:
         checkpoints = [place]
     if not checkpoints:
         raise UsageError(f"{place} has no checkpoints: name the folder that holds checkpoint-1, checkpoint-2, ...")
+    return checkpoints
+
+
+def verify_as_json(place: Path) -> int:
+    """Verifies one run or checkpoint and prints a JSON object for each checkpoint. Returns 0 or 1."""
+    checkpoints, others = checkpoints_in(place), folders.own_checkpoints(place)[1]
+    num_bad = 0
+    for path in checkpoints:
+        problems = folders.verify(path)
+        num_bad += bool(problems)
+        row = {
+            "checkpoint": str(path),
+            "is_good": not problems,
+            "problems": problems,
+            "bytes": num_bytes(path),
+            "has_manifest": (path / folders.MANIFEST_NAME).exists(),
+            "is_of_last_run": path not in others,
+        }
+        print(json.dumps(row), flush=True)
+    return 1 if num_bad else 0
+
+
+def verify_place(place: Path) -> int:
+    """Verifies one run or checkpoint and prints a line for each checkpoint. Returns 0 or 1."""
+    checkpoints = checkpoints_in(place)
     others = folders.own_checkpoints(place)[1]
     width = max(len(path.name) for path in checkpoints)
     start = time.perf_counter()
@@ -90,8 +122,9 @@ def num_bytes(folder: Path) -> int:
 
 
 def say(line: str) -> None:
-    """Prints a line; escapes characters that the output cannot show."""
+    """Prints text; escapes what the output cannot show, and control characters, which would command the terminal."""
     encoding = sys.stdout.encoding or "ascii"
+    line = "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in line)
     print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 

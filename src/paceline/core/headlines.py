@@ -16,7 +16,8 @@ def headlines(plan: Plan, num_samples: int | None, num_trainable: int) -> list[s
         num_samples: samples of one epoch; None if the data has no length. The samples of the whole run are then shown.
         num_trainable: elements of the trainable parameters.
     """
-    shown = plan.global_batch_size * plan.max_steps if num_samples is None else num_samples
+    in_run = plan.num_micro_batches(plan.max_steps) * plan.global_batch_size // plan.accumulation_steps
+    shown = in_run if num_samples is None else num_samples
     per_epoch = plan.max_steps if plan.updates_per_epoch is None else plan.updates_per_epoch
     return [
         "***** Running training *****",
@@ -31,7 +32,15 @@ def headlines(plan: Plan, num_samples: int | None, num_trainable: int) -> list[s
     ]
 
 
-def header(plan: Plan, model: str, num_parameters: int, num_trainable: int, device: str, folder: Path | None) -> str:
+def header(
+    plan: Plan,
+    model: str,
+    num_parameters: int,
+    num_trainable: int,
+    device: str,
+    folder: Path | None,
+    first_step: int = 0,
+) -> str:
     """Returns the header of a run, about ten lines.
 
     Args:
@@ -40,9 +49,12 @@ def header(plan: Plan, model: str, num_parameters: int, num_trainable: int, devi
         num_trainable: elements of the trainable parameters.
         device: description of the device for people.
         folder: the output folder; None if this process saves nothing.
+        first_step: optimizer steps before this start; more than 0 after a resume.
     """
     trained = "" if num_trainable == num_parameters else f", {num_trainable:,} of them trained"
     lines = [f"Training {model}: {num_parameters:,} parameters{trained}, on {device}", *plan.describe().splitlines()]
+    if first_step:
+        lines.append(f"resumed    at step {first_step:,} of {plan.max_steps:,}")
     if folder is not None:
         resume = "" if plan.save_strategy == "no" else "; to resume: train(resume_from_checkpoint=True)"
         lines.append(f"output     {folder}{resume}")

@@ -21,6 +21,7 @@ from paceline.core.retry_writer import RetryWriter, append_whole, replace_whole,
 
 JOURNAL_FILE = "journal.bin"
 SKIPPED_FILE = "skipped_samples.jsonl"  # the samples skipped by a rewind
+CHANGES_FILE = "control.jsonl"  # the settings that a callback or a command changed during the run
 NOT_COMPUTED = -1.0  # placeholder for a missing norm: no norm is negative
 
 
@@ -131,6 +132,32 @@ def _window_of(line: str) -> tuple[Any, Any] | None:
         return None
 
 
+def read_changes(path: Path) -> list[dict[str, Any]]:
+    """Returns the recorded changes of a run's settings, in order; an incomplete line, left by a crash, is ignored."""
+    if not path.is_file():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            change = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(change, dict) and is_count(change.get("step")):
+            found.append(change)
+    return found
+
+
+def truncate_changes(path: Path, step: int) -> None:
+    """Removes the changes that were made at `step`, the step that the run is resumed from, or after it.
+
+    Raises: OSError, if writing fails.
+    """
+    changes = read_changes(path)
+    kept = [change for change in changes if change["step"] < step]
+    if kept != changes:
+        replace_whole(path, "".join(f"{json.dumps(change)}\n" for change in kept))
+
+
 def find_row(path: Path, step: int) -> UpdateRow | None:
     """Returns the last row of `step`; None if it is not in the journal."""
     return next((row for row in reversed(read_rows(path)) if row.step == step), None)
@@ -150,12 +177,13 @@ def keep_journal(
     """
     if folder is None:
         return lambda rows: retry_writer.retry()
-    path, left_out = folder / JOURNAL_FILE, folder / SKIPPED_FILE
+    path, left_out, changes = folder / JOURNAL_FILE, folder / SKIPPED_FILE, folder / CHANGES_FILE
     if step == 0:
-        retry_writer.put(path, partial(set_aside, path))
-        retry_writer.put(left_out, partial(set_aside, left_out))
+        for file in (path, left_out, changes):
+            retry_writer.put(file, partial(set_aside, file))
     else:
         retry_writer.put(path, partial(truncate, path, step))
+        retry_writer.put(changes, partial(truncate_changes, changes, step))
         if progress is not None and "skipped" in progress:
             retry_writer.put(left_out, partial(truncate_skipped, left_out, skipped_windows(progress)))
 

@@ -38,6 +38,7 @@ ACTIVITIES = (
 )
 PREFIX = "time/"  # prefix of the ledger's keys in a log row
 NOT_TRAINING = {f"{PREFIX}{ACTIVITIES[activity]}" for activity in (SETUP, EVALUATE, SAVE)}
+COMPILE_PREFIX = "compile/"  # prefix of the counts of compilations
 RESOURCE_PREFIX = "resource/"  # prefix of the keys of `paceline.core.resources`, a module that few runs load
 
 # (activities, their wording in a summary)

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from paceline.core.optional import LateModule
+
+if TYPE_CHECKING:
+    from paceline.core import stored_lengths
+else:
+    stored_lengths = LateModule("paceline.core.stored_lengths")
 
 MEGABATCHES = 50  # batches sorted by length together, as in the Hugging Face Trainer
 
@@ -50,14 +58,38 @@ def length_grouped_order(
 def find_lengths(dataset: Any, column: str = "length", model_input_name: str | None = None) -> Lengths:
     """Returns the length of every sample, from the column `column` or else by reading the whole dataset once.
 
+    A `datasets` dataset is measured by the offsets of its Arrow data. If a transform makes its samples, their lengths
+    are cached beside the dataset's files.
+
     Returns: int64 of shape (len(dataset),).
     Raises:
         ValueError: samples are not dicts, or lack the input that is measured.
     """
     size = len(dataset)
-    if column in (getattr(dataset, "column_names", None) or ()):
-        return gather(dataset[column], size)
+    names = getattr(dataset, "column_names", None) or ()
+    if column in names:
+        stored = stored_lengths.stored_numbers(dataset, column)
+        return stored if stored is not None else gather(dataset[column], size)
     name = model_input_name or "input_ids"
+    stored = stored_lengths.list_lengths(dataset, name) if name in names else None
+    if stored is not None:
+        return stored
+    if getattr(dataset, "_fingerprint", None) is None:
+        return measure_lengths(dataset, column, name)
+    measure = partial(measure_lengths, dataset, column, name)
+    measure_one = partial(length_of_sample, dataset, column, name)
+    return stored_lengths.cached(dataset, f"{column} or {name}", measure, measure_one)
+
+
+def length_of_sample(dataset: Any, column: str, name: str, index: int) -> int:
+    """Returns the length of one sample by reading it; see `find_lengths`. Raises: LookupError, TypeError."""
+    sample = dataset[index]
+    return int(sample[column]) if column in sample else len(sample[name])
+
+
+def measure_lengths(dataset: Any, column: str, name: str) -> Lengths:
+    """Returns the length of every sample by reading the samples; see `find_lengths`."""
+    size = len(dataset)
     first = dataset[0] if size else {name: ()}
     if isinstance(first, Mapping) and column in first:
         return gather((dataset[index][column] for index in range(size)), size)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.args.plan import Plan
@@ -26,6 +26,7 @@ from paceline.core.events import CallbackHandler
 from paceline.core.journal import NOT_COMPUTED, UpdateRow
 from paceline.core.ledger import DATA, EVALUATE, LOG, OPTIMIZER, OTHER, SAVE, Ledger
 from paceline.core.metrics import StartTime, best_metric_value, is_better
+from paceline.core.micro_batches import MicroBatchSize
 from paceline.core.nonfinite import NonFiniteGuard
 from paceline.core.signals import Interrupted, StopSignals
 from paceline.core.state import TrainerControl, TrainerState
@@ -41,7 +42,7 @@ class Loop:
 
     Args:
         args: the user's arguments, as passed to callbacks.
-        plan: the resolved configuration; replaced only here, after an out-of-memory.
+        plan: the resolved configuration; replaced only here, when an out-of-memory changes the micro-batch size.
         state: live; `max_steps` and the `*_steps` are read at each step.
         control: live; callbacks set its flags.
         handler: the callbacks.
@@ -92,16 +93,20 @@ class Loop:
         self._unread: list[tuple[int, int, int, int]] = []  # (step, epoch, first, count) of steps not yet read
         self._snapshot: Any = None  # the last good state, if the policy is rollback
         self._ends_epoch = False  # the epoch was to end at the snapshot
-        self._split_to: int | None = None  # micro-batch size after an out-of-memory
+        self.micro_batches = MicroBatchSize(plan)
         # micro-batches of the loader per epoch of `state.epoch`; a stream of unknown length counts as one epoch
         known = plan.micro_batches_per_epoch
-        self.batches_per_epoch = max(known if known is not None else state.max_steps * plan.accumulation_steps, 1)
+        self.batches_per_epoch = max(known if known is not None else plan.num_micro_batches(state.max_steps), 1)
 
-    def resume(self, unlogged: UpdateSummary, skipped: set[tuple[int, int]]) -> None:
-        """Restores the steps that were not logged yet and the skipped windows from a checkpoint."""
+    def resume(
+        self, unlogged: UpdateSummary, skipped: set[tuple[int, int]], micro_batches: Mapping[str, Any] | None = None
+    ) -> None:
+        """Restores from a checkpoint: the steps not logged yet, the skipped windows, and the micro-batch size."""
         self.unlogged = unlogged
         self.skipped = skipped
         self.num_allowed_for = len(skipped) - (self.plan.max_steps - self.state.max_steps)
+        self.micro_batches.load_state_dict(micro_batches or {})
+        self.resize()
 
     def run(self) -> None:
         """Trains until `state.max_steps`, the last epoch, or a request to stop."""
@@ -218,33 +223,28 @@ class Loop:
         emit = self.emit if listened else None
         self.engine.keep_outputs = "outputs" in self.handler.wanted
         self.engine.keep_batches = self.plan.auto_find_batch_size or "inputs" in self.handler.wanted
+        sizes = self.micro_batches
         while True:
-            if self._split_to is not None:
-                batches = self.engine.split(batches, self._split_to)
+            if sizes.is_watched and sizes.is_reduced:
+                batches = self.engine.split(batches, self.plan.micro_batch_size)
             try:
-                return self.engine.step(batches, num_items, emit)
+                output = self.engine.step(batches, num_items, emit)
+                break
             except Exception as error:
                 if not self.plan.auto_find_batch_size or not self.engine.is_out_of_memory(error):
                     raise
-                self.shrink(error)
+                sizes.shrink(error)
             # outside the handler: the traceback, which holds the failed step's tensors, is freed
             self.engine.discard()
+            self.resize()
+        if sizes.is_watched and sizes.count_step():
+            self.resize()
+        return output
 
-    def shrink(self, error: Exception) -> None:
-        """Halves the micro-batch size at the same global batch size, in a new plan that only the loop holds."""
-        if self.plan.micro_batch_size <= 1:
-            raise MemoryError(
-                "auto_find_batch_size: out of memory with one sample per micro-batch. Use a smaller model or "
-                "shorter inputs, bf16=True, or activation_checkpointing=True."
-            ) from error
-        self.plan = self.plan.halved()
-        self._split_to = self.plan.micro_batch_size
+    def resize(self) -> None:
+        """Takes over the present micro-batch size, in a plan that only the loop holds."""
+        self.plan = self.micro_batches.plan
         self.state.train_batch_size = self.plan.micro_batch_size
-        logger.warning(
-            "Out of memory: continuing with %d samples per micro-batch; the global batch size stays %d.",
-            self.plan.micro_batch_size,
-            self.plan.global_batch_size,
-        )
 
     def emit(self, event: str, **extra: Any) -> None:
         """Fires an event from inside the engine's step."""

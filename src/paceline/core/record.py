@@ -18,11 +18,15 @@ from typing import Any
 
 from paceline.args.secrets import mask_command, mask_text, masked
 from paceline.core.lineage import KEY, RECORD_NAME, RunMark
+from paceline.core.retry_writer import replace_whole
 
 logger = logging.getLogger(__name__)
 
 _LIBRARIES = ("paceline", "torch", "numpy", "transformers", "datasets", "safetensors", "tensorflow")
-_GIT_SECONDS = 5.0  # a repository on a slow disk must not delay a run
+GIT_SECONDS = 5.0  # a repository on a slow disk must not delay a run
+# Without the first option, `status` takes the index lock and can make a commit of the user's fail. The second keeps the
+# configuration of a repository from naming a program that `status` and `diff` would run.
+GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 
 
 def write_run_record(
@@ -37,8 +41,8 @@ def write_run_record(
     """Writes `run.json` to `output_dir`: arguments, plan, seeds, versions, system, git commit, command, start time.
 
     Earlier runs in the same folder stay under `history`, oldest first. Secrets (`paceline.args.secrets`), such as
-    `hub_token`, are masked. With `run`, the ids that mark the run's checkpoints are written too. The file is replaced
-    atomically.
+    `hub_token`, are masked. With `run`, the ids that mark the run's checkpoints and the start that this one resumes are
+    written too. The file is replaced atomically.
 
     Returns: its path. Raises: OSError, if the folder cannot be written.
     """
@@ -59,6 +63,7 @@ def write_run_record(
     }
     if run is not None:
         record[KEY] = run.to_json()
+        record["parent"] = _parent(run)
     if extra is not None:
         record["extra"] = jsonable(extra)
     history: list[Any] = []
@@ -93,16 +98,44 @@ def library_versions(names: Iterable[str] = _LIBRARIES) -> dict[str, str]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Returns the commit of the repository that contains `folder`, and whether tracked files differ from it.
+    """Returns commit and branch of the repository that contains `folder`, and whether tracked files differ from it.
 
-    Returns None without a repository.
+    The branch is None if the commit is checked out without one. Returns None without a repository.
     """
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
+    found = git(folder, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
+    if found is None:
         return None
-    # Without the option, `status` takes the index lock and can make a commit of the user's fail.
-    changes = _git(folder, "--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+    commit, _, branch = found.partition("\n")
+    changes = git(folder, "status", "--porcelain", "--untracked-files=no")
+    dirty = None if changes is None else bool(changes)
+    return {"commit": commit, "branch": branch if branch != "HEAD" else None, "dirty": dirty}
+
+
+def update_record(path: Path, run: RunMark, entries: Mapping[str, Any]) -> None:
+    """Adds entries to the record of a run; a mapping is merged into the one of the same name.
+
+    Does nothing if the file is not the record of this start of the run.
+
+    Raises: OSError, if the file cannot be read or written; it is then unchanged.
+    """
+    try:
+        record = json.loads(path.read_bytes())
+        is_same = record[KEY]["starts"] == run.to_json()["starts"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return
+    if not is_same:
+        return
+    for name, value in jsonable(entries).items():
+        before = record.get(name)
+        record[name] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+    replace_whole(path, json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _parent(run: RunMark) -> dict[str, Any] | None:
+    """Returns the ids of the run, and of the start of it, whose checkpoint this start resumes; None for a new run."""
+    if len(run.starts) < 2:
+        return None
+    return {"run": run.run_id, "start": run.starts[-2][0], "step": run.starts[-1][1]}
 
 
 def jsonable(value: object) -> Any:
@@ -130,14 +163,15 @@ def _plain(value: object) -> Any:
     return str(value)
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def git(folder: Path, *arguments: str) -> str | None:
+    """Returns the output of a git command, stripped; None if it fails or takes longer than `GIT_SECONDS`."""
     try:
         done = subprocess.run(
-            ["git", *arguments],
+            [*GIT, *arguments],
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=_GIT_SECONDS,
+            timeout=GIT_SECONDS,
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):

@@ -11,18 +11,18 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
 
 from paceline.args.plan import Plan
-from paceline.core.contracts import Hooks, Pending
+from paceline.core.contracts import Hooks, Notifying, Pending
 from paceline.core.events import CallbackHandler
 from paceline.core.headlines import header, headlines
 from paceline.core.ledger import LOG, OTHER, SAVE, Ledger, describe, remedies, slow_processes
-from paceline.core.lineage import RECORD_NAME, RunMark, at, claimed
+from paceline.core.lineage import PROGRESS_FILE, RECORD_NAME, RunMark, at, claimed
 from paceline.core.log_text import LogText
 from paceline.core.loop import Loop
 from paceline.core.metrics import speed_metrics
@@ -31,17 +31,21 @@ from paceline.core.outputs import TrainOutput
 from paceline.core.record import write_run_record
 from paceline.core.retry_writer import RetryWriter
 from paceline.core.signals import StopSignals
-from paceline.core.state import TrainerControl, TrainerState
+from paceline.core.state import STEERING_KEY, Requests, TrainerControl, TrainerState
 from paceline.core.worker_watch import WorkerWatch
 
 if TYPE_CHECKING:
-    from paceline.core import goodput, resources
+    from paceline.core import goodput, interrupts, provenance, resources, steering
 else:
     goodput = LateModule("paceline.core.goodput")
+    interrupts = LateModule("paceline.core.interrupts")
+    provenance = LateModule("paceline.core.provenance")
     resources = LateModule("paceline.core.resources")
+    steering = LateModule("paceline.core.steering")
 
 logger = logging.getLogger(__name__)
 
+COMMAND_FILE = ".paceline-control.json"  # as in `paceline.core.commands`, which few runs import
 REMARK_SECONDS = 60.0  # advice from a shorter run is not logged as a warning: its times are not representative
 
 Value = TypeVar("Value")
@@ -80,8 +84,12 @@ class Facade(Protocol):
 
     Attributes:
         log: `(logs, start_time)`: stamps, stores and reports one row of metrics.
+        train_dataset: the training data.
+        eval_dataset: the evaluation data, or a dict of several.
     """
 
+    train_dataset: Any
+    eval_dataset: Any
     log: Callable[..., None]
 
 
@@ -133,6 +141,39 @@ class Lock(Protocol):
 
     def check(self) -> None:
         """Raises an error if another process has taken over the lock."""
+
+    def listen(self, name: str, notice: Callable[[], None]) -> None:
+        """Calls `notice`, on another thread, while the folder holds a file of this name."""
+
+
+class Boundary:
+    """Settles, after an optimizer step, the checkpoints that were written and a command that has arrived.
+
+    Args:
+        saves: checkpoints that are being written.
+        requests: the requests of the run.
+
+    Attributes:
+        is_due: there is something to settle. A plain attribute, since each step reads it.
+    """
+
+    def __init__(self, saves: Notifying, requests: Requests) -> None:
+        self.saves, self.requests = saves, requests
+        self.is_due = saves.is_due or requests.is_noticed
+        saves.listen(self.wake)
+        requests.listen(self.wake)
+
+    def wake(self) -> None:
+        """Lets the loop call `settle`; may be called by any thread."""
+        self.is_due = True
+
+    def settle(self) -> None:
+        """Completes the checkpoints, and reads the command."""
+        self.is_due = False  # first: what another thread notes from now on is settled by the next call
+        if self.saves.is_due:
+            self.saves.settle()
+        if self.requests.is_noticed:
+            self.requests.steering().receive()
 
 
 @dataclass
@@ -279,7 +320,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
                 "control.should_training_stop=True in a callback to end it), or make another Trainer."
             )
         begun = time.perf_counter()
-        with self.lock(folder) as lock:
+        with self.lock(folder) as lock, interrupts.interrupts_described(partial(self.describe_stop, folder)):
             self.start(trial)
             checkpoint = self.find_checkpoint(resume)
             feed, plan = self.open_data(checkpoint)
@@ -288,18 +329,56 @@ class Session(ABC, Generic[RunType, FacadeType]):
             if checkpoint is not None:
                 plan = self.restore_position(feed, plan, checkpoint)
             signals = StopSignals(self.args.stop_signals, self.world_size > 1)
-            with self.surroundings(plan), signals, WorkerWatch(), self.watch() as watchdog:
+            with (
+                self.surroundings(plan),
+                signals,
+                WorkerWatch(),
+                self.watch() as watchdog,
+                self.control.accepting(self.world_size > 1) as requests,
+            ):
                 run = self.prepare(plan, feed, signals, watchdog, folder)
                 run.lock, run.trial, run.ignore_keys = lock, trial, ignore_keys
-                run.loop = self.restore(run, checkpoint)
-                self.announce(run)
-                run.ledger.begin(setup=time.perf_counter() - begun)
-                with self.running(run):
-                    run.train()
-                    output = self.finish(run)
-        if signals.is_keyboard:
-            raise KeyboardInterrupt(f"stopped at step {self.state.global_step}; the run can be resumed from there")
+                with self.steered(run, requests, checkpoint):
+                    run.loop = self.restore(run, checkpoint)
+                    self.announce(run)
+                    run.ledger.begin(setup=time.perf_counter() - begun)
+                    with self.running(run):
+                        run.train()
+                        output = self.finish(run)
+            if signals.is_keyboard:
+                raise KeyboardInterrupt(f"stopped at step {self.state.global_step}")
         return output
+
+    def describe_stop(self, folder: Path) -> str | None:
+        """Returns the line about a run that Ctrl-C has stopped; None on processes other than the first."""
+        if not self.state.is_world_process_zero:
+            return None
+        return interrupts.describe_stop(folder, self.run_mark, self.state.global_step)
+
+    @contextmanager
+    def steered(self, run: RunType, requests: Requests, checkpoint: Path | None) -> Iterator[None]:
+        """Makes the changes of settings that callbacks and commands request, while entered."""
+
+        def begin() -> steering.SettingChanges:
+            return steering.SettingChanges(
+                requests,
+                self.settings(run),
+                steering.Actions(partial(run.signals.agree, False), self.evaluation_obstacle),
+                self.callback_handler,
+                run.folder if self.args.should_save else None,
+                run.retry_writer,
+            )
+
+        requests.open(begin)
+        progress = checkpoint / PROGRESS_FILE if checkpoint is not None else None
+        if progress is not None and progress.is_file() and STEERING_KEY.encode() in progress.read_bytes():
+            requests.steering()  # among the callbacks when their states are restored
+        if run.lock is not None:
+            run.lock.listen(COMMAND_FILE, requests.notice)
+        try:
+            yield
+        finally:
+            requests.end()
 
     def is_best(self, checkpoint: Path) -> bool:
         """True if the present model is the best one and its own checkpoint could not be written.
@@ -318,13 +397,15 @@ class Session(ABC, Generic[RunType, FacadeType]):
         logger.warning("The best model, of step %d, could not be written: %s is loaded instead.", step, checkpoint)
         return False
 
-    def make_loop(self, run: RunType, hooks: Hooks, saves: Pending) -> Loop:
+    def make_loop(self, run: RunType, hooks: Hooks, saves: Notifying) -> Loop:
         """Returns the loop over the parts of a run.
 
         Args:
             hooks: functions that the loop calls.
             saves: checkpoints that are being written.
         """
+        requests = self.control.requests
+        pending: Pending = saves if requests is None else Boundary(saves, requests)
         return Loop(
             args=self.args,
             plan=run.plan,
@@ -335,7 +416,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
             feed=run.feed,
             hooks=hooks,
             signals=run.signals,
-            saves=saves,
+            saves=pending,
             ledger=run.ledger,
         )
 
@@ -351,6 +432,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
         if not self.args.should_save:
             return
         extra = {
+            "model": facts.model,
             "num_parameters": facts.num_parameters,
             **facts.record,
             "num_trainable_parameters": facts.num_trainable,
@@ -373,9 +455,8 @@ class Session(ABC, Generic[RunType, FacadeType]):
         if not is_wanted or not self.state.is_world_process_zero or logger.isEnabledFor(logging.INFO):
             return
         folder = run.folder if self.args.should_save else None
-        print(
-            header(run.plan, facts.model, facts.num_parameters, facts.num_trainable, facts.device, folder), flush=True
-        )
+        size = (facts.num_parameters, facts.num_trainable)
+        print(header(run.plan, facts.model, *size, facts.device, folder, run.first_step), flush=True)
 
     @contextmanager
     def running(self, run: RunType) -> Iterator[None]:
@@ -384,7 +465,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
             run.sample_resources()
         self.is_in_train, self.run = True, run
         try:
-            with self.open(run):
+            with self.recording(run), self.open(run):
                 yield
         finally:
             if run.resources is not None:
@@ -393,6 +474,30 @@ class Session(ABC, Generic[RunType, FacadeType]):
             self.close(run)
             run.retry_writer.close()
             self.is_in_train, self.run = False, None
+
+    def recording(self, run: RunType) -> AbstractContextManager[None]:
+        """Returns a context manager that completes the record of a run, on the process that writes it."""
+        if not (self.args.should_save and self.state.is_world_process_zero):
+            return nullcontext()
+        return provenance.recording(
+            run.folder,
+            run.mark_now,
+            lambda: self.state,
+            writer=run.retry_writer,
+            handler=self.callback_handler,
+            datasets=self.datasets(),
+            is_stopped=lambda: run.signals.requested is not None,
+            metric=run.plan.metric_for_best_model,
+        )
+
+    def datasets(self) -> dict[str, Any]:
+        """Returns the user's datasets by name: `train`, `eval`, and `eval_NAME` if there are several."""
+        evaluation = self.facade.eval_dataset
+        several = evaluation if isinstance(evaluation, dict) else {}
+        found = {"train": self.facade.train_dataset, **{f"eval_{name}": data for name, data in several.items()}}
+        if not several:
+            found["eval"] = evaluation
+        return {name: dataset for name, dataset in found.items() if dataset is not None}
 
     def finish(self, run: RunType) -> TrainOutput:
         """Logs speed and loss of the whole run, completes its checkpoints, and loads the best model if requested."""
@@ -505,6 +610,14 @@ class Session(ABC, Generic[RunType, FacadeType]):
     @abstractmethod
     def restore(self, run: RunType, checkpoint: Path | None) -> Loop:
         """Loads the checkpoint's state other than weights and data position; returns the loop of the run."""
+
+    @abstractmethod
+    def settings(self, run: RunType) -> steering.Settings:
+        """Returns what changes the settings of a run while it trains."""
+
+    @abstractmethod
+    def evaluation_obstacle(self) -> str | None:
+        """Returns the reason why the run cannot evaluate; None if it can."""
 
     @abstractmethod
     def describe(self, run: RunType) -> RunFacts:

@@ -12,10 +12,11 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from paceline.args.sections import Options
 from paceline.core.counts import is_amount, is_count, shown
@@ -45,9 +46,195 @@ class ExportableState:
         return instance
 
 
+STEERING_KEY = "paceline.steering"  # the key of changed settings among the callback states of a checkpoint
+Request = dict[str, Any]
+"""A requested change: "name", "operation", "value", "source" and "id"; see `paceline.core.steering`."""
+
+
+class Steering(Protocol):
+    """Makes the requested changes of a run's settings."""
+
+    def value(self, name: str) -> float:
+        """Returns a setting as it will be after the pending requests."""
+        ...
+
+    def ask(self, name: str, operation: str, value: object) -> None:
+        """Requests a change."""
+        ...
+
+    def follow(self, changes: Sequence[Mapping[str, Any]]) -> None:
+        """Makes the recorded changes of another run, and ignores requests."""
+        ...
+
+    def receive(self) -> None:
+        """Reads the command that has arrived."""
+        ...
+
+    def end(self) -> None:
+        """Ends with the run."""
+        ...
+
+
+class Requests:
+    """The requested changes of one run that are not made yet. Costs nothing until the first request.
+
+    Args:
+        is_shared: there are several processes, which exchange their requests before they make them.
+
+    Attributes:
+        pending: the requests of this process, oldest first.
+        agreed: with several processes, the exchanged requests, which the next optimizer step makes.
+        is_noticed: a command has arrived; set by another thread.
+        wake: called after that by the same thread.
+    """
+
+    def __init__(self, is_shared: bool = False) -> None:
+        self.is_shared = is_shared
+        self.is_noticed = False
+        self.wake: Callable[[], None] = nothing
+        self.pending: list[Request] = []
+        self.agreed: list[Request] = []
+        self._begin: Callable[[], Steering] | None = None
+        self._steering: Steering | None = None
+
+    def open(self, begin: Callable[[], Steering]) -> None:
+        """Accepts requests from now on; `begin` creates what makes them, at the first one."""
+        self._begin = begin
+
+    def end(self) -> None:
+        """Accepts no further requests."""
+        ended, self._begin, self._steering = self._steering, None, None
+        if ended is not None:
+            ended.end()
+
+    def notice(self) -> None:
+        """Notes that a command has arrived; may be called by any thread."""
+        self.is_noticed = True
+        self.wake()
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Sets the function that is called when a command has arrived, by any thread."""
+        self.wake = wake
+
+    def steering(self) -> Steering:
+        """Returns what makes the changes.
+
+        Raises:
+            RuntimeError: no run is in progress.
+        """
+        if self._steering is None:
+            if self._begin is None:
+                raise RuntimeError(NO_RUN)
+            self._steering = self._begin()
+        return self._steering
+
+    def agree(self, gathered: Sequence[list[Request]]) -> None:
+        """Takes the requests of the first process that has any, given those of all processes.
+
+        The requests of the other processes are dropped, with a warning if they differ: a callback usually makes the
+        same request on each process.
+        """
+        chosen = next((requests for requests in gathered if requests), [])
+        if any(requests and changes_in(requests) != changes_in(chosen) for requests in gathered):
+            logger.warning("The processes requested different changes; those of the first are made: %s.", chosen)
+        self.agreed += chosen
+        self.pending.clear()
+        self.steering()
+
+
+def nothing() -> None:
+    """Does nothing."""
+
+
+def changes_in(requests: Sequence[Request]) -> list[tuple[Any, ...]]:
+    """Returns requests without their ids."""
+    return [(request["name"], request["operation"], request["value"]) for request in requests]
+
+
+NO_RUN = (
+    "control: settings are changed while a run is in progress, on the control that its callbacks are given; set the "
+    "training arguments before it."
+)
+
+
+class SettingControl:
+    """The settings that a callback can change through its control, from the next optimizer step on.
+
+    A request is made before the next optimizer step starts; one made within an optimizer step, from `on_step_begin` to
+    `on_optimizer_step`, is made before the step after it. Changes are recorded in `control.jsonl`.
+    """
+
+    requests: Requests | None = None
+
+    @contextmanager
+    def accepting(self, is_shared: bool) -> Iterator[Requests]:
+        """Returns a context in which requests are collected for one run."""
+        self.requests = requests = Requests(is_shared)
+        try:
+            yield requests
+        finally:
+            self.requests = None
+
+    @property
+    def steering(self) -> Steering:
+        """Returns what makes the changes of the run in progress.
+
+        Raises:
+            RuntimeError: no run is in progress.
+        """
+        if self.requests is None:
+            raise RuntimeError(NO_RUN)
+        return self.requests.steering()
+
+    @property
+    def learning_rate(self) -> float:
+        """Returns the learning rate of the first parameter group, with the changes requested so far.
+
+        Assigning a value scales the rates of all groups, and the rest of the schedule, by the same factor.
+
+        Raises:
+            ValueError: the assigned value is not a positive number, or the present rate is 0.
+            UnsupportedOption: the optimizer or the schedule cannot be scaled.
+        """
+        return self.steering.value("learning_rate")
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self.steering.ask("learning_rate", "set", value)
+
+    def scale_learning_rate(self, factor: float) -> None:
+        """Multiplies the learning rates of all groups, and the rest of the schedule, by a positive factor."""
+        self.steering.ask("learning_rate", "scale", factor)
+
+    @property
+    def weight_decay(self) -> float:
+        """Returns the largest weight decay of a parameter group, with the changes requested so far.
+
+        Assigning a value, 0 included, keeps the ratios between the groups; groups without weight decay stay without.
+        """
+        return self.steering.value("weight_decay")
+
+    @weight_decay.setter
+    def weight_decay(self, value: float) -> None:
+        self.steering.ask("weight_decay", "set", value)
+
+    def scale_weight_decay(self, factor: float) -> None:
+        """Multiplies the weight decay of all groups by a positive factor."""
+        self.steering.ask("weight_decay", "scale", factor)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """Returns the norm to which gradients are clipped, with the changes requested so far; 0 disables clipping."""
+        return self.steering.value("max_grad_norm")
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self.steering.ask("max_grad_norm", "set", value)
+
+
 @dataclass
-class TrainerControl(ExportableState):
-    """Flags that callbacks set and the loop obeys.
+class TrainerControl(SettingControl, ExportableState):
+    """Flags that callbacks set and the loop obeys, and settings that they change.
 
     Attributes:
         should_training_stop: run no further optimizer step. Reset when the next training starts.
@@ -76,6 +263,10 @@ class TrainerControl(ExportableState):
         self.should_save = False
         self.should_evaluate = False
         self.should_log = False
+
+    def request(self, action: str) -> None:
+        """Sets the flag of an action: "save", "evaluate" or "log"."""
+        setattr(self, f"should_{action}", True)
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Restores the saved flags that were set and not acted on yet."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paceline.checkpoint.folders import PREFIX_CHECKPOINT_DIR, is_other_process
 from paceline.checkpoint.inside import leads_outside, without_links_outside
-from paceline.core.lineage import REPORT_FILE
+from paceline.core.lineage import DIFF_FILE, PACKAGES_FILE, REPORT_FILE
 from paceline.hub.described import CheckpointForm
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ LAST_CHECKPOINT = "last-checkpoint"  # the checkpoint's name in the repository; 
 
 PUSHING_THREAD = "paceline-push"  # name of the threads that push
 
+_OF_MACHINE = [name.replace(".", "*.", 1) for name in (DIFF_FILE, PACKAGES_FILE)]  # and those of earlier starts
+
 _STAGED = re.compile(r"\.push-(\d+)-\w+")
 _WEIGHTS = re.compile(r"(?:pytorch_model|model|adapter_model)[-.\w]*\.(?:safetensors|bin)(?:\.index\.json)?")
 
@@ -32,7 +34,8 @@ _WEIGHTS = re.compile(r"(?:pytorch_model|model|adapter_model)[-.\w]*\.(?:safeten
 def files_of_output(folder: Path) -> dict[str, Path]:
     """Returns the files of an output folder by relative path.
 
-    Checkpoints, the report, hidden files and names that begin with _ are left out.
+    Checkpoints, the report, the user's uncommitted code and installed packages, hidden files and names that begin with
+    _ are left out.
     """
     found: dict[str, Path] = {}
     for place, folders, names in os.walk(folder):
@@ -53,7 +56,8 @@ def files_of_output(folder: Path) -> dict[str, Path]:
 def _is_pushed(name: str, is_top: bool) -> bool:
     if name.startswith(".") or fnmatch.fnmatchcase(name, f"{PREFIX_CHECKPOINT_DIR}-*"):
         return False
-    return not (is_top and (name.startswith("_") or name == REPORT_FILE))
+    is_private = any(fnmatch.fnmatchcase(name, pattern) for pattern in _OF_MACHINE)
+    return not (is_top and (name.startswith("_") or name == REPORT_FILE or is_private))
 
 
 @dataclass(frozen=True)

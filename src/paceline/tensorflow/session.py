@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.plan import Plan, resolve
@@ -23,6 +23,7 @@ from paceline.core.ledger import Ledger
 from paceline.core.lineage import RunMark, begin_run
 from paceline.core.loop import Loop
 from paceline.core.metrics import best_metric_value
+from paceline.core.optional import LateModule
 from paceline.core.session import Kept, RunFacts
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerState
@@ -44,6 +45,11 @@ from paceline.tensorflow.randomness import hold_generators, seed_everything
 from paceline.tensorflow.rollback import Rollback, Snapshot
 from paceline.tensorflow.traces import trace_again
 
+if TYPE_CHECKING:
+    from paceline.tensorflow.optim import steered
+else:
+    steered = LateModule("paceline.tensorflow.optim.steered")
+
 logger = logging.getLogger(__name__)
 
 
@@ -54,6 +60,9 @@ class NothingPending:
 
     def settle(self) -> None:
         """Does nothing."""
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Does nothing: nothing is ever due."""
 
 
 class TFTrainerMembers(core.Facade, Protocol):
@@ -162,7 +171,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
     def begin_mark(self, folder: Path, checkpoint: Path | None) -> RunMark:
         mark = begin_run(folder, checkpoint, self.state.global_step, folders.list_checkpoints(folder))
         if self.world.process_index == 0:
-            report_kept(folder, mark)
+            report_kept(folder, mark, checkpoint)
         return mark
 
     def restore_position(self, feed: TFFeed, plan: Plan, checkpoint: Path) -> Plan:
@@ -235,7 +244,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
             run.begin_at(self.state)
             loop = self.make_loop(run, self.hooks(run, progress), NothingPending())
             if checkpoint is not None:
-                loop.resume(*read_unlogged(checkpoint, progress))
+                loop.resume(*read_unlogged(checkpoint, progress), progress.get("micro_batches"))
         return loop
 
     def restore_items(self, run: core.Run, checkpoint: Path, progress: Mapping[str, Any]) -> None:
@@ -248,6 +257,12 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         if self.world.process_index == 0:
             report_changes(checkpoint, progress, arguments)
         announce_resume(self.state, checkpoint)
+
+    def settings(self, run: core.Run) -> steered.TFSettings:
+        return steered.TFSettings(self.optimizer, self.lr_scheduler, self.world.world_size)
+
+    def evaluation_obstacle(self) -> str | None:
+        return "the run has no evaluation data" if self.facade.eval_dataset is None else None
 
     def describe(self, run: core.Run) -> RunFacts:
         lines: tuple[str, ...] = ()

@@ -318,6 +318,7 @@ def test_a_new_run_does_not_go_on_from_an_older_one(tmp_path: Path, caplog: pyte
     stopped = make_trainer(tmp_path, make_model(), DATA, callbacks=[Counting(1)], save_strategy="no")
     stopped.train(resume_from_checkpoint=False)
     assert f"{last.name} of another run" in caplog.text
+    assert f"Training starts over; train(resume_from_checkpoint={str(last)!r}) resumes." in caplog.text
     shutil.rmtree(tmp_path / "checkpoint-1", ignore_errors=True)  # as if it had been killed
     with pytest.raises(ValueError, match=f"{last.name} .*of another"):
         make_trainer(tmp_path, make_model(), DATA).train(resume_from_checkpoint=True)

@@ -22,6 +22,7 @@ from paceline.tensorflow.checkpoint.variables import CheckpointError
 from paceline.tensorflow.data.feed import TFFeed
 from paceline.tensorflow.engine import TFEngine
 from paceline.tensorflow.optim.following import FollowingSchedule
+from paceline.tensorflow.optim.schedules import StepSchedule
 from paceline.tensorflow.randomness import capture_random
 
 # if these are unchanged, a resumed run keeps the length of the original run
@@ -77,6 +78,7 @@ def describe_progress(
         "skipped": sorted(loop.skipped) if loop is not None else [],
         "unlogged": dataclasses.asdict(loop.unlogged) if loop is not None else {},
         "length": {"planned": loop.plan.max_steps, "max_steps": max_steps} if loop is not None else {},
+        "micro_batches": loop.micro_batches.state_dict() if loop is not None else {},
         "random": capture_random(),
         "traces": run.engine.traces() if run is not None else {},
         "schedule": schedule_state(schedule),
@@ -92,8 +94,8 @@ def describe_progress(
 
 
 def schedule_state(schedule: object) -> dict[str, Any] | None:
-    """Returns the state of a schedule that depends on evaluations; None for a function of the step."""
-    return schedule.state_dict() if isinstance(schedule, FollowingSchedule) else None
+    """Returns the state of a schedule that depends on evaluations, or that can be scaled; None for any other."""
+    return schedule.state_dict() if isinstance(schedule, FollowingSchedule | StepSchedule) else None
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:

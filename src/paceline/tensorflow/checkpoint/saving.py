@@ -33,6 +33,7 @@ from paceline.tensorflow.checkpoint.resume_state import RunInProgress, describe_
 from paceline.tensorflow.checkpoint.variables import num_bytes, optimizer_variables, restore_variables, write_variables
 from paceline.tensorflow.framework import tf
 from paceline.tensorflow.optim.following import FollowingSchedule
+from paceline.tensorflow.optim.schedules import StepSchedule
 from paceline.tensorflow.randomness import restore_random
 
 logger = logging.getLogger(__name__)
@@ -192,8 +193,10 @@ class Checkpointer:
         restore_callback_states(self.callback_handler, states, with_arguments=self.with_arguments)
         if "random" in progress:
             restore_random(progress["random"])
-        if is_whole and progress.get("schedule") and isinstance(self.schedule, FollowingSchedule):
-            self.schedule.load_state_dict(progress["schedule"])
+        saved = progress.get("schedule")
+        kind = StepSchedule if saved and "scale" in saved else FollowingSchedule  # the run had, whatever this one has
+        if is_whole and saved and isinstance(self.schedule, kind):
+            self.schedule.load_state_dict(saved)
 
 
 def requested_actions(state: TrainerState) -> dict[str, bool]:

@@ -118,6 +118,11 @@ class GreedySchedule(GreedyRule, FollowingSchedule):
         self.learning_rate = float(learning_rate)
         super().__init__(1, **options)
 
+    def scale_start(self, factor: float) -> None:
+        """Scales the rate at which the schedule starts again after `reset_start` decreases."""
+        self._init_lrs = [rate * factor for rate in self._init_lrs]
+        self._last_lr = [self.learning_rate]
+
     def _rates(self) -> list[float]:
         return [self.learning_rate]
 

@@ -24,6 +24,8 @@ LearningRateSchedule: Any = keras.optimizers.schedules.LearningRateSchedule
 class StepSchedule(LearningRateSchedule):  # type: ignore[misc]
     """A closed-form schedule by its name.
 
+    Its rates can be scaled during a run. The scale is a variable, which a compiled optimizer step reads each time.
+
     Args:
         name: as in `lr_scheduler_type`.
         learning_rate: the rate that the schedule multiplies.
@@ -58,6 +60,7 @@ class StepSchedule(LearningRateSchedule):  # type: ignore[misc]
         )
         size = self.num_training_steps + 1
         self.rates = np.fromiter(map(self.rate, range(size)), np.float32, size) if size <= MAX_TABLE else None
+        self.scale = tf.Variable(1.0, trainable=False, dtype=tf.float32)  # of all rates, changed during a run
 
     def rate(self, step: int) -> float:
         """Returns the rate of an optimizer step, 0-based."""
@@ -67,9 +70,21 @@ class StepSchedule(LearningRateSchedule):  # type: ignore[misc]
         """Returns the rate of an optimizer step, 0-based: a float32 scalar."""
         place = tf.minimum(tf.cast(step, tf.int64), self.num_training_steps)
         if self.rates is not None:
-            return tf.gather(tf.constant(self.rates), place)
+            return tf.gather(tf.constant(self.rates), place) * self.scale
         rate = tf.numpy_function(lambda step: np.float32(self.rate(step)), [place], tf.float32, stateful=False)
-        return tf.ensure_shape(rate, [])
+        return tf.ensure_shape(rate, []) * self.scale
+
+    def scale_rates(self, factor: float) -> None:
+        """Multiplies the rates from the next optimizer step on."""
+        self.scale.assign(float(self.scale.numpy()) * factor)
+
+    def state_dict(self) -> dict[str, float]:
+        """Returns the scale of the rates."""
+        return {"scale": float(self.scale.numpy())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads the scale of the rates."""
+        self.scale.assign(state["scale"])
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments that make an equal schedule."""

@@ -1,0 +1,107 @@
+"""The state of the user's code: commit and branch, uncommitted changes and untracked Python files of its repository.
+
+Standard library only. A repository that is slow, broken or missing gives nothing, and no error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.args.secrets import MASK, mask_text, masked
+from paceline.core.lineage import DIFF_FILE
+from paceline.core.record import GIT, GIT_SECONDS, git
+
+MOST_BYTES = 1_000_000  # of the diff that is kept
+MOST_FILES = 100  # untracked files that are hashed
+_CHUNK = 50  # lines masked at once: a regular expression keeps the interpreter to itself while it runs
+
+
+def read_changes(folder: Path) -> tuple[dict[str, Any], str]:
+    """Returns the entries of `run.json` below `git` for uncommitted code, and the diff, secrets masked.
+
+    The diff is that of tracked files against the commit, cut to `MOST_BYTES` at the end of a line, which its last line
+    then says. It is empty if nothing differs, and without a repository, for which there are no entries either.
+
+    Args:
+        folder: a folder of the repository.
+    """
+    if git(folder, "rev-parse", "--git-dir") is None:
+        return {}, ""
+    text, is_cut = _bounded_diff(folder)
+    if text is None:
+        return {"diff": None, "note": f"git diff failed, or took longer than {GIT_SECONDS:.0f} s"}, ""
+    diff = mask_lines(text)
+    if is_cut:
+        diff += f"\n# cut: the diff is larger than {MOST_BYTES:,} bytes\n"
+    entries: dict[str, Any] = {"diff": None, "untracked": _untracked(folder)}
+    if diff:
+        content = diff.encode()
+        digest = hashlib.sha256(content).hexdigest()
+        entries["diff"] = {"file": DIFF_FILE, "sha256": digest, "bytes": len(content), "is_cut": is_cut}
+    return entries, diff
+
+
+def mask_lines(text: str) -> str:
+    """Returns a text with secrets masked; also private keys whose lines have a mark of a diff before them."""
+    lines = list(_without_keys(text.splitlines(keepends=True)))
+    chunks = ["".join(lines[start : start + _CHUNK]) for start in range(0, len(lines), _CHUNK)]
+    return "".join(masked([chunk])[0] for chunk in chunks)
+
+
+def _without_keys(lines: list[str]) -> Iterator[str]:
+    is_inside = False
+    for line in lines:
+        is_inside = is_inside and not line.startswith("diff --git ")
+        begins = "-----BEGIN " in line and "PRIVATE KEY" in line
+        if begins and not is_inside:
+            yield f"{line[:1]}{MASK}\n"
+        if not begins and not is_inside:
+            yield line
+        is_inside = (is_inside or begins) and "-----END " not in line
+
+
+def _bounded_diff(folder: Path) -> tuple[str | None, bool]:
+    """Returns the diff, None if git fails or takes too long, and whether it was cut."""
+    command = [*GIT, "diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv", "--no-relative"]
+    try:
+        process = subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+    except OSError:
+        return None, False
+    timer = threading.Timer(GIT_SECONDS, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        with process:
+            assert process.stdout is not None
+            content = process.stdout.read(MOST_BYTES + 1)
+            is_cut = len(content) > MOST_BYTES
+            if is_cut:
+                process.kill()
+    finally:
+        timer.cancel()
+    if process.returncode != 0 and not is_cut:
+        return None, False
+    if is_cut:
+        content = content[: content.rfind(b"\n", 0, MOST_BYTES) + 1]
+    return content.decode("utf-8", "replace"), is_cut
+
+
+def _untracked(folder: Path) -> dict[str, str]:
+    """Returns the hash of each untracked Python file below the folder, by its path; of at most `MOST_FILES`."""
+    listed = git(folder, "ls-files", "-z", "--others", "--exclude-standard", "--", "*.py")
+    found = {}
+    for name in sorted(filter(None, (listed or "").split("\0")))[:MOST_FILES]:
+        path = folder / name
+        try:
+            if path.is_file() and path.stat().st_size <= MOST_BYTES:
+                found[mask_text(name)] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,73 @@
+"""`paceline init`: files that `paceline train` accepts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.config import read_config
+from paceline.cli.init import TASKS
+from paceline.cli.job_metrics import read_metrics
+from paceline.cli.main import main
+from paceline.cli.schema import make_schema
+from paceline.cli.train import make_arguments
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_each_file_is_read_by_train(tmp_path: Path, task: str) -> None:
+    path = tmp_path / "job.yaml"
+    assert main(["init", task.replace("_", "-"), str(path)]) == 0
+    config = read_config(path)
+    args = make_arguments(config)
+    assert args.output_dir == "runs/job"
+    assert args.load_best_model_at_end
+    assert args.learning_rate > 0
+    if config.get("metrics") is not None:
+        assert args.metric_for_best_model in {*read_metrics(config.get("metrics")).names}
+    if sys.modules.get("jsonschema") is not None:
+        sys.modules["jsonschema"].validate({**config.sections, "arguments": config.arguments}, make_schema())
+
+
+def test_the_job_of_a_module_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["init", "module", "init-job.yaml"]) == 0
+    assert main(["train", "init-job.yaml", "--use_cpu", "--disable_tqdm"]) == 0
+    folder = tmp_path / "runs" / "init-job"
+    results = json.loads((folder / "all_results.json").read_text())
+    assert results["eval_accuracy"] > 0.8
+    assert (folder / "log.jsonl").is_file()
+
+
+def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("mine")
+    assert main(["init", "module", str(path)]) == 2
+    assert "exists: it is not overwritten" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["job.yaml"]
+
+
+def test_nothing_is_written_if_one_file_exists(tmp_path: Path) -> None:
+    (tmp_path / "job_job.py").write_text("mine")
+    assert main(["init", "module", str(tmp_path / "job.yaml")]) == 2
+    assert [each.name for each in tmp_path.iterdir()] == ["job_job.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "init takes a task (module, text_classification"),
+        (["modul"], "there is no task 'modul'; did you mean 'module'"),
+        (["module", "job.txt"], "expected a name that ends with .yaml"),
+        (["module", "1a.yaml"], "are named after the file"),
+        (["language_model", "my job.yaml"], "are named after the file"),
+        (["module", "no/such/folder/job.yaml"], "cannot be written"),
+    ],
+)
+def test_a_wrong_line_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", *words]) == 2
+    assert message in capsys.readouterr().err
