@@ -23,6 +23,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.older_names import OLDER_NAMES, Renamed
 from paceline.compat.private_names import UNCALLED
 from paceline.core.events import TrainerCallback
+from paceline.search import backends
 
 paceline: Any = importlib.import_module("paceline")
 PACKAGE = Path(str(paceline.__file__)).parent
@@ -366,7 +367,8 @@ def older_option(name: str) -> Finding:
             return Finding("refused", f"now `{entry.new}`: {now.note}")
         return Finding("same", f"works, with one line that says so: now `{entry.new}`")
     if {True, False} <= {item for item in entry.accepted if isinstance(item, bool)}:
-        return Finding("different", f"taken without a word, and changes nothing: {entry.remedy}")
+        how = "with one line that says so" if entry.expected else "without a word"
+        return Finding("different", f"taken {how}, and changes nothing: {entry.remedy}")
     accepted = ", ".join(repr(item) for item in entry.accepted)
     return Finding("refused", f"{entry.remedy}; taken without a word: {accepted}")
 
@@ -380,8 +382,7 @@ def value(kind: str, name: str) -> Finding:
     if kind == "lr_scheduler_type":
         return tried("TrainingArguments", {"lr_scheduler_type": name, "eval_strategy": "epoch"})
     if kind == "HPSearchBackend":
-        refusal = refusal_of(paceline.Trainer.hyperparameter_search)
-        return Finding("refused", refusal) if refusal else NOT_THERE
+        return search_backend(name)
     given: dict[str, dict[str, Any]] = {
         "SaveStrategy": {"save_strategy": name, "eval_strategy": "epoch"},
         "HubStrategy": {**PUSH, "hub_strategy": name},
@@ -390,6 +391,15 @@ def value(kind: str, name: str) -> Finding:
         "include_for_metrics": {"include_for_metrics": [name]},
     }
     return tried("TrainingArguments", given.get(kind, {kind: name}))
+
+
+def search_backend(name: str) -> Finding:
+    """A value of `backend`."""
+    try:
+        backends.choose(name)
+    except ValueError as error:
+        return Finding("refused", str(error))
+    return SAME
 
 
 DEVICES = {"cpu", "cuda", "mps"}  # that paceline drives

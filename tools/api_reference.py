@@ -155,7 +155,9 @@ def options(item: type) -> Iterator[str]:
         own = [name for name in vars(owner).get("__annotations__", {}) if name in fields and name not in inherited]
         if not own or owner is sections.Options:
             continue
-        yield from (f"**{(inspect.getdoc(owner) or '').splitlines()[0]}**", "") if owner is not item else ()
+        yield from (
+            (f"**{(vars(owner).get('__doc__') or '').strip().splitlines()[0]}**", "") if owner is not item else ()
+        )
         yield from ("| option | default | type | |", "|---|---|---|---|")
         for name in own:
             inherited.add(name)
@@ -170,7 +172,8 @@ def options(item: type) -> Iterator[str]:
 
 def docstring(item: Any) -> list[str]:
     """The docstring of a class or function; none where it is only Python's own of a dataclass or a base's."""
-    text = inspect.cleandoc(item.__doc__) if item.__doc__ else ""
+    written = vars(item).get("__doc__") if isinstance(item, type) else item.__doc__  # without the list of options
+    text = inspect.cleandoc(written) if written else ""
     return [] if text.startswith(f"{getattr(item, '__name__', '')}(") else markdown(text)
 
 
