@@ -199,7 +199,10 @@ except ImportError as error:
 
 @pytest.mark.parametrize(
     ("missing", "said"),
-    [(["sklearn"], "by_torchmetrics"), (["sklearn", "torchmetrics"], 'pip install "paceline[metrics]"')],
+    [
+        pytest.param(["sklearn"], "by_torchmetrics", marks=pytest.mark.slow),
+        (["sklearn", "torchmetrics"], 'pip install "paceline[metrics]"'),
+    ],
 )
 def test_another_package_or_the_extra(missing: list[str], said: str) -> None:
     if len(missing) == 1:

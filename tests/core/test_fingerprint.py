@@ -128,6 +128,23 @@ def test_arrays_are_read_by_their_rows() -> None:
     assert len(tensors["rows"]) == 4
 
 
+def test_no_code_of_the_user_runs_where_workers_load_the_data() -> None:
+    """A row may open files that only a worker may hold, or end its process."""
+    datasets = pytest.importorskip("datasets")
+    own = Counted()
+    found = fingerprint(own, runs_code=False)
+    assert found["length"] == 1000
+    assert own.reads == 0
+    assert "rows" not in found
+    assert "worker processes" in found["note"]
+    data = datasets.Dataset.from_dict({"x": list(range(9))})
+    transformed = data.with_transform(lambda rows: {"x": [own[0] for _ in rows["x"]]})
+    assert "worker processes" in fingerprint(transformed, runs_code=False)["note"]
+    assert own.reads == 0
+    for passive in ([1, 2], (np.arange(3),), TensorDataset(torch.arange(3)), data):
+        assert fingerprint(passive, runs_code=False) == fingerprint(passive)
+
+
 VALUES: list[Callable[[], Any]] = [
     lambda: None,
     lambda: 1,

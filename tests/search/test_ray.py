@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from search_jobs import SAVES, make_search
 
+from paceline.core.optional import is_installed
 from paceline.search.trials import SearchError
 
-pytest.importorskip("ray.tune")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not is_installed("ray"), reason="needs ray")]
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
@@ -31,7 +32,6 @@ def search(folder: Path, way: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_asha_ends_the_worse_trial(tmp_path: Path) -> None:
     found = search(tmp_path / "out", "asha")
     assert [trial["step"] for trial in found["trials"]] == [6, 2]
@@ -42,7 +42,6 @@ def test_asha_ends_the_worse_trial(tmp_path: Path) -> None:
     assert again.evaluate()["eval_loss"] == found["objective"]
 
 
-@pytest.mark.slow
 def test_pbt_goes_on_from_the_better_trial(tmp_path: Path) -> None:
     """The worse trial takes the checkpoint of the other, and a learning rate of the mutations, which is applied."""
     found = search(tmp_path / "out", "pbt")

@@ -11,14 +11,17 @@ import pytest
 from search_jobs import make_search, searched
 
 from paceline.callbacks.reporters.wandb import WandbCallback
+from paceline.core.optional import is_installed
 from paceline.search.trials import SearchError
 
-wandb = pytest.importorskip("wandb")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not is_installed("wandb"), reason="needs wandb")]
 
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """A sweep of two learning rates, whose agent survives errors as wandb's does."""
+    import wandb
+
     told: dict[str, Any] = {"rates": [1e-9, 1e-2], "ids": []}
 
     def sweep(config: dict[str, Any], project: str | None = None, entity: str | None = None) -> str:
@@ -46,7 +49,6 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 SPACE = {"method": "random", "parameters": {"learning_rate": {"values": [1e-9, 1e-2]}}}
 
 
-@pytest.mark.slow
 def test_sweep(service: dict[str, Any], tmp_path: Path) -> None:
     trainer = make_search(tmp_path / "out", run_name="mine")
     callbacks = list(trainer.callback_handler.callbacks)
@@ -61,7 +63,6 @@ def test_sweep(service: dict[str, Any], tmp_path: Path) -> None:
     assert not any(isinstance(callback, WandbCallback) for callback in callbacks)
 
 
-@pytest.mark.slow
 def test_errors(service: dict[str, Any], tmp_path: Path) -> None:
     trainer = make_search(tmp_path / "out")
     service["rates"] = [-1.0, 1e-2]

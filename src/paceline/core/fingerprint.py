@@ -1,7 +1,9 @@
 """Fingerprints of datasets: their length, and a hash of each of up to 64 rows that are spread evenly over them.
 
 Reading is limited in time, and leaves no trace in a run: the random generators of the process and of the dataset are
-restored, and a shallow copy of the dataset is read, so that counters and caches stay as they are.
+restored, and a shallow copy of the dataset is read, so that counters and caches stay as they are. Where worker
+processes load the data, the user's code is not run in this process: it may need files or libraries that only a worker
+opens, and an error that ends a worker would end the run.
 """
 
 from __future__ import annotations
@@ -29,23 +31,24 @@ class UnknownValue(TypeError):
     """A row holds an object whose content cannot be hashed."""
 
 
-def fingerprints(datasets: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def fingerprints(datasets: Mapping[str, Any], runs_code: bool = True) -> dict[str, dict[str, Any]]:
     """Returns the fingerprint of each dataset by its name; all together take about `SECONDS`."""
     found = {}
     begun = time.perf_counter()
     for place, (name, dataset) in enumerate(datasets.items()):
         left = SECONDS - (time.perf_counter() - begun)
-        found[name] = fingerprint(dataset, max(left, 0.0) / (len(datasets) - place))
+        found[name] = fingerprint(dataset, max(left, 0.0) / (len(datasets) - place), runs_code)
     return found
 
 
-def fingerprint(dataset: Any, seconds: float = SECONDS) -> dict[str, Any]:
+def fingerprint(dataset: Any, seconds: float = SECONDS, runs_code: bool = True) -> dict[str, Any]:
     """Returns the fingerprint of one dataset as JSON values.
 
     Args:
         dataset: a map-style dataset, a sequence of rows, or a tuple or dict of arrays with one row per sample. Anything
             else counts as a stream, of which nothing is read.
         seconds: no further row is read after this time; at least one is.
+        runs_code: also read rows that the dataset's own code makes.
 
     Returns:
         `kind` (the class) and, where they are known, `fingerprint` (the one that a `datasets` dataset keeps), `length`,
@@ -63,6 +66,8 @@ def fingerprint(dataset: Any, seconds: float = SECONDS) -> dict[str, Any]:
     found["length"] = length
     if not columns and not hasattr(dataset, "__getitem__"):
         return {**found, "note": "rows have no index: they are not read"}
+    if not runs_code and not columns and not _is_passive(dataset):
+        return {**found, "note": "worker processes load the data: rows are not read in the main process"}
     # that of a `datasets` dataset only drops references; another may close a file that the original still reads
     if not columns and hasattr(type(dataset), "__del__") and "fingerprint" not in found:
         return {**found, "note": "the class defines __del__, so that no copy can be read"}
@@ -105,6 +110,14 @@ def _columns(dataset: object) -> list[Any]:
         values = list(dataset)
     are_arrays = bool(values) and all(isinstance(value, np.ndarray) and value.ndim > 0 for value in values)
     return values if are_arrays and len({len(value) for value in values}) == 1 else []
+
+
+def _is_passive(dataset: Any) -> bool:
+    """Returns True if reading a row runs no code of the user: a list, a `TensorDataset`, a `datasets` dataset."""
+    kind = type(dataset)
+    if kind.__module__ == "datasets.arrow_dataset":
+        return getattr(dataset, "_format_type", None) != "custom"
+    return kind in (list, tuple) or (kind.__module__, kind.__name__) == ("torch.utils.data.dataset", "TensorDataset")
 
 
 def _hash_rows(read: Callable[[int], Any], length: int, seconds: float) -> dict[str, Any]:

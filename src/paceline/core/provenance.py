@@ -77,6 +77,7 @@ class RecordWatch(TrainerCallback):
         put: `(entries)`: writes entries to the record.
         datasets: the datasets of the run by name.
         write: `(name, text)`: writes a file beside the record, or removes it if the text is empty.
+        uses_workers: worker processes load the data, so that the user's code does not run in this one.
     """
 
     may_fail = True
@@ -87,8 +88,10 @@ class RecordWatch(TrainerCallback):
         put: Callable[[Mapping[str, Any]], None],
         datasets: Mapping[str, Any],
         write: Callable[[str, str], None],
+        uses_workers: bool = False,
     ) -> None:
         self.put, self.datasets, self.write = put, datasets, write
+        self.uses_workers = uses_workers
         self.findings = Findings()
         self.is_written = self.has_data = False
 
@@ -97,7 +100,7 @@ class RecordWatch(TrainerCallback):
         self.findings.late.set()
         if not self.has_data:
             self.has_data = True
-            self.put({"data": fingerprints(self.datasets)})
+            self.put({"data": fingerprints(self.datasets, runs_code=not self.uses_workers)})
         if not self.is_written and not self.findings.is_alive():
             self.is_written = True
             for name, text in self.findings.files.items():
@@ -123,6 +126,7 @@ def recording(
     writer: RetryWriter,
     handler: CallbackHandler,
     datasets: Mapping[str, Any],
+    uses_workers: bool,
     is_stopped: Callable[[], bool],
     metric: str | None,
 ) -> Iterator[None]:
@@ -135,6 +139,7 @@ def recording(
         writer: writes the files of the run.
         handler: the callbacks, to which a listener is added for the time of the training.
         datasets: the datasets of the run by name.
+        uses_workers: worker processes load the data.
         is_stopped: returns True if a signal has stopped the run.
         metric: the metric of the best model.
     """
@@ -146,7 +151,7 @@ def recording(
     def write(name: str, text: str) -> None:
         writer.put(folder / name, partial(replace_if_other, folder / name, text))
 
-    watch = RecordWatch(put, datasets, write)
+    watch = RecordWatch(put, datasets, write, uses_workers)
     watch.findings.begin()
     handler.add_callback(watch)
     error: BaseException | None = None

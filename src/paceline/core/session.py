@@ -486,6 +486,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
             writer=run.retry_writer,
             handler=self.callback_handler,
             datasets=self.datasets(),
+            uses_workers=self.args.dataloader_num_workers > 0,
             is_stopped=lambda: run.signals.requested is not None,
             metric=run.plan.metric_for_best_model,
         )

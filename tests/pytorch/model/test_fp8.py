@@ -32,6 +32,7 @@ class Model(nn.Module):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("torchao"), reason="needs torchao")
 def test_layers_are_converted_in_place_and_back() -> None:
     from torchao.float8 import Float8LinearConfig
@@ -56,6 +57,7 @@ def test_layers_are_converted_in_place_and_back() -> None:
     assert set(vars(model.up)) == set(vars(model.odd))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("torchao"), reason="needs torchao")
 def test_a_model_without_such_layers_is_refused() -> None:
     with pytest.raises(UnsupportedOption, match="none of the 2 linear layers of Classifier"):
