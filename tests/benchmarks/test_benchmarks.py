@@ -66,6 +66,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_step_overhead(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "step_overhead", "--quick", "--contenders", "loop", "paceline")
     assert list(result["rows"]) == ["loop", "paceline"]

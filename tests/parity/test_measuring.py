@@ -117,6 +117,7 @@ def test_tokens_and_operations(tmp_path: Path, how: str) -> None:
     assert "train_tokens_per_second" in ours.state.log_history[0]
 
 
+@pytest.mark.slow
 def test_memory_of_each_stage(tmp_path: Path) -> None:
     pytest.importorskip("psutil")
     keys = []

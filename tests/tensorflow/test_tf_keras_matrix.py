@@ -248,6 +248,7 @@ def check(cases: list[Case], folder: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_every_pair(tmp_path: Path) -> None:
     check(covering(EVERY, 2), tmp_path)
 

@@ -82,6 +82,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_every_kind_of_data_gives_the_same_run(tmp_path: Path) -> None:
     """In the order in which it lies; the last batch has 2 of 4 samples, and evaluation sees each sample once."""
     found: dict[str, Any] = {}

@@ -137,7 +137,7 @@ def test_the_numbers_of_a_run_do_not_depend_on_its_record(tmp_path: Path, monkey
         trainer = make_trainer(tmp_path / str(place), Classifier(dropout=0.3), data, num_train_epochs=2)
         trainer.train()
         found.append([row.get("loss") for row in trainer.state.log_history])
-        monkeypatch.setattr(provenance, "fingerprints", lambda datasets: {})
+        monkeypatch.setattr(provenance, "fingerprints", lambda datasets, **options: {})
     assert found[0] == found[1]
     assert "random" in record_of(tmp_path / "0")["data"]["train"]["note"]
 
@@ -145,7 +145,7 @@ def test_the_numbers_of_a_run_do_not_depend_on_its_record(tmp_path: Path, monkey
 def test_what_fails_in_the_record_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **options: Any) -> Any:
         raise RuntimeError("no such luck")
 
     for name in ("read_changes", "fingerprints"):

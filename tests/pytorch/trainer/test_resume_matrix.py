@@ -291,7 +291,17 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {
+    "workers that live on",
+    "stream with a state, workers that live on",
+    "shuffle buffer, workers",
+    "stream, workers",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 def test_twice_interrupted_is_bit_identical(tmp_path: Path, name: str) -> None:
     stops, options = CASES[name]
     check(tmp_path, stops, **options)

@@ -30,7 +30,7 @@ _DTYPES = frozenset(
         torch.bool,
     }
 )
-_STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
+_STORAGES = frozenset((torch.storage.TypedStorage, torch.UntypedStorage))
 
 
 class Pickler(pickle.Pickler):
@@ -43,7 +43,7 @@ class Pickler(pickle.Pickler):
             return
 
         def persistent_id(self: Any, value: object) -> Any:
-            return identify(self, value) if isinstance(value, _STORAGES) else None
+            return identify(self, value) if type(value) in _STORAGES else None
 
         cls.persistent_id = persistent_id  # type: ignore[method-assign]
 

@@ -167,9 +167,7 @@ def _plain(value: object, where: str, tensor: Callable[[torch.Tensor], torch.Ten
             return kind(value)
     if isinstance(value, dict):
         kept: type[dict[Any, Any]] = type(value) if type(value) in (OrderedDict, Counter) else dict
-        keys = _plain_keys(value, where, tensor)
-        items = [_plain(item, f"{where}[{key!r}]", tensor) for key, item in value.items()]
-        return kept(dict(zip(keys, items, strict=True)))
+        return kept(_plain_dict(value, where, tensor))
     if isinstance(value, (set, frozenset)):
         return (frozenset if isinstance(value, frozenset) else set)(_plain_keys(value, where, tensor))
     if isinstance(value, (list, tuple)):
@@ -180,6 +178,20 @@ def _plain(value: object, where: str, tensor: Callable[[torch.Tensor], torch.Ten
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be read back without running "
         "code: give the object a state_dict() of tensors, numbers, text, lists and dicts"
     )
+
+
+def _plain_dict(values: dict[Any, Any], where: str, tensor: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, Any]:
+    """An optimizer has a dict for each parameter: its tensors and numbers cost no further call and no text."""
+    keys, items = _plain_keys(values, where, tensor), []
+    for key, item in values.items():
+        kind = type(item)
+        if kind is torch.Tensor:
+            items.append(tensor(item))
+        elif kind in _SCALARS:
+            items.append(item)
+        else:
+            items.append(_plain(item, f"{where}[{key!r}]", tensor))
+    return dict(zip(keys, items, strict=True))
 
 
 def _plain_sequence(
