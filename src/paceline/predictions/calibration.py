@@ -105,7 +105,11 @@ def check_parameters(calibrator: Calibrator) -> None:
     lengths = [[len(row) for row in each] for each in rows]
     is_complete = lengths[0] == lengths[1] and 0 not in lengths[0]
     expected = len(rows[0]) == number if calibrator.method == "isotonic" else lengths[0] == [number]
-    if not is_complete or not expected or not all(math.isfinite(float(v)) for each in rows for row in each for v in row):
+    if (
+        not is_complete
+        or not expected
+        or not all(math.isfinite(float(v)) for each in rows for row in each for v in row)
+    ):
         raise ValueError("its numbers are incomplete or not finite")
 
 
@@ -187,7 +191,9 @@ def design(rows: Array, has_vector: bool) -> Array:
     if not has_vector:
         return rows[:, :, None]
     number = rows.shape[1]
-    return np.concatenate([rows[:, :, None] * np.eye(number), np.broadcast_to(np.eye(number), (*rows.shape, number))], 2)
+    return np.concatenate(
+        [rows[:, :, None] * np.eye(number), np.broadcast_to(np.eye(number), (*rows.shape, number))], 2
+    )
 
 
 def minimize(evaluate: Callable[[Array], tuple[float, Array, Array]], point: Array) -> Array:

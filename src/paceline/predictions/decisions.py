@@ -37,16 +37,16 @@ class ConformalSets:
         return np.asarray(scores_of(np.asarray(probabilities, dtype=np.float64), self.method) <= self.quantile)
 
 
-def fit_conformal(
-    probabilities: Array, labels: Array, coverage: float = 0.9, method: str = "split"
-) -> ConformalSets:
+def fit_conformal(probabilities: Array, labels: Array, coverage: float = 0.9, method: str = "split") -> ConformalSets:
     """Fits conformal sets on held-out samples that neither training nor a calibration used.
 
     Raises:
         ValueError: an argument is invalid, or there are too few samples for the coverage: n >= coverage/(1 - coverage).
     """
     if method not in METHODS or not 0 < coverage < 1:
-        raise ValueError(f"method={method!r}, coverage={coverage}: expected one of {METHODS}, and a number within 0 to 1")
+        raise ValueError(
+            f"method={method!r}, coverage={coverage}: expected one of {METHODS}, and a number within 0 to 1"
+        )
     rows, classes = as_probabilities(probabilities, labels)
     number = len(rows)
     rank = math.ceil((number + 1) * coverage - 1e-9)
@@ -74,9 +74,7 @@ def f1(truth: Array, chosen: Array) -> float:
     return 2 * int((truth & chosen).sum()) / total if total else 0.0
 
 
-def fit_thresholds(
-    scores: Array, labels: Array, metric: Callable[[Array, Array], float] = f1
-) -> tuple[Array, Array]:
+def fit_thresholds(scores: Array, labels: Array, metric: Callable[[Array, Array], float] = f1) -> tuple[Array, Array]:
     """Returns the threshold of each label with the best metric on held-out samples, and the values of the metric.
 
     A label is chosen where its score is at least its threshold. Of equal values the threshold nearest to the median
@@ -92,7 +90,9 @@ def fit_thresholds(
     """
     rows, truth = np.asarray(scores, dtype=np.float64), np.asarray(labels)
     if rows.shape != truth.shape or rows.ndim not in (1, 2) or rows.size == 0 or not np.isin(truth, (0, 1)).all():
-        raise ValueError(f"scores of shape {rows.shape} and labels of shape {truth.shape}: expected equal ones, 0 and 1")
+        raise ValueError(
+            f"scores of shape {rows.shape} and labels of shape {truth.shape}: expected equal ones, 0 and 1"
+        )
     if not np.isfinite(rows).all():
         raise ValueError("the scores are not finite")
     rows, truth = rows.reshape(len(rows), -1), truth.reshape(len(rows), -1).astype(bool)

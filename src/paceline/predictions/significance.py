@@ -51,7 +51,9 @@ def mcnemar(first: Array, second: Array, labels: Array) -> McNemar:
     """
     one, two, truth = (np.asarray(each) for each in (first, second, labels))
     if not one.shape == two.shape == truth.shape or one.ndim != 1:
-        raise ValueError(f"shapes {one.shape}, {two.shape} and {truth.shape} differ: expected predicted classes and labels")
+        raise ValueError(
+            f"shapes {one.shape}, {two.shape} and {truth.shape} differ: expected predicted classes and labels"
+        )
     counts = truth != -100
     is_one, is_two = (one == truth)[counts], (two == truth)[counts]
     only_first, only_second = int((is_one & ~is_two).sum()), int((is_two & ~is_one).sum())
@@ -88,7 +90,9 @@ def paired_bootstrap(
     if not len(one) == len(two) == number or number == 0:
         raise ValueError(f"{len(one)}, {len(two)} and {number} rows: expected the same number, above 0")
     if num_resamples < 1 or not 0 < confidence < 1:
-        raise ValueError(f"num_resamples={num_resamples}, confidence={confidence}: expected at least 1, and within 0 to 1")
+        raise ValueError(
+            f"num_resamples={num_resamples}, confidence={confidence}: expected at least 1, and within 0 to 1"
+        )
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(num_resamples):

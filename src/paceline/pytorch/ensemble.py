@@ -129,7 +129,12 @@ def check_call(members: Sequence[Member], trainer: Trainer, combine: str, weight
     elif held_out is not None:
         raise ValueError('held_out is used only with weights="fit": set it, or leave held_out out')
     strategy = trainer.strategy
-    if trainer.is_in_train or strategy.is_sharded or strategy.runs_windows or trainer.args.eval_do_concat_batches is False:
+    if (
+        trainer.is_in_train
+        or strategy.is_sharded
+        or strategy.runs_windows
+        or trainer.args.eval_do_concat_batches is False
+    ):
         raise UnsupportedOption(
             "ensemble_predict needs a Trainer that is not training, has a whole model on each device (no fsdp, deepspeed "
             "or pipeline), and eval_do_concat_batches=True."

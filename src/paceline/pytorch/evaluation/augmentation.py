@@ -104,7 +104,9 @@ class AugmentedSteps:
                 "prediction_loss_only=False, or call predict."
             )
         if not isinstance(batch, Mapping):
-            raise ValueError(f"augmentation: a batch is {type(batch).__name__}; transforms are given a dict of tensors.")
+            raise ValueError(
+                f"augmentation: a batch is {type(batch).__name__}; transforms are given a dict of tensors."
+            )
         settings = self.augmentation
         weights = list(settings.weights)
         versions = {name: value._version for name, value in batch.items() if is_versioned(value)}
@@ -142,7 +144,9 @@ class AugmentedSteps:
         self.agreement, self.spread = (gathered.get(name) for name in EXTRA_ROWS)
         self.num_runs += 1
         found = {name: gathered.get(name) for name in EXTRA_ROWS}
-        return {name: float(np.mean(rows)) for name, rows in found.items() if isinstance(rows, np.ndarray) and rows.size}
+        return {
+            name: float(np.mean(rows)) for name, rows in found.items() if isinstance(rows, np.ndarray) and rows.size
+        }
 
 
 def make_steps(augmentation: object) -> AugmentedSteps:
