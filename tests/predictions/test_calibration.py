@@ -104,7 +104,7 @@ def test_another_number_of_classes_is_refused() -> None:
 def test_the_table_counts_each_sample_once(tmp_path: Path) -> None:
     probabilities = np.array([[1.0, 0.0], [0.5, 0.5], [0.6, 0.4], [0.95, 0.05]])
     table = reliability_table(probabilities, np.array([0, 1, 0, 1]), 10)
-    assert [each.count for each in table] == [0, 0, 0, 0, 1, 1, 0, 0, 0, 2]
+    assert [each.num_samples for each in table] == [0, 0, 0, 0, 1, 1, 0, 0, 0, 2]
     assert table[9].accuracy == 0.5
     expected = (abs(0 - 0.5) + abs(1 - 0.6) + 2 * abs(0.5 - 0.975)) / 4
     assert expected_calibration_error(probabilities, np.array([0, 1, 0, 1]), 10) == pytest.approx(expected)

@@ -17,14 +17,14 @@ class Bin(NamedTuple):
 
     Attributes:
         low, high: bounds of the confidence.
-        count: number of samples.
+        num_samples: their number.
         confidence: their mean confidence; NaN without samples.
         accuracy: their share of right predictions; NaN without samples.
     """
 
     low: float
     high: float
-    count: int
+    num_samples: int
     confidence: float
     accuracy: float
 
@@ -50,9 +50,9 @@ def reliability_table(probabilities: Array, labels: Array, num_bins: int = 15) -
 
 def expected_calibration_error(probabilities: Array, labels: Array, num_bins: int = 15) -> float:
     """Returns the mean distance of accuracy from confidence over the bins, 0 to 1 (Naeini et al. 2015)."""
-    table = [each for each in reliability_table(probabilities, labels, num_bins) if each.count]
-    total = sum(each.count for each in table)
-    return sum(each.count * abs(each.accuracy - each.confidence) for each in table) / total
+    table = [each for each in reliability_table(probabilities, labels, num_bins) if each.num_samples]
+    total = sum(each.num_samples for each in table)
+    return sum(each.num_samples * abs(each.accuracy - each.confidence) for each in table) / total
 
 
 def as_probabilities(probabilities: Array, labels: Array) -> tuple[Array, Array]:
@@ -75,7 +75,7 @@ def write_diagram(table: list[Bin], path: str | Path, size: int = 320) -> Path:
     def bar(each: Bin) -> str:
         x, height = left + each.low * span, each.accuracy * span
         width = (each.high - each.low) * span
-        title = f"{each.count} samples: confidence {each.confidence:.3f}, accuracy {each.accuracy:.3f}"
+        title = f"{each.num_samples} samples: confidence {each.confidence:.3f}, accuracy {each.accuracy:.3f}"
         return (
             f'<rect x="{x:.1f}" y="{bottom - height:.1f}" width="{width:.1f}" height="{height:.1f}" fill="#4477aa" '
             f'stroke="white"><title>{title}</title></rect>'
@@ -84,7 +84,7 @@ def write_diagram(table: list[Bin], path: str | Path, size: int = 320) -> Path:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size} {size}" font-family="sans-serif" font-size="12">',
         f'<rect width="{size}" height="{size}" fill="white"/>',
-        *[bar(each) for each in table if each.count],
+        *[bar(each) for each in table if each.num_samples],
         f'<path d="M{left} {bottom}L{left + span} {bottom - span}" stroke="#aa3344" stroke-dasharray="4"/>',
         f'<path d="M{left} {bottom - span}V{bottom}H{left + span}" fill="none" stroke="black"/>',
         f'<text x="{left + span / 2}" y="{size - 10}" text-anchor="middle">confidence</text>',

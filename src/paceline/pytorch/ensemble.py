@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 Member = nn.Module | str | Path | Callable[[], nn.Module]
 PARTS = LateModule("paceline.pytorch.parts")  # a second file of the facade
 REDUCTIONS = {"probabilities": "mean", "logits": "geometric", "vote": "vote"}
-OF_MODEL = ("model", "model_wrapped", "signature", "label_names", "can_return_loss", "loss_normalizer")
-OF_MODEL += ("label_smoother", "objective", "_signature_columns", "optimizer")
+OF_MODEL = (
+    *("model", "model_wrapped", "signature", "label_names", "can_return_loss", "loss_normalizer"),
+    *("label_smoother", "objective", "_signature_columns", "optimizer"),
+)
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,8 @@ def check_call(members: Sequence[Member], trainer: Trainer, combine: str, weight
         or trainer.args.eval_do_concat_batches is False
     ):
         raise UnsupportedOption(
-            "ensemble_predict needs a Trainer that is not training, has a whole model on each device (no fsdp, deepspeed "
-            "or pipeline), and eval_do_concat_batches=True."
+            "ensemble_predict needs a Trainer that is not training, has a whole model on each device (no fsdp, "
+            "deepspeed or pipeline), and eval_do_concat_batches=True."
         )
 
 

@@ -94,10 +94,11 @@ def show_augmented(trainer: Trainer, held_out: Samples, truth: Sequence[int], sa
     """Shows the accuracy with the mean of several predictions of each digit, as it is and shifted by a pixel."""
     augmentation = TestTimeAugmentation(TRANSFORMS, weights=WEIGHTS)
     output = trainer.predict(held_out, augmentation=augmentation)
+    agreement = (output.metrics or {})["test_agreement"]
     right = int((output.predictions.argmax(-1) == np.asarray(truth)).sum())
     say(
         f"\nWith test-time augmentation ({len(TRANSFORMS)} shifts by a pixel): {100 * right / len(truth):.1f} % "
-        f"({right} right); the passes agree on {100 * output.agreement.mean():.1f} % of the digits."
+        f"({right} right); the passes agree on {100 * agreement:.1f} % of the digits."
     )
 
 

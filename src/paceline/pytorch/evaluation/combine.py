@@ -20,8 +20,8 @@ class Combination:
     Memory: running sums of the size of one prediction; the median stores the predictions of all passes.
 
     Args:
-        reduce: "mean" (of probabilities, or of values), "geometric" (mean of log-probabilities, normalized), "median" or
-            "max" (of each probability, normalized), or "vote" (the share of the passes whose prediction is each class).
+        reduce: "mean" (of probabilities, or of values), "geometric" (mean of log-probabilities, normalized), "median"
+            or "max" (of each probability, normalized), or "vote" (the share of passes whose prediction is each class).
         outputs: the kind of predictions: "logits" over the last dimension; "binary_logits", one per label; or
             "probabilities" over the last dimension; or "values" of a regression.
 
@@ -70,8 +70,8 @@ class Combination:
         has_classes = predictions.ndim >= 2 and predictions.shape[-1] >= 2
         if self.outputs in ("logits", "probabilities") and not has_classes:
             raise ValueError(
-                f'outputs="{self.outputs}" is invalid for predictions of shape {tuple(predictions.shape)}, which have no '
-                'dimension of classes: expected outputs="binary_logits" for logits of labels, or "values" for numbers'
+                f'outputs="{self.outputs}" is invalid for predictions of shape {tuple(predictions.shape)}, which '
+                'have no dimension of classes: expected outputs="binary_logits" for logits of labels, or "values" for numbers'
             )
         self._shape = predictions.shape
 
