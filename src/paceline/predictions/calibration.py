@@ -144,8 +144,8 @@ def checked(logits: Array, labels: Array) -> tuple[Array, Array]:
     rows, classes = np.asarray(logits, dtype=np.float64), np.asarray(labels)
     if rows.ndim != 2 or rows.shape[1] < 2 or classes.shape != rows.shape[:1] or classes.dtype.kind not in "iu":
         raise ValueError(
-            f"predictions of shape {rows.shape} and {classes.dtype} labels of shape {classes.shape} do not fit: expected "
-            "(samples, classes) and one integer per sample"
+            f"predictions of shape {rows.shape} and {classes.dtype} labels of shape {classes.shape} do not fit: "
+            "expected (samples, classes) and one integer per sample"
         )
     rows, classes = rows[classes != -100], classes[classes != -100]
     if len(rows) == 0 or classes.min() < 0 or classes.max() >= rows.shape[1]:

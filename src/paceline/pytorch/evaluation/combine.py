@@ -70,8 +70,8 @@ class Combination:
         has_classes = predictions.ndim >= 2 and predictions.shape[-1] >= 2
         if self.outputs in ("logits", "probabilities") and not has_classes:
             raise ValueError(
-                f'outputs="{self.outputs}" is invalid for predictions of shape {tuple(predictions.shape)}, which '
-                'have no dimension of classes: expected outputs="binary_logits" for logits of labels, or "values" for numbers'
+                f'outputs="{self.outputs}" is invalid for predictions of shape {tuple(predictions.shape)} without a '
+                'dimension of classes: expected outputs="binary_logits" for logits of labels, or "values" for numbers'
             )
         self._shape = predictions.shape
 
