@@ -30,7 +30,7 @@ LAYERS = [
     {"args"},
     {"core"},
     {"checkpoint"},
-    {"report"},
+    {"report", "predictions"},
     {"callbacks", "hub"},
     {"search"},
     {"pytorch.data", "pytorch.model", "pytorch.optim", "pytorch.distributed"},
@@ -44,7 +44,7 @@ LAYERS = [
     {"cli", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-TOP_PACKAGES = {"args", "core", "checkpoint", "report", "callbacks", "hub", "search"} | {
+TOP_PACKAGES = {"args", "core", "checkpoint", "report", "predictions", "callbacks", "hub", "search"} | {
     "pytorch",
     "tensorflow",
     "compat",
@@ -65,6 +65,7 @@ THIRD_PARTY = {
     "core": {"numpy"},
     "checkpoint": set(),
     "report": {"numpy"},
+    "predictions": {"numpy"},
     "callbacks": {"numpy"},
     "hub": set(),
     "search": set(),
@@ -100,6 +101,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("parts never see the Trainer", "callbacks/reporters/neptune.py:*.get_run"): "a name of the Hugging Face library",
     ("parts never see the Trainer", "core/state.py:TrainerState.init_training_references"): "a public name, as there",
     ("parts never see the Trainer", "pytorch/replay.py:*"): "a public function that is given a Trainer",
+    ("parts never see the Trainer", "pytorch/ensemble.py:*"): "a public function that is given a Trainer",
+    ("one owner", "pytorch/ensemble.py:in_place"): "the Trainer's model, put back after each member",
     ("file lines", "pytorch/session.py"): "makes every part for torch, one function each",
     ("one owner", "args/secrets.py:*"): "a log record, which is masked for those who read it next",
     ("one owner", "cli/*"): "records and tokenizers that the command made",

@@ -82,6 +82,8 @@ if TYPE_CHECKING:
     from paceline.pytorch.data.shuffle import ShuffleBuffer
     from paceline.pytorch.distributed.batch_size import find_executable_batch_size
     from paceline.pytorch.distributed.random import enable_full_determinism, set_seed
+    from paceline.pytorch.ensemble import ensemble_predict
+    from paceline.pytorch.evaluation.augmentation import TestTimeAugmentation
     from paceline.pytorch.model.check_targets import check_targets
     from paceline.pytorch.model.loss import LabelSmoother
     from paceline.pytorch.model.overflow import DebugUnderflowOverflow
@@ -186,6 +188,7 @@ _HOMES = {
     "TFTrainer": "paceline.tensorflow.trainer",
     "TFTrainingArguments": "paceline.tensorflow.arguments",
     "TensorBoardCallback": "paceline.callbacks.reporters.tensorboard",
+    "TestTimeAugmentation": "paceline.pytorch.evaluation.augmentation",
     "TrackioCallback": "paceline.callbacks.reporters.trackio",
     "TrainOutput": "paceline.core.outputs",
     "Trainer": "paceline.pytorch.trainer",
@@ -204,6 +207,7 @@ _HOMES = {
     "default_hp_space_ray": "paceline.search.spaces",
     "default_hp_space_wandb": "paceline.search.spaces",
     "enable_full_determinism": "paceline.pytorch.distributed.random",
+    "ensemble_predict": "paceline.pytorch.ensemble",
     "find_executable_batch_size": "paceline.pytorch.distributed.batch_size",
     "get_adafactor_schedule": "paceline.pytorch.optim.schedulers",
     "get_constant_schedule": "paceline.pytorch.optim.schedulers",

@@ -12,10 +12,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from paceline.args.errors import UnsupportedOption
 from paceline.args.packing import JOINING, budget_of, order_of, packing_of, row_length_of, sampling_of, tokens_of
 from paceline.args.sharding import wants_shards
 from paceline.callbacks.flow import DefaultFlowCallback
@@ -25,7 +26,7 @@ from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.core.log_text import LogText
 from paceline.core.methods import is_ours
 from paceline.core.optional import LateModule
-from paceline.core.outputs import EvalLoopOutput
+from paceline.core.outputs import EvalLoopOutput, PredictionOutput
 from paceline.core.state import TrainerControl
 from paceline.core.worker_watch import WorkerWatch
 from paceline.pytorch import output_store
@@ -60,8 +61,11 @@ if TYPE_CHECKING:
     from paceline.pytorch.checkpoint import sharded_format
     from paceline.pytorch.data import token_counts
     from paceline.pytorch.data.token_counts import PaddingCounter
+    from paceline.pytorch.evaluation import augmentation as augmentations
+    from paceline.pytorch.evaluation.augmentation import AugmentedOutput, AugmentedSteps, TestTimeAugmentation
     from paceline.pytorch.trainer import Trainer
 else:
+    augmentations = LateModule("paceline.pytorch.evaluation.augmentation")
     batch_search = LateModule("paceline.pytorch.batch_search")
     model_card = LateModule("paceline.pytorch.model_card")
     packing = LateModule("paceline.pytorch.packing")
@@ -69,6 +73,8 @@ else:
     streaming = LateModule("paceline.core.streaming")
     token_counts = LateModule("paceline.pytorch.data.token_counts")
     trial_run = LateModule("paceline.pytorch.trial_run")
+
+Result = TypeVar("Result")
 
 # ---- the model
 
@@ -170,7 +176,44 @@ def evaluation_loop_of(trainer: Trainer) -> EvaluationLoop:
         on_step=on_step,
         is_stopping=lambda: signals is not None and signals.requested is not None,
         expect=expect if keeps_logits else None,
+        augmented=trainer.augmented,
     )
+
+
+def augmented_call(
+    trainer: Trainer, augmentation: TestTimeAugmentation, evaluate: Callable[[], Result]
+) -> tuple[Result, AugmentedSteps]:
+    """Returns the result of an evaluation or a prediction with augmentation, and the steps that were run.
+
+    Raises:
+        UnsupportedOption: the model is split into pipeline stages, or generates.
+        TypeError: `augmentation` is something else.
+        ValueError: an overridden `evaluation_loop` did not use the augmentation.
+    """
+    steps = augmentations.make_steps(augmentation)
+    if trainer.strategy.runs_windows or getattr(trainer.args, "predict_with_generate", False):
+        obstacle = "a pipeline" if trainer.strategy.runs_windows else "predict_with_generate=True"
+        raise UnsupportedOption(f"augmentation={augmentation!r} is not supported with {obstacle}: leave it out.")
+    before = trainer.augmented
+    trainer.augmented = steps
+    try:
+        result = evaluate()
+    finally:
+        trainer.augmented = before
+    if not steps.num_runs:
+        raise ValueError(
+            "augmentation was not used, because the overridden evaluation_loop does not call that of Trainer: leave it "
+            "out, or call super().evaluation_loop there."
+        )
+    return result, steps
+
+
+def augmented_prediction(
+    trainer: Trainer, augmentation: TestTimeAugmentation, predict: Callable[[], PredictionOutput]
+) -> AugmentedOutput:
+    """Returns the result of a prediction with augmentation."""
+    result: AugmentedOutput = augmentations.AugmentedOutput.of(*augmented_call(trainer, augmentation, predict))
+    return result
 
 
 def evaluation_options_of(trainer: Trainer) -> EvaluationOptions:
@@ -189,6 +232,7 @@ def evaluation_options_of(trainer: Trainer) -> EvaluationOptions:
         dtype=dtype,
         spill_bytes=None if math.isinf(args.eval_spill_gb) else int(args.eval_spill_gb * 2**30),
         spill_folder=args.output_dir,
+        extra_rows=() if trainer.augmented is None else augmentations.EXTRA_ROWS,
     )
 
 

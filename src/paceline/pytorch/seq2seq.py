@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from paceline.pytorch.data.sampling import make_train_sampler
 from paceline.pytorch.distributed.precision import narrow
 from paceline.pytorch.model import generation
 from paceline.pytorch.trainer import Trainer
+
+if TYPE_CHECKING:
+    from paceline.pytorch.evaluation.augmentation import TestTimeAugmentation
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +183,8 @@ class Seq2SeqTrainer(Trainer):
         eval_dataset: Any = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
+        *,
+        augmentation: TestTimeAugmentation | None = None,
         **gen_kwargs: Any,
     ) -> dict[str, float]:
         """Evaluates and returns the metrics; for a dict of datasets, each under `{prefix}_{name}`.
@@ -188,8 +193,11 @@ class Seq2SeqTrainer(Trainer):
             eval_dataset: replaces the Trainer's.
             ignore_keys: keys of the model's output to drop; unused with generation.
             metric_key_prefix: prefix of the metric names.
+            augmentation: as in `Trainer.evaluate`, without generation.
             gen_kwargs: for `generate`: `max_length`, `max_new_tokens` (tokens), `num_beams`, ...
         """
+        if augmentation is not None:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, augmentation=augmentation)
         self._begin_generation("evaluate() was given", gen_kwargs)
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if not isinstance(datasets, dict) or not gen_kwargs:
@@ -205,6 +213,8 @@ class Seq2SeqTrainer(Trainer):
         test_dataset: Any,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
+        *,
+        augmentation: TestTimeAugmentation | None = None,
         **gen_kwargs: Any,
     ) -> PredictionOutput:
         """Returns one row of generated token ids per sample, and metrics if there are labels.
@@ -213,8 +223,11 @@ class Seq2SeqTrainer(Trainer):
             test_dataset: a dataset with or without labels.
             ignore_keys: keys of the model's output to drop; unused with generation.
             metric_key_prefix: prefix of the metric names.
+            augmentation: as in `Trainer.predict`, without generation.
             gen_kwargs: for `generate`, as in `evaluate`.
         """
+        if augmentation is not None:
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix, augmentation=augmentation)
         self._begin_generation("predict() was given", gen_kwargs)
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 

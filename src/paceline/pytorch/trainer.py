@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from paceline.pytorch import batch_search, lr_search, module_memory, parts, session
     from paceline.pytorch.checkpoint.checkpointer import Checkpointer
     from paceline.pytorch.evaluation import predictor
+    from paceline.pytorch.evaluation.augmentation import AugmentedSteps, TestTimeAugmentation
     from paceline.pytorch.noise_scale import NoiseScale
     from paceline.pytorch.optim import optimizers as optimizer_registry
     from paceline.pytorch.packing import Packing
@@ -113,6 +115,7 @@ class Trainer(HubNames, ForSubclasses):
     is_prepared = False  # training or an evaluation has prepared the model: its memory is known
     reports_changes = True  # log arguments that changed since the checkpoint that a run is resumed from
     current_flos = 0.0
+    augmented: AugmentedSteps | None = None  # of the evaluation in progress
     _created_lr_scheduler = False
     _packing: Packing | None = None  # packing of training batches, as determined for this model
     _resumed_batch_size: int | None = None  # global batch size, if a run is resumed on another number of processes
@@ -566,8 +569,16 @@ class Trainer(HubNames, ForSubclasses):
         eval_dataset: Any = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
+        *,
+        augmentation: TestTimeAugmentation | None = None,
     ) -> dict[str, float]:
-        """Evaluates and returns the metrics; with a dict of datasets, each set's metrics under `{prefix}_{name}`."""
+        """Evaluates and returns the metrics; with a dict of datasets, each set's metrics under `{prefix}_{name}`.
+
+        `augmentation` predicts each batch in several ways; see docs/predictions.md.
+        """
+        if augmentation is not None:
+            evaluate = partial(self.evaluate, eval_dataset, ignore_keys, metric_key_prefix)
+            return parts.augmented_call(self, augmentation, evaluate)[0]
         given = eval_dataset is not None
         datasets = eval_dataset if given else self.eval_dataset
         if isinstance(datasets, dict):
@@ -611,8 +622,16 @@ class Trainer(HubNames, ForSubclasses):
         test_dataset: Any,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
+        *,
+        augmentation: TestTimeAugmentation | None = None,
     ) -> PredictionOutput:
-        """Returns one prediction per sample, in dataset order, and metrics if there are labels."""
+        """Returns one prediction per sample, in dataset order, and metrics if there are labels.
+
+        With `augmentation`, which predicts each batch in several ways, an `AugmentedOutput`; see docs/predictions.md.
+        """
+        if augmentation is not None:
+            predict = partial(self.predict, test_dataset, ignore_keys, metric_key_prefix)
+            return parts.augmented_prediction(self, augmentation, predict)
         loader = self.get_test_dataloader(test_dataset)
         start = StartTime()
         with self.memory_stages.measuring("test"):

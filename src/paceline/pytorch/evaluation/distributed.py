@@ -167,7 +167,7 @@ class DistributedEvaluation(EvaluationLoop):
             if self._looks:
                 self._observe_nothing()
             if self._needs_dummy:
-                self.prediction_step(self.model, copy.copy(self._dummy_batch), loss_only, ignore_keys)
+                self._step(copy.copy(self._dummy_batch), loss_only, ignore_keys)
             return {}, 0
         self._dummy_batch = copy.copy(self.name_inputs(batch)) if self._needs_dummy else None
         return super()._take(batch, total, kept, loader, loss_only, ignore_keys)

@@ -38,6 +38,7 @@ class EvaluationOptions:
         dtype: cast the whole model to this dtype during evaluation; None disables it.
         spill_bytes: save predictions beyond this many bytes to disk; None: never.
         spill_folder: where they are saved if the system's temporary folder is in memory.
+        extra_rows: names of further data with a row per sample.
     """
 
     concatenate: bool = True
@@ -47,6 +48,7 @@ class EvaluationOptions:
     dtype: torch.dtype | None = None
     spill_bytes: int | None = None
     spill_folder: str | None = None
+    extra_rows: tuple[str, ...] = ()
 
 
 class PredictionBuffer:
@@ -66,7 +68,7 @@ class PredictionBuffer:
         self.num_samples = 0
         self._waiting: list[tuple[dict[str, Any], int]] = []
         self._num_batches = 0
-        names = ("predictions", "labels", "inputs", "losses")
+        names = ("predictions", "labels", "inputs", "losses", *options.extra_rows)
         self._collectors = {name: RowCollector(options.concatenate, disk_buffer=disk_buffer) for name in names}
 
     def add(self, rows: dict[str, Any], size: int, loader: object) -> None:

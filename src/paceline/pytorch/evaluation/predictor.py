@@ -38,6 +38,7 @@ from paceline.pytorch.model.reductions import Observation
 
 if TYPE_CHECKING:
     from paceline.core import streaming
+    from paceline.pytorch.evaluation.augmentation import AugmentedSteps
 else:
     streaming = LateModule("paceline.core.streaming")
 
@@ -70,6 +71,7 @@ class EvaluationLoop:
         on_step: called after each batch (fires on_prediction_step).
         is_stopping: returns True if the run was asked to stop.
         expect: `(batch) -> expected bytes of its predictions`, or None if unknown.
+        augmented: predicts each batch in several ways; None: once.
     """
 
     waits_for_others = False  # True if passes run collectives, so that all processes must make the same number
@@ -86,6 +88,7 @@ class EvaluationLoop:
     on_step: Callable[[], None]
     is_stopping: Callable[[], bool]
     expect: Callable[[Any], int | None] | None = None
+    augmented: AugmentedSteps | None = None
 
     def __post_init__(self) -> None:
         self.metric: Any = self.compute_metrics if streaming.is_streaming(self.compute_metrics) else None
@@ -139,6 +142,8 @@ class EvaluationLoop:
             gathered = kept.result(order_by_length(loader))
             loss = total.mean()
         metrics = self._metrics(gathered, loss_only)
+        if self.augmented is not None:
+            metrics.update(self.augmented.finish(gathered))
         if loss is not None:
             metrics["loss"] = loss
         return EvalLoopOutput(
@@ -188,7 +193,7 @@ class EvaluationLoop:
         self._before = Part(copy.copy(batch), counts) if counts.samples == 1 else None
         given = dict(batch) if isinstance(batch, Mapping) and "inputs" in self.options.include else None
         num_items = self.count_items([batch])  # before the pass, as an overridden compute_loss may pop the labels
-        loss, logits, labels = self.prediction_step(self.model, batch, loss_only, ignore_keys)
+        loss, logits, labels = self._step(batch, loss_only, ignore_keys)
         if loss is not None:
             loss = loss.detach().mean()
             total.add(loss, counts, num_items)
@@ -199,7 +204,13 @@ class EvaluationLoop:
             rows["inputs"] = given.get(getattr(self.model, "main_input_name", "input_ids"), given)
         if "loss" in self.options.include:
             rows["losses"] = loss
-        return rows
+        return rows if self.augmented is None else {**rows, **self.augmented.rows()}
+
+    def _step(self, batch: object, loss_only: bool, ignore_keys: list[str] | None) -> tuple[Any, Any, Any]:
+        """Returns (loss, predictions, labels) of one batch, of one pass or of several combined ones."""
+        if self.augmented is None:
+            return self.prediction_step(self.model, batch, loss_only, ignore_keys)
+        return self.augmented.step(self.prediction_step, self.model, batch, loss_only, ignore_keys)
 
     def _is_due(self, batch: object, is_last: bool) -> bool:
         """Returns True if the loss of this batch and of parts of it must be probed."""
