@@ -9,8 +9,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
 import yaml
 
@@ -365,7 +364,7 @@ def packages_of(request: Request) -> str:
 
 
 def shell_lines(words: Sequence[str]) -> list[str]:
-    """Returns the words of a command, quoted for bash: one line for the target, and one for each option with its values.
+    """Returns the words of a command, quoted for bash: a line for the target, and one for each option with its values.
 
     Services replace `$(...)` and `${{...}}` in commands before the shell sees them, also in quotes: the two characters
     are separated.

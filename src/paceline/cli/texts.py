@@ -253,7 +253,12 @@ def help_on(command: str, words: Sequence[str]) -> str:
     """Returns the help of a command or, with words after `--help`, the options that contain one of the words."""
     if command not in ("demo", "train", "export"):
         return TEXTS[command]
-    wanted = [word for word in words if not word.startswith("-") and word != "help"]
+    before = ["", *words]  # a word behind an option is its value
+    wanted = [
+        word
+        for last, word in zip(before, words, strict=False)
+        if not word.startswith("-") and word != "help" and (not last.startswith("-") or last in ("-h", "--help"))
+    ]
     if command == "demo":
         wanted = [word for word in wanted if word not in ("text", "digits")]
     else:
