@@ -1,9 +1,9 @@
-"""One machine with eight GPUs, on Modal.
+"""One machine with 8 GPUs, on Modal.
 
-    modal run --detach launch/modal_app.py --output-dir s3://bucket/team/digits
+    modal run --detach launch/modal_app.py
 
 Modal starts the function again after a preemption, and `retries` times after an error: the run goes on from the store.
-What to change: the secret with the keys of the bucket, the number of GPUs.
+What to change: packages, the secret with the keys of the bucket, the kind of GPU.
 """
 
 import subprocess
@@ -12,13 +12,22 @@ import modal
 
 GPUS = 8
 HOURS = 24  # the longest that Modal lets a function run
+WORDS = [
+    "launch/train.py",
+    "--output_dir",
+    "s3://bucket/team/digits",
+    "--resume_from_checkpoint",
+    "auto",
+    "--parallel",
+    "fsdp",
+]
 
 image = (
     modal.Image.debian_slim(python_version="3.12")
     .pip_install("paceline[demo,s3]")
-    .add_local_dir("launch", remote_path="/workspace/launch")
+    .add_local_dir(".", remote_path="/workspace", ignore=[".git", ".venv", "runs"])
 )
-app = modal.App("paceline")
+app = modal.App("train")
 
 
 @app.function(
@@ -28,12 +37,10 @@ app = modal.App("paceline")
     retries=3,
     secrets=[modal.Secret.from_name("s3-credentials")],
 )
-def train(output_dir: str) -> None:
-    words = ["paceline", "launch", "--nproc-per-node", str(GPUS), "launch/train.py"]
-    words += ["--output_dir", output_dir, "--resume_from_checkpoint", "auto", "--parallel", "fsdp"]
-    subprocess.run(words, check=True, cwd="/workspace")
+def train() -> None:
+    subprocess.run(["paceline", "launch", "--nproc-per-node", str(GPUS), *WORDS], check=True, cwd="/workspace")
 
 
 @app.local_entrypoint()
-def main(output_dir: str = "s3://bucket/team/digits") -> None:
-    train.remote(output_dir)
+def main() -> None:
+    train.remote()

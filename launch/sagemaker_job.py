@@ -1,17 +1,27 @@
-"""Two spot machines with eight GPUs each, on SageMaker, through boto3.
+"""2 machines with 8 GPUs each (spot), on SageMaker, through boto3.
 
-    python launch/sagemaker_job.py --role arn:aws:iam::123456789012:role/training --output-dir s3://bucket/team/digits
+    python launch/sagemaker_job.py --role arn:aws:iam::123456789012:role/training
 
 The container lists its machines in a file, which the command reads. SageMaker starts a spot job again when machines are
-taken away: it goes on from the store. What to change: image, region, numbers.
+taken away: it goes on from the store. What to change: image, bucket, kind of machine.
 """
 
 import argparse
+import shlex
 import time
 from typing import Any
 
 GPUS, MACHINES = 8, 2
 DAY = 24 * 3600  # seconds
+WORDS = [
+    "launch/train.py",
+    "--output_dir",
+    "s3://bucket/team/digits",
+    "--resume_from_checkpoint",
+    "auto",
+    "--parallel",
+    "fsdp",
+]
 # prints the first machine, and the place of this one among all
 PLACE = (
     "import json; found = json.load(open('/opt/ml/input/config/resourceconfig.json')); hosts = sorted(found['hosts']); "
@@ -21,23 +31,22 @@ COMMAND = f"""set -eu
 read -r first rank <<< "$(python -c "{PLACE}")"
 cd /workspace
 exec paceline launch --nnodes {MACHINES} --nproc-per-node {GPUS} --node-rank "$rank" --master-addr "$first" \\
-    --master-port 29500 launch/train.py --output_dir "$OUTPUT_DIR" --resume_from_checkpoint auto --parallel fsdp
+    --master-port 29500 {shlex.join(WORDS)}
 """
 
 
-def job_of(role: str, output_dir: str, name: str) -> dict[str, Any]:
+def job_of(role: str, name: str) -> dict[str, Any]:
     """Returns the request of `create_training_job`."""
     return {
         "TrainingJobName": name,
         "RoleArn": role,
         "AlgorithmSpecification": {
-            "TrainingImage": "123456789012.dkr.ecr.us-east-1.amazonaws.com/paceline:latest",
+            "TrainingImage": "registry.example.com/team/paceline:latest",
             "TrainingInputMode": "File",
             "ContainerEntrypoint": ["bash", "-c"],
             "ContainerArguments": [COMMAND],
         },
-        "Environment": {"OUTPUT_DIR": output_dir},
-        "OutputDataConfig": {"S3OutputPath": output_dir},
+        "OutputDataConfig": {"S3OutputPath": "s3://bucket/team/digits"},
         "ResourceConfig": {"InstanceType": "ml.p5.48xlarge", "InstanceCount": MACHINES, "VolumeSizeInGB": 200},
         "EnableManagedSpotTraining": True,
         "StoppingCondition": {"MaxRuntimeInSeconds": DAY, "MaxWaitTimeInSeconds": 2 * DAY},
@@ -50,10 +59,8 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--role", required=True, help="the ARN of the role that the job has")
-    parser.add_argument("--output-dir", default="s3://bucket/team/digits")
-    options = parser.parse_args()
-    name = time.strftime("paceline-%Y%m%d-%H%M%S")
-    print(boto3.client("sagemaker").create_training_job(**job_of(options.role, options.output_dir, name)))
+    name = time.strftime("train-%Y%m%d-%H%M%S")
+    print(boto3.client("sagemaker").create_training_job(**job_of(parser.parse_args().role, name)))
 
 
 if __name__ == "__main__":

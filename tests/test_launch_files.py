@@ -21,6 +21,7 @@ from torch.distributed import run as torchrun
 
 from paceline import HfArgumentParser, TrainingArguments
 from paceline.cli.launch import default_options
+from paceline.cli.launch_files import Request, render
 from paceline.core.optional import is_installed
 
 FOLDER = Path(__file__).resolve().parent.parent / "launch"
@@ -30,14 +31,12 @@ SKY = {
     "SKYPILOT_NUM_GPUS_PER_NODE": "8",
     "SKYPILOT_NODE_RANK": "1",
     "SKYPILOT_NODE_IPS": "first\nsecond",
-    "OUTPUT_DIR": "s3://bucket/team/digits",
 }
 DSTACK = {
     "DSTACK_NODES_NUM": "2",
     "DSTACK_GPUS_PER_NODE": "8",
     "DSTACK_NODE_RANK": "1",
     "DSTACK_MASTER_NODE_IP": "first",
-    "OUTPUT_DIR": "s3://bucket/team/digits",
 }
 needs_shell = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
 
@@ -88,6 +87,35 @@ def check_options(words: list[str]) -> None:
     assert args.output_store == "s3://bucket/team/digits"
     assert args.resume_from_checkpoint == "auto"
     assert args.parallel == "fsdp"
+
+
+# file -> service; the other files of the folder have no template
+RENDERED = {
+    "slurm.sbatch": "slurm",
+    "kubernetes_trainjob.yaml": "kubernetes",
+    "skypilot.yaml": "skypilot",
+    "modal_app.py": "modal",
+    "dstack.yaml": "dstack",
+    "sagemaker_job.py": "sagemaker",
+    "vertex_ai.yaml": "vertex",
+    "azure_ml.yaml": "azure_ml",
+    "hf_jobs.py": "hf_jobs",
+}
+
+
+def rendered(name: str) -> str:
+    """Returns what `paceline launch --on` writes for launch/train.py."""
+    url = "s3://bucket/team/digits"
+    rest = ("--output_dir", url, "--resume_from_checkpoint", "auto", "--parallel", "fsdp")
+    nodes = 1 if name in ("modal_app.py", "hf_jobs.py") else 2
+    job = Request(RENDERED[name], Path("launch/train.py"), rest, nodes, 8, None, Path("launch", name), url)
+    return render(job).replace("paceline[torch,s3]", "paceline[demo,s3]")  # the script imports scikit-learn
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_the_files_are_what_the_command_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FOLDER.parent)
+    assert (FOLDER / name).read_text("utf-8") == rendered(name)
 
 
 @pytest.fixture
@@ -152,7 +180,6 @@ def test_slurm(tmp_path: Path, is_out_of_time: bool) -> None:
         "CALLS": str(calls),
         "STEP": str(step),
         "SLURM_JOB_ID": "7",
-        "OUTPUT_DIR": "s3://bucket/team/digits",
     }
     process = subprocess.Popen(["bash", str(script)], env=environment, stdout=subprocess.DEVNULL)
     until = time.monotonic() + 60
@@ -188,8 +215,7 @@ def test_vertex_ai() -> None:
     for pool in job["workerPoolSpecs"]:
         container = pool["containerSpec"]
         assert container["command"] == ["bash", "-c"]
-        own = {item["name"]: item["value"] for item in container["env"]}
-        check_words(words_of(container["args"][0], {**machines, **own}))
+        check_words(words_of(container["args"][0], machines))
 
 
 @needs_shell
@@ -198,7 +224,7 @@ def test_azure_ml() -> None:
     assert job["distribution"] == {"type": "pytorch", "process_count_per_instance": 8}
     assert job["resources"]["instance_count"] == 2
     script = 'python() { printf "%s\\n" "$@"; }\n' + job["command"]
-    script_name, *options = words_of(script, job["environment_variables"])
+    script_name, *options = words_of(script, {})
     assert script_name == "launch/train.py"
     check_options(options)
 
@@ -223,7 +249,7 @@ def test_modal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (asked["gpu"], asked["retries"], asked["timeout"]) == ("H100:8", 3, 86400)
     started: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", lambda words, **options: started.append(words))
-    module.train("s3://bucket/team/digits")
+    module.train()
     check_single(started[0])
 
 
@@ -233,7 +259,7 @@ def test_hf_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    job = module_of("hf_jobs").job_of("s3://bucket/team/digits", "h200x8")
+    job = module_of("hf_jobs").job_of("h200x8")
     inspect.signature(huggingface_hub.run_job).bind(**job)
     assert "h200x8" in {str(each.value) for each in huggingface_hub.JobHardware}
     assert job["secrets"]["AWS_ACCESS_KEY_ID"] == "key"
@@ -244,7 +270,7 @@ def test_hf_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sagemaker(tmp_path: Path) -> None:
     """The request is checked with the model of the service in botocore, if it is installed, and the command is run."""
     module = module_of("sagemaker_job")
-    job = module.job_of("arn:aws:iam::123456789012:role/training", "s3://bucket/team/digits", "paceline")
+    job = module.job_of("arn:aws:iam::123456789012:role/training", "paceline")
     if is_installed("botocore"):
         from botocore.session import Session
         from botocore.validate import ParamValidator
@@ -256,7 +282,7 @@ def test_sagemaker(tmp_path: Path) -> None:
     (command,) = job["AlgorithmSpecification"]["ContainerArguments"]
     command = command.replace("/opt/ml/input/config/resourceconfig.json", machines.as_posix())
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    check_words(words_of(command, {**job["Environment"], "PATH": path}))
+    check_words(words_of(command, {"PATH": path}))
 
 
 INSTRUCTION = re.compile(r"(FROM|ARG|ENV|RUN|WORKDIR|COPY|USER|CMD) (.+)")

@@ -155,3 +155,10 @@ def test_a_metric_that_is_not_there_is_said_in_one_sentence(
     error = capsys.readouterr().err
     assert error.startswith("paceline: The `metric_for_best_model` training argument is set to 'bogus'")
     assert error.count("\n") == 1
+
+
+def test_values_of_options_are_no_search_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "x.yaml", "--max_steps", "5", "--help"]) == 0
+    assert "A configuration:" in capsys.readouterr().out
+    assert main(["train", "--help", "max_steps"]) == 0
+    assert "--max_steps" in capsys.readouterr().out

@@ -424,6 +424,12 @@ def surprises(given: Mapping[str, Any], options: Options) -> list[str]:
         given: values that `derived_values` replaced, by option.
         options: the arguments with the derived values.
     """
+    if options.eval_steps and options.eval_strategy != IntervalStrategy.STEPS:
+        strategy = str(getattr(options.eval_strategy, "value", options.eval_strategy))
+        return [
+            f"eval_steps={options.eval_steps} has no effect with eval_strategy={strategy!r}: "
+            "set eval_strategy='steps', or leave eval_steps out."
+        ]
     if given.get("eval_steps") != 0:
         return []
     return [

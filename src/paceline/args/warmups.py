@@ -18,6 +18,7 @@ from paceline.args.sections import Options, is_replaced
 
 BATCH_SETTINGS = ("start", "steps")
 LENGTH_SETTINGS = ("start", "end", "steps", "multiple")
+MOST_STAGES = 1_000_000
 MULTIPLE = 8  # lengths differ by this number of tokens by default, so that few shapes occur
 
 
@@ -220,10 +221,25 @@ def rising_stages(start: int, end: int, num_steps: int, multiple: int = 1) -> li
     """Returns (first step, value) of each stage of a line from `start` at step 0 to `end` at step `num_steps`.
 
     Values are rounded down to multiples, but not below `start`.
+
+    Raises:
+        ValueError: there are more than `MOST_STAGES`.
     """
+    num_values = max(end // multiple - start // multiple, 0)
+    if min(num_values, num_steps) > MOST_STAGES:
+        raise ValueError(
+            f"A warm-up from {start} to {end} in {num_steps} steps has more than {MOST_STAGES:,} stages: "
+            "give fewer steps, or pairs of [step, value]."
+        )
     firsts = {0: start}
-    for value in range((start // multiple + 1) * multiple, end + 1, multiple):
-        firsts[math.ceil((value - start) * num_steps / (end - start))] = value
+    if num_values <= num_steps:
+        for value in range((start // multiple + 1) * multiple, end + 1, multiple):
+            firsts[-(-(value - start) * num_steps // (end - start))] = value
+        return sorted(firsts.items())
+    for step in range(1, num_steps + 1):
+        value = (start + step * (end - start) // num_steps) // multiple * multiple
+        if value > max(start, next(reversed(firsts.values()))):
+            firsts[step] = value
     return sorted(firsts.items())
 
 

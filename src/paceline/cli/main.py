@@ -15,6 +15,7 @@ from paceline.cli.config import read_job
 from paceline.cli.demo.options import read_demo_options
 from paceline.cli.display import AboveBars
 from paceline.cli.errors import UsageError, is_message, load_part, suggest
+from paceline.cli.launch_words import is_for_service, own_words
 from paceline.cli.replay_options import read_replay_options
 
 COMMANDS = (
@@ -80,8 +81,7 @@ def dispatch(words: list[str]) -> int:
     command, *rest = words
     if command not in COMMANDS:
         raise UsageError(f"there is no command {command!r}{suggest(command, COMMANDS)}")
-    # after `launch`, only the first word can ask for paceline's help: a later --help belongs to the script
-    if any(word in HELP_WORDS[:2] for word in rest[: 1 if command == "launch" else None]):
+    if any(word in HELP_WORDS[:2] for word in (own_words(rest) if command == "launch" else rest)):
         print(texts.help_on(command, rest))
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[AboveBars()])
@@ -90,7 +90,7 @@ def dispatch(words: list[str]) -> int:
         "init": partial(run_part, "init"),
         "train": run_train,
         "schema": partial(run_part, "schema"),
-        "launch": partial(run_part, "launch"),
+        "launch": run_launch,
         "report": partial(run_part, "report"),
         "compare": partial(run_part, "compare"),
         "runs": partial(run_part, "runs"),
@@ -114,6 +114,11 @@ def run_demo(words: list[str]) -> int:
 def run_part(command: str, words: list[str]) -> int:
     """Runs a command that is the function `run` of a module of its own name."""
     return int(load_part(f"paceline.cli.{command}").run(words))
+
+
+def run_launch(words: list[str]) -> int:
+    """Runs `paceline launch SCRIPT`, or writes a file for a service with `--on`, which needs no torch."""
+    return run_part("launch_files" if is_for_service(words) else "launch", words)
 
 
 def run_replay(words: list[str]) -> int:

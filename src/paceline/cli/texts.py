@@ -20,6 +20,7 @@ paceline: trains any PyTorch module, and Keras models with TensorFlow
   paceline train CONFIG.yaml    train what a file describes
   paceline schema               print the JSON schema of these files, for editors
   paceline launch SCRIPT        run a script of yours on several processes, one for each GPU
+  paceline launch --on SERVICE CONFIG.yaml   write the file for a job on Slurm, Kubernetes or a cloud service
   paceline report RUN [RUN ...] write a page with the curves and settings of a run, or compare several
   paceline compare RUN RUN      what runs differ in, and the first step at which they do
   paceline runs FOLDER          a table of the runs below a folder
@@ -132,6 +133,16 @@ Without --nnodes or --rdzv-... only this machine is used.
   --max-restarts N    restart all processes, up to N times, when one dies: a Trainer resumes from its last checkpoint
   -m                  SCRIPT is a module
 
+paceline launch --on SERVICE [--nodes N] [--gpus N] [--image IMAGE] [--output FILE] CONFIG.yaml|SCRIPT [option ...]
+
+Writes the file that starts the job on a cluster or a service, and prints how to submit it and what to fill in. SERVICE
+is slurm, kubernetes, skypilot, ray, modal, dstack, sagemaker, vertex, azure_ml or hf_jobs. Nothing is submitted.
+
+  --nodes N           machines (default 1)
+  --gpus N            GPUs of each machine (default 8)
+  --image IMAGE       the container image
+  --output FILE       the file to write (default: named after job and service); no file is overwritten
+
 A Trainer in the script needs no other change: per_device_train_batch_size is that of each process."""
 
 VERIFY = """\
@@ -242,7 +253,12 @@ def help_on(command: str, words: Sequence[str]) -> str:
     """Returns the help of a command or, with words after `--help`, the options that contain one of the words."""
     if command not in ("demo", "train", "export"):
         return TEXTS[command]
-    wanted = [word for word in words if not word.startswith("-") and word != "help"]
+    before = ["", *words]  # a word behind an option is its value
+    wanted = [
+        word
+        for last, word in zip(before, words, strict=False)
+        if not word.startswith("-") and word != "help" and (not last.startswith("-") or last in ("-h", "--help"))
+    ]
     if command == "demo":
         wanted = [word for word in wanted if word not in ("text", "digits")]
     else:

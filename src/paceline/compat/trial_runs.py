@@ -349,6 +349,8 @@ class TrialRuns:
         for name, value in params.items():
             if name in own:
                 raise SearchError(f"hp_space returned {name!r}, which the search sets itself.")
+            if name == "report_to":  # reporters are made with the Trainer, once for all trials
+                raise SearchError("hp_space returned 'report_to', which no trial can change: set it in the arguments")
             if name in kinds:
                 own[name] = converted(value, kinds[name])
             else:

@@ -16,6 +16,7 @@ from paceline.core.contracts import Strategy
 from paceline.core.ledger import training_seconds
 from paceline.core.optional import LateModule
 from paceline.pytorch.model.objective import adapted
+from paceline.pytorch.model.operations import uses_tf32
 
 if TYPE_CHECKING:
     from torch.utils import flop_counter
@@ -101,8 +102,7 @@ def device_peak(device: torch.device, precision: str) -> float | None:
     """Returns the dense peak of a device in FLOP/s; None for a CPU and for devices that are not in the table."""
     if device.type != "cuda":
         return None
-    tf32 = torch.get_float32_matmul_precision() != "highest"
-    return peak_of(torch.cuda.get_device_name(device), precision, tf32)
+    return peak_of(torch.cuda.get_device_name(device), precision, uses_tf32())
 
 
 class FlopMeter:

@@ -54,19 +54,21 @@ from paceline.pytorch.sync import Measure
 
 if TYPE_CHECKING:
     from paceline.compat import trial_runs
-    from paceline.hub.described import CardFacts, CheckpointForm
-    from paceline.pytorch import batch_search, lr_search, module_memory, parts, session
-    from paceline.pytorch.checkpoint.checkpointer import Checkpointer
+    from paceline.hub import described
+    from paceline.pytorch import batch_search, lr_search, module_memory, packing, parts, session
+    from paceline.pytorch.checkpoint import checkpointer
     from paceline.pytorch.evaluation import predictor
     from paceline.pytorch.evaluation.augmentation import AugmentedSteps, TestTimeAugmentation
     from paceline.pytorch.noise_scale import NoiseScale
     from paceline.pytorch.optim import optimizers as optimizer_registry
-    from paceline.pytorch.packing import Packing
 else:
     batch_search = LateModule("paceline.pytorch.batch_search")
+    checkpointer = LateModule("paceline.pytorch.checkpoint.checkpointer")
+    described = LateModule("paceline.hub.described")
     lr_search = LateModule("paceline.pytorch.lr_search")
     module_memory = LateModule("paceline.pytorch.module_memory")
     optimizer_registry = LateModule("paceline.pytorch.optim.optimizers")
+    packing = LateModule("paceline.pytorch.packing")
     parts = LateModule("paceline.pytorch.parts")
     predictor = LateModule("paceline.pytorch.evaluation.predictor")
     session = LateModule("paceline.pytorch.session")
@@ -117,7 +119,7 @@ class Trainer(HubNames, ForSubclasses):
     current_flos = 0.0
     augmented: AugmentedSteps | None = None  # of the evaluation in progress
     _created_lr_scheduler = False
-    _packing: Packing | None = None  # packing of training batches, as determined for this model
+    _packing: packing.Packing | None = None  # packing of training batches, as determined for this model
     _resumed_batch_size: int | None = None  # global batch size, if a run is resumed on another number of processes
 
     def _make_session(self) -> session.Session:
@@ -271,7 +273,7 @@ class Trainer(HubNames, ForSubclasses):
         """Returns a loader; `dataloader_key` is ignored, because evaluation loaders are cached by their dataset."""
         return parts.loaders_of(self).make(dataset, description, batch_size, sampler_fn, is_training)
 
-    def _find_packing(self) -> Packing | None:
+    def _find_packing(self) -> packing.Packing | None:
         return parts.find_packing(self)
 
     @property
@@ -690,7 +692,7 @@ class Trainer(HubNames, ForSubclasses):
         """
         self._make_checkpointer().save(Path(self._get_output_dir(trial)))
 
-    def _make_checkpointer(self) -> Checkpointer:
+    def _make_checkpointer(self) -> checkpointer.Checkpointer:
         return parts.checkpointer_of(self)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -793,8 +795,8 @@ class Trainer(HubNames, ForSubclasses):
 
     # ---- the hub, beside the methods of HubNames
 
-    def _card_facts(self) -> CardFacts:
+    def _card_facts(self) -> described.CardFacts:
         return parts.card_facts_of(self)
 
-    def _checkpoint_form(self) -> CheckpointForm:
+    def _checkpoint_form(self) -> described.CheckpointForm:
         return parts.checkpoint_form()

@@ -69,10 +69,13 @@ def find_reporters(report_to: str | Iterable[str] | None) -> list[type[Any]]:
     names = _names(report_to)
     if "all" in names:
         kinds = [kind for kind in map(_built_in, REPORTERS) if _can_run(kind)]
-        # a subclass of another one logs what that logs, to the same place
-        kinds = [kind for kind in kinds if not any(issubclass(other, kind) for other in kinds if other is not kind)]
-        return [*kinds, *_load_all()]
-    return [_find(name) for name in names if name != "none"]
+        return [*_without_bases(kinds), *_load_all()]
+    return _without_bases([_find(name) for name in names if name != "none"])
+
+
+def _without_bases(kinds: list[type[Any]]) -> list[type[Any]]:
+    """Leaves out each class that another one is derived from: that one logs the same rows, to the same place."""
+    return [kind for kind in kinds if not any(issubclass(other, kind) for other in kinds if other is not kind)]
 
 
 def _names(report_to: str | Iterable[str] | None) -> list[str]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_leaves
 
+from paceline.pytorch.model.operations import uses_tf32
+
 IGNORED = -100
 NUM_ROWS, NUM_TOKENS = 2, 8  # tokens of the sample, per shard
 TOLERANCE = 2e-3  # error of one token's values, relative to the mean norm: far above rounding, far below a real error
@@ -131,5 +133,5 @@ def tolerance_of(tensor: Tensor, formats: Collection[torch.dtype]) -> float:
         used.add(torch.get_autocast_dtype(kind))
     if min(dtype.itemsize for dtype in used) < 4:
         return TOLERANCE_16_BIT
-    is_rounded = kind == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    is_rounded = kind == "cuda" and uses_tf32()
     return TOLERANCE_TF32 if is_rounded else TOLERANCE

@@ -55,7 +55,14 @@ def compile_model(model: nn.Module, args: Options) -> nn.Module:
         )
     settings = settings_of(args, len(modules))
     # a copy of a compiled module has its attributes, and is not compiled
-    fresh = [module for module in modules if vars(module).get(_MARK) != settings or not module._compiled_call_impl]
+    by_user = [module for module in modules if module._compiled_call_impl and _MARK not in vars(module)]
+    if by_user:
+        logger.warning("torch_compile: %d modules are compiled already, and keep their own settings.", len(by_user))
+    fresh = [
+        module
+        for module in modules
+        if module not in by_user and (vars(module).get(_MARK) != settings or not module._compiled_call_impl)
+    ]
     for module in fresh:
         module.compile(**settings)
         setattr(module, _MARK, settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from paceline.core.methods import is_ours
@@ -104,3 +105,14 @@ def token_counter(how: str, name: str, padding: int | None) -> Callable[[Any], i
         return tokens.numel() if padding is None else int((tokens != padding).sum())
 
     return count
+
+
+def uses_tf32() -> bool:
+    """Returns True if products of float32 matrices on a CUDA device are rounded to TF32 or less.
+
+    Recent releases of torch refuse to name one precision once a backend's own `fp32_precision` is set.
+    """
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:
+        return str(getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")) in ("tf32", "bf16")

@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from paceline.pytorch.model.operations import uses_tf32
+
 IGNORE_INDEX = -100
 OFTEN_IGNORED = (0, -1, 1, 255)
 # a candidate is contradicted by a difference of this many tolerances; a candidate fits within one tolerance
@@ -163,5 +165,4 @@ class Observation:
 def tolerance_of(loss: torch.dtype, parameters: torch.dtype | None) -> float:
     """Returns the relative difference that rounding may cause between two computations of a loss."""
     allowed = max(TOLERANCES.get(loss, 1e-2), 2e-3 if parameters in (torch.bfloat16, torch.float16) else 0.0)
-    uses_tf32 = torch.accelerator.is_available() and torch.get_float32_matmul_precision() != "highest"
-    return max(allowed, 5e-4) if uses_tf32 else allowed
+    return max(allowed, 5e-4) if torch.accelerator.is_available() and uses_tf32() else allowed
