@@ -1,4 +1,4 @@
-"""`paceline serve FOLDER`: the pages of the runs below a folder, in a browser on this machine. Does not import torch."""
+"""`paceline serve FOLDER`: the pages of the runs below a folder, in a local browser. Does not import torch."""
 
 from __future__ import annotations
 

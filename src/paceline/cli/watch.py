@@ -98,7 +98,7 @@ def to_json(status: RunStatus) -> dict[str, Any]:
 
 
 def draw(status: RunStatus, columns: int, is_unicode: bool = True) -> list[str]:
-    """Returns the lines of a dashboard, each at most `columns` wide. Texts of the run are made plain, secrets masked."""
+    """Returns the lines of a dashboard, each at most `columns` wide; texts are made plain, secrets masked."""
     room = max(columns, _LEAST_COLUMNS) - _LABEL
     steps = f"{status.step:,}" + (f" of {status.max_steps:,}" if status.max_steps else "")
     share = status.step / status.max_steps if status.max_steps else None

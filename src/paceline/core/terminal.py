@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import unicodedata
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ def sparkline(values: Sequence[float], cells: int, is_unicode: bool = True) -> s
         return ""
     cells = min(cells, len(finite))
     edges = [index * len(finite) // cells for index in range(cells + 1)]
-    means = [math.fsum(v / (b - a) for v in finite[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [math.fsum(v / (b - a) for v in finite[a:b]) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     blocks = BLOCKS if is_unicode else ASCII_BLOCKS
     if not high / 2 > low / 2:

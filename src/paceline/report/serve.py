@@ -164,8 +164,8 @@ class Pages:
         for file in files:
             if file.is_symlink() and not file.resolve().is_relative_to(self.folder):
                 raise Gone(
-                    f"{file.relative_to(self.folder)} is a link that leads out of the folder that is served, and is not "
-                    "followed. `paceline report` makes the page of such a run."
+                    f"{file.relative_to(self.folder)} is a link that leads out of the folder that is served, and is "
+                    "not followed. `paceline report` makes the page of such a run."
                 )
 
 

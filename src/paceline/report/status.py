@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -135,7 +135,9 @@ def _pace_of(run: RunData) -> _Pace:
     points = [(began, float(first), 0.0)] if began is not None else []
     for row in run.rows:
         moment, tokens = row.get("time"), row.get("num_input_tokens_seen")
-        if _is_number(moment) and row["step"] > first and (began is None or moment >= began):
+        if not _is_number(moment) or row["step"] <= first:
+            continue
+        if began is None or moment >= began:
             points.append((float(moment), float(row["step"]), float(tokens) if _is_number(tokens) else 0.0))
     if len(points) < 3 and began is not None and len(run.updates):
         try:
@@ -202,8 +204,8 @@ def _times(run: RunData) -> dict[str, float]:
     for row in run.rows:
         for name in ACTIVITIES:
             value = row.get(PREFIX + name)
-            if _is_number(value) and math.isfinite(value):  # type: ignore[arg-type]
-                totals[name] += float(value)  # type: ignore[arg-type]
+            if _is_number(value) and math.isfinite(value):
+                totals[name] += float(value)
     known = {name: seconds for name, seconds in totals.items() if seconds > 0}
     return dict(sorted(known.items(), key=lambda item: -item[1]))
 
@@ -228,7 +230,7 @@ def _last(run: RunData, key: str) -> float | None:
     return next((float(value) for value in values), None)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
