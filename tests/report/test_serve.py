@@ -249,3 +249,14 @@ def test_a_wrong_command_says_what_is_wrong(
     taken = server.server_address[1]
     assert main(["serve", *[word.format(here=runs, taken=taken) for word in words]]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_comparison_is_written_as_a_page(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "new" / "both.html"
+    assert main(["compare", str(runs / "a"), str(runs / "group" / "b"), "--page", str(page)]) == 1
+    text = page.read_text("utf-8")
+    assert "The steps differ from step 2 on." in text
+    assert "learning_rate" in text
+    assert text.count("training loss (a)") > 1
+    assert main(["compare", str(runs / "a"), str(runs / "group" / "b"), "--page"]) == 2
+    assert "--page takes the file" in capsys.readouterr().err

@@ -215,14 +215,19 @@ class ProgressCallback(TrainerCallback):
             "memory": self._memory,
         }
         times = f"{{elapsed}}<{'?' if left is None else format_seconds(left)}"
-        room = columns - 1 - len(f"{bar.desc} {bar.total}/{bar.total} []  00:00:00<00:00:00")
+        elapsed = format_seconds(bar.format_dict["elapsed"])
+        room = (
+            columns - 1 - len(f"{bar.desc} {bar.total}/{bar.total} [] ") - len(times) + len("{elapsed}") - len(elapsed)
+        )
         kept = set()
         for name in ("loss", "rate", "speed", "bar", "curve", "epoch", "memory", "pace"):  # the weightiest first
             needed = LEAST_BAR + 3 if name == "bar" else len(shown[name]) + 2
             if (name == "bar" or shown[name]) and needed <= room:
                 kept.add(name)
                 room -= needed
-        text = ", ".join(shown[name] for name in shown if name in kept).replace(f", {curve}", f" {curve}")
+        if "curve" in kept:  # beside the number that it leads to
+            shown["loss"], shown["curve"] = f"{shown['loss']} {curve}", ""
+        text = ", ".join(shown[name] for name in shown if name in kept and shown[name])
         middle = " |{bar}|" if "bar" in kept else ""
         return f"{{desc}}: {{n_fmt}}/{{total_fmt}}{middle} [{times}{', ' if text else ''}{text}]"
 

@@ -74,8 +74,8 @@ class Speedometer:
 class TimeLeft:
     """Expects the time that a training will still take, from the pace of its steps and the length of its pauses.
 
-    The pace is that of the later half of the steps, without pauses; the first step, which compiles and allocates,
-    counts only as long as it is alone. A pause (an evaluation, a save) is expected to last the median of its kind.
+    The pace is that of the later half of the steps, without pauses; the first one, which compiles and allocates, never
+    counts. A pause (an evaluation, a save) is expected to last the median of its kind.
 
     Args:
         first: the step that the training starts at.
@@ -85,7 +85,8 @@ class TimeLeft:
     def __init__(self, first: int, now: float) -> None:
         self._marks: list[tuple[int, float]] = []  # step, seconds of training up to it
         self._pauses: dict[str, list[float]] = {}
-        self._first, self._begun, self._paused, self._ended = first, now, 0.0, now
+        self._first, self._begun = first, now
+        self._paused, self._ended = 0.0, now
 
     def mark(self, step: int, now: float) -> None:
         """Notes the end of a step."""
@@ -103,20 +104,18 @@ class TimeLeft:
         self._pauses.setdefault(kind, []).append(seconds)
 
     def left(self, step: int, max_steps: int, intervals: Mapping[str, float]) -> float | None:
-        """Returns the expected seconds after `step`; None before the first step.
+        """Returns the expected seconds after `step`; None before the pace of two steps is known.
 
         Args:
             step: the last step.
             max_steps: the steps of the training.
             intervals: the steps between two pauses of a kind.
         """
-        if not self._marks:
+        if len(self._marks) < 2:
             return None
         last, seconds = self._marks[-1]
         half = (self._first + last) / 2
         before, earlier = next((mark for mark in reversed(self._marks[:-1]) if mark[0] <= half), self._marks[0])
-        if before == last:
-            before, earlier = self._first, 0.0
         total = max(seconds - earlier, 0.0) / (last - before) * max(max_steps - step, 0)
         for kind, lengths in self._pauses.items():
             interval = intervals.get(kind)

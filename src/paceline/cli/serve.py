@@ -29,12 +29,12 @@ def run(words: Sequence[str]) -> int:
         is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
         reason = "is used by another program" if is_taken else f"cannot be used: {getattr(error, 'strerror', error)}"
         raise UsageError(f"port {port} {reason}; --port 0 takes a free one") from error
-    with server:
-        say(f"The runs below {folder} are at {server.address} (Ctrl-C ends the server)")
-        try:
+    try:
+        with server:
+            say(f"The runs below {folder} are at {server.address} (Ctrl-C ends the server)")
             server.serve_forever(poll_interval=0.2)
-        except KeyboardInterrupt:
-            print("\nThe server has ended.")
+    except KeyboardInterrupt:
+        print("\nThe server has ended.")
     return 0
 
 

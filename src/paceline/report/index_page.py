@@ -60,7 +60,8 @@ def _row(row: RunRow, changed: Mapping[str, Any], key: str | None) -> str:
     shown: dict[str, Any] = masked(dict(changed))
     text = " ".join(f"{name}={json.dumps(value, default=str)}" for name, value in sorted(shown.items()))
     text = text if len(text) <= _MOST_TEXT else text[: _MOST_TEXT - 1] + "…"
-    kind = "good" if row.state == RUNNING else "bad" if row.error else ""
+    kind = "good" if row.state == RUNNING else ""
+    kind = "bad" if row.error else kind
     cells = [
         tick,
         (link or name) + below,

@@ -9,11 +9,13 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from paceline.args.secrets import masked
+from paceline.args.secrets import mask_text, masked
 from paceline.args.training import TrainingArguments
 from paceline.checkpoint.space import in_words
 from paceline.core.record import jsonable
 from paceline.report.curves import Chart, make_charts
+from paceline.report.differences import find_differences
+from paceline.report.divergence import compare_steps
 from paceline.report.run_data import LOG_START, RunData, log_to_keep
 from paceline.report.svg import describe, draw, number
 
@@ -106,9 +108,28 @@ def _comparison(runs: Sequence[RunData]) -> str:
     ]
     parts = [_table(head, rows), "<h2>Options that differ</h2>"]
     parts.append(_table(head, differing) if differing else '<p class="dim">None.</p>')
+    for run in runs[1:]:
+        parts.append(_other_differences(runs[0], run))
     for run in runs:
         parts += [f'<p class="bad">{escape(run.name)}: {escape(problem)}</p>' for problem in run.problems]
     return "\n".join(parts)
+
+
+def _other_differences(first: RunData, other: RunData) -> str:
+    """Returns what two records differ in beside options, and the first step that differs."""
+    found = [item for item in find_differences(first, other) if item.section != "arguments"]
+    rows = [
+        [item.section, item.name, *["" if value is None else mask_text(_as_text(value)) for value in item.values]]
+        for item in found
+    ]
+    title = f"<h2>What else differs: {escape(first.name)} and {escape(other.name)}</h2>"
+    table = _table(["", "", first.name, other.name], rows) if rows else '<p class="dim">Nothing that is recorded.</p>'
+    steps = compare_steps(first, other)
+    if steps.divergence is not None:
+        text = f"The steps differ from step {steps.divergence.step:,} on."
+    else:
+        text = f"All {steps.num_common:,} common steps are equal." if steps.num_common else "No steps in common."
+    return f"{title}\n{table}\n<p>{text}</p>"
 
 
 def _curves(charts: Sequence[Chart], runs: Sequence[RunData]) -> str:
@@ -116,7 +137,7 @@ def _curves(charts: Sequence[Chart], runs: Sequence[RunData]) -> str:
         return '<h2>Curves</h2>\n<p class="dim">No optimizer step and no logged number was found.</p>'
     figures = "\n".join(_figure(chart, f"chart-{index}") for index, chart in enumerate(charts))
     num_steps = max((len(run.updates) for run in runs), default=0)
-    about = "Over optimizer steps. Drag to zoom, double-click to show all."
+    about = "Over optimizer steps. Drag to zoom, double-click to show all; arrow keys read a focused chart."
     if num_steps:
         about += f" Losses, learning rates and gradient norms are those of each of the {num_steps:,} steps;"
         about += " a long series shows the least and the greatest value of equal parts."
@@ -140,7 +161,7 @@ def _figure(chart: Chart, name: str) -> str:
         f"<figure><header><h3>{escape(chart.title)}</h3>"
         f'<button class="all" type="button" hidden>show all</button></header>{drawing}'
         f'<ul class="legend">{"".join(keys)}</ul>'
-        f'<figcaption title="{escape(describe(chart))}">{escape(caption)}</figcaption>'
+        f'<figcaption aria-live="polite" title="{escape(describe(chart))}">{escape(caption)}</figcaption>'
         + (f'<p class="bad">{left_out}</p>' if left_out else "")
         + "</figure>"
     )

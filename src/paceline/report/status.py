@@ -128,9 +128,36 @@ def read_status(folder: Path, now: float | None = None) -> RunStatus:
 
 def _pace_of(run: RunData) -> _Pace:
     """Measures the later half of the last start by the times of its log rows, or by the time of the journal."""
+    first = _first_step(run)
+    points = _points_of(run, first)
+    if len(points) < 2:
+        return _Pace(None, None, None, points[-1][0] if points else None, None)
+    last = points[-1]
+    half = (last[1] + first) / 2
+    old = next((point for point in reversed(points[1:-1]) if point[1] <= half), points[1 if len(points) > 2 else 0])
+    if last[0] <= old[0] or last[1] <= old[1]:
+        old = points[0]
+    seconds, steps = last[0] - old[0], last[1] - old[1]
+    usual = (last[0] - points[0][0]) / (len(points) - 1)
+    if seconds <= 0 or steps <= 0:
+        return _Pace(None, None, None, last[0], usual)
+    updates = run.updates
+    is_half = (updates["step"] > old[1]) & (updates["step"] <= last[1])
+    samples = float(updates["num_samples"][is_half].sum()) / seconds
+    tokens = (last[2] - old[2]) / seconds if last[2] > old[2] > 0 else None
+    return _Pace(seconds / steps, samples or None, tokens, last[0], usual)
+
+
+def _first_step(run: RunData) -> int:
+    """Returns the step that the last start of a run began at."""
     starts = mapping(run.record.get(KEY)).get("starts")
-    first = starts[-1][1] if isinstance(starts, list) and starts and isinstance(starts[-1], list) else 0
-    first = first if isinstance(first, int) else 0
+    last = starts[-1] if isinstance(starts, list) and starts else None
+    is_start = isinstance(last, list) and len(last) == 2 and isinstance(last[1], int)
+    return last[1] if is_start else 0
+
+
+def _points_of(run: RunData, first: int) -> list[tuple[float, float, float]]:
+    """Returns (time, step, tokens) of the last start and of what its files tell of the steps since then."""
     began = _seconds_of_time(run.record.get("started"))
     points = [(began, float(first), 0.0)] if began is not None else []
     for row in run.rows:
@@ -145,22 +172,7 @@ def _pace_of(run: RunData) -> _Pace:
         except OSError:
             written = began
         points = [points[0], (written, float(run.updates["step"][-1]), 0.0)]
-    if len(points) < 2:
-        return _Pace(None, None, None, points[-1][0] if points else None, None)
-    half = (points[-1][1] + first) / 2
-    old = next((point for point in reversed(points[1:-1]) if point[1] <= half), points[1 if len(points) > 2 else 0])
-    seconds, steps = points[-1][0] - old[0], points[-1][1] - old[1]
-    if seconds <= 0 or steps <= 0:
-        old = points[0]
-        seconds, steps = points[-1][0] - old[0], points[-1][1] - old[1]
-    usual = (points[-1][0] - points[0][0]) / (len(points) - 1)
-    if seconds <= 0 or steps <= 0:
-        return _Pace(None, None, None, points[-1][0], usual)
-    updates = run.updates
-    is_half = (updates["step"] > old[1]) & (updates["step"] <= points[-1][1])
-    samples = float(updates["num_samples"][is_half].sum()) / seconds
-    tokens = (points[-1][2] - old[2]) / seconds if old[2] and points[-1][2] > old[2] else None
-    return _Pace(seconds / steps, samples or None, tokens, points[-1][0], usual)
+    return points
 
 
 def _last_values(run: RunData) -> dict[str, Any]:
