@@ -152,8 +152,8 @@ def _first_step(run: RunData) -> int:
     """Returns the step that the last start of a run began at."""
     starts = mapping(run.record.get(KEY)).get("starts")
     last = starts[-1] if isinstance(starts, list) and starts else None
-    is_start = isinstance(last, list) and len(last) == 2 and isinstance(last[1], int)
-    return last[1] if is_start else 0
+    step = last[1] if isinstance(last, list) and len(last) == 2 else None
+    return step if isinstance(step, int) else 0
 
 
 def _points_of(run: RunData, first: int) -> list[tuple[float, float, float]]:
