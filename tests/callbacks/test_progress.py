@@ -206,3 +206,45 @@ def test_what_can_show_a_bar(monkeypatch):
     assert progress.is_interactive(None)
     del shell.kernel
     assert not progress.is_notebook()
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_a_bar_fits_the_terminal(terminal, clock, monkeypatch, columns):
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda stream: (columns, 24))
+    callback, state = ProgressCallback(write_logs=False), TrainerState(max_steps=1000, epoch=0.125)
+    handler, control = train(callback, state, 120, clock, tokens=3)
+    for loss in range(20, 0, -1):
+        handler.on_log(ARGS, state, control, {"loss": loss / 10})
+    line = str(callback.training_bar)
+    assert len(line) <= columns
+    assert line.startswith("train: 120/1000")
+    for part, least in (("<14:40", 40), ("loss 0.1", 60), ("lr 0.001", 60), ("|", 80), ("loss 0.1 \u2588", 200)):
+        assert (part in line) == (columns >= least), (part, line)
+    assert ", , " not in line
+    handler.on_train_end(ARGS, state, control)
+
+
+@pytest.mark.parametrize("seconds_of_first", [1.0, 100.0])
+def test_the_time_left_is_right_from_a_tenth_of_the_run_on(clock, seconds_of_first):
+    """Whatever the first step, evaluations and saves take."""
+    args = SimpleNamespace(**{**vars(ARGS), "eval_strategy": "steps", "save_strategy": "steps"})
+    state = TrainerState(max_steps=200, eval_steps=10, save_steps=20)
+    callback, control = ProgressCallback(write_logs=False), TrainerControl()
+    handler = CallbackHandler([callback], optimizer=None)
+    handler.on_train_begin(args, state, control)
+    expected = []
+    for step in range(1, 201):
+        clock.time += seconds_of_first if step == 1 else 1.0
+        state.global_step = step
+        handler.fire("on_step_end", args, state, control)
+        if step % 10 == 0:
+            clock.time += 30
+            handler.on_evaluate(args, state, control, {})
+        if step % 20 == 0:
+            clock.time += 7
+            handler.on_save(args, state, control)
+        expected.append((step, clock.time, callback._time.left(step, 200, {"eval": 10, "save": 20})))
+    end = clock.time
+    handler.on_train_end(args, state, control)
+    for step, now, left in expected[19:]:
+        assert left == pytest.approx(end - now, rel=0.1, abs=1.0), step

@@ -6,17 +6,25 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.memory import describe_memory
 from paceline.callbacks.printer import readable_logs
-from paceline.callbacks.speed import Speedometer, format_seconds, length_of, speedometer_of
+from paceline.callbacks.speed import Speedometer, TimeLeft, format_seconds, length_of, pause_intervals, speedometer_of
 from paceline.core.events import TrainerCallback, ignores_keywords
-from paceline.core.optional import require
+from paceline.core.optional import LateModule, require
 from paceline.core.state import TrainerControl, TrainerState
 
+if TYPE_CHECKING:
+    from paceline.core import terminal
+else:
+    terminal = LateModule("paceline.core.terminal")  # a run without a terminal needs no curve
+
 REFRESH_SECONDS = 0.5
+MOST_LOSSES = 256  # logged losses that the curve shows
+CURVE = 12  # its columns
+LEAST_BAR = 10  # columns; a narrower terminal shows no bar
 BAR_FORMAT = "{desc}: {n_fmt}/{total_fmt} |{bar}| [{elapsed}<{remaining}{postfix}]"  # at most 80 columns
 
 
@@ -80,8 +88,10 @@ class ProgressCallback(TrainerCallback):
         self.current_step = 0
         self._optimizer: Any = None
         self._loss, self._rate = "", ""
+        self._losses: list[float] = []
         self._speed = Speedometer(1)
-        self._next_refresh = 0.0
+        self._time = TimeLeft(0, 0.0)
+        self._next_refresh = self._step_ended = 0.0
         self._memory, self._next_memory = "", 0.0
 
     def on_train_begin(
@@ -97,8 +107,11 @@ class ProgressCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self._optimizer, self._loss, self._rate = optimizer, "", ""
+        self._losses = []
         self._speed = speedometer_of(args, state)
         self._speed.mark(state)
+        self._step_ended, self._next_refresh = time.perf_counter(), 0.0
+        self._time = TimeLeft(state.global_step, self._step_ended)
         self.training_bar = self._make_bar(state.max_steps, "train", "step", initial=state.global_step)
 
     @ignores_keywords
@@ -107,8 +120,10 @@ class ProgressCallback(TrainerCallback):
         if bar is None:
             return
         step = state.global_step
-        if time.perf_counter() >= self._next_refresh or step >= state.max_steps:
-            self._show(bar, state)
+        self._step_ended = now = time.perf_counter()
+        if now >= self._next_refresh or step >= state.max_steps:
+            self._time.mark(step, now)
+            self._show(bar, args, state)
         bar.update(step - self.current_step)
         self.current_step = step
 
@@ -120,9 +135,10 @@ class ProgressCallback(TrainerCallback):
             return
         if isinstance(logs.get("loss"), (int, float)):
             self._loss = f"loss {logs['loss']:.4g}"
+            self._losses = [*self._losses[-MOST_LOSSES:], float(logs["loss"])]
         if self.write_logs:
             bar.write(str(readable_logs(logs, self.max_str_len)))
-        self._show(bar, state)
+        self._show(bar, args, state)
 
     def on_prediction_step(
         self,
@@ -142,6 +158,7 @@ class ProgressCallback(TrainerCallback):
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._close_prediction_bar()
         self._speed.restart(state)
+        self._time.pause("eval", self._step_ended, time.perf_counter())
 
     def on_predict(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
@@ -150,18 +167,19 @@ class ProgressCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._speed.restart(state)
+        self._time.pause("save", self._step_ended, time.perf_counter())
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.training_bar is not None:
-            self._show(self.training_bar, state)
+            self._show(self.training_bar, args, state)
         self._close_bars()
         self._optimizer = None
 
     # ---- the display
 
-    def _show(self, bar: Bar, state: TrainerState) -> None:
+    def _show(self, bar: Bar, args: TrainingArguments, state: TrainerState) -> None:
         """Updates the text after the bar, at most every half second, so that its cost is negligible."""
         now = time.perf_counter()
         self._next_refresh = now + REFRESH_SECONDS
@@ -171,8 +189,47 @@ class ProgressCallback(TrainerCallback):
         bar.total = state.max_steps  # live: a callback may have changed it
         if state.global_step < state.max_steps:  # after the last step the optimizer has the rate of a step never run
             self._rate = _learning_rate(self._optimizer)
-        parts = [self._loss, self._rate, self._speed.describe(), self._memory]
+        speed = self._speed.describe()
+        left = self._time.left(state.global_step, state.max_steps, pause_intervals(args, state))
+        if isinstance(bar, LineBar):
+            bar.seconds_left = left
+        elif hasattr(bar, "bar_format") and not is_notebook():
+            bar.bar_format = self._format(bar, state, speed, left)
+        parts = [self._loss, self._rate, speed, self._memory]
         bar.set_postfix_str(", ".join(part for part in parts if part), refresh=False)
+
+    def _format(self, bar: Any, state: TrainerState, speed: str, left: float | None) -> str:
+        """Returns a format of tqdm for the terminal's width: what matters less is left out of a narrow line."""
+        measure = getattr(bar, "dynamic_ncols", None)  # a function of tqdm's, if the width may change
+        columns = (measure(bar.fp)[0] if callable(measure) else None) or 80
+        pace = self._speed.steps_per_second
+        curve = terminal.sparkline(self._losses, CURVE, terminal.shows_unicode(bar.fp)) if self._losses else ""
+        epoch = "" if state.epoch is None else f"epoch {state.epoch:.3g}"
+        shown = {  # in the order of the line
+            "epoch": epoch,
+            "pace": "" if pace is None else f"{pace:.3g} step/s",
+            "loss": self._loss,
+            "curve": curve,
+            "rate": self._rate,
+            "speed": speed,
+            "memory": self._memory,
+        }
+        times = f"{{elapsed}}<{'?' if left is None else format_seconds(left)}"
+        elapsed = format_seconds(bar.format_dict["elapsed"])
+        room = (
+            columns - 1 - len(f"{bar.desc} {bar.total}/{bar.total} [] ") - len(times) + len("{elapsed}") - len(elapsed)
+        )
+        kept = set()
+        for name in ("loss", "rate", "speed", "bar", "curve", "epoch", "memory", "pace"):  # the weightiest first
+            needed = LEAST_BAR + 3 if name == "bar" else len(shown[name]) + 2
+            if (name == "bar" or shown[name]) and needed <= room:
+                kept.add(name)
+                room -= needed
+        if "curve" in kept:  # beside the number that it leads to
+            shown["loss"], shown["curve"] = f"{shown['loss']} {curve}", ""
+        text = ", ".join(shown[name] for name in shown if name in kept and shown[name])
+        middle = " |{bar}|" if "bar" in kept else ""
+        return f"{{desc}}: {{n_fmt}}/{{total_fmt}}{middle} [{times}{', ' if text else ''}{text}]"
 
     def _make_bar(self, total: int | None, title: str, unit: str, initial: int = 0, leave: bool = True) -> Bar:
         return make_bar(total, title, unit, initial, leave, self.seconds_between_lines)
@@ -215,6 +272,7 @@ class LineBar:
         self.n = self.initial
         self.stream = sys.stderr if self.stream is None else self.stream
         self.postfix = ""
+        self.seconds_left: float | None = None  # if a better estimate than the mean pace is known
         self._start = time.perf_counter()
         self._next_line = self._start + self.seconds
 
@@ -242,7 +300,9 @@ class LineBar:
         done = f"{self.n}/{self.total}" if self.total else f"{self.n}"
         times = format_seconds(elapsed)
         if self.total and self.n > self.initial:
-            left = elapsed / (self.n - self.initial) * max(self.total - self.n, 0)
+            left = self.seconds_left
+            if left is None:
+                left = elapsed / (self.n - self.initial) * max(self.total - self.n, 0)
             times += f"<{format_seconds(left)}"
         line = f"{self.title}: {self.unit} {done} [{times}] {self.postfix}"
         print(line.rstrip(), file=self.stream, flush=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.args.accelerator_config import is_on
@@ -11,6 +13,8 @@ from paceline.args.mesh import resolve_mesh
 from paceline.args.training import TrainingArguments
 from paceline.args.warmups import BatchWarmup, resolve_batch_warmup
 from paceline.core.state import TrainerState
+
+MOST_MARKS = 512  # steps whose times are kept for the expected time
 
 
 class Speedometer:
@@ -65,6 +69,72 @@ class Speedometer:
         """Returns the samples of the first `step` optimizer steps."""
         warmup = self.warmup
         return step * self.samples_per_step if warmup is None else warmup.total(step) * warmup.unit
+
+
+class TimeLeft:
+    """Expects the time that a training will still take, from the pace of its steps and the length of its pauses.
+
+    The pace is that of the later half of the steps, without pauses; the first one, which compiles and allocates, never
+    counts. A pause (an evaluation, a save) is expected to last the median of its kind.
+
+    Args:
+        first: the step that the training starts at.
+        now: the time of the start, in seconds.
+    """
+
+    def __init__(self, first: int, now: float) -> None:
+        self._marks: list[tuple[int, float]] = []  # step, seconds of training up to it
+        self._pauses: dict[str, list[float]] = {}
+        self._first, self._begun = first, now
+        self._paused, self._ended = 0.0, now
+
+    def mark(self, step: int, now: float) -> None:
+        """Notes the end of a step."""
+        self._ended = max(self._ended, now)
+        if step > (self._marks[-1][0] if self._marks else self._first):
+            self._marks.append((step, now - self._begun - self._paused))
+            if len(self._marks) > MOST_MARKS:
+                del self._marks[1::2]
+
+    def pause(self, kind: str, ended: float, now: float) -> None:
+        """Notes the end of a pause that began when the last step had ended, or after an earlier pause since then."""
+        seconds = max(now - max(ended, self._ended), 0.0)
+        self._ended = now
+        self._paused += seconds
+        self._pauses.setdefault(kind, []).append(seconds)
+
+    def left(self, step: int, max_steps: int, intervals: Mapping[str, float]) -> float | None:
+        """Returns the expected seconds after `step`; None before the pace of two steps is known.
+
+        Args:
+            step: the last step.
+            max_steps: the steps of the training.
+            intervals: the steps between two pauses of a kind.
+        """
+        if len(self._marks) < 2:
+            return None
+        last, seconds = self._marks[-1]
+        half = (self._first + last) / 2
+        before, earlier = next((mark for mark in reversed(self._marks[:-1]) if mark[0] <= half), self._marks[0])
+        total = max(seconds - earlier, 0.0) / (last - before) * max(max_steps - step, 0)
+        for kind, lengths in self._pauses.items():
+            interval = intervals.get(kind)
+            if interval:
+                total += statistics.median(lengths) * max(max_steps // interval - step // interval, 0)
+        return total
+
+
+def pause_intervals(args: TrainingArguments, state: TrainerState) -> dict[str, float]:
+    """Returns the optimizer steps between two evaluations, and between two saves, where they are known."""
+    found = {}
+    for kind in ("eval", "save"):
+        strategy = getattr(args, f"{kind}_strategy", "no")
+        interval = getattr(state, f"{kind}_steps", None)
+        if strategy == "epoch" and state.num_train_epochs:
+            found[kind] = state.max_steps / state.num_train_epochs
+        elif strategy == "steps" and isinstance(interval, int | float) and interval >= 1:
+            found[kind] = float(interval)
+    return found
 
 
 def speedometer_of(args: TrainingArguments, state: TrainerState) -> Speedometer:

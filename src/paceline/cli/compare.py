@@ -16,6 +16,7 @@ from paceline.core.record import jsonable
 from paceline.report.differences import BrokenRun, Difference, find_differences, open_run
 from paceline.report.divergence import Cause, Steps, compare_steps, find_causes
 from paceline.report.run_data import RunData
+from paceline.report.write import write_report
 
 _MOST_SHOWN = 20  # differences of one section
 
@@ -52,24 +53,45 @@ def run(words: Sequence[str]) -> int:
     Raises:
         UsageError: there are fewer than two folders, one holds no run, or a file of a run is damaged.
     """
-    is_json = "--json" in words
-    folders = [word for word in words if word != "--json"]
-    unknown = [word for word in folders if word.startswith("-")]
-    if unknown or len(folders) < 2:
-        raise UsageError(
-            f"compare takes two or more folders of runs, and --json{f', not {unknown[0]}' if unknown else ''}"
-        )
+    folders, page, is_json = read_options(words)
     try:
         runs = [open_run(Path(folder)) for folder in folders]
     except (OSError, BrokenRun) as error:
         raise UsageError(str(error)) from error
     comparisons = [compare(runs[0], other) for other in runs[1:]]
+    if page is not None:
+        write_report([Path(folder) for folder in folders], page)
     if is_json:
         print(json.dumps({"comparisons": [to_json(each) for each in comparisons]}, indent=2))
     else:
         for place, each in enumerate(comparisons):
             say(("\n" if place else "") + mask_text(describe(each)))
     return 0 if all(each.is_same for each in comparisons) else 1
+
+
+def read_options(words: Sequence[str]) -> tuple[list[str], Path | None, bool]:
+    """Returns the folders, the file of the page to write or None, and True if JSON is wanted.
+
+    Raises:
+        UsageError: a word is unknown or missing.
+    """
+    rest, folders, page, is_json = list(words), [], None, False
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if word == "--json":
+            is_json = True
+        elif name == "--page":
+            if not value and not rest:
+                raise UsageError("--page takes the file to write")
+            page = Path(value if equals else rest.pop(0))
+        elif word.startswith("-"):
+            raise UsageError(f"compare takes two or more folders of runs, --page and --json, not {word}")
+        else:
+            folders.append(word)
+    if len(folders) < 2:
+        raise UsageError("compare takes two or more folders of runs, --page FILE and --json")
+    return folders, page, is_json
 
 
 def compare(first: RunData, other: RunData) -> Comparison:

@@ -24,6 +24,8 @@ paceline: trains any PyTorch module, and Keras models with TensorFlow
   paceline report RUN [RUN ...] write a page with the curves and settings of a run, or compare several
   paceline compare RUN RUN      what runs differ in, and the first step at which they do
   paceline runs FOLDER          a table of the runs below a folder
+  paceline serve FOLDER         the pages of these runs in a browser, up to date while they train
+  paceline watch RUN            a dashboard of a live run in the terminal
   paceline verify RUN           check every checkpoint of a run
   paceline export CHECKPOINT OUTPUT  convert a sharded checkpoint to a folder for from_pretrained
   paceline replay RUN --step N  rerun one optimizer step of a run, and show its samples
@@ -165,14 +167,39 @@ command also does it for a run that is going on or was interrupted. Several runs
                  the first of several)"""
 
 COMPARE = """\
-paceline compare RUN RUN [RUN ...] [--json]
+paceline compare RUN RUN [RUN ...] [--json] [--page FILE]
 
 Compares each run with the first: arguments, model, plan, code, data, packages, hardware; then every optimizer step in
 the journals, bit for bit. For the first step that differs it names loss, gradient norm, learning rate or samples, and
 the causes that the records allow: argument, data order, data content, code or numerics.
 
+  --json       print the comparisons as JSON
+  --page FILE  also write a page with the curves of the runs in common charts, and what differs
+
 Exit code 0 if nothing differs but names, places and times; 1 if anything does; 2 for a folder without a run, or a
 damaged file."""
+
+SERVE = """\
+paceline serve FOLDER [--port N]
+
+Serves the pages of the runs in a folder and below it at http://127.0.0.1:8765/: a table of the runs, the page of each,
+and comparisons of those that are ticked. A page follows its run while it trains. The server answers to this machine
+only, reads only the files of runs, and changes nothing. Ctrl-C ends it.
+
+  --port N  the port (default 8765); 0 takes a free one"""
+
+WATCH = """\
+paceline watch RUN [--once] [--json] [--every SECONDS]
+
+Shows a live or finished run in the terminal: state, steps, remaining time, loss, learning rate, speed, the last
+evaluation, the seconds of each activity, and what went wrong. Ends when the run ends. Where the output is no terminal,
+it prints a line whenever the run has made progress.
+
+  --once           print one frame
+  --json           print one record as JSON
+  --every SECONDS  how often to look (default 1)
+
+Evaluations and the seconds of activities between two checkpoints are known of runs with report_to=["jsonl"]."""
 
 RUNS = """\
 paceline runs FOLDER [--sort COLUMN] [--json]
@@ -242,6 +269,8 @@ TEXTS = {
     "report": REPORT,
     "compare": COMPARE,
     "runs": RUNS,
+    "serve": SERVE,
+    "watch": WATCH,
     "verify": VERIFY,
     "export": EXPORT,
     "replay": REPLAY,

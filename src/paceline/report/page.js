@@ -1,12 +1,12 @@
 "use strict";
-// Zoom and read-out of the charts. Dragging over a chart selects steps in all of them; a double click or the button
-// shows everything again. The numbers are those of the element #data: one list of series for each chart.
+// Zoom and read-out of the charts. Dragging over a chart selects steps in all of them; a double click, Escape or the
+// button shows everything again. A focused chart is read with the arrow keys and zoomed with + and -. The numbers are
+// those of the element #data: one list of series for each chart. A page that is kept up to date fires
+// `paceline:refresh` after its content was replaced.
 (() => {
-  const charts = JSON.parse(document.getElementById("data").textContent);
   const svgNs = "http://www.w3.org/2000/svg";
   const left = 62, right = 12, top = 10, bottom = 30, width = 640, height = 260; // as in svg.py
-  const figures = charts.map((series, index) => ({ series, svg: document.getElementById(`chart-${index}`) }));
-  const first = figures.map(({ svg }) => svg.innerHTML);
+  let figures = [], first = [];
   let shown = null; // the selected steps, [low, high]; null for all
 
   const number = (value) => {
@@ -28,9 +28,14 @@
     made.textContent = text;
     return made;
   };
+  const stepsOf = (figure) => figure.series.flatMap((each) => each.x);
   const limitsOf = (figure) => {
-    const all = figure.series.flatMap((each) => each.x);
+    const all = stepsOf(figure);
     return shown ?? [Math.min(...all), Math.max(...all)];
+  };
+  const placeOf = (figure, step) => {
+    const [low, high] = limitsOf(figure);
+    return left + (high > low ? (step - low) / (high - low) : 0.5) * (width - left - right);
   };
 
   function draw(figure, index) {
@@ -46,6 +51,7 @@
     const down = (y) =>
       height - bottom - ((y - least + margin) / (greatest - least + 2 * margin)) * (height - top - bottom);
     const marks = figure.svg.querySelector(".ticks");
+    if (marks === null) return; // a chart without a finite value
     marks.replaceChildren();
     for (const x of ticks(low, high)) {
       marks.append(element("line", { x1: across(x), x2: across(x), y1: top, y2: height - bottom }));
@@ -88,17 +94,44 @@
       return `${each.label}: ${number(each.y[best])} at step ${number(each.x[best])}`;
     });
     figure.svg.closest("figure").querySelector("figcaption").textContent = parts.join(" · ");
+    figure.svg.querySelector(".cursor")?.remove();
+    const x = placeOf(figure, step);
+    figure.svg.append(element("line", { class: "cursor", x1: x, x2: x, y1: top, y2: height - bottom }));
   }
 
-  figures.forEach((figure) => {
+  function onKey(figure, event) {
+    const [low, high] = limitsOf(figure);
+    const steps = [...new Set(stepsOf(figure))].filter((x) => x >= low && x <= high).sort((a, b) => a - b);
+    if (!steps.length) return;
+    let at = steps.findIndex((x) => x >= (figure.step ?? low));
+    if (at < 0) at = steps.length - 1;
+    const jump = Math.max(1, Math.round(steps.length / 20));
+    const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -jump, PageDown: jump, Home: -steps.length, End: steps.length };
+    if (event.key in moves) {
+      const start = figure.step === undefined && event.key === "ArrowRight" ? -1 : at;
+      figure.step = steps[Math.min(Math.max(start + moves[event.key], 0), steps.length - 1)];
+      read(figure, figure.step);
+    } else if (event.key === "+" || event.key === "=" || event.key === "-") {
+      const half = (high - low) * (event.key === "-" ? 1 : 0.25), middle = figure.step ?? (low + high) / 2;
+      if (half >= 0.5) show(event.key === "-" && half * 2 > 1e15 ? null : clipped(figure, middle - half, middle + half));
+    } else if (event.key === "Escape" || event.key === "0") {
+      show(null);
+    } else return;
+    event.preventDefault();
+  }
+
+  function clipped(figure, low, high) {
+    const all = stepsOf(figure), least = Math.min(...all), greatest = Math.max(...all);
+    return low <= least && high >= greatest ? null : [Math.max(low, least), Math.min(high, greatest)];
+  }
+
+  function listen(figure) {
     let start = null;
     const mark = (from, to) => {
       figure.svg.querySelector(".selection")?.remove();
       if (from === null) return;
-      const [low, high] = limitsOf(figure);
-      const at = (step) => left + ((step - low) / (high - low)) * (width - left - right);
-      const x = Math.min(at(from), at(to));
-      const attributes = { class: "selection", x, y: top, width: Math.abs(at(to) - at(from)) };
+      const x = Math.min(placeOf(figure, from), placeOf(figure, to));
+      const attributes = { class: "selection", x, y: top, width: Math.abs(placeOf(figure, to) - placeOf(figure, from)) };
       figure.svg.append(element("rect", { ...attributes, height: height - top - bottom }));
     };
     figure.svg.addEventListener("pointerdown", (event) => {
@@ -112,6 +145,7 @@
     figure.svg.addEventListener("pointerleave", () => {
       start = null;
       mark(null);
+      figure.svg.querySelector(".cursor")?.remove();
     });
     figure.svg.addEventListener("pointerup", (event) => {
       const end = stepAt(figure, event);
@@ -121,6 +155,19 @@
       start = null;
     });
     figure.svg.addEventListener("dblclick", () => show(null));
-  });
-  for (const button of document.querySelectorAll("button.all")) button.addEventListener("click", () => show(null));
+    figure.svg.addEventListener("keydown", (event) => onKey(figure, event));
+  }
+
+  function start() {
+    const data = document.getElementById("data");
+    const charts = data === null ? [] : JSON.parse(data.textContent);
+    figures = charts.map((series, index) => ({ series, svg: document.getElementById(`chart-${index}`) }));
+    first = figures.map(({ svg }) => svg.innerHTML);
+    figures.filter(({ series }) => series.length).forEach(listen);
+    for (const button of document.querySelectorAll("button.all")) button.addEventListener("click", () => show(null));
+    if (shown !== null) show(shown);
+  }
+
+  document.addEventListener("paceline:refresh", start);
+  start();
 })();

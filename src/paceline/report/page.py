@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from typing import Any
 
-from paceline.args.secrets import masked
+from paceline.args.secrets import mask_text, masked
 from paceline.args.training import TrainingArguments
 from paceline.checkpoint.space import in_words
 from paceline.core.record import jsonable
 from paceline.report.curves import Chart, make_charts
+from paceline.report.differences import find_differences
+from paceline.report.divergence import compare_steps
 from paceline.report.run_data import LOG_START, RunData, log_to_keep
 from paceline.report.svg import describe, draw, number
 
@@ -21,7 +24,22 @@ _OF_EVALUATION = ("eval_", "test_")
 _NEVER_SHOWN = {"output_dir"}  # differs between any two runs
 
 
-def make_page(runs: Sequence[RunData]) -> str:
+@dataclass(frozen=True)
+class Live:
+    """The parts of a page that its own server keeps up to date.
+
+    Attributes:
+        nonce: a random value of this answer, which its scripts and styles carry.
+        version: identifies the state of the files that the page was made of.
+        navigation: HTML above the page, already escaped.
+    """
+
+    nonce: str
+    version: str
+    navigation: str = ""
+
+
+def make_page(runs: Sequence[RunData], live: Live | None = None) -> str:
     """Returns the page of one run, or a comparison of several runs."""
     charts = make_charts(runs)
     title = " · ".join(run.name for run in runs)
@@ -31,20 +49,39 @@ def make_page(runs: Sequence[RunData]) -> str:
     body.append(_curves(charts, runs))
     for run in runs:
         body.append(_details(run, is_alone=len(runs) == 1))
-    script = resources.files(__package__).joinpath("page.js").read_text("utf-8")
-    style = resources.files(__package__).joinpath("page.css").read_text("utf-8")
-    return (
+    body.append(f'<script type="application/json" id="data">{_as_script(_points(charts))}</script>')
+    kept = f"{LOG_START}{log}</script>" if live is None else ""  # for the next page, which replaces the file
+    return frame(title, "\n".join(part for part in body if part), live, kept)
+
+
+def frame(title: str, content: str, live: Live | None = None, after: str = "") -> str:
+    """Returns an HTML document with the style and the scripts of the pages.
+
+    Args:
+        title: its title, not escaped.
+        content: HTML of the part that is replaced when a live page changes.
+        live: what a served page needs in addition; None for a file.
+        after: HTML after the content.
+    """
+    folder = resources.files(__package__)
+    script, style = folder.joinpath("page.js").read_text("utf-8"), folder.joinpath("page.css").read_text("utf-8")
+    # the page loads nothing from outside, and unescaped text could not load anything either
+    source, mark, top = "'unsafe-inline'", "", ""
+    policy = "default-src 'none'; img-src data:"
+    if live is not None:
+        source, mark = f"'nonce-{live.nonce}'", f' nonce="{live.nonce}"'
+        policy += "; connect-src 'self'; form-action 'self'; base-uri 'none'"
+        script += folder.joinpath("live.js").read_text("utf-8")
+        top = f'<nav>{live.navigation}</nav><p id="live" class="bad" role="status"></p>\n'
+    body = "<body>" if live is None else f'<body data-version="{escape(live.version)}">'
+    page = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        # the page loads nothing from outside, and unescaped text could not load anything either
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        "script-src 'unsafe-inline'; img-src data:\">"
-        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>\n"
-        + "\n".join(part for part in body if part)
-        + f'\n<script type="application/json" id="data">{_as_script(_points(charts))}</script>\n'
-        + f"{LOG_START}{log}</script>\n"
-        + f"<script>{script}</script>\n</body></html>\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}; style-src {source}; script-src {source}">'
+        f"<title>{escape(title)}</title><style{mark}>{style}</style></head>\n{body}\n{top}"
+        f'<main id="content">\n{content}\n</main>\n{after}\n<script{mark}>{script}</script>\n</body></html>\n'
     )
+    return page.encode("utf-8", errors="replace").decode("utf-8")  # a name may hold bytes that are no text
 
 
 # ---- sections
@@ -71,9 +108,28 @@ def _comparison(runs: Sequence[RunData]) -> str:
     ]
     parts = [_table(head, rows), "<h2>Options that differ</h2>"]
     parts.append(_table(head, differing) if differing else '<p class="dim">None.</p>')
+    for run in runs[1:]:
+        parts.append(_other_differences(runs[0], run))
     for run in runs:
         parts += [f'<p class="bad">{escape(run.name)}: {escape(problem)}</p>' for problem in run.problems]
     return "\n".join(parts)
+
+
+def _other_differences(first: RunData, other: RunData) -> str:
+    """Returns what two records differ in beside options, and the first step that differs."""
+    found = [item for item in find_differences(first, other) if item.section != "arguments"]
+    rows = [
+        [item.section, item.name, *["" if value is None else mask_text(_as_text(value)) for value in item.values]]
+        for item in found
+    ]
+    title = f"<h2>What else differs: {escape(first.name)} and {escape(other.name)}</h2>"
+    table = _table(["", "", first.name, other.name], rows) if rows else '<p class="dim">Nothing that is recorded.</p>'
+    steps = compare_steps(first, other)
+    if steps.divergence is not None:
+        text = f"The steps differ from step {steps.divergence.step:,} on."
+    else:
+        text = f"All {steps.num_common:,} common steps are equal." if steps.num_common else "No steps in common."
+    return f"{title}\n{table}\n<p>{text}</p>"
 
 
 def _curves(charts: Sequence[Chart], runs: Sequence[RunData]) -> str:
@@ -81,7 +137,7 @@ def _curves(charts: Sequence[Chart], runs: Sequence[RunData]) -> str:
         return '<h2>Curves</h2>\n<p class="dim">No optimizer step and no logged number was found.</p>'
     figures = "\n".join(_figure(chart, f"chart-{index}") for index, chart in enumerate(charts))
     num_steps = max((len(run.updates) for run in runs), default=0)
-    about = "Over optimizer steps. Drag to zoom, double-click to show all."
+    about = "Over optimizer steps. Drag to zoom, double-click to show all; arrow keys read a focused chart."
     if num_steps:
         about += f" Losses, learning rates and gradient norms are those of each of the {num_steps:,} steps;"
         about += " a long series shows the least and the greatest value of equal parts."
@@ -105,7 +161,7 @@ def _figure(chart: Chart, name: str) -> str:
         f"<figure><header><h3>{escape(chart.title)}</h3>"
         f'<button class="all" type="button" hidden>show all</button></header>{drawing}'
         f'<ul class="legend">{"".join(keys)}</ul>'
-        f'<figcaption title="{escape(describe(chart))}">{escape(caption)}</figcaption>'
+        f'<figcaption aria-live="polite" title="{escape(describe(chart))}">{escape(caption)}</figcaption>'
         + (f'<p class="bad">{left_out}</p>' if left_out else "")
         + "</figure>"
     )
@@ -215,7 +271,7 @@ def _facts_of(run: RunData) -> list[tuple[str, str]]:
         ("training loss, mean", last.get("train_loss")),
         ("evaluation loss, last", last.get("eval_loss")),
         (f"best {run.state.get('metric_for_best_model') or 'metric'}", run.state.get("best_metric")),
-        ("time", _duration(last.get("train_runtime"))),
+        ("time", duration(last.get("train_runtime"))),
         ("samples a second", last.get("train_samples_per_second")),
         ("parameters", extra.get("num_parameters")),
         ("trainable", extra.get("num_trainable_parameters")),
@@ -284,7 +340,8 @@ def _as_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _duration(seconds: Any) -> str | None:
+def duration(seconds: Any) -> str | None:
+    """Formats seconds for people; None for anything that is no number."""
     if not isinstance(seconds, int | float):
         return None
     minutes, rest = divmod(float(seconds), 60)

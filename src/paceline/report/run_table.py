@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,12 @@ class RunTable:
     problems: list[str] = field(default_factory=list)
 
 
-def list_runs(folder: Path) -> RunTable:
+def list_runs(folder: Path, check: Callable[[Path], None] | None = None) -> RunTable:
     """Reads every run in a folder and below it; a file that cannot be read is a problem of the table.
+
+    Args:
+        folder: the folder.
+        check: called with the folder of each run before its files are read; its ValueError is a problem, too.
 
     Raises:
         NotADirectoryError: it is not a folder.
@@ -83,8 +87,10 @@ def list_runs(folder: Path) -> RunTable:
     table = RunTable()
     defaults: dict[str, Any] = jsonable(TrainingArguments("runs").to_dict())
     runs: list[RunData] = []
-    for place in _run_folders(folder, table.problems):
+    for place in run_folders(folder, table.problems):
         try:
+            if check is not None:
+                check(place)
             runs.append(open_run(place))
         except (BrokenRun, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             table.problems.append(f"{place}: {error}" if str(place) not in str(error) else str(error))
@@ -109,7 +115,7 @@ def varying(rows: Sequence[RunRow]) -> list[dict[str, Any]]:
     ]
 
 
-def _run_folders(folder: Path, problems: list[str]) -> Iterator[Path]:
+def run_folders(folder: Path, problems: list[str]) -> Iterator[Path]:
     """Yields the folders of runs: those with a record or a journal. Links are not followed."""
 
     def report(error: OSError) -> None:
@@ -126,13 +132,13 @@ def _run_folders(folder: Path, problems: list[str]) -> Iterator[Path]:
 
 def _row(run: RunData, folder: Path, defaults: dict[str, Any], owners: dict[str, str]) -> RunRow:
     end = mapping(run.record.get("end"))
-    metric, best = _best(run, end)
+    metric, best = best_of(run, end)
     changed = {
         name: value
         for name, value in run.arguments.items()
         if name not in PLACES and (name not in defaults or value != defaults[name])
     }
-    state = _state(run, end)
+    state = state_of(run, end)
     error, end_step = end.get("error"), end.get("step")
     return RunRow(
         folder=run.folder,
@@ -142,7 +148,7 @@ def _row(run: RunData, folder: Path, defaults: dict[str, Any], owners: dict[str,
         max_steps=run.max_steps,
         metric=metric,
         best=best,
-        seconds=_seconds(run, end, is_running=state == RUNNING),
+        seconds=seconds_of(run, end, is_running=state == RUNNING),
         started=str(run.record.get("started") or ""),
         parent=_parent(run, owners),
         changed=changed,
@@ -155,7 +161,8 @@ def _name(run: RunData, folder: Path) -> str:
     return path.as_posix() if path.parts else run.folder.resolve().name
 
 
-def _state(run: RunData, end: dict[str, Any]) -> str:
+def state_of(run: RunData, end: dict[str, Any]) -> str:
+    """Returns the state of a run: running, or as its record says, or as its last step tells."""
     if is_held(run.folder):
         return RUNNING
     if end.get("state") in _ENDS:
@@ -163,7 +170,7 @@ def _state(run: RunData, end: dict[str, Any]) -> str:
     return FINISHED if run.is_finished else INTERRUPTED
 
 
-def _best(run: RunData, end: dict[str, Any]) -> tuple[str | None, float | None]:
+def best_of(run: RunData, end: dict[str, Any]) -> tuple[str | None, float | None]:
     """Returns the metric of the best model and its value: of the record of the end, or of the newest checkpoint."""
     metric = end.get("metric_for_best_model") or mapping(run.record.get("plan")).get("metric_for_best_model")
     best = end.get("best_metric")
@@ -172,7 +179,7 @@ def _best(run: RunData, end: dict[str, Any]) -> tuple[str | None, float | None]:
     return metric if isinstance(metric, str) else None, _finite(best)
 
 
-def _seconds(run: RunData, end: dict[str, Any], *, is_running: bool) -> float | None:
+def seconds_of(run: RunData, end: dict[str, Any], *, is_running: bool) -> float | None:
     """Returns the training time of all starts; of a run without an end, that up to its last journal row."""
     known = _finite(end.get("seconds"))
     if known is not None:

@@ -29,7 +29,8 @@ def draw(chart: Chart, name: str) -> str:
     marks += [_tick(value, y_low, y_high, is_x=False) for value in ticks(y_low, y_high)]
     box = f'x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM}"'
     return (
-        f'<svg id="{escape(name)}" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(describe(chart))}">'
+        f'<svg id="{escape(name)}" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
+        f'aria-label="{escape(describe(chart))}">'
         f'<clipPath id="{escape(name)}-clip"><rect {box}/></clipPath>'
         f'<rect class="plot" {box}/><g class="ticks">{"".join(marks)}</g>'
         f'<g class="lines" clip-path="url(#{escape(name)}-clip)">{"".join(lines)}</g></svg>'
