@@ -20,6 +20,7 @@ from paceline.cli.replay_options import read_replay_options
 COMMANDS = (
     "demo",
     "init",
+    "plan",
     "train",
     "search",
     "schema",
@@ -88,6 +89,7 @@ def dispatch(words: list[str]) -> int:
     runners: dict[str, Callable[[list[str]], int]] = {
         "demo": run_demo,
         "init": partial(run_part, "init"),
+        "plan": partial(run_part, "plan"),
         "train": run_train,
         "schema": partial(run_part, "schema"),
         "launch": partial(run_part, "launch"),
