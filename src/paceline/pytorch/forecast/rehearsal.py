@@ -120,18 +120,22 @@ def measure(
     steps = begin_optimizer(stage, trained)
     state = state_bytes(optimizer) if steps else count_state(optimizer)
     activations, logits = trace_forward(stage, model, batches[0], num_items, mode)
-    tracker = make_tracker(model)
-    tracker.track_external(model, *([optimizer] if isinstance(optimizer, Optimizer) and steps else []))
-    with tracker:
+    held = [model, *([optimizer] if isinstance(optimizer, Optimizer) and steps else [])]
+    passes = make_tracker(model)
+    passes.track_external(*held)
+    with mode, passes:
         for batch in batches:
-            with mode:
-                loss = stage.compute_loss(model, batch, num_items)
-                stage.backward(loss)
-            loss = loss.detach()
-            tracker.reset_mod_stats()  # it keeps the statistics of one call of each module
-        if steps:
+            stage.backward(stage.compute_loss(model, batch, num_items))
+            passes.reset_mod_stats()  # it keeps the statistics of one call of each module
+    trackers = [passes]
+    if steps:  # not under the mode: optimizers read their step counts, which are real tensors
+        step = make_tracker(model)
+        step.track_external(*held, *(parameter.grad for parameter in trained if parameter.grad is not None))
+        with step:
             stage.finish()
-    peak = dict(on_device(tracker.get_tracker_snapshot("peak"), device))
+        trackers.append(step)
+    peaks = [dict(on_device(tracker.get_tracker_snapshot("peak"), device)) for tracker in trackers]
+    peak = max(peaks, key=lambda found: int(found.get(TOTAL, 0)))
     total = peak.pop(TOTAL, 0)
     by_kind = {KINDS[kind.value]: size for kind, size in peak.items()}
     if not steps and state is not None:  # held during the passes
