@@ -10,18 +10,25 @@ from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.places import WITHOUT_OUTPUT
 from paceline.checkpoint.retention import retention_of
+from paceline.core.events import TrainerCallback
+from paceline.core.fingerprint import hash_value
 from paceline.core.methods import is_ours
 from paceline.pytorch import trial_run
 from paceline.pytorch.batch_search import StepClock
 from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.data.lengths import length_of
+from paceline.pytorch.doctor.findings import Case, Diagnosis
+from paceline.pytorch.doctor.registry import examine
 from paceline.pytorch.forecast.rehearsal import CannotRehearse, StepMemoryEstimate, rehearse
 from paceline.pytorch.forecast.result import Evaluations, Forecast, count_evaluations, disk_of
+from paceline.pytorch.model.check_targets import check_targets
+from paceline.pytorch.model.objective import compute_loss_with_outputs
 from paceline.pytorch.model.prepare import prepare_model
 from paceline.pytorch.parts import copy_of, try_run
 from paceline.pytorch.side_effects import undoing
@@ -228,3 +235,91 @@ def time_step(trainer: Trainer) -> float:
     if not clock.steps:
         raise ValueError("plan: no step could be timed: the first batches have no target.")
     return clock.steps[-1][0]
+
+
+# ---- the doctor
+
+
+class GradientOfStep(TrainerCallback):
+    """Keeps the gradient of the first optimizer step, without dropout, and ends the run."""
+
+    def __init__(self) -> None:
+        self.found: Tensor | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for module in model.modules():
+            if module is not model:
+                module.eval()  # the modes are restored after the run
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        gradients = [each.grad.flatten().double() for each in model.parameters() if each.grad is not None]
+        self.found = torch.cat(gradients)
+
+
+def diagnosis_of(trainer: Trainer) -> Diagnosis:
+    """Returns the diagnosis of `Trainer.doctor`."""
+    trial_run.check_one_process("doctor", trainer.strategy)
+    data = trainer.train_dataset
+    check_rereadable("doctor", data)
+    with trial_run.unchanged(trainer.model, trainer.optimizer, data), undoing([trainer, trainer.model]):
+        return examine(case_of(trainer))
+
+
+def case_of(trainer: Trainer) -> Case:
+    """Returns what the checks examine."""
+    loader = trainer.get_train_dataloader()
+    plan = trainer._make_session().make_plan(loader)
+    stage = CopiedStage(trainer, plan)
+
+    def loss_of(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        with stage.trainer.compute_loss_context_manager():
+            loss, outputs = compute_loss_with_outputs(stage.trainer.compute_loss, model, batch)
+        return loss, outputs
+
+    def gradient_of(size: int, accumulation: int) -> Tensor:
+        options = {
+            "max_steps": 1,
+            "per_device_train_batch_size": size,
+            "gradient_accumulation_steps": accumulation,
+            "max_grad_norm": 0.0,
+            "bf16": False,
+            "fp16": False,
+        }
+        callback = GradientOfStep()
+        try_run(trainer, options, callback)
+        if callback.found is None:
+            raise ValueError("the first step has no gradient")
+        return callback.found
+
+    return Case(
+        copy_model=lambda: copy.deepcopy(trainer.model).train(),
+        batches=[trainer._prepare_inputs(batch) for batch in first_batches(trainer, loader, 8)],
+        label_names=trainer.label_names or trainer.objective.label_names,
+        compute_loss=loss_of,
+        make_optimizer=stage.prepare,
+        gradient_of=gradient_of,
+        targets=lambda: check_targets(trainer),
+        micro_batch_size=plan.micro_batch_size,
+        accumulation=plan.accumulation_steps,
+        max_steps=plan.max_steps,
+        tokenizer=trainer.processing_class,
+        train_rows=rows_of(trainer.train_dataset),
+        eval_rows=[row for each in sets_of(trainer.eval_dataset) for row in rows_of(each)],
+        num_rows=length_of(trainer.train_dataset),
+    )
+
+
+def sets_of(given: Any) -> list[Any]:
+    """Returns the evaluation sets."""
+    return list(given.values()) if isinstance(given, dict) else [] if given is None else [given]
+
+
+def rows_of(dataset: Any) -> list[str]:
+    """Returns hashes of up to 2,000 rows, from the first on; nothing for a stream, or rows that cannot be hashed."""
+    number = length_of(dataset)
+    if number is None or not hasattr(dataset, "__getitem__"):
+        return []
+    try:
+        return [hash_value(dataset[index]) for index in range(min(number, 2000))]
+    except Exception:  # user code
+        return []

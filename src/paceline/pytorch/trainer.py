@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from paceline.hub.described import CardFacts, CheckpointForm
     from paceline.pytorch import batch_search, lr_search, module_memory, parts, previews, session
     from paceline.pytorch.checkpoint.checkpointer import Checkpointer
+    from paceline.pytorch.doctor.findings import Diagnosis
     from paceline.pytorch.evaluation import predictor
     from paceline.pytorch.forecast.result import Forecast
     from paceline.pytorch.noise_scale import NoiseScale
@@ -518,6 +519,14 @@ class Trainer(HubNames, ForSubclasses):
             UnsupportedOption: the training data can be read only once; or `time` with several processes.
         """
         return previews.plan_of(self, time)
+
+    def doctor(self) -> Diagnosis:
+        """Checks model, data, loss and options for usual mistakes, on copies; see docs/before_a_run.md.
+
+        Raises:
+            UnsupportedOption: there are several processes, or the training data can be read only once.
+        """
+        return previews.diagnosis_of(self)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Runs forward and backward of one micro-batch; returns its detached contribution to the step's loss."""
