@@ -276,6 +276,12 @@ def case_of(trainer: Trainer) -> Case:
             loss, outputs = compute_loss_with_outputs(stage.trainer.compute_loss, model, batch)
         return loss, outputs
 
+    def optimizer_at_peak(model: nn.Module) -> Any:
+        optimizer = stage.prepare(model)
+        for group in optimizer.param_groups:  # the schedule has set the first rate of its warm-up
+            group.update({"lr": group.get("initial_lr", group["lr"])})
+        return optimizer
+
     def gradient_of(size: int, accumulation: int) -> Tensor:
         options = {
             "max_steps": 1,
@@ -296,7 +302,7 @@ def case_of(trainer: Trainer) -> Case:
         batches=[trainer._prepare_inputs(batch) for batch in first_batches(trainer, loader, 8)],
         label_names=trainer.label_names or trainer.objective.label_names,
         compute_loss=loss_of,
-        make_optimizer=stage.prepare,
+        make_optimizer=optimizer_at_peak,
         gradient_of=gradient_of,
         targets=lambda: check_targets(trainer),
         micro_batch_size=plan.micro_batch_size,

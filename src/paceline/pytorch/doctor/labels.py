@@ -18,7 +18,9 @@ def find_wrong_classes(case: Case) -> Iterator[Finding]:
     if found is None:
         values = case.labels()
         if values is not None and len(values) > 1 and float(values.float().std()) == 0:
-            yield Finding(WARNING, f"all {values.numel()} targets are {float(values.flatten()[0]):g}", "Check the data.")
+            yield Finding(
+                WARNING, f"all {values.numel()} targets are {float(values.flatten()[0]):g}", "Check the data."
+            )
         return
     if not len(found):
         yield Finding(
@@ -72,12 +74,8 @@ def find_leaks(case: Case) -> Iterator[Finding]:
             continue
         rows = value.reshape(len(value), -1).double()
         for place in range(min(rows.shape[1], 4096)):
-            if all(
-                len(other) != len(rows) or torch.equal(rows[:, place], wanted) for other in (rows,)
-            ) and is_equal_everywhere(case, name, place):
-                yield Finding(
-                    ERROR, f"input {name!r} holds the targets, at position {place}", "Leave that column out."
-                )
+            if torch.equal(rows[:, place], wanted) and is_equal_everywhere(case, name, place):
+                yield Finding(ERROR, f"input {name!r} holds the targets, at position {place}", "Leave that column out.")
                 return
 
 
@@ -112,9 +110,7 @@ def find_padding_in_loss(case: Case) -> Iterator[Finding]:
         return
     counted = int((padding & (labels != IGNORED)).sum())
     if counted:
-        yield Finding(
-            ERROR, f"{counted} of {labels.numel()} targets are padding", f"Set their labels to {IGNORED}."
-        )
+        yield Finding(ERROR, f"{counted} of {labels.numel()} targets are padding", f"Set their labels to {IGNORED}.")
 
 
 def find_wrong_shift(case: Case) -> Iterator[Finding]:

@@ -37,8 +37,9 @@ def find_no_learning(case: Case) -> Iterator[Finding]:
         optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
         for number in range(STEPS):
             loss = case.compute_loss(model, dict(case.batch))[0]
-            first = float(loss) if number == 0 else first
-            best = min(best, float(loss))
+            value = float(loss.detach())
+            first = value if number == 0 else first
+            best = min(best, value)
             if best < FALL * abs(first) or time.perf_counter() > end:
                 break
             loss.backward()  # type: ignore[no-untyped-call]
@@ -62,14 +63,12 @@ def find_bad_rate(case: Case) -> Iterator[Finding]:
     losses = []
     for _ in range(3):
         loss = case.compute_loss(model, dict(case.batch))[0]
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         if len(losses) == 1:
-            moves = [
-                float((now - then).norm() / then.norm()) for now, then in zip(weights, before, strict=True)
-            ]
+            moves = [float((now - then).norm() / then.norm()) for now, then in zip(weights, before, strict=True)]
     if not weights:
         return
     move = sorted(moves)[len(moves) // 2]

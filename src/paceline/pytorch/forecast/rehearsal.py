@@ -218,5 +218,3 @@ def bytes_of(tensors: Any) -> int:
     """Returns the bytes of tensors; each is counted once."""
     held = {id(tensor): tensor for tensor in tensors}
     return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
-
-
