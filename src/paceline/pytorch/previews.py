@@ -216,8 +216,8 @@ def count_tokens(batches: list[Any], plan: Plan) -> int | None:
     tokens = [batch["input_ids"] for batch in batches if isinstance(batch, Mapping) and "input_ids" in batch]
     if not tokens or not all(isinstance(value, Tensor) for value in tokens):
         return None
-    per_sample = sum(value.numel() for value in tokens) / max(sum(batch_size_of(batch) for batch in batches), 1)
-    return round(per_sample * count_samples(plan))
+    per_sample: float = sum(value.numel() for value in tokens) / max(sum(batch_size_of(batch) for batch in batches), 1)
+    return int(per_sample * count_samples(plan) + 0.5)
 
 
 def changed_options(args: Any) -> tuple[str, ...]:

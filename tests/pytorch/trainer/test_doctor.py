@@ -71,7 +71,7 @@ def imbalanced() -> Planted:
 @bug("classes")
 def sorted_by_class() -> Planted:
     rows = sorted(data(), key=lambda row: int(row["labels"]))
-    return Classifier(), rows, {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2}
+    return Classifier(), rows, {"train_sampling_strategy": "sequential"}
 
 
 @bug("label leak")

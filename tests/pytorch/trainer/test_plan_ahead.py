@@ -161,6 +161,7 @@ def test_the_peak_is_that_of_a_step(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_of_many_models(name: str, tmp_path: Path) -> None:
     found = ratio(name, tmp_path)

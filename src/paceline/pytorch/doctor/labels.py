@@ -30,7 +30,7 @@ def find_wrong_classes(case: Case) -> Iterator[Finding]:
     if int(found.min()) < 0:
         yield Finding(ERROR, f"a target is {int(found.min())}", f"Classes count from 0; {IGNORED} is ignored.")
     is_wide = (labels := case.labels()) is not None and labels.dim() > 1
-    values, counts = found.unique(return_counts=True)
+    values, counts = torch.unique(found, return_counts=True)
     share = float(counts.max()) / len(found)
     if len(found) < LEAST_SAMPLES:
         return
@@ -39,8 +39,15 @@ def find_wrong_classes(case: Case) -> Iterator[Finding]:
     elif share > MOST_OF_ONE:
         most = int(values[counts.argmax()])
         yield Finding(WARNING, f"{share:.0%} of the targets are class {most}", "Weigh or sample the classes.")
-    elif not is_wide and all(len(batch.unique()) == 1 for batch in map(case.labels, case.batches) if batch is not None):
-        yield Finding(WARNING, f"each of {len(case.batches)} micro-batches has one class", "Shuffle the data.")
+    elif not is_wide and are_sorted(case, counts / len(found)):
+        yield Finding(WARNING, f"most of {len(case.batches)} micro-batches have one class", "Shuffle the data.")
+
+
+def are_sorted(case: Case, shares: torch.Tensor) -> bool:
+    """Returns True if most micro-batches have one class, which is unlikely for the shares of the classes."""
+    batches = [labels for labels in map(case.labels, case.batches) if labels is not None and len(labels) > 1]
+    single = sum(1 for labels in batches if len(torch.unique(labels)) == 1)
+    return bool(batches) and single >= 0.75 * len(batches) and float((shares ** len(batches[0])).sum()) < 0.5
 
 
 def find_labels_out_of_range(case: Case) -> Iterator[Finding]:
@@ -64,10 +71,10 @@ def find_labels_out_of_range(case: Case) -> Iterator[Finding]:
 def find_leaks(case: Case) -> Iterator[Finding]:
     """Targets among the inputs."""
     labels = case.labels()
-    if labels is None or len(labels) < 2 or labels.dim() > 1 and labels.shape[-1] > 1:
+    if labels is None or len(labels) < 2 or (labels.dim() > 1 and labels.shape[-1] > 1):
         return
     wanted = labels.reshape(len(labels)).double()
-    if len(wanted.unique()) < 2:
+    if len(torch.unique(wanted)) < 2:
         return
     for name, value in case.batch.items():
         if name in case.label_names or not isinstance(value, torch.Tensor) or len(value) != len(labels):

@@ -97,6 +97,6 @@ def find_wrong_accumulation(case: Case) -> Iterator[Finding]:
     if off > 10 * CLOSE:
         yield Finding(
             ERROR,
-            f"the gradient of {number} micro-batches of {size} differs from that of one of {size * number} by {off:.1%}",
+            f"the gradient of {number} micro-batches differs by {off:.1%} from that of one of {size * number} samples",
             "Let compute_loss return a mean and call super().training_step, or set loss_weight.",
         )

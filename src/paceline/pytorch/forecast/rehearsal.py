@@ -1,14 +1,15 @@
 """The peak memory of an optimizer step, found by running it on tensors without data.
 
-A copy of the model on FakeTensors runs forward, loss, backward, clipping and the optimizer's step, through the Trainer's
-own `compute_loss`, strategy and optimizer. The bytes of the tensors are counted as `Trainer.measure_memory` counts them.
-Nothing is allocated but the attributes of the tensors, so a model that does not fit into memory can be rehearsed.
+A copy of the model on FakeTensors runs forward, loss, backward, clipping and the optimizer's step, through the
+Trainer's own `compute_loss`, strategy and optimizer. The bytes of the tensors are counted as by `measure_memory`.
+Only the attributes of the tensors are allocated, so a model that does not fit into memory can be rehearsed.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -94,7 +95,8 @@ def rehearse(
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
             twin = fake_copy(model, mode)
             fakes = [fake_batch(batch, mode, device) for batch in batches]
-        with stage.edited(twin):
+        with stage.edited(twin), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the tracker warns of modules that ended before their backward pass
             return measure(stage, twin.train(), fakes, num_items, device, mode)
     except Exception as error:  # kernels, and modules that cannot be copied, may raise any error
         text = str(error).strip() or "no message"
