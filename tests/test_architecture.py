@@ -56,7 +56,7 @@ OTHER_FRAMEWORK = {"pytorch": "paceline.tensorflow", "tensorflow": "paceline.pyt
 FACADES = {"paceline.pytorch.trainer", "paceline.pytorch.seq2seq", "paceline.tensorflow.trainer"}
 
 # give each part of a facade what it works on: a second file of the facade
-ASSEMBLIES = {"paceline.pytorch.parts", "paceline.tensorflow.parts"}
+ASSEMBLIES = {"paceline.pytorch.parts", "paceline.pytorch.previews", "paceline.tensorflow.parts"}
 
 # what a layer may import beside the standard library, when it is imported itself; all else goes through
 # core.optional.require

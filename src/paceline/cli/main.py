@@ -21,6 +21,8 @@ from paceline.cli.replay_options import read_replay_options
 COMMANDS = (
     "demo",
     "init",
+    "plan",
+    "doctor",
     "train",
     "search",
     "schema",
@@ -90,6 +92,8 @@ def dispatch(words: list[str]) -> int:
     runners: dict[str, Callable[[list[str]], int]] = {
         "demo": run_demo,
         "init": partial(run_part, "init"),
+        "plan": partial(run_part, "plan"),
+        "doctor": partial(run_part, "doctor"),
         "train": run_train,
         "schema": partial(run_part, "schema"),
         "launch": run_launch,

@@ -17,6 +17,8 @@ paceline: trains any PyTorch module, and Keras models with TensorFlow
   paceline demo                 train a small language model on real text, about two minutes
   paceline demo digits          classify handwritten digits (needs scikit-learn)
   paceline init TASK            write a commented file for `paceline train`
+  paceline plan CONFIG.yaml     say what a run will take: memory, disk, steps
+  paceline doctor CONFIG.yaml   look for usual mistakes in model, data and options
   paceline train CONFIG.yaml    train what a file describes
   paceline schema               print the JSON schema of these files, for editors
   paceline launch SCRIPT        run a script of yours on several processes, one for each GPU
@@ -108,6 +110,25 @@ function for data gives arrays as {train: (features, labels), eval: ...}; text w
 language models of transformers only. Everything else is the same.
 
 "paceline train --help WORD" lists the options that contain WORD."""
+
+PLAN = """\
+paceline plan CONFIG.yaml [--time] [--print-config] [--json] [--option value ...] [--section.key value ...]
+
+Says what `paceline train` with the same words will take, before its first step: memory of an optimizer step, disk,
+steps, samples and tokens, evaluations. The step is traced on tensors without data. Trains nothing, and writes nothing.
+
+  --time          run two optimizer steps in memory, and state the time of the second
+  --print-config  also print every option as YAML; those that differ from their defaults are marked
+  --json          print all of it as one JSON object"""
+
+DOCTOR = """\
+paceline doctor CONFIG.yaml [--json] [--option value ...] [--section.key value ...]
+
+Checks what `paceline train` with the same words would train, on copies: targets, leaks, padding, inputs, rows in both
+sets, vocabulary, gradients, modes, learning rate, one batch, accumulation. Writes nothing. Exit code 1 if an error was
+found.
+
+  --json  print the findings as one JSON object"""
 
 INIT = """\
 paceline init TASK [FILE.yaml]
@@ -263,6 +284,8 @@ TEXTS = {
     "control": CONTROL,
     "demo": DEMO,
     "init": INIT,
+    "plan": PLAN,
+    "doctor": DOCTOR,
     "train": TRAIN,
     "schema": SCHEMA,
     "launch": LAUNCH,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from paceline.args.errors import UnsupportedOption
@@ -116,7 +117,7 @@ class MemoryWatch(TrainerCallback):
     ) -> None:
         if state.global_step != 1 or self.found is not None:
             return
-        self._tracker = mem_tracker.MemTracker()
+        self._tracker = make_tracker(model)
         self._tracker.track_external(model, *([optimizer] if isinstance(optimizer, Optimizer) else []))
         self._tracker.__enter__()
 
@@ -131,6 +132,15 @@ class MemoryWatch(TrainerCallback):
         if tracker is not None:
             tracker.__exit__(None, None, None)
         return tracker
+
+
+def make_tracker(model: nn.Module) -> Any:
+    """Returns torch's tracker. With frozen parameters, on which it fails, gradients count as temporary tensors."""
+    tracker = mem_tracker.MemTracker()
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        track = tracker._track_module_params_and_buffers
+        tracker._track_module_params_and_buffers = lambda module, *_, **__: track(module, install_grad_hooks=False)
+    return tracker
 
 
 def describe(tracker: Any, device: torch.device) -> StepMemory:

@@ -55,10 +55,12 @@ from paceline.pytorch.sync import Measure
 if TYPE_CHECKING:
     from paceline.compat import trial_runs
     from paceline.hub import described
-    from paceline.pytorch import batch_search, lr_search, module_memory, packing, parts, session
+    from paceline.pytorch import batch_search, lr_search, module_memory, packing, parts, previews, session
     from paceline.pytorch.checkpoint import checkpointer
+    from paceline.pytorch.doctor.findings import Diagnosis
     from paceline.pytorch.evaluation import predictor
     from paceline.pytorch.evaluation.augmentation import AugmentedSteps, TestTimeAugmentation
+    from paceline.pytorch.forecast.result import Forecast
     from paceline.pytorch.noise_scale import NoiseScale
     from paceline.pytorch.optim import optimizers as optimizer_registry
 else:
@@ -70,6 +72,7 @@ else:
     optimizer_registry = LateModule("paceline.pytorch.optim.optimizers")
     packing = LateModule("paceline.pytorch.packing")
     parts = LateModule("paceline.pytorch.parts")
+    previews = LateModule("paceline.pytorch.previews")
     predictor = LateModule("paceline.pytorch.evaluation.predictor")
     session = LateModule("paceline.pytorch.session")
     trial_runs = LateModule("paceline.compat.trial_runs")
@@ -510,6 +513,25 @@ class Trainer(HubNames, ForSubclasses):
         module_memory.check_support(self.strategy, self.args.torch_compile, self.args.linear_cross_entropy)
         options = {"max_steps": 2, "gradient_accumulation_steps": 1}
         return module_memory.measure(lambda watch: parts.try_run(self, options, watch), self.strategy.device)
+
+    def plan(self, time: bool = False) -> Forecast:
+        """Returns what a run will take: memory, disk, steps, evaluations; see docs/before_a_run.md. Trains nothing.
+
+        Args:
+            time: also run two optimizer steps, whose effects are undone, and state the time of the second.
+
+        Raises:
+            UnsupportedOption: the training data can be read only once; or `time` with several processes.
+        """
+        return previews.plan_of(self, time)
+
+    def doctor(self) -> Diagnosis:
+        """Checks model, data, loss and options for usual mistakes, on copies; see docs/before_a_run.md.
+
+        Raises:
+            UnsupportedOption: there are several processes, or the training data can be read only once.
+        """
+        return previews.diagnosis_of(self)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Runs forward and backward of one micro-batch; returns its detached contribution to the step's loss."""

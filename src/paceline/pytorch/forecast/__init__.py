@@ -1,0 +1,1 @@
+"""What a run will take, before its first step: memory, disk, steps, evaluations and, if asked, time."""

@@ -1,0 +1,222 @@
+"""The peak memory of an optimizer step, found by running it on tensors without data.
+
+A copy of the model on FakeTensors runs forward, loss, backward, clipping and the optimizer's step, through the
+Trainer's own `compute_loss`, strategy and optimizer. The bytes of the tensors are counted as by `measure_memory`.
+Only the attributes of the tensors are allocated, so a model that does not fit into memory can be rehearsed.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from paceline.core.optional import LateModule
+from paceline.pytorch.distributed.memory import count_state
+from paceline.pytorch.memory_report import recording, tensors_of
+from paceline.pytorch.module_memory import KINDS, TOTAL, make_tracker, on_device
+
+fake_tensor: Any = LateModule("torch._subclasses.fake_tensor")
+
+
+class CannotRehearse(RuntimeError):
+    """The step reads values of tensors, or cannot run on tensors without data; the message gives the reason."""
+
+
+class Stage(Protocol):
+    """The parts of a Trainer's copy that a rehearsal calls; the copy's model is the one without data."""
+
+    def prepare(self, model: nn.Module) -> Any:
+        """Prepares model and optimizer with the strategy, and returns the optimizer."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
+        """Returns the loss of a micro-batch under the precision context."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Runs the backward pass."""
+
+    def finish(self) -> None:
+        """Clips the gradients, steps the optimizer and clears the gradients."""
+
+    def edited(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Edits the model as training does: activation checkpointing, noise, kernels."""
+
+
+@dataclass(frozen=True)
+class StepMemoryEstimate:
+    """The memory of an optimizer step of one process, in bytes, found without running it.
+
+    Attributes:
+        peak: the largest total of all tensors.
+        by_kind: what it consists of at that moment, as in `StepMemory.by_kind`.
+        parameters, buffers, gradients: of the model.
+        optimizer: state of the optimizer after its first step; None if it cannot be found without a step.
+        activations: kept by the forward pass of one micro-batch for its backward pass.
+        logits: the largest floating-point output of the model.
+        has_optimizer_step: False if the optimizer's step reads values: `peak` then holds its state, but not the tensors
+            that exist during the step only.
+    """
+
+    peak: int
+    by_kind: Mapping[str, int]
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int | None
+    activations: int
+    logits: int
+    has_optimizer_step: bool
+
+
+def rehearse(
+    stage: Stage, model: nn.Module, batches: Sequence[Any], num_items: Any, device: torch.device
+) -> StepMemoryEstimate:
+    """Returns the memory of an optimizer step.
+
+    Args:
+        stage: runs the parts of the step.
+        model: the real model; only its shapes are read.
+        batches: collated micro-batches of one accumulation window. Two of the same shape stand for any larger number.
+        num_items: `num_items_in_batch` of the window, or None.
+        device: of the model.
+
+    Raises:
+        CannotRehearse: the step cannot run on tensors without data.
+    """
+    try:
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            twin = fake_copy(model, mode)
+            fakes = [fake_batch(batch, mode, device) for batch in batches]
+        with stage.edited(twin), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the tracker warns of modules that ended before their backward pass
+            return measure(stage, twin.train(), fakes, num_items, device, mode)
+    except Exception as error:  # kernels, and modules that cannot be copied, may raise any error
+        text = str(error).strip() or "no message"
+        raise CannotRehearse(f"{type(error).__name__}: {text.splitlines()[0][:300]}") from error
+
+
+def fake_copy(model: nn.Module, mode: Any) -> nn.Module:
+    """Returns a copy of a module whose tensors have no data."""
+    return copy.deepcopy(model, {id(tensor): mode.from_tensor(tensor) for tensor in tensors_of(model)})
+
+
+def fake_batch(batch: Any, mode: Any, device: torch.device) -> Any:
+    """Returns a batch on the device whose tensors have no data."""
+    return tree_map(lambda value: mode.from_tensor(value).to(device) if isinstance(value, Tensor) else value, batch)
+
+
+def measure(
+    stage: Stage, model: nn.Module, batches: Sequence[Any], num_items: Any, device: torch.device, mode: Any
+) -> StepMemoryEstimate:
+    """Runs the step on a model without data, and counts its tensors."""
+    optimizer = stage.prepare(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    steps = begin_optimizer(stage, trained)
+    state = state_bytes(optimizer) if steps else count_state(optimizer)
+    activations, logits = trace_forward(stage, model, batches[0], num_items, mode)
+    held = [model, *([optimizer] if isinstance(optimizer, Optimizer) and steps else [])]
+    passes = make_tracker(model)
+    passes.track_external(*held)
+    with mode, passes:
+        for batch in batches:
+            stage.backward(stage.compute_loss(model, batch, num_items))
+            passes.reset_mod_stats()  # it keeps the statistics of one call of each module
+    trackers = [passes]
+    if steps:  # not under the mode: optimizers read their step counts, which are real tensors
+        step = make_tracker(model)
+        step.track_external(*held, *(parameter.grad for parameter in trained if parameter.grad is not None))
+        with step:
+            stage.finish()
+        trackers.append(step)
+    peaks = [dict(on_device(tracker.get_tracker_snapshot("peak"), device)) for tracker in trackers]
+    peak = max(peaks, key=lambda found: int(found.get(TOTAL, 0)))
+    total = peak.pop(TOTAL, 0)
+    by_kind = {KINDS[kind.value]: size for kind, size in peak.items()}
+    if not steps and state is not None:  # held during the passes
+        by_kind["optimizer"], total = state, total + state
+    return StepMemoryEstimate(
+        peak=total,
+        by_kind=by_kind,
+        parameters=bytes_of(model.parameters()),
+        buffers=bytes_of(model.buffers()),
+        gradients=bytes_of(trained),
+        optimizer=state,
+        activations=activations,
+        logits=logits,
+        has_optimizer_step=steps,
+    )
+
+
+def begin_optimizer(stage: Stage, trained: Sequence[nn.Parameter]) -> bool:
+    """Steps the optimizer once, so that its state exists; returns False if the step reads values of tensors."""
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        stage.finish()
+    except Exception:  # optimizers of libraries may raise any error
+        return False
+    finally:
+        for parameter in trained:
+            parameter.grad = None
+    return True
+
+
+def trace_forward(stage: Stage, model: nn.Module, batch: Any, num_items: Any, mode: Any) -> tuple[int, int]:
+    """Returns the bytes of the activations that a forward pass keeps, and of the model's largest output."""
+    sizes = [0]
+
+    def note(module: nn.Module, args: Any, outputs: Any) -> None:
+        tree_map(lambda value: sizes.append(float_bytes(value)), outputs)
+
+    handle = model.register_forward_hook(note)
+    try:
+        with mode, without_new_hooks(model), recording(model) as found:
+            stage.compute_loss(model, batch, num_items)
+    finally:
+        handle.remove()
+    return found.total, max(sizes)
+
+
+@contextmanager
+def without_new_hooks(model: nn.Module) -> Iterator[None]:
+    """Removes on exit the hooks that were added to modules while entered."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
+    before = [(module, kind, set(getattr(module, kind))) for module in model.modules() for kind in kinds]
+    try:
+        yield
+    finally:
+        for module, kind, known in before:
+            hooks = getattr(module, kind)
+            for key in set(hooks) - known:
+                del hooks[key]
+
+
+def float_bytes(value: object) -> int:
+    """Returns the bytes of a floating-point tensor of two or more dimensions; 0 for anything else."""
+    is_output = isinstance(value, Tensor) and value.dim() > 1 and value.is_floating_point()
+    return value.numel() * value.element_size() if is_output and isinstance(value, Tensor) else 0
+
+
+def state_bytes(optimizer: Any) -> int | None:
+    """Returns the bytes of an optimizer's state; None if it has no `state`."""
+    state = getattr(optimizer, "state", None)
+    if state is None:
+        return None
+    values: list[Tensor] = []
+    for entry in list(state.values()):
+        tree_map(lambda value: values.append(value) if isinstance(value, Tensor) else None, entry)
+    return bytes_of(values)
+
+
+def bytes_of(tensors: Any) -> int:
+    """Returns the bytes of tensors; each is counted once."""
+    held = {id(tensor): tensor for tensor in tensors}
+    return sum(tensor.numel() * tensor.element_size() for tensor in held.values())

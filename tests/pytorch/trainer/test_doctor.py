@@ -1,0 +1,291 @@
+"""`Trainer.doctor`: planted bugs are found, sound jobs raise no alarm, and nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Classifier, classification, losses, make_trainer, weights
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline import Trainer
+from paceline.cli.main import main
+
+Planted = tuple[nn.Module, list[dict[str, Any]], dict[str, Any]]
+BUGS: dict[str, Callable[[], Planted]] = {}
+WIDTH, VOCABULARY = 8, 40
+
+
+def bug(check: str) -> Callable[[Callable[[], Planted]], Callable[[], Planted]]:
+    def register(make: Callable[[], Planted]) -> Callable[[], Planted]:
+        BUGS[f"{check}: {make.__name__}"] = make
+        return make
+
+    return register
+
+
+def data(change: Callable[[int, Tensor, Any], tuple[Any, Any]] = lambda i, x, y: (x, y)) -> list[dict[str, Any]]:
+    rows = [change(index, row["x"], row["labels"]) for index, row in enumerate(classification(48))]
+    return [{"x": x, "labels": torch.as_tensor(labels)} for x, labels in rows]
+
+
+class Changed(Classifier):
+    """A classifier with another forward pass."""
+
+    def __init__(self, change: Callable[..., Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        return self.change(self, x, labels)
+
+
+def changed(change: Callable[..., Any]) -> Planted:
+    return Changed(change), data(), {}
+
+
+@bug("loss")
+def labels_from_one() -> Planted:
+    return Classifier(), data(lambda i, x, y: (x, y + 1)), {}
+
+
+@bug("classes")
+def all_ignored() -> Planted:
+    return Classifier(), data(lambda i, x, y: (x, y * 0 - 100)), {}
+
+
+@bug("classes")
+def constant_labels() -> Planted:
+    return Classifier(), data(lambda i, x, y: (x, y * 0)), {}
+
+
+@bug("classes")
+def imbalanced() -> Planted:
+    return Classifier(), data(lambda i, x, y: (x, y * 0 + (i == 0))), {"train_sampling_strategy": "sequential"}
+
+
+@bug("classes")
+def sorted_by_class() -> Planted:
+    rows = sorted(data(), key=lambda row: int(row["labels"]))
+    return Classifier(), rows, {"train_sampling_strategy": "sequential"}
+
+
+@bug("label leak")
+def label_as_input() -> Planted:
+    return Classifier(), data(lambda i, x, y: (torch.cat([x[:-1], y[None].float()]), y)), {}
+
+
+@bug("inputs")
+def not_finite() -> Planted:
+    return Classifier(), data(lambda i, x, y: (x / (i % 3), y)), {}
+
+
+@bug("inputs")
+def not_normalised() -> Planted:
+    return Classifier(), data(lambda i, x, y: (x * 64 + 128, y)), {}
+
+
+@bug("rows")
+def duplicated_rows() -> Planted:
+    return Classifier(), data() + data()[:20], {}
+
+
+@bug("rows")
+def evaluated_on_training_rows() -> Planted:
+    return Classifier(), data(), {"eval_dataset": data()[:5]}
+
+
+@bug("gradients")
+def all_frozen() -> Planted:
+    return Classifier().requires_grad_(False), data(), {}
+
+
+@bug("gradients")
+def unused_layer() -> Planted:
+    model = Classifier()
+    model.idle = nn.Linear(3, 3)
+    return model, data(), {}
+
+
+@bug("gradients")
+def dead_units() -> Planted:
+    def forward(model: Classifier, x: Tensor, labels: Any) -> Any:
+        logits = model.second(functional.relu(model.first(x) - 100))
+        return functional.cross_entropy(logits, labels), logits
+
+    return changed(forward)
+
+
+@bug("gradients")
+def exploding() -> Planted:
+    def forward(model: Classifier, x: Tensor, labels: Any) -> Any:
+        logits = model.logits(x)
+        return functional.cross_entropy(logits, labels) * 1e6, logits
+
+    return changed(forward)
+
+
+@bug("gradients")
+def optimizer_of_one_layer() -> Planted:
+    model = Classifier()
+    return model, data(), {"optimizers": (torch.optim.AdamW(model.second.parameters(), lr=1e-3), None)}
+
+
+@bug("initial loss")
+def softmax_twice() -> Planted:
+    def forward(model: Classifier, x: Tensor, labels: Any) -> Any:
+        logits = model.logits(x).softmax(-1)
+        return functional.cross_entropy(logits, labels), logits
+
+    return changed(forward)
+
+
+@bug("initial loss")
+def large_last_layer() -> Planted:
+    model = Classifier()
+    nn.init.normal_(model.second.weight, std=30)
+    return model, data(), {}
+
+
+@bug("modes")
+def dropout_in_evaluation() -> Planted:
+    def forward(model: Classifier, x: Tensor, labels: Any) -> Any:
+        logits = functional.dropout(model.logits(x), 0.3, training=True)
+        return functional.cross_entropy(logits, labels), logits
+
+    return changed(forward)
+
+
+@bug("modes")
+def eval_in_forward() -> Planted:
+    def forward(model: Classifier, x: Tensor, labels: Any) -> Any:
+        model.drop.eval()
+        logits = model.logits(x)
+        return functional.cross_entropy(logits, labels), logits
+
+    return changed(forward)
+
+
+@bug("learning rate")
+def rate_far_too_high() -> Planted:
+    return Classifier(), data(), {"learning_rate": 30.0}
+
+
+@bug("learning rate")
+def rate_far_too_low() -> Planted:
+    return Classifier(), data(), {"learning_rate": 1e-10}
+
+
+@bug("one batch")
+def loss_without_inputs() -> Planted:
+    def forward(model: Classifier, x: Tensor, labels: Any) -> Any:
+        logits = model.logits(x * 0) * 1e-6
+        return functional.cross_entropy(logits, labels), logits
+
+    return changed(forward)
+
+
+class Unscaled(Trainer):
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss: Tensor = self.compute_loss(model, self._prepare_inputs(inputs))
+        loss.backward()
+        return loss.detach()
+
+
+@bug("accumulation")
+def training_step_without_scaling() -> Planted:
+    return Classifier(), data(), {"cls": Unscaled, "gradient_accumulation_steps": 4}
+
+
+class Language(nn.Module):
+    """Predicts tokens; `shift` as a causal model does."""
+
+    def __init__(self, shift: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.shift = shift
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Any:
+        logits = self.head(self.embedding(input_ids))
+        left, right = (logits[:, :-1], labels[:, 1:]) if self.shift else (logits, labels)
+        return {"loss": functional.cross_entropy(left.flatten(0, 1), right.flatten()), "logits": logits}
+
+
+def texts(pads: int = 0) -> list[dict[str, Any]]:
+    torch.manual_seed(1)
+    rows = []
+    for _ in range(32):
+        ids = torch.randint(1, VOCABULARY, (WIDTH,))
+        mask = torch.ones(WIDTH, dtype=torch.long)
+        mask[WIDTH - pads :] = 0
+        rows.append({"input_ids": ids * mask, "labels": ids * mask, "attention_mask": mask})
+    return rows
+
+
+@bug("targets")
+def targets_not_shifted() -> Planted:
+    return Language(shift=False), texts(), {}
+
+
+@bug("padding")
+def padding_as_targets() -> Planted:
+    return Language(shift=True), texts(pads=3), {}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
+    model, rows, options = BUGS[name]()
+    found = make_trainer(tmp_path, model, rows, **{"learning_rate": 1e-3, **options}).doctor()
+    check = name.split(":")[0]
+    assert check in {each.check for each in found.findings if each.severity in ("error", "warning")}, str(found)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "warmup_steps": 5}])
+def test_a_sound_job_raises_no_alarm(options: dict[str, Any], tmp_path: Path) -> None:
+    found = make_trainer(tmp_path, Classifier(dropout=0.1), data(), learning_rate=1e-3, **options).doctor()
+    assert not found.findings, str(found)
+    assert "one batch" in found.checks
+
+
+def test_nothing_remains_of_it(tmp_path: Path) -> None:
+    runs = []
+    for is_examined in (False, True):
+        trainer = make_trainer(tmp_path / str(is_examined), Classifier(dropout=0.2), data())
+        torch.manual_seed(3)
+        if is_examined:
+            before, state = torch.get_rng_state(), str(trainer.state)
+            trainer.doctor()
+            assert torch.equal(before, torch.get_rng_state())
+            assert str(trainer.state) == state
+            assert trainer.optimizer is None
+            assert all(parameter.grad is None for parameter in trainer.model.parameters())
+            assert not list((tmp_path / str(is_examined)).iterdir())
+        trainer.train()
+        runs.append((losses(trainer), weights(trainer.model)))
+    assert runs[0][0] == runs[1][0]
+    assert torch.equal(runs[0][1], runs[1][1])
+
+
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["init", "module", "sound.yaml"]) == 0
+    before = sorted(path.name for path in tmp_path.iterdir())
+    capsys.readouterr()
+    assert main(["doctor", "sound.yaml"]) == 0
+    assert "0 findings" in capsys.readouterr().out
+    assert main(["plan", "sound.yaml", "--print-config"]) == 0
+    output = capsys.readouterr().out
+    assert "peak of a step" in output
+    assert "learning_rate: 0.01  # not the default" in output
+    assert main(["plan", "sound.yaml", "--json", "--max_steps", "3"]) == 0
+    assert '"max_steps": 3' in capsys.readouterr().out
+    assert main(["doctor", "sound.yaml", "--json", "--learning_rate", "1000"]) == 1
+    assert '"has_errors": true' in capsys.readouterr().out
+    assert main(["plan", "sound.yaml", "--fresh"]) == 2
+    assert [name for name in sorted(p.name for p in tmp_path.iterdir()) if name != "__pycache__"] == before
