@@ -7,6 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 from paceline.args.accelerator_config import AcceleratorConfig, check_accelerator
+from paceline.args.averages import check_averages
 from paceline.args.choices import IntervalStrategy, SaveStrategy, SchedulerType
 from paceline.args.compilation import check_activations, check_compilation, check_fp8
 from paceline.args.deepspeed_config import fill_config
@@ -51,6 +52,9 @@ LIMITS: dict[str, tuple[float, float | None, bool]] = {
     "ddp_bucket_cap_mb": (1, None, True),
     "ddp_timeout": (1, None, True),
     "activation_memory_budget": (0, 1, True),
+    "average_steps": (1, None, True),
+    "swa_lr": (0, None, True),
+    "swa_anneal_steps": (0, None, True),
     "seed": (0, 2**32 - 1, True),
     "data_seed": (0, 2**63 - 1, True),
 }
@@ -364,6 +368,7 @@ CHECKS = (
     check_warmups,
     check_xla,
     check_accumulation,
+    check_averages,
 )
 
 
