@@ -24,7 +24,7 @@ class AverageSettings:
         start: first optimizer step that enters the average.
         every: optimizer steps from one update of the average to the next.
         on_host: the average is in host memory.
-        rate: learning rate from the start on, as a multiple of `learning_rate`; None leaves the schedule as it is (swa).
+        rate: learning rate from the start on, as a multiple of `learning_rate`; None: that of the schedule (swa).
         anneal_steps: optimizer steps in which the learning rate moves to `rate` (swa).
     """
 
@@ -61,8 +61,8 @@ class AverageSettings:
         return 1.0 - decay**self.every
 
 
-def averaging_of(options: Options, max_steps: int, updates_per_epoch: int | None) -> AverageSettings | None:
-    """Returns the settings of a run's average; None if none is requested.
+def averaging_of(options: Options, max_steps: int, updates_per_epoch: int | None) -> AverageSettings:
+    """Returns the settings of a run's average.
 
     Args:
         options: the arguments.
@@ -74,8 +74,7 @@ def averaging_of(options: Options, max_steps: int, updates_per_epoch: int | None
         every = options.average_steps or 1
         # steps count from 1: with `every` 4 the updates follow steps 4, 8, 12 ...
         return AverageSettings(EMA, options.ema_decay, options.ema_warmup, every, every, on_host)
-    if options.swa_start is None:
-        return None
+    assert options.swa_start is not None
     fraction = options.swa_start
     start = math.ceil(fraction * max_steps) if fraction < 1 else int(fraction)
     rate = None if options.swa_lr is None else options.swa_lr / options.learning_rate

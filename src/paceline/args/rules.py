@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
 from paceline.args.accelerator_config import AcceleratorConfig, check_accelerator
-from paceline.args.averages import check_averages
 from paceline.args.choices import IntervalStrategy, SaveStrategy, SchedulerType
 from paceline.args.compilation import check_activations, check_compilation, check_fp8
 from paceline.args.deepspeed_config import fill_config
@@ -349,6 +349,13 @@ def check_xla(options: Options) -> None:
         )
 
 
+def check_average(options: Options) -> None:
+    """Checks the options of weight averages, if any is set."""
+    unset = (options.ema_decay is None, options.swa_start is None, options.swa_lr is None, options.ema_warmup)
+    if not all((*unset, options.average_steps is None, options.average_device == "model")) or options.swa_anneal_steps:
+        importlib.import_module("paceline.args.averages").check_averages(options)
+
+
 CHECKS = (
     check_limits,
     check_precision,
@@ -368,7 +375,7 @@ CHECKS = (
     check_warmups,
     check_xla,
     check_accumulation,
-    check_averages,
+    check_average,
 )
 
 

@@ -30,6 +30,7 @@ COMMANDS = (
     "runs",
     "verify",
     "export",
+    "average",
     "replay",
 )
 HELP_WORDS = ("-h", "--help", "help")
@@ -96,6 +97,7 @@ def dispatch(words: list[str]) -> int:
         "runs": partial(run_part, "runs"),
         "verify": partial(run_part, "verify"),
         "export": partial(run_part, "export"),
+        "average": partial(run_part, "average"),
         "replay": run_replay,
         "control": partial(run_part, "control"),
         "search": run_search,

@@ -371,7 +371,7 @@ def load_weights_of(trainer: Trainer, model: nn.Module | None, checkpoint: str) 
 
 
 def weights_to_save(trainer: Trainer) -> AbstractContextManager[None]:
-    """Returns a context in which the model has the weights that `save_model` writes: in a run, their average, if any."""
+    """Returns a context in which the model has the weights that `save_model` writes: those of an average, if any."""
     average = trainer.averages if trainer.is_in_train else None
     return average.applied() if average is not None else nullcontext()
 

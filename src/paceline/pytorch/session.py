@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.args.averages import averaging_of
 from paceline.args.plan import Plan, resolve, resolve_update
 from paceline.args.rules import derived_values
 from paceline.args.sharding import wants_shards
@@ -456,10 +455,10 @@ class Session(core.Session[Run, TrainerMembers]):
 
     def make_averages(self, run: Run) -> AveragedWeights | None:
         """Returns the average of the weights in a run; None if none is requested."""
-        plan, facade = run.plan, self.facade
-        settings = averaging_of(self.args, plan.max_steps, plan.updates_per_epoch)
-        if settings is None:
+        if self.args.ema_decay is None and self.args.swa_start is None:
             return None
+        facade = self.facade
+        settings = averages.averaging_of(self.args, run.plan.max_steps, run.plan.updates_per_epoch)
         averages.check_support(settings, self.strategy, self.optimizer)
         averages.settle_rate(settings, self.lr_scheduler, self.created_lr_scheduler)
 

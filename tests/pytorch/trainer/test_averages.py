@@ -164,7 +164,7 @@ def test_an_interrupted_exchange_is_undone(at: int, dtype: torch.dtype, monkeypa
 
     def copy(self: Tensor, other: Tensor, *rest: Any) -> Tensor:
         calls.append(1)
-        result = torch.Tensor.set_(self, self) if len(calls) == at + 100 else original(self, other, *rest)
+        result = original(self, other, *rest)
         if len(calls) == at:
             raise KeyboardInterrupt
         return result

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.args.averages import SWA, AverageSettings
+from paceline.args.averages import SWA, AverageSettings, averaging_of
 from paceline.args.errors import UnsupportedOption
 from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.core.optional import LateModule
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from torch.distributed import tensor as dtensor
 else:
     dtensor = LateModule("torch.distributed.tensor")
+
+__all__ = ["AveragedWeights", "Averaging", "averaging", "averaging_of", "make_averages"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class Slot:
 
     Attributes:
         average: the average; while the tensor holds it, the tensor's own values.
-        held: the tensor's own values during an exchange; or as long as it holds the average, if that is in another dtype.
+        held: the tensor's own values during an exchange, or, if the average is in another dtype, until its end.
     """
 
     def __init__(self, tensor: Tensor, on_host: bool) -> None:
@@ -383,7 +385,7 @@ def refresh_statistics(model: nn.Module, make_loader: Callable[[], Any], run_bat
 
 @contextmanager
 def recomputing(model: nn.Module) -> Iterator[None]:
-    """Returns a context in which forward passes compute the statistics of batch norm anew, as means over the batches."""
+    """Returns a context in which forward passes compute the statistics of batch norm anew, as means over batches."""
     norms = batch_norms(model)
     modes = [(module, module.training) for module in model.modules()]
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
