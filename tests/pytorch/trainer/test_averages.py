@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -351,3 +352,16 @@ def test_an_optimizer_that_averages_is_refused(tmp_path: Path) -> None:
     trainer.optimizer = Free(trainer.model.parameters(), lr=0.1)
     with pytest.raises(UnsupportedOption, match="averages the weights itself"):
         trainer.train()
+
+
+def test_averages_of_replicas_and_shards(tmp_path: Path) -> None:
+    processes.run("averages_job.py", 2, str(tmp_path))
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for way in ("ddp", "fsdp", "whole"):
+        torch.testing.assert_close(first[f"{way} straight"], first["ddp straight"], rtol=1e-5, atol=1e-6)
+        assert torch.equal(first[f"{way} straight"], first[f"{way} resumed"])
+        assert torch.equal(first[f"{way} straight"], second[f"{way} straight"])
+        assert not torch.equal(first[f"{way} straight"], first[f"{way} plain"])
+        raw = torch.load(tmp_path / f"one-{way}" / "checkpoint-8" / "averages.pt", weights_only=True)["raw"]
+        assert all(type(value) is Tensor for value in raw.values())
+    assert first["ddp losses"] == pytest.approx(first["whole losses"], rel=1e-5)
