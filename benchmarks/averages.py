@@ -35,15 +35,19 @@ class Stack(nn.Module):
 
 
 class Clock(TrainerCallback):
-    """Takes the time between the first measured step and the last."""
+    """Takes the time from the first measured step to the end."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step in (WARM, state.max_steps) and torch.cuda.is_available():
-            torch.cuda.synchronize()
         if state.global_step == WARM:
-            self.start = time.perf_counter()
-        if state.global_step == state.max_steps:
-            self.seconds = time.perf_counter() - self.start
+            self.start = self.now()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seconds = self.now() - self.start
+
+    def now(self) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 def step_seconds(width: int, steps: int, batch_size: int, options: dict[str, Any]) -> float:

@@ -16,7 +16,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from paceline import Trainer, TrainingArguments
+from paceline import PrinterCallback, Trainer, TrainingArguments
 
 WAYS: dict[str, dict[str, Any]] = {
     "no average": {},
@@ -63,8 +63,9 @@ def error_of(options: dict[str, Any], seed: int, folder: str) -> float:
         args,
         train_dataset=rows[::2],
         eval_dataset=rows[1::2],
-        compute_metrics=lambda result: {"error": 100 * float((result.predictions.argmax(-1) != result.label_ids).mean())},
+        compute_metrics=lambda result: {"error": 100.0 * (result.predictions.argmax(-1) != result.label_ids).mean()},
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     return trainer.evaluate()["eval_error"]
 

@@ -10,19 +10,6 @@ from typing import Any
 import torch
 from optimizer_memory_job import SHARDS, StopAt, train, values
 
-from paceline import TrainerCallback
-
-
-class Mean(TrainerCallback):
-    """Keeps the whole training weights of each step."""
-
-    def __init__(self) -> None:
-        self.weights: list[torch.Tensor] = []
-        self.trainer: Any = None
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.weights.append(values(self.trainer))
-
 
 def main() -> None:
     folder = Path(sys.argv[1])
@@ -33,7 +20,7 @@ def main() -> None:
         "whole": {"fsdp": True, "fsdp_config": {"reshard_after_forward": False}},
     }
     for name, way in ways.items():
-        options = {**way, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+        options = {**way, "save_strategy": "steps", "save_steps": 2}
         options |= {"ema_decay": 0.8}
         plain = train(folder / f"plain-{name}", **way)
         trainer = train(folder / f"one-{name}", **options)
@@ -41,7 +28,6 @@ def main() -> None:
         found[f"{name} plain"] = values(plain)
         train(folder / f"parts-{name}", callbacks=[StopAt(4)], **options)
         found[f"{name} resumed"] = values(train(folder / f"parts-{name}", resume=True, **options))
-        found[f"{name} losses"] = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
     torch.save(found, folder / f"{os.environ['RANK']}.pt")
 
 
