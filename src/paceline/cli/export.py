@@ -14,8 +14,8 @@ from pathlib import Path
 
 from paceline.callbacks.progress import make_bar
 from paceline.checkpoint import folders
-from paceline.checkpoint.inside import leads_outside
 from paceline.checkpoint.beside import chosen_files
+from paceline.checkpoint.inside import leads_outside
 from paceline.checkpoint.manifest import MANIFEST_NAME
 from paceline.checkpoint.space import Place, in_words
 from paceline.cli.errors import UsageError, load_part

@@ -166,7 +166,9 @@ def mean_of(sources: Sequence[streaming.Source]) -> streaming.Source:
                 shapes = " and ".join(f"{tuple(shape)} {dtype}" for shape, dtype in (form, other.forms[name]))
                 raise CheckpointError(f"{name} differs in {first.what} and {other.what}: {shapes}")
         if other.tied != first.tied:
-            raise CheckpointError(f"{first.what} and {other.what} tie different tensors: {few({**first.tied, **other.tied})}")
+            raise CheckpointError(
+                f"{first.what} and {other.what} tie different tensors: {few({**first.tied, **other.tied})}"
+            )
     for source in sources:
         if source.extra:
             raise CheckpointError(f"{source.what} holds values that have no mean: {few(source.extra)}")
