@@ -149,6 +149,12 @@ def test_evaluation_checkpoints_and_the_best_model_have_the_average(tmp_path: Pa
     assert_same(values(trainer.model), best)
 
 
+def interrupt(average: Any, is_inside: bool) -> None:
+    with average.applied():
+        if is_inside:
+            raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_interrupted_exchange_is_undone(at: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,9 +178,8 @@ def test_an_interrupted_exchange_is_undone(at: int, dtype: torch.dtype, monkeypa
 
     original = Tensor.copy_
     monkeypatch.setattr(Tensor, "copy_", copy)
-    with pytest.raises(KeyboardInterrupt), average.applied():
-        if at in (0, 7):
-            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(average, at in (0, 7))
     monkeypatch.undo()
     assert_same(values(model), raw)
     assert_same(dict(average.state_dict()["average"]), kept)

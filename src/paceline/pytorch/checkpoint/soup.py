@@ -148,28 +148,33 @@ def _write_mean(places: Sequence[Path], target: Path, notes: dict[str, object], 
         (temporary / SOUP_NAME).write_text(text, encoding="utf-8")
 
 
+def check_alike(first: streaming.Source, other: streaming.Source) -> None:
+    """Checks that two models have the same tensors.
+
+    Raises:
+        CheckpointError: names, shapes, dtypes or ties differ.
+    """
+    names = [name for name in (*first.forms, *other.forms) if name not in first.forms or name not in other.forms]
+    if names:
+        raise CheckpointError(f"{first.what} and {other.what} have different tensors: {few(names)}")
+    for name, form in first.forms.items():
+        if other.forms[name] != form:
+            shapes = " and ".join(f"{tuple(shape)} {dtype}" for shape, dtype in (form, other.forms[name]))
+            raise CheckpointError(f"{name} differs in {first.what} and {other.what}: {shapes}")
+    if other.tied != first.tied:
+        tied = few({**first.tied, **other.tied})
+        raise CheckpointError(f"{first.what} and {other.what} tie different tensors: {tied}")
+
+
 def mean_of(sources: Sequence[streaming.Source]) -> streaming.Source:
     """Returns the mean of weights, computed when a tensor is read.
 
     Raises:
-        CheckpointError: names, shapes, dtypes or ties differ, or there are values that are not plain tensors.
+        CheckpointError: the models differ, or have values that are not plain tensors.
     """
     first = sources[0]
-    for other in sources[1:]:
-        missing = [name for name in first.forms if name not in other.forms]
-        unknown = [name for name in other.forms if name not in first.forms]
-        if missing or unknown:
-            names = few([*missing, *unknown])
-            raise CheckpointError(f"{first.what} and {other.what} have different tensors: {names}")
-        for name, form in first.forms.items():
-            if other.forms[name] != form:
-                shapes = " and ".join(f"{tuple(shape)} {dtype}" for shape, dtype in (form, other.forms[name]))
-                raise CheckpointError(f"{name} differs in {first.what} and {other.what}: {shapes}")
-        if other.tied != first.tied:
-            raise CheckpointError(
-                f"{first.what} and {other.what} tie different tensors: {few({**first.tied, **other.tied})}"
-            )
     for source in sources:
+        check_alike(first, source)
         if source.extra:
             raise CheckpointError(f"{source.what} holds values that have no mean: {few(source.extra)}")
 
