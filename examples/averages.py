@@ -16,7 +16,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from paceline import PrinterCallback, Trainer, TrainingArguments
+import paceline
 
 WAYS: dict[str, dict[str, Any]] = {
     "no average": {},
@@ -45,7 +45,7 @@ def error_of(options: dict[str, Any], seed: int, folder: str) -> float:
         for pixels, digit in zip(images, digits, strict=True)
     ]
     torch.manual_seed(seed)
-    args = TrainingArguments(
+    args = paceline.TrainingArguments(
         folder,
         max_steps=400,
         per_device_train_batch_size=16,
@@ -58,14 +58,14 @@ def error_of(options: dict[str, Any], seed: int, folder: str) -> float:
         seed=seed,
         **options,
     )
-    trainer = Trainer(
+    trainer = paceline.Trainer(
         Classifier(),
         args,
         train_dataset=rows[::2],
         eval_dataset=rows[1::2],
         compute_metrics=lambda result: {"error": 100.0 * (result.predictions.argmax(-1) != result.label_ids).mean()},
     )
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(paceline.PrinterCallback)
     trainer.train()
     return trainer.evaluate()["eval_error"]
 
