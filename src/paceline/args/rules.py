@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
@@ -51,6 +52,9 @@ LIMITS: dict[str, tuple[float, float | None, bool]] = {
     "ddp_bucket_cap_mb": (1, None, True),
     "ddp_timeout": (1, None, True),
     "activation_memory_budget": (0, 1, True),
+    "average_steps": (1, None, True),
+    "swa_lr": (0, None, True),
+    "swa_anneal_steps": (0, None, True),
     "seed": (0, 2**32 - 1, True),
     "data_seed": (0, 2**63 - 1, True),
 }
@@ -345,6 +349,13 @@ def check_xla(options: Options) -> None:
         )
 
 
+def check_average(options: Options) -> None:
+    """Checks the options of weight averages, if any is set."""
+    unset = (options.ema_decay is None, options.swa_start is None, options.swa_lr is None, options.ema_warmup)
+    if not all((*unset, options.average_steps is None, options.average_device == "model")) or options.swa_anneal_steps:
+        importlib.import_module("paceline.args.averages").check_averages(options)
+
+
 CHECKS = (
     check_limits,
     check_precision,
@@ -364,6 +375,7 @@ CHECKS = (
     check_warmups,
     check_xla,
     check_accumulation,
+    check_average,
 )
 
 

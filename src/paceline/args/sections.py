@@ -16,6 +16,7 @@ from typing import Any
 from paceline.args.accelerator_config import AcceleratorConfig
 from paceline.args.choices import (
     APEX_LEVELS,
+    AVERAGE_DEVICES,
     BACKENDS,
     LOG_LEVELS,
     LOSS_WEIGHTS,
@@ -451,7 +452,39 @@ class ScriptSection:
 
 
 @dataclass(init=False, repr=False, eq=False)
-class PacelineSection:
+class AverageSection:
+    """Averages of the weights, with which the model is evaluated and saved."""
+
+    ema_decay: float | None = option(
+        None,
+        "Evaluate and save the model with an exponential moving average of its weights: the share of the average that "
+        "each optimizer step keeps, such as 0.999. Unset: no average.",
+    )
+    ema_warmup: bool = option(
+        True,
+        "Let ema_decay rise with the number n of optimizer steps, as (1 + n) / (10 + n), so that the first weights are "
+        "soon forgotten.",
+    )
+    swa_start: float | None = option(
+        None,
+        "Evaluate and save the model with the mean of its weights from this optimizer step on, or from this fraction "
+        "of the run if below 1 (stochastic weight averaging). Unset: no average.",
+    )
+    swa_lr: float | None = option(None, "Learning rate from swa_start on. Unset: that of the schedule.")
+    swa_anneal_steps: int = option(
+        0, "Optimizer steps in which the learning rate moves from the schedule to swa_lr, in a line. 0: at once."
+    )
+    average_steps: int | None = option(
+        None,
+        "Optimizer steps from one update of the average to the next. Unset: 1 for ema_decay; an epoch for swa_start.",
+    )
+    average_device: str = option(
+        "model", "Memory that holds the average: that of the 'model', or of the host ('cpu').", AVERAGE_DEVICES
+    )
+
+
+@dataclass(init=False, repr=False, eq=False)
+class PacelineSection(AverageSection):
     """Options of paceline only."""
 
     loss_weight: str | None = option(

@@ -9,11 +9,12 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.callbacks.progress import make_bar
 from paceline.checkpoint import folders
+from paceline.checkpoint.beside import chosen_files
 from paceline.checkpoint.inside import leads_outside
 from paceline.checkpoint.manifest import MANIFEST_NAME
 from paceline.checkpoint.space import Place, in_words
@@ -26,13 +27,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_SHARD_SIZE = "50GB"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _WEIGHTS = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.distcp", ".metadata")
-# files of a checkpoint that are not copied, because they are weights or training state; neither are folders (shards)
-_LEFT = (
-    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.distcp", ".*",
-    MANIFEST_NAME, "trainer_state.json", "progress.json", "sharded.json", "run.json", "journal.bin", "log.jsonl",
-    "log.csv", "events.out.*", "packages*.txt", "uncommitted*.diff",
-    "README.md", "latest", "latest_universal", "zero_to_*.py",
-)  # fmt: skip
 
 
 def run(words: Sequence[str]) -> int:
@@ -135,23 +129,6 @@ def make_room(output: Path, num_bytes: int) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     folders.recover(output.parent, logger.warning, only=output.name)
     Place(output.parent).check(num_bytes)
-
-
-def chosen_files(checkpoint: Path, files_from: Path | None) -> Iterator[Path]:
-    """Yields the files that are neither weights nor training state: configuration, tokenizer, custom code."""
-    seen: set[str] = set()
-    for place in (checkpoint, files_from):
-        if place is None:
-            continue
-        for path in sorted(place.iterdir()):
-            is_left = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _LEFT)
-            if is_left or path.name in seen or not path.is_file():
-                continue
-            if leads_outside(path, place):
-                logger.warning("%s is a link to a file outside of %s: it is not exported.", path, place)
-            else:
-                seen.add(path.name)
-                yield path
 
 
 def parse_size(text: str) -> int:

@@ -35,6 +35,7 @@ COMMANDS = (
     "watch",
     "verify",
     "export",
+    "average",
     "replay",
 )
 HELP_WORDS = ("-h", "--help", "help")
@@ -104,6 +105,7 @@ def dispatch(words: list[str]) -> int:
         "watch": partial(run_part, "watch"),
         "verify": partial(run_part, "verify"),
         "export": partial(run_part, "export"),
+        "average": partial(run_part, "average"),
         "replay": run_replay,
         "control": partial(run_part, "control"),
         "search": run_search,

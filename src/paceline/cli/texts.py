@@ -30,6 +30,7 @@ paceline: trains any PyTorch module, and Keras models with TensorFlow
   paceline watch RUN            a dashboard of a live run in the terminal
   paceline verify RUN           check every checkpoint of a run
   paceline export CHECKPOINT OUTPUT  convert a sharded checkpoint to a folder for from_pretrained
+  paceline average A B -o OUTPUT  write the mean of the weights of checkpoints (a model soup)
   paceline replay RUN --step N  rerun one optimizer step of a run, and show its samples
   paceline control RUN COMMAND  save, evaluate, stop a live run, or change its learning rate
   paceline search CONFIG.yaml   search the hyperparameters of what a file describes (needs optuna)
@@ -261,6 +262,18 @@ folder is created atomically.
   --max-shard-size SIZE  maximum size of one file (default 50GB)
   --files-from FOLDER    also take configuration and tokenizer from there: other trainers' checkpoints may lack them"""
 
+AVERAGE = """\
+paceline average CHECKPOINT CHECKPOINT [...] -o OUTPUT [--overwrite] [--max-shard-size 5GB]
+
+Writes the mean of the weights of checkpoints of one architecture as safetensors, one tensor at a time, with the
+configuration and tokenizer of the first, into a folder that from_pretrained loads; soup.json names the checkpoints.
+Tensors that are not floating-point must be equal. The folder is created atomically.
+
+  CHECKPOINT             sharded or full; of a run's folder the newest valid one
+  -o OUTPUT              a folder that is new or empty
+  --overwrite            replace the folder if it exists
+  --max-shard-size SIZE  maximum size of one file (default 50GB)"""
+
 CONTROL = """\
 paceline control RUN COMMAND [VALUE] [--timeout SECONDS]
 
@@ -296,6 +309,7 @@ TEXTS = {
     "watch": WATCH,
     "verify": VERIFY,
     "export": EXPORT,
+    "average": AVERAGE,
     "replay": REPLAY,
     "search": SEARCH,
 }

@@ -267,6 +267,31 @@ SCHEDULES: dict[str, Callable[..., Multiplier]] = {
 """Maps names in `lr_scheduler_type` to dataclasses of closed-form schedules."""
 
 
+@dataclass(frozen=True)
+class Settled:
+    """Another schedule until a step, then a line to a constant factor.
+
+    Attributes:
+        before: the schedule until `start`.
+        start: the first step after it.
+        anneal_steps: steps of the line; 0 changes the factor at once.
+        level: the constant factor.
+    """
+
+    before: Multiplier
+    start: int
+    anneal_steps: int
+    level: float
+
+    def __call__(self, step: int) -> float:
+        if step < self.start:
+            return self.before(step)
+        if step >= self.start + self.anneal_steps:
+            return self.level
+        first = self.before(self.start)
+        return first + (self.level - first) * (step - self.start) / self.anneal_steps
+
+
 def multiplier(
     name: str, *, num_warmup_steps: int | None = None, num_training_steps: int | None = None, **options: Any
 ) -> Multiplier:

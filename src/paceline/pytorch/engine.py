@@ -81,7 +81,9 @@ class Engine:
     Attributes:
         num_micro_steps: micro-batches of the window in progress.
         own_divisor: the divisor that user code sets for the losses of the window; None if not set.
-        is_applied: the last step changed the parameters.
+        is_applied: the last step changed the parameters, as far as the host knows.
+        is_bad: a flag on the device (0-dim) that the last step was not finite and hence not applied; None if steps are
+            applied in either case.
         current: the pass in progress; None between passes.
         num_steps: optimizer steps so far.
         batches: micro-batches of the window in progress, or of the window that failed.
@@ -90,6 +92,7 @@ class Engine:
     num_micro_steps = 1
     own_divisor: int | None = None
     is_applied = True
+    is_bad: Tensor | None = None
 
     def __init__(
         self,
@@ -171,7 +174,8 @@ class Engine:
         norm = self.strategy.clip(self.max_grad_norm)
         if emit is not None:
             emit("on_pre_optimizer_step")
-        self.is_applied = self.strategy.step(self._is_bad(losses, norm) if self.skips_non_finite else None)
+        self.is_bad = self._is_bad(losses, norm) if self.skips_non_finite else None
+        self.is_applied = self.strategy.step(self.is_bad)
         if emit is not None:
             emit("on_optimizer_step")
         rate = self.optimizer.param_groups[0]["lr"]

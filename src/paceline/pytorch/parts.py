@@ -117,7 +117,7 @@ def evaluator_of(trainer: Trainer) -> Evaluator:
     """Returns the evaluator of the Trainer's model."""
     args, run = trainer.args, trainer.run
     contexts: list[Callable[[], AbstractContextManager[Any]]] = [
-        partial(evaluation_weights, trainer.optimizer, trainer.is_in_train)
+        partial(evaluation_weights, trainer.optimizer, trainer.is_in_train, trainer.averages)
     ]
     if trainer.edits is None:  # otherwise training has already edited the model
         contexts.append(partial(edited_for_evaluation, trainer.model, args))
@@ -412,6 +412,12 @@ def save_hooks_of(trainer: Trainer) -> SaveHooks:
 def load_weights_of(trainer: Trainer, model: nn.Module | None, checkpoint: str) -> list[str]:
     """Loads the weights of a checkpoint into a model; None: the Trainer's. Returns what there is to warn of."""
     return load_weights(trainer.strategy, trainer.model if model is None else model, checkpoint)
+
+
+def weights_to_save(trainer: Trainer) -> AbstractContextManager[None]:
+    """Returns a context in which the model has the weights that `save_model` writes: those of an average, if any."""
+    average = trainer.averages if trainer.is_in_train else None
+    return average.applied() if average is not None else nullcontext()
 
 
 def model_files_of(trainer: Trainer) -> ModelFiles:

@@ -73,8 +73,10 @@ if TYPE_CHECKING:
     from paceline.pytorch import device_clock, flops, memory_report, missing_labels, noise_scale, rollback
     from paceline.pytorch.checkpoint import sharded_format
     from paceline.pytorch.noise_scale import NoiseScale
-    from paceline.pytorch.optim import steered
+    from paceline.pytorch.optim import averages, steered
+    from paceline.pytorch.optim.averages import AveragedWeights
 else:
+    averages = LateModule("paceline.pytorch.optim.averages")
     device_clock = LateModule("paceline.pytorch.device_clock")
     flops = LateModule("paceline.pytorch.flops")
     memory_report = LateModule("paceline.pytorch.memory_report")
@@ -119,6 +121,7 @@ class Session(core.Session[Run, TrainerMembers]):
         edits: changes that training made to the model; None outside of training.
         is_prepared: True once training or an evaluation has prepared the model, so that its memory is known.
         reports_changes: log the arguments that have changed since the checkpoint.
+        averages: the average of the weights in this run; None without one.
         noise_scale: measures the gradient noise scale; None if disabled.
         created_lr_scheduler: the session created the schedule, for the length of one run.
         resumed_batch_size: global batch size of a run that is resumed on another number of processes; else None.
@@ -134,6 +137,7 @@ class Session(core.Session[Run, TrainerMembers]):
     strategy: Kept[SingleDevice] = Kept()
     loss_normalizer: Kept[LossNormalizer] = Kept()
     edits: Kept[PreparedModel | None] = Kept()
+    averages: Kept[AveragedWeights | None] = Kept()
     noise_scale: Kept[NoiseScale | None] = Kept()
     is_prepared: Kept[bool] = Kept()
     reports_changes: Kept[bool] = Kept()
@@ -307,6 +311,14 @@ class Session(core.Session[Run, TrainerMembers]):
         return Run(*parts, sync=sync, ledger=ledger, meters=tuple(meters), padding=padding)
 
     def restore(self, run: Run, checkpoint: Path | None) -> Loop:
+        self.averages = self.make_averages(run)
+        if self.averages is None and checkpoint is not None and (checkpoint / f"{names.AVERAGES}.pt").is_file():
+            logger.warning(
+                "%s holds averaged weights, and the run has no average: it resumes from them, and not from the weights "
+                "that were trained, which are in %s.pt. Set ema_decay or swa_start as before to resume exactly.",
+                checkpoint,
+                names.AVERAGES,
+            )
         progress = self.facade._make_checkpointer().restore(checkpoint) if checkpoint is not None else None
         run.begin_at(self.state)
         loop = self.make_loop(run, self.hooks(run, progress), run.saves.writer)
@@ -354,7 +366,7 @@ class Session(core.Session[Run, TrainerMembers]):
         self.model_wrapped.train()
         switch_optimizer(self.optimizer, "train")
         try:
-            with synchronized_control(self.callback_handler, run.sync):
+            with synchronized_control(self.callback_handler, run.sync), self.averaging(run):
                 yield
         except Exception as error:
             memory_report.report_out_of_memory(
@@ -379,6 +391,12 @@ class Session(core.Session[Run, TrainerMembers]):
             self.strategy.clear_gradients()
             switch_optimizer(self.optimizer, "eval")
 
+    def averaging(self, run: Run) -> AbstractContextManager[None]:
+        """Returns a context in which the average of the weights, if any, follows the optimizer steps."""
+        if self.averages is None:
+            return nullcontext()
+        return averages.averaging(self.averages, run.engine, self.callback_handler)
+
     def close(self, run: Run) -> None:
         run.loaders.close()
         run.saves.close(run.folder if self.args.should_save else None)
@@ -390,6 +408,8 @@ class Session(core.Session[Run, TrainerMembers]):
     def complete_saves(self, run: Run) -> None:
         self.facade._make_checkpointer().finish(run.folder)
         switch_optimizer(self.optimizer, "eval")
+        if self.averages is not None:
+            self.averages.adopt()
 
     def gather_times(self, seconds: Mapping[str, float]) -> list[Mapping[str, float]]:
         return gather_objects(self.world, seconds)
@@ -432,6 +452,23 @@ class Session(core.Session[Run, TrainerMembers]):
         self.model_wrapped = self.facade._wrap_model(prepared.model)
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
+
+    def make_averages(self, run: Run) -> AveragedWeights | None:
+        """Returns the average of the weights in a run; None if none is requested."""
+        if self.args.ema_decay is None and self.args.swa_start is None:
+            return None
+        facade = self.facade
+        settings = averages.averaging_of(self.args, run.plan.max_steps, run.plan.updates_per_epoch)
+        averages.check_support(settings, self.strategy, self.optimizer)
+        averages.settle_rate(settings, self.lr_scheduler, self.created_lr_scheduler)
+
+        def run_batch(batch: Any) -> None:
+            inputs = facade._prepare_inputs(batch if type(batch) is dict else facade.objective.name_inputs(batch))
+            with self.strategy.forward_context():
+                facade.compute_loss(self.model, inputs)
+
+        refresh = partial(averages.refresh_statistics, self.model, facade.get_train_dataloader, run_batch)
+        return averages.make_averages(self.strategy.unwrap(self.model), settings, self.strategy, refresh)
 
     def make_sync(
         self,
@@ -507,6 +544,7 @@ class Session(core.Session[Run, TrainerMembers]):
             **self.strategy.stateful(),
             names.CALLBACKS: CallbackStates(self.callback_handler),
             names.LOSS: self.loss_normalizer,
+            names.AVERAGES: self.averages,
             names.NOISE_SCALE: self.noise_scale,
             names.RNG: RandomStates(),
             names.DATA: run.feed if run is not None else None,

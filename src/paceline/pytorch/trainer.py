@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from paceline.pytorch.forecast.result import Forecast
     from paceline.pytorch.noise_scale import NoiseScale
     from paceline.pytorch.optim import optimizers as optimizer_registry
+    from paceline.pytorch.optim.averages import AveragedWeights
 else:
     batch_search = LateModule("paceline.pytorch.batch_search")
     checkpointer = LateModule("paceline.pytorch.checkpoint.checkpointer")
@@ -116,6 +117,7 @@ class Trainer(HubNames, ForSubclasses):
     run: session.Run | None = None
     loss_normalizer: LossNormalizer
     edits: PreparedModel | None = None  # changes that training made to the model; None outside of training
+    averages: AveragedWeights | None = None  # of the training in progress, with ema_decay or swa_start
     noise_scale: NoiseScale | None = None  # of the last training, with gradient_noise_scale=True
     is_prepared = False  # training or an evaluation has prepared the model: its memory is known
     reports_changes = True  # log arguments that changed since the checkpoint that a run is resumed from
@@ -697,10 +699,11 @@ class Trainer(HubNames, ForSubclasses):
         """Saves the model and the processing class for loading, and pushes them if `push_to_hub` is set."""
         folder = self._get_output_dir(None) if output_dir is None else output_dir
         files = parts.model_files_of(self)
-        is_done = not _internal_call and is_ours(self._save) and files.stream(Path(folder))
-        weights = None if is_done else files.whole_weights()
-        if self.args.should_save and not is_done:
-            self._save(folder, weights) if weights is not None else self._save(folder)
+        with parts.weights_to_save(self):
+            is_done = not _internal_call and is_ours(self._save) and files.stream(Path(folder))
+            weights = None if is_done else files.whole_weights()
+            if self.args.should_save and not is_done:
+                self._save(folder, weights) if weights is not None else self._save(folder)
         if self.args.push_to_hub and not _internal_call:
             self._make_publisher().push_saved_model()
 

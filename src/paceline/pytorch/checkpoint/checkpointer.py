@@ -350,8 +350,8 @@ class Checkpointer:
             job = self.saves.job
             if name not in self.items or (name == OPTIMIZER and job is not None and job.in_shards):
                 continue  # all processes write their shards of it
-            whole = self.saves.whole if name == OPTIMIZER else None
-            state = whole[OPTIMIZER] if whole is not None else self.items[name].state_dict()
+            whole = self.saves.whole
+            state = whole[name] if whole is not None and name in whole else self.items[name].state_dict()
             if state or name in (OPTIMIZER, SCHEDULER):
                 self.saves.put(state, folder, file_of(name))
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.checkpoint import folders
+from paceline.checkpoint.layout import AVERAGES
 from paceline.checkpoint.space import HEADER_BYTES
 from paceline.pytorch.checkpoint.adapters import has_adapters
 from paceline.pytorch.checkpoint.background import HostCopy, NotCopyable, size_of
@@ -39,7 +40,9 @@ class FullFormat:
             model = strategy.full_weights(contents.model)
             optimizer = contents.saved_optimizer
             state = strategy.full_state(optimizer.state_dict()) if optimizer is not None else None
-            return {"model": model, "optimizer": state}
+            averages = contents.items.get(AVERAGES) if not contents.save_only_model else None
+            own = {AVERAGES: strategy.full_state(averages.state_dict())} if averages is not None else {}
+            return {"model": model, "optimizer": state, **own}
 
     def take(self, folder: Path, is_best: bool, fill: Fill, why_at_once: WhyAtOnce) -> Job:
         """Collects the contents of the checkpoint: copies them to be written later, or writes them now.

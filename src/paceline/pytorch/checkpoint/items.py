@@ -1,7 +1,7 @@
 """The items of a checkpoint: all objects with state that a run needs to resume, by name.
 
-An additional item, such as averaged weights named `ema`, is saved to `ema.pt`, restored from there, and included in
-rollbacks.
+An additional item, such as the average of the weights named `averages`, is saved to `averages.pt`, restored from there,
+and included in rollbacks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from paceline.checkpoint.layout import CALLBACKS, DATA, LOSS, MODEL, OPTIMIZER, PRECISION, PROGRESS, RNG, SCHEDULER
+from paceline.checkpoint.layout import (
+    AVERAGES,
+    CALLBACKS,
+    DATA,
+    LOSS,
+    MODEL,
+    OPTIMIZER,
+    PRECISION,
+    PROGRESS,
+    RNG,
+    SCHEDULER,
+)
 from paceline.core.callback_states import callback_states, restore_callback_states
 from paceline.core.contracts import Stateful
 from paceline.core.events import CallbackHandler
@@ -23,7 +34,7 @@ from paceline.pytorch.checkpoint.saves import Job
 from paceline.pytorch.distributed.random import capture_rng, restore_rng
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.distributed.world import World
-from paceline.pytorch.optim.modes import evaluation_weights
+from paceline.pytorch.optim.modes import Average, evaluation_weights
 
 Items = Mapping[str, Stateful]
 
@@ -108,7 +119,8 @@ class Contents:
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
         """Returns a context in which the model has the weights with which it is evaluated and saved."""
-        return evaluation_weights(self.optimizer, self.is_training)
+        average = cast("Average | None", self.items.get(AVERAGES))
+        return evaluation_weights(self.optimizer, self.is_training, average)
 
 
 def tensors_in(nest: object) -> Iterator[Tensor]:

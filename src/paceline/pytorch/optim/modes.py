@@ -8,10 +8,19 @@ training.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 ASIDE = "paceline_weights_to_train"
 """Key of the stored training weights in a parameter's optimizer state, while the evaluation weights are in use."""
+
+
+class Average(Protocol):
+    """An average of the weights, kept beside them."""
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model holds the average."""
+        ...
 
 
 def switch_optimizer(optimizer: object, mode: str) -> None:
@@ -31,13 +40,20 @@ def switch_optimizer(optimizer: object, mode: str) -> None:
 
 
 @contextmanager
-def evaluation_weights(optimizer: object, is_training: bool) -> Iterator[None]:
-    """Switches to the evaluation weights while entered, and afterwards to the training weights if `is_training`."""
+def evaluation_weights(optimizer: object, is_training: bool, average: Average | None = None) -> Iterator[None]:
+    """Switches to the evaluation weights while entered, and afterwards to the training weights if `is_training`.
+
+    Args:
+        optimizer: the optimizer, which may have two sets of weights.
+        is_training: a run is in progress.
+        average: the average of the weights in this run, or None.
+    """
     if is_training and callable(getattr(optimizer, "eval", None)):
         put_aside(optimizer)
     switch_optimizer(optimizer, "eval")
     try:
-        yield
+        with average.applied() if average is not None and is_training else nullcontext():
+            yield
     finally:
         if is_training:
             switch_optimizer(optimizer, "train")

@@ -88,6 +88,11 @@ class MultiplierLR(LambdaLR):
         if len(rates) != len(groups):
             self._join(groups[len(rates) :], factor)
 
+    def compose(self, change: Callable[[schedules.Multiplier], schedules.Multiplier]) -> None:
+        """Replaces the factor by a function of it, from the next step on."""
+        self._factor = change(self._factor)
+        self.lr_lambdas = [self._factor] * len(self.lr_lambdas)
+
     def _join(self, groups: list[dict[str, Any]], factor: float) -> None:
         for group in groups:
             self._adopt(group)
