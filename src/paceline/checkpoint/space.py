@@ -9,7 +9,7 @@ from pathlib import Path
 
 # configuration, state, random number generators, manifest: about ten files of a few kB, rounded up to blocks of 4 kB
 SMALL_FILES_BYTES = 64 << 10
-HEADER_BYTES = 256  # per tensor in a file: its name, dtype, shape and alignment
+HEADER_BYTES = 320  # per tensor in a file: its name, dtype, shape and alignment
 
 
 class Place:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from paceline.checkpoint import folders
 from paceline.checkpoint.layout import AVERAGES
 from paceline.checkpoint.space import HEADER_BYTES
 from paceline.pytorch.checkpoint.adapters import has_adapters
-from paceline.pytorch.checkpoint.background import HostCopy, NotCopyable, size_of
+from paceline.pytorch.checkpoint.background import HostCopy, NotCopyable, size_of, without_collection
 from paceline.pytorch.checkpoint.items import Contents, Fill, WhyAtOnce, further, tensors_in
 from paceline.pytorch.checkpoint.saves import Job, Saves
 
@@ -72,7 +73,8 @@ class FullFormat:
         copy = HostCopy(saves.buffers) if reason is None else None
         job = Job(folder, temporary, place, num_bytes, copy, is_best=is_best, is_in_memory=is_in_memory)
         try:
-            with saves.taking(job), self.contents.evaluation_weights():
+            collection = nullcontext() if copy is None else without_collection()
+            with saves.taking(job), self.contents.evaluation_weights(), collection:
                 fill(job)
                 saves.buffers.finish()
         except NotCopyable as error:

@@ -1,4 +1,4 @@
-"""A pickler for `torch.save(..., pickle_module=...)` that writes the same files, in half the time for small tensors.
+"""A pickler for `torch.save(..., pickle_module=...)` whose files torch reads, in half the time for small tensors.
 
 torch calls Python code for each pickled object, about 20 per tensor, to check if it is a storage. It also collects
 metadata of each tensor that only special tensors have. Both cost more than writing a small tensor. This pickler reduces
@@ -46,6 +46,12 @@ class Pickler(pickle.Pickler):
             return identify(self, value) if type(value) in _STORAGES else None
 
         cls.persistent_id = persistent_id  # type: ignore[method-assign]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # No memo: it would keep about ten objects per tensor alive until the end, for the garbage collector to walk.
+        # Values that occur twice are written twice, which `check_nest` has limited; storages still once.
+        self.fast = True
 
     def reducer_override(self, value: object) -> Any:
         """Returns the call that rebuilds a plain tensor; NotImplemented leaves any other object to torch."""

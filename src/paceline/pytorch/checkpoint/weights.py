@@ -202,17 +202,22 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 def alias_groups(state_dict: Mapping[str, Any]) -> dict[str, str]:
     """Returns a map from each further name of a tensor in `state_dict` to its first; partial views are excluded."""
-    first: dict[tuple[Any, ...], str] = {}
-    aliases = {}
+    by_address: dict[Hashable, list[str]] = {}
     for name, tensor in state_dict.items():
         if not isinstance(tensor, torch.Tensor) or is_lazy(tensor) or tensor.layout is not torch.strided:
             continue
-        if tensor.device.type == "meta" or not tensor.numel():
+        if not tensor.is_meta and tensor.numel():
+            by_address.setdefault(address_of(tensor), []).append(name)
+    aliases = {}
+    for names in by_address.values():
+        if len(names) == 1:
             continue
-        key = (tensor.device, address_of(tensor), tensor.dtype, tensor.shape, tensor.stride())
-        kept = first.setdefault(key, name)
-        if kept != name:
-            aliases[name] = kept
+        first: dict[tuple[Any, ...], str] = {}
+        for name in names:
+            tensor = state_dict[name]
+            kept = first.setdefault((tensor.device, tensor.dtype, tensor.shape, tensor.stride()), name)
+            if kept != name:
+                aliases[name] = kept
     return aliases
 
 
