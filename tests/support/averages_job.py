@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from optimizer_memory_job import SHARDS, StopAt, train, values
+from optimizer_memory_job import SHARDS, StopAt, data, train, values
 
 
 def main() -> None:
@@ -23,7 +23,9 @@ def main() -> None:
         options = {**way, "save_strategy": "steps", "save_steps": 2}
         options |= {"ema_decay": 0.8}
         plain = train(folder / f"plain-{name}", **way)
-        trainer = train(folder / f"one-{name}", **options)
+        # evaluated after each step: training must not notice, also where gathered parameters outlive a forward pass
+        evaluated = {**options, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": data()}
+        trainer = train(folder / f"one-{name}", **evaluated)
         found[f"{name} straight"] = values(trainer)
         found[f"{name} plain"] = values(plain)
         train(folder / f"parts-{name}", callbacks=[StopAt(4)], **options)

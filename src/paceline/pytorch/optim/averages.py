@@ -158,6 +158,7 @@ class AveragedWeights:
         self._slots: dict[str, Slot] = {}
         self._is_stale = refresh is not None  # the statistics of batch norm are not those of the average
         self._is_in_model = False
+        self._drop_gathered()
         self._parameters = list(model.parameters())
         self._trained: tuple[bool, ...] = ()
         if settings.kind != SWA:
@@ -255,11 +256,13 @@ class AveragedWeights:
         self._slots = {}
 
     def _drop_gathered(self) -> None:
-        """Frees parameters that were gathered from shards for a forward pass: the shards have changed."""
+        """Frees parameters that were gathered from shards for a forward pass, which may outlive it: the shards change.
+
+        While they are gathered, the modules of FSDP have plain parameters in the place of the shards.
+        """
         for module in self.model.modules():
-            reshard = getattr(module, "reshard", None)
-            if reshard is not None and any(map(is_dtensor, module.parameters())):
-                reshard()
+            if hasattr(module, "_get_fsdp_state"):
+                module.reshard()
 
     # ---- a checkpoint item
 
@@ -284,6 +287,7 @@ class AveragedWeights:
         The average of another kind is not restored: the run continues with the model's own weights.
         """
         raw, average = state["raw"], state["average"]
+        self._drop_gathered()
         is_same = state["kind"] == self.settings.kind
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         self._slots = {}
