@@ -68,15 +68,28 @@ def averaging_of(options: Options, max_steps: int, updates_per_epoch: int | None
         options: the arguments.
         max_steps: optimizer steps of the run.
         updates_per_epoch: optimizer steps of an epoch; None if unknown.
+
+    Raises:
+        ValueError: no step of the run enters the average.
     """
     on_host = options.average_device == "cpu"
     if options.ema_decay is not None:
         every = options.average_steps or 1
+        if every > max_steps:
+            raise ValueError(
+                f"average_steps={every} is more than the {max_steps} steps of the run, whose average would be the "
+                "initial weights: set a smaller one."
+            )
         # steps count from 1: with `every` 4 the updates follow steps 4, 8, 12 ...
         return AverageSettings(EMA, options.ema_decay, options.ema_warmup, every, every, on_host)
     assert options.swa_start is not None
     fraction = options.swa_start
     start = math.ceil(fraction * max_steps) if fraction < 1 else int(fraction)
+    if start > max_steps:
+        raise ValueError(
+            f"swa_start={fraction} is after the last of the run's {max_steps} steps: set an earlier step, or a fraction "
+            "of the run, such as 0.75."
+        )
     rate = None if options.swa_lr is None else options.swa_lr / options.learning_rate
     return AverageSettings(
         SWA,

@@ -468,7 +468,8 @@ class Session(core.Session[Run, TrainerMembers]):
                 facade.compute_loss(self.model, inputs)
 
         refresh = partial(averages.refresh_statistics, self.model, facade.get_train_dataloader, run_batch)
-        return averages.make_averages(self.strategy.unwrap(self.model), settings, self.strategy, refresh)
+        model = self.strategy.unwrap(self.model)
+        return averages.make_averages(model, settings, self.strategy, refresh, run.feed.loader)
 
     def make_sync(
         self,

@@ -1,5 +1,6 @@
 """`ema_decay` and `swa_start`: the numbers, what is evaluated and saved, resume, and what is refused."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from small_models import Classifier
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from paceline import Trainer, TrainerCallback, TrainingArguments, UnsupportedOption
 
@@ -240,6 +242,49 @@ def test_batch_norm_tied_and_frozen_parameters(tmp_path: Path, options: dict[str
             xs = torch.stack([row["x"] for row in rows()])
             hidden = model.same(model.first(xs))
         torch.testing.assert_close(model.norm.running_mean, hidden.mean(0))
+
+
+class Frozen(nn.Module):
+    """A batch norm that keeps its statistics in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.norm.running_mean.fill_(3.0)
+
+    def train(self, mode: bool = True) -> "Frozen":
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.norm(x))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_statistics_that_training_leaves_are_kept(tmp_path: Path) -> None:
+    trainer = make(tmp_path, Frozen(), swa_start=0.5)
+    trainer.train()
+    assert trainer.model.norm.running_mean.eq(3).all()
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from rows()
+
+
+def test_a_stream_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    trainer = make(tmp_path, Frozen(), swa_start=0.5)
+    trainer.train_dataset = Stream()
+    with pytest.raises(UnsupportedOption, match="a stream of training data"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("options", [{"swa_start": STEPS + 1}, {"ema_decay": 0.9, "average_steps": STEPS + 1}])
+def test_an_average_of_no_step_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{list(options)[-1]}={STEPS + 1} is"):
+        make(tmp_path, **options).train()
 
 
 def test_skipped_steps_do_not_enter(tmp_path: Path) -> None:

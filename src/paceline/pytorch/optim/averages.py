@@ -372,16 +372,9 @@ def refresh_statistics(model: nn.Module, make_loader: Callable[[], Any], run_bat
         make_loader: makes a loader of the training data.
         run_batch: runs the model's forward pass on a batch.
 
-    Raises:
-        UnsupportedOption: the data is a stream, whose position a second pass would change.
     """
     with preserved_rng():
         loader = make_loader()
-        if loader_length(loader) is None or is_stream(getattr(loader, "dataset", None)):
-            raise UnsupportedOption(
-                "swa_start with batch norm and a stream of training data is not supported: its statistics are "
-                "recomputed in a second pass. Set ema_decay instead, which averages them."
-            )
         with torch.no_grad(), recomputing(model):
             for batch in loader:
                 run_batch(batch)
@@ -389,16 +382,19 @@ def refresh_statistics(model: nn.Module, make_loader: Callable[[], Any], run_bat
 
 @contextmanager
 def recomputing(model: nn.Module) -> Iterator[None]:
-    """Returns a context in which forward passes compute the statistics of batch norm anew, as means over batches."""
-    norms = batch_norms(model)
+    """Returns a context in which forward passes compute the statistics of batch norm anew, as means over batches.
+
+    Modules that stay in evaluation mode during training, by their own `train`, keep their statistics.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    norms = [norm for norm in batch_norms(model) if norm.training]
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         count = norm.num_batches_tracked
         norm.num_batches_tracked = None if count is None else count.clone()
         norm.reset_running_stats()
         norm.momentum = None  # a plain mean
-    model.train()
     try:
         yield
     finally:
@@ -448,7 +444,7 @@ def settle_rate(settings: AverageSettings, scheduler: object, is_own: bool) -> N
 
 
 def make_averages(
-    model: nn.Module, settings: AverageSettings, strategy: SingleDevice, refresh: Callable[[], None]
+    model: nn.Module, settings: AverageSettings, strategy: SingleDevice, refresh: Callable[[], None], loader: object
 ) -> AveragedWeights:
     """Returns the averages of a run.
 
@@ -457,14 +453,21 @@ def make_averages(
         settings: the settings of the average.
         strategy: places the model's tensors.
         refresh: recomputes the statistics of batch norm for the weights in the model.
+        loader: the training data.
 
     Raises:
-        UnsupportedOption: a mean of weights with batch norm on several processes.
+        UnsupportedOption: a mean of weights with batch norm on several processes, or with a stream of data, whose
+            position a second pass would change.
     """
     needs_pass = settings.kind == SWA and bool(batch_norms(model))
     if needs_pass and strategy.world.is_distributed:
         raise UnsupportedOption(
             "swa_start with batch norm on several processes is not supported, where its statistics are recomputed: "
             "set ema_decay instead, which averages them, or train on one process."
+        )
+    if needs_pass and (loader_length(loader) is None or is_stream(getattr(loader, "dataset", None))):
+        raise UnsupportedOption(
+            "swa_start with batch norm and a stream of training data is not supported: its statistics are recomputed "
+            "in a second pass. Set ema_decay instead, which averages them."
         )
     return AveragedWeights(model, settings, refresh if needs_pass else None)
