@@ -73,7 +73,7 @@ THIRD_PARTY = {
 DEFAULT_THIRD_PARTY = {"numpy", "safetensors", "torch", "yaml"}
 
 FILE_LINES, FUNCTION_LINES, NESTING, COMPLEXITY = 400, 50, 4, 16
-FILE_LINES_OF = {"pytorch/trainer.py": 530}  # the facade: public methods of one line, and late imports
+FILE_LINES_OF = {"pytorch/trainer.py": 545}  # the facade: public methods of one line, and late imports
 MOST_ASSIGNED = 3
 MOST_ANY = 0.10
 MOST_MODULES = 139  # of the package, which the import of the Trainer loads

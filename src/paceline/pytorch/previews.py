@@ -317,7 +317,9 @@ def case_of(trainer: Trainer) -> Case:
 
 def sets_of(given: Any) -> list[Any]:
     """Returns the evaluation sets."""
-    return list(given.values()) if isinstance(given, dict) else [] if given is None else [given]
+    if given is None:
+        return []
+    return list(given.values()) if isinstance(given, dict) else [given]
 
 
 def rows_of(dataset: Any) -> list[str]:

@@ -17,6 +17,7 @@ from paceline.core.contracts import StreamingMetric
 from paceline.core.events import TrainerCallback
 from paceline.core.outputs import PredictionOutput, TrainOutput
 from paceline.pytorch import parts
+from paceline.core.optional import LateModule
 from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.data.sampling import make_train_sampler
 from paceline.pytorch.distributed.precision import narrow
@@ -24,7 +25,9 @@ from paceline.pytorch.model import generation
 from paceline.pytorch.trainer import Trainer
 
 if TYPE_CHECKING:
-    from paceline.pytorch.evaluation.augmentation import TestTimeAugmentation
+    from paceline.pytorch.evaluation import augmentation as test_time
+else:
+    test_time = LateModule("paceline.pytorch.evaluation.augmentation")
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +187,7 @@ class Seq2SeqTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
         *,
-        augmentation: TestTimeAugmentation | None = None,
+        augmentation: test_time.TestTimeAugmentation | None = None,
         **gen_kwargs: Any,
     ) -> dict[str, float]:
         """Evaluates and returns the metrics; for a dict of datasets, each under `{prefix}_{name}`.
@@ -214,7 +217,7 @@ class Seq2SeqTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
         *,
-        augmentation: TestTimeAugmentation | None = None,
+        augmentation: test_time.TestTimeAugmentation | None = None,
         **gen_kwargs: Any,
     ) -> PredictionOutput:
         """Returns one row of generated token ids per sample, and metrics if there are labels.

@@ -311,8 +311,10 @@ class Session(core.Session[Run, TrainerMembers]):
         return Run(*parts, sync=sync, ledger=ledger, meters=tuple(meters), padding=padding)
 
     def restore(self, run: Run, checkpoint: Path | None) -> Loop:
-        self.averages = self.make_averages(run)
-        if self.averages is None and checkpoint is not None and (checkpoint / f"{names.AVERAGES}.pt").is_file():
+        made = self.make_averages(run)
+        if made is not self.averages:
+            self.averages = made
+        if made is None and checkpoint is not None and (checkpoint / f"{names.AVERAGES}.pt").is_file():
             logger.warning(
                 "%s holds averaged weights, and the run has no average: it resumes from them, and not from the weights "
                 "that were trained, which are in %s.pt. Set ema_decay or swa_start as before to resume exactly.",

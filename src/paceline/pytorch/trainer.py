@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from paceline.hub import described
     from paceline.pytorch import batch_search, lr_search, module_memory, packing, parts, previews, session
     from paceline.pytorch.checkpoint import checkpointer
-    from paceline.pytorch.doctor.findings import Diagnosis
+    from paceline.pytorch.doctor import findings
+    from paceline.pytorch.evaluation import augmentation as test_time
     from paceline.pytorch.evaluation import predictor
-    from paceline.pytorch.evaluation.augmentation import AugmentedSteps, TestTimeAugmentation
-    from paceline.pytorch.forecast.result import Forecast
+    from paceline.pytorch.forecast import result
     from paceline.pytorch.noise_scale import NoiseScale
     from paceline.pytorch.optim import optimizers as optimizer_registry
     from paceline.pytorch.optim.averages import AveragedWeights
@@ -68,6 +68,7 @@ else:
     batch_search = LateModule("paceline.pytorch.batch_search")
     checkpointer = LateModule("paceline.pytorch.checkpoint.checkpointer")
     described = LateModule("paceline.hub.described")
+    findings = LateModule("paceline.pytorch.doctor.findings")
     lr_search = LateModule("paceline.pytorch.lr_search")
     module_memory = LateModule("paceline.pytorch.module_memory")
     optimizer_registry = LateModule("paceline.pytorch.optim.optimizers")
@@ -75,7 +76,9 @@ else:
     parts = LateModule("paceline.pytorch.parts")
     previews = LateModule("paceline.pytorch.previews")
     predictor = LateModule("paceline.pytorch.evaluation.predictor")
+    result = LateModule("paceline.pytorch.forecast.result")
     session = LateModule("paceline.pytorch.session")
+    test_time = LateModule("paceline.pytorch.evaluation.augmentation")
     trial_runs = LateModule("paceline.compat.trial_runs")
 
 logger = logging.getLogger(__name__)
@@ -122,7 +125,7 @@ class Trainer(HubNames, ForSubclasses):
     is_prepared = False  # training or an evaluation has prepared the model: its memory is known
     reports_changes = True  # log arguments that changed since the checkpoint that a run is resumed from
     current_flos = 0.0
-    augmented: AugmentedSteps | None = None  # of the evaluation in progress
+    augmented: test_time.AugmentedSteps | None = None  # of the evaluation in progress
     _created_lr_scheduler = False
     _packing: packing.Packing | None = None  # packing of training batches, as determined for this model
     _resumed_batch_size: int | None = None  # global batch size, if a run is resumed on another number of processes
@@ -516,7 +519,7 @@ class Trainer(HubNames, ForSubclasses):
         options = {"max_steps": 2, "gradient_accumulation_steps": 1}
         return module_memory.measure(lambda watch: parts.try_run(self, options, watch), self.strategy.device)
 
-    def plan(self, time: bool = False) -> Forecast:
+    def plan(self, time: bool = False) -> result.Forecast:
         """Returns what a run will take: memory, disk, steps, evaluations; see docs/before_a_run.md. Trains nothing.
 
         Args:
@@ -527,7 +530,7 @@ class Trainer(HubNames, ForSubclasses):
         """
         return previews.plan_of(self, time)
 
-    def doctor(self) -> Diagnosis:
+    def doctor(self) -> findings.Diagnosis:
         """Checks model, data, loss and options for usual mistakes, on copies; see docs/before_a_run.md.
 
         Raises:
@@ -596,7 +599,7 @@ class Trainer(HubNames, ForSubclasses):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
         *,
-        augmentation: TestTimeAugmentation | None = None,
+        augmentation: test_time.TestTimeAugmentation | None = None,
     ) -> dict[str, float]:
         """Evaluates and returns the metrics; with a dict of datasets, each set's metrics under `{prefix}_{name}`.
 
@@ -649,7 +652,7 @@ class Trainer(HubNames, ForSubclasses):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
         *,
-        augmentation: TestTimeAugmentation | None = None,
+        augmentation: test_time.TestTimeAugmentation | None = None,
     ) -> PredictionOutput:
         """Returns one prediction per sample, in dataset order, and metrics if there are labels.
 

@@ -1,4 +1,4 @@
-"""What the checks found, and the case that they examine."""
+"""Findings of the checks, and the case that they examine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Diagnosis:
 
 @dataclass(eq=False)
 class Case:
-    """What the checks examine. They may change the copies, not the Trainer's own objects.
+    """The run that the checks examine. They may change the copies, not the Trainer's own objects.
 
     Attributes:
         copy_model: returns a copy of the model, in training mode.

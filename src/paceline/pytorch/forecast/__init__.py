@@ -1,1 +1,1 @@
-"""What a run will take, before its first step: memory, disk, steps, evaluations and, if asked, time."""
+"""A forecast of what a run takes: memory, disk, steps, evaluations and, if asked, time."""

@@ -62,7 +62,7 @@ class Evaluations:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will take, before its first step.
+    """The resources that a run will take.
 
     Attributes:
         plan: the resolved configuration of the run.
