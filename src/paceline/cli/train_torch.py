@@ -11,11 +11,13 @@ from torch import nn
 from paceline.args.errors import UnsupportedOption
 from paceline.args.training import TrainingArguments
 from paceline.cli.config import JobConfig
+from paceline.cli.errors import UsageError
 from paceline.cli.job_data import Splits, load_data, preprocess
 from paceline.cli.job_model import build_model
 from paceline.cli.job_text import tokenize
 from paceline.cli.job_tokenizer import build_tokenizer
 from paceline.cli.job_trainer import make_trainer
+from paceline.pytorch.data.collate_language import DataCollatorForLanguageModeling
 from paceline.pytorch.data.collators import DefaultDataCollator
 from paceline.pytorch.distributed.random import set_seed
 from paceline.pytorch.model.outputs import ModelOutputError
@@ -44,8 +46,7 @@ def build_trainer(
     if config.get("preprocess") is not None:
         preprocess(config, splits, tokenizer)
     is_blocks = tokenize(config, splits, innermost(model), tokenizer, read_signature(model).names)
-    # blocks need no padding, so no padding token is required
-    collator = DefaultDataCollator() if is_blocks else None
+    collator = collator_of_blocks(config, innermost(model), tokenizer) if is_blocks else None
     trainer: Trainer = make_trainer(
         config,
         Trainer,
@@ -58,3 +59,18 @@ def build_trainer(
         model_init=None if model_init is None else partial(model_init, tokenizer),
     )
     return trainer, splits
+
+
+def collator_of_blocks(config: JobConfig, model: nn.Module, tokenizer: Any) -> Any:
+    """Returns the collator of blocks of tokens, which masks tokens for a masked language model.
+
+    Raises:
+        UsageError: the tokenizer of a masked language model has no mask token.
+    """
+    # blocks need no padding, so no padding token is required
+    if not type(model).__name__.endswith("MaskedLM") or config.get("data_collator") is not None:
+        return DefaultDataCollator()
+    try:
+        return DataCollatorForLanguageModeling(tokenizer)
+    except ValueError as error:
+        raise UsageError(f"tokenizer: {error}") from error

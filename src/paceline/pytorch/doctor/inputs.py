@@ -18,9 +18,12 @@ def find_bad_inputs(case: Case) -> Iterator[Finding]:
     for name, value in case.batch.items():
         if name in case.label_names or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
-        bad = int((~torch.isfinite(value)).sum())
+        is_mask = "mask" in str(name) or "bias" in str(name)  # what is added to attention scores may be -inf
+        bad = int((value.isnan() if is_mask else ~torch.isfinite(value)).sum())
         if bad:
             yield Finding(ERROR, f"{bad} of {value.numel()} values of {name!r} are not finite", "Clean the data.")
+            continue
+        if is_mask:
             continue
         mean, spread = float(value.float().mean()), float(value.float().std()) if value.numel() > 1 else 0.0
         if max(abs(mean), spread) > LARGE:

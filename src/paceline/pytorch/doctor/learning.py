@@ -68,7 +68,9 @@ def find_bad_rate(case: Case) -> Iterator[Finding]:
         optimizer.step()
         optimizer.zero_grad()
         if len(losses) == 1:
-            moves = [float((now - then).norm() / then.norm()) for now, then in zip(weights, before, strict=True)]
+            moves = [
+                float((now.detach() - then).norm() / then.norm()) for now, then in zip(weights, before, strict=True)
+            ]
     if not weights:
         return
     move = sorted(moves)[len(moves) // 2]
