@@ -165,6 +165,17 @@ def test_links_out_of_the_folder_are_not_followed(server: RunServer, runs: Path,
     assert set(links(ask(server, "/")[1])) == {"a", "group/b"}
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs pipes")
+def test_a_pipe_is_not_read(server: RunServer, runs: Path) -> None:
+    path = links(ask(server, "/")[1])["a"]
+    (runs / "a" / "run.json").unlink(missing_ok=True)
+    os.mkfifo(runs / "a" / "run.json")
+    status, page, _ = ask(server, path)
+    assert status == 404
+    assert "not a regular file" in page
+    assert ask(server, "/")[0] == 200
+
+
 def test_other_hosts_methods_and_addresses_are_refused(server: RunServer, runs: Path) -> None:
     port = server.server_address[1]
     for host in (

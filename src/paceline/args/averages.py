@@ -87,8 +87,8 @@ def averaging_of(options: Options, max_steps: int, updates_per_epoch: int | None
     start = math.ceil(fraction * max_steps) if fraction < 1 else int(fraction)
     if start > max_steps:
         raise ValueError(
-            f"swa_start={fraction} is after the last of the run's {max_steps} steps: set an earlier step, or a fraction "
-            "of the run, such as 0.75."
+            f"swa_start={fraction} is after the last of the run's {max_steps} steps: set an earlier step, or a "
+            "fraction of the run, such as 0.75."
         )
     rate = None if options.swa_lr is None else options.swa_lr / options.learning_rate
     return AverageSettings(

@@ -15,9 +15,9 @@ from paceline.args.choices import IntervalStrategy, SaveStrategy
 from paceline.args.seq2seq import Seq2SeqTrainingArguments
 from paceline.core.contracts import StreamingMetric
 from paceline.core.events import TrainerCallback
+from paceline.core.optional import LateModule
 from paceline.core.outputs import PredictionOutput, TrainOutput
 from paceline.pytorch import parts
-from paceline.core.optional import LateModule
 from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.data.sampling import make_train_sampler
 from paceline.pytorch.distributed.precision import narrow

@@ -153,7 +153,7 @@ class Pages:
             yield hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16], place
 
     def _check_inside(self, place: Path) -> None:
-        """Checks that no file that is read for a run is a link that leads out of the served folder.
+        """Checks that no file that is read for a run is a pipe, or a link that leads out of the served folder.
 
         Raises:
             Gone: one is.
@@ -167,6 +167,8 @@ class Pages:
                     f"{file.relative_to(self.folder)} is a link that leads out of the folder that is served, and is "
                     "not followed. `paceline report` makes the page of such a run."
                 )
+            if file.exists() and not (file.is_file() or file.is_dir()):  # reading a pipe may never end
+                raise Gone(f"{file.relative_to(self.folder)} is not a regular file, and is not read.")
 
 
 class RunServer(ThreadingHTTPServer):

@@ -35,7 +35,8 @@ def find_wrong_classes(case: Case) -> Iterator[Finding]:
     if len(found) < LEAST_SAMPLES:
         return
     if len(values) == 1:
-        yield Finding(ERROR, f"all {len(found)} targets are {int(values[0])}", "The data has one class only, or is sorted: shuffle it.")
+        remedy = "The data has one class only, or is sorted: shuffle it."
+        yield Finding(ERROR, f"all {len(found)} targets are {int(values[0])}", remedy)
     elif share > MOST_OF_ONE:
         most = int(values[counts.argmax()])
         yield Finding(WARNING, f"{share:.0%} of the targets are class {most}", "Weigh or sample the classes.")

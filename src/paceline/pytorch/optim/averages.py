@@ -262,7 +262,8 @@ class AveragedWeights:
         """
         for module in self.model.modules():
             if hasattr(module, "_get_fsdp_state"):
-                module.reshard()
+                sharded: Any = module
+                sharded.reshard()
 
     # ---- a checkpoint item
 
