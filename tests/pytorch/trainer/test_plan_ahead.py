@@ -205,6 +205,11 @@ def test_sizes_of_checkpoints_and_evaluations(tmp_path: Path) -> None:
     assert "peak of a step" in str(found)
     assert "eval_steps" in found.changed
     assert "seed" not in found.changed
+    trainer.train()
+    trainer.save_model()
+    taken = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert found.disk.total is not None
+    assert taken <= found.disk.total
 
 
 def test_what_cannot_be_known_is_said(tmp_path: Path) -> None:

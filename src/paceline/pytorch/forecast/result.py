@@ -9,11 +9,13 @@ from typing import Any
 
 from paceline.args.plan import Plan
 from paceline.checkpoint.retention import Retention
+from paceline.checkpoint.space import SMALL_FILES_BYTES
 from paceline.core.journal import FORMAT
 from paceline.pytorch.distributed.memory import as_text
 from paceline.pytorch.forecast.rehearsal import StepMemoryEstimate
 
 LOG_ROW = 250  # bytes of a row of log.jsonl, about
+RUN_FILES_BYTES = 256 << 10  # the report, run.json, packages, arguments and results, rounded up
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,16 @@ class Disk:
     log: int
 
     @property
+    def checkpoint(self) -> int | None:
+        """Returns the bytes of a checkpoint, without the headers of its tensors; None if unknown."""
+        return None if self.optimizer is None else self.weights + self.optimizer + SMALL_FILES_BYTES
+
+    @property
     def total(self) -> int | None:
-        """Returns the bytes at the end of the run, at most; None if a part of it is unknown."""
-        if self.optimizer is None or self.num_kept is None:
+        """Returns the bytes at the end of the run, with the saved model, about; None if a part of it is unknown."""
+        if self.checkpoint is None or self.num_kept is None:
             return None
-        return (self.weights + self.optimizer) * self.num_kept + self.journal + self.log
+        return self.checkpoint * self.num_kept + self.weights + self.journal + self.log + RUN_FILES_BYTES
 
 
 @dataclass(frozen=True)
@@ -137,9 +144,9 @@ class Forecast:
         logs = f"journal {as_text(disk.journal)}, log about {as_text(disk.log)}"
         if disk.num_saves == 0:
             return [f"disk       no checkpoints; {logs}"]
-        size = "of unknown size" if disk.optimizer is None else f"of {as_text(disk.weights + disk.optimizer)}"
+        size = "of unknown size" if disk.checkpoint is None else f"of about {as_text(disk.checkpoint)}"
         kept = "a number that depends on metrics" if disk.num_kept is None else f"at most {disk.num_kept:,}"
-        total = "" if disk.total is None else f"; {as_text(disk.total)} in all"
+        total = "" if disk.total is None else f"; about {as_text(disk.total)} in all"
         return [f"disk       {kept} checkpoints {size} (weights {as_text(disk.weights)}) at once; {logs}{total}"]
 
     def _evaluation(self) -> str:
