@@ -3,6 +3,7 @@
 # make test                 lint, types and every test but the slow ones
 # make test WORKERS=4       in so many processes, a GB of memory each (2 by default)
 # make test-slow            the slow ones, in so many processes too
+# make test-again           those that failed last, one after the other
 # make test-xla             those of XLA devices, in an environment of their own (6 GB)
 # Written for make 3.81, which macOS ships.
 
@@ -28,7 +29,7 @@ VENV := .venv/bin
 # else every process that a test starts would compile the package anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo digits environment environment-slow environment-xla test test-slow test-xla lint docs clean
+.PHONY: help demo digits environment environment-slow environment-xla test test-slow test-again test-xla lint docs clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -64,6 +65,10 @@ test: lint
 # pytest's status 5: no test of that kind
 test-slow: environment-slow
 	@$(VENV)/python -m pytest -m "slow and not xla" $(PARALLEL) --durations 20 || test $$? -eq 5
+
+# those that failed last, one after the other
+test-again:
+	@$(VENV)/python -m pytest --last-failed --last-failed-no-failures none
 
 # Where torch_xla cannot be had (status 75), the tests are skipped in .venv, by a reason that is expected (status 5: none
 # ran). A failure of theirs is one.
