@@ -5,6 +5,7 @@
 # make test-slow            the slow ones, in so many processes too
 # make test-again           those that failed last, one after the other
 # make test-xla             those of XLA devices, in an environment of their own (6 GB)
+# make site                 the documentation as a site: build/site/index.html
 # Written for make 3.81, which macOS ships.
 
 WORKERS ?= 2
@@ -29,7 +30,7 @@ VENV := .venv/bin
 # else every process that a test starts would compile the package anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo digits environment environment-slow environment-xla test test-slow test-again test-xla lint docs clean
+.PHONY: help demo digits environment environment-slow environment-xla test test-slow test-again test-xla lint docs site clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -46,7 +47,7 @@ environment:
 	@$(SETUP) --extras dev
 
 environment-slow:
-	@$(SETUP) --extras dev,libraries,optimizers,trackers,stores,deepspeed
+	@$(SETUP) --extras dev,libraries,optimizers,trackers,stores,deepspeed,site
 
 environment-xla:
 	@$(PYTHON) tools/environment_xla.py
@@ -85,6 +86,11 @@ docs:
 	@$(VENV)/python tools/docs.py
 	@$(VENV)/python tools/parity_page.py
 	@$(VENV)/python tools/optimizers.py
+
+site:
+	@$(SETUP) --extras dev,site
+	@$(VENV)/python -m sphinx --fail-on-warning --keep-going -q docs build/site
+	@echo 'open build/site/index.html'
 
 clean:
 	rm -rf .venv .venv-xla build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

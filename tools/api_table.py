@@ -34,7 +34,7 @@ defaults are compared, options and values are tried, log keys and files are thos
 
 - **same**: the name is there, with the Hugging Face Trainer's parameters and defaults, and a value that is tried is
   accepted. What it does is compared elsewhere, by the tests that [parity.md](parity.md) and
-  [migration.md](migration.md) name; defects that are not repeated are in the [README](../README.md).
+  [migration.md](migration.md) name; defects that are not repeated are in [differences.md](differences.md).
 - **different**: the name is there and works; the note says what differs.
 - **refused**: it raises an error that names the remedy; the note is that error, or says why.
 

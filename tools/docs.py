@@ -1,5 +1,6 @@
 """Writes what is made from the code: the table of modules in docs/architecture.md, the table of names beside the
-reference's (docs/api_table.md), the API reference (docs/api), and the examples as scripts for transformers.
+reference's (docs/api_table.md), the pages of the API reference and of the options, and the examples as scripts for
+transformers.
 
 python tools/docs.py           write
 python tools/docs.py --check   fail where a file is not what would be written, and name it
@@ -12,9 +13,9 @@ import re
 import sys
 from pathlib import Path
 
-import api_reference
 import api_table
 import counterparts
+import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "paceline"
@@ -42,12 +43,12 @@ def main() -> int:
 def pages() -> dict[Path, str]:
     """Every file that is made, with its content."""
     architecture = with_modules(ARCHITECTURE.read_text(encoding="utf-8"))
-    return {ARCHITECTURE: architecture, **api_table.pages(), **api_reference.pages(), **counterparts.pages()}
+    return {ARCHITECTURE: architecture, **api_table.pages(), **reference.pages(), **counterparts.pages()}
 
 
 def generated_files() -> list[Path]:
     """The files that lie where all files are made; one that is not wanted any more goes."""
-    return [*api_reference.FOLDER.glob("*.md"), *counterparts.EXAMPLES.glob(f"*{counterparts.SUFFIX}.py")]
+    return [*reference.FOLDER.glob("*.md"), *counterparts.EXAMPLES.glob(f"*{counterparts.SUFFIX}.py")]
 
 
 def with_modules(text: str) -> str:

@@ -74,7 +74,7 @@ A configuration of `paceline train` with one more section (the extra `optuna`):
     halving: {min_steps: 100}        # successive halving: the best third goes on
     timeout: 3600                    # seconds
 
-The same command continues a search that was interrupted. See docs/search.md."""
+The same command continues a search that was interrupted. See docs/hyperparameter_search.md."""
 
 TRAIN = """\
 paceline train CONFIG.yaml [--fresh] [--option value ...] [--section.key value ...]

@@ -792,7 +792,7 @@ class Trainer(HubNames, ForSubclasses):
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> BestRun | list[BestRun]:
-        """Trains with several sets of hyperparameters, and returns the best; see docs/search.md.
+        """Trains with several sets of hyperparameters, and returns the best; see docs/hyperparameter_search.md.
 
         Each trial has a folder `run-{id}` in `output_dir`. Afterwards the Trainer is as it was before. With optuna the
         study is stored, and the same call continues a search that was interrupted.
