@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
+from cases import slow_but  # noqa: E402
 from parity_runs import checkpoint_files, differences, make_both  # noqa: E402
 from parity_table import ADDED_FILES, CONFIGURATIONS, DEFECTS  # noqa: E402
 
@@ -30,10 +31,26 @@ def _one_process() -> Iterator[None]:
         state._shared_state.clear()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if run.slow else ()) for name, run in CONFIGURATIONS.items()],
+FAST = (
+    "a classifier",
+    "fractional epochs",
+    "evaluation at the start and delayed",
+    "accumulation of a plain module",
+    "save_strategy best",
+    "label smoothing",
+    "group by length",
+    "adafactor",
+    "several evaluation sets",
+    "iterable data",
+    "metrics batch by batch",
+    "a loss that is not finite",
+    "resume from theirs",
+    "resume with another batch size",
+    "resume of a stream",
 )
+
+
+@pytest.mark.parametrize("name", slow_but(FAST, CONFIGURATIONS))
 def test_the_same_run(tmp_path: Path, name: str) -> None:
     theirs, ours = make_both(tmp_path, name)
     found, listed = differences(tmp_path, theirs, ours), set(CONFIGURATIONS[name].differences)

@@ -112,7 +112,6 @@ ADDED_FILES = {
 class Configuration:
     """One run. `model`, `data` and `extras` name things in parity_runs.py.
 
-    `slow`: left to the slow lane, since a quicker or richer run of the default lane goes the same way.
     `written_by`: the run goes on from a checkpoint of that library, written at step `stop`; `options_before` are those
     of the run that wrote it. `differences`: where the two runs differ -> the defect of theirs that is the reason.
     """
@@ -125,7 +124,6 @@ class Configuration:
     stop: int = 0
     options_before: dict[str, Any] = field(default_factory=dict)
     differences: dict[str, str] = field(default_factory=dict)
-    slow: bool = False
 
 
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "score", "save_total_limit": 2}
@@ -157,15 +155,12 @@ CONFIGURATIONS: dict[str, Configuration] = {
             "warmup_steps": 0.1,
             "logging_first_step": True,
         },
-        slow=True,
     ),
     "evaluation at the start and delayed": Configuration(
         "gpt2", "language", {"eval_strategy": "epoch", "eval_on_start": True, "eval_delay": 2, "max_grad_norm": 0.1}
     ),
     "accumulation": Configuration("gpt2", "language", {"gradient_accumulation_steps": 3, "weight_decay": 0.1, **SAVED}),
-    "accumulation with a partial window": Configuration(
-        "gpt2", "language", {"gradient_accumulation_steps": 4}, slow=True
-    ),
+    "accumulation with a partial window": Configuration("gpt2", "language", {"gradient_accumulation_steps": 4}),
     "accumulation, all tokens as labels": Configuration(
         "gpt2",
         "all tokens",
@@ -185,9 +180,9 @@ CONFIGURATIONS: dict[str, Configuration] = {
         {"gradient_accumulation_steps": 2},
         differences=because("mean over micro-batches", *TRAINED),
     ),
-    "a plain module, batches of one size": Configuration("plain", "classes", {"eval_strategy": "epoch"}, slow=True),
-    "evaluate and save by steps": Configuration("bert", "classes", BY_STEPS, slow=True),
-    "evaluate and save by epochs": Configuration("bert", "classes", BY_EPOCHS, slow=True),
+    "a plain module, batches of one size": Configuration("plain", "classes", {"eval_strategy": "epoch"}),
+    "evaluate and save by steps": Configuration("bert", "classes", BY_STEPS),
+    "evaluate and save by epochs": Configuration("bert", "classes", BY_EPOCHS),
     "best model, by steps": Configuration("bert", "classes", {**BY_STEPS, "logging_steps": 3, **BEST}, ("scores",)),
     "best model, by epochs": Configuration("bert", "classes", {**BY_EPOCHS, **BEST}, ("scores",)),
     "save_strategy best": Configuration(
@@ -199,18 +194,13 @@ CONFIGURATIONS: dict[str, Configuration] = {
         {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score"},
         ("scores",),
         differences=because("best step", "state: best_global_step"),
-        slow=True,
     ),
     "early stopping": Configuration(
         "bert", "classes", {**BY_STEPS, "save_steps": 2, **BEST}, ("scores", "early stopping")
     ),
     "label smoothing": Configuration("gpt2", "language", {"label_smoothing_factor": 0.2, "eval_strategy": "epoch"}),
     "label smoothing of ragged rows": Configuration(
-        "gpt2",
-        "ragged language",
-        {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2},
-        ("pad",),
-        slow=True,
+        "gpt2", "ragged language", {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2}, ("pad",)
     ),
     "evaluation of ragged rows": Configuration(
         "gpt2",
@@ -264,11 +254,11 @@ CONFIGURATIONS: dict[str, Configuration] = {
         "ragged classes",
         {"warmup_steps": 0.2, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5, "weight_decay": 0.1, **SAVED},
     ),
-    "partial last batch": Configuration("bert", "ragged classes", slow=True),
+    "partial last batch": Configuration("bert", "ragged classes"),
     "drop last": Configuration("bert", "ragged classes", {"dataloader_drop_last": True}),
-    "data seed": Configuration("bert", "classes", {"data_seed": 3}, slow=True),
+    "data seed": Configuration("bert", "classes", {"data_seed": 3}),
     "sgd, constant rate": Configuration(
-        "bert", "classes", {"optim": "sgd", "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}, slow=True
+        "bert", "classes", {"optim": "sgd", "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}
     ),
     "adafactor": Configuration("bert", "classes", {"optim": "adafactor"}),
     "plateau": Configuration(
@@ -309,7 +299,6 @@ CONFIGURATIONS: dict[str, Configuration] = {
         "translations",
         {**BY_EPOCHS, **GENERATES, "gradient_accumulation_steps": 2},
         ("seq2seq", "text metrics"),
-        slow=True,
         differences=because("sum over accumulation", *TRAINED, "files: model.safetensors", "log: eval_recall")
         | because("mean of means", "log: eval_loss"),
     ),
@@ -319,7 +308,7 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "resume from ours": Configuration(
         "gpt2", "language", {"gradient_accumulation_steps": 2, **SAVED, "save_steps": 2}, written_by="ours", stop=4
     ),
-    "resume within an epoch": Configuration("bert", "classes", SAVED, written_by="theirs", stop=4, slow=True),
+    "resume within an epoch": Configuration("bert", "classes", SAVED, written_by="theirs", stop=4),
     "resume with another batch size": Configuration(
         "bert",
         "classes",

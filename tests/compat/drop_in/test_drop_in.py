@@ -214,6 +214,7 @@ def test_a_script_is_run_as_python_would(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_module_is_run_too(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("import sys, transformers\nprint(transformers.Trainer.__module__, sys.argv[1:])\n")
     done = run("-m", "job", "a", folder=tmp_path)

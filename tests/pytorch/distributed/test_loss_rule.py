@@ -33,6 +33,7 @@ def floored(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, dict[str
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("floor", floor_job.FLOORS)
 @pytest.mark.parametrize("maker", floor_job.MAKERS)
 def test_a_floor_is_never_crossed_in_silence(floored: list[dict[Any, dict[str, Any]]], maker: str, floor: str) -> None:

@@ -404,6 +404,7 @@ def test_an_optimizer_that_averages_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.slow
 def test_averages_of_replicas_and_shards(tmp_path: Path) -> None:
     processes.run("averages_job.py", 2, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow_but
 from small_models import Classifier, Tagger, classification, losses, make_trainer, weights
 from torch import Tensor, nn
 from torch.nn import functional
@@ -54,7 +55,7 @@ class SeenWorkers(TrainerCallback):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", slow_but([True], [False, True]))
 def test_persistent_workers_evaluate_a_whole_run(tmp_path: Path, persistent: bool, is_stream: bool) -> None:
     gc.collect()
     seen = SeenWorkers()
@@ -92,7 +93,7 @@ class Broken(Dataset[dict[str, Tensor]]):
         return DATA[index]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", slow_but([True], [False, True]))
 def test_workers_end_with_an_error_in_the_data(tmp_path: Path, persistent: bool) -> None:
     gc.collect()
     others = workers()
@@ -245,7 +246,7 @@ def test_a_stream_ends_by_max_steps(tmp_path: Path, name: str, workers: int) -> 
         assert num_rows >= 20  # the workers share the samples, and do not each give all
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", slow_but([0], [0, 2]))
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_resumes(tmp_path: Path, name: str, workers: int) -> None:
     options: dict[str, Any] = {

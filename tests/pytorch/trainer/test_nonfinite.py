@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow_but
 from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging, weights
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -396,7 +397,7 @@ class StopsAt(TrainerCallback):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("stop", [3, 6, 9, 13])
+@pytest.mark.parametrize("stop", slow_but([9], [3, 6, 9, 13]))
 def test_a_run_that_was_rolled_back_resumes_to_the_bit(tmp_path: Path, stop: int, num_workers: int) -> None:
     """Stopped before the poison's turn or after it, in the first epoch or the second."""
     options = {

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers_models
+from cases import slow_but
 from small_models import Classifier, Tagger, classification, make_trainer, tagging, weights
 from torch.utils.data import IterableDataset
 
@@ -291,17 +292,28 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-SLOW = {
-    "workers that live on",
-    "stream with a state, workers that live on",
-    "shuffle buffer, workers",
-    "stream, workers",
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+FAST = (
+    "in the middle, twice",
+    "at the ends of epochs",
+    "much accumulation",
+    "by length",
+    "workers",
+    "stream",
+    "stream with a state",
+    "shuffle buffer, at ends",
+    "evaluation in between",
+    "the best model",
+    "saved now and then",
+    "half precision with a scaler",
+    "muon",
+    "a tagger, shuffled",
+    "gpt2, shuffled",
+    "a part of an epoch",
+    "schedule greedy",
 )
+
+
+@pytest.mark.parametrize("name", slow_but(FAST, CASES))
 def test_twice_interrupted_is_bit_identical(tmp_path: Path, name: str) -> None:
     stops, options = CASES[name]
     check(tmp_path, stops, **options)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow_but
 from safetensors.torch import load_file
 from small_models import Classifier, classification, make_trainer, scored, weights
 
@@ -457,7 +458,7 @@ def _silence() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_silence")
-@pytest.mark.parametrize("is_best", [False, True])
+@pytest.mark.parametrize("is_best", slow_but([True], [False, True]))
 @pytest.mark.parametrize("number", [errno.ENOSPC, None])
 def test_saves_that_fail_hold_no_more_memory_than_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_best: bool, number: int | None

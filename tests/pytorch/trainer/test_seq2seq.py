@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import slow_but
 from small_models import Classifier, classification
 from torch import Tensor, nn
 
@@ -219,7 +220,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", slow_but(["t5"], MODELS))
 @pytest.mark.parametrize("call", CALLS)
 def test_the_same_as_the_reference(tmp_path: Path, kind: str, call: str) -> None:
     options, gen_kwargs = CALLS[call]
