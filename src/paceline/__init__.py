@@ -10,110 +10,144 @@ from typing import TYPE_CHECKING, Any
 from paceline.args.secrets import mask_logs
 
 if TYPE_CHECKING:
-    from paceline.args.accelerator_config import AcceleratorConfig
+    # `as`: type checkers take it for a name that users may import. One import per module, which isort would split.
+    # isort: off
+    from paceline.args.accelerator_config import AcceleratorConfig as AcceleratorConfig
     from paceline.args.choices import (
-        DebugOption,
-        HPSearchBackend,
-        HubStrategy,
-        IntervalStrategy,
-        OptimizerNames,
-        ParallelMode,
-        SaveStrategy,
-        SchedulerType,
+        DebugOption as DebugOption,
+        HPSearchBackend as HPSearchBackend,
+        HubStrategy as HubStrategy,
+        IntervalStrategy as IntervalStrategy,
+        OptimizerNames as OptimizerNames,
+        ParallelMode as ParallelMode,
+        SaveStrategy as SaveStrategy,
+        SchedulerType as SchedulerType,
     )
-    from paceline.args.parser import HfArg, HfArgumentParser
-    from paceline.args.plan import Plan, UnsupportedOption
-    from paceline.args.seq2seq import Seq2SeqTrainingArguments
-    from paceline.args.training import TrainingArguments
-    from paceline.callbacks.early_stopping import EarlyStoppingCallback
-    from paceline.callbacks.flow import DefaultFlowCallback
-    from paceline.callbacks.jit_checkpoint import JITCheckpointCallback
-    from paceline.callbacks.notebook import NotebookProgressCallback
-    from paceline.callbacks.printer import PrinterCallback
-    from paceline.callbacks.progress import ProgressCallback
-    from paceline.callbacks.report import ReportCallback
-    from paceline.callbacks.reporters.azure_ml import AzureMLCallback
-    from paceline.callbacks.reporters.clearml import ClearMLCallback
-    from paceline.callbacks.reporters.codecarbon import CodeCarbonCallback
-    from paceline.callbacks.reporters.comet import CometCallback
-    from paceline.callbacks.reporters.dagshub import DagsHubCallback
-    from paceline.callbacks.reporters.dvclive import DVCLiveCallback
-    from paceline.callbacks.reporters.flyte import FlyteCallback
-    from paceline.callbacks.reporters.kubeflow import KubeflowCallback
-    from paceline.callbacks.reporters.mlflow import MLflowCallback
-    from paceline.callbacks.reporters.neptune import NeptuneCallback
-    from paceline.callbacks.reporters.swanlab import SwanLabCallback
-    from paceline.callbacks.reporters.tensorboard import TensorBoardCallback
-    from paceline.callbacks.reporters.trackio import TrackioCallback
-    from paceline.callbacks.reporters.wandb import WandbCallback
-    from paceline.checkpoint.folders import get_last_checkpoint, rotate_checkpoints, sort_checkpoints
-    from paceline.core.contracts import StreamingMetric
-    from paceline.core.events import CallbackHandler, TrainerCallback
-    from paceline.core.metrics import default_compute_objective, speed_metrics
-    from paceline.core.outputs import BestRun, EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
-    from paceline.core.state import ExportableState, TrainerControl, TrainerState
+    from paceline.args.parser import HfArg as HfArg, HfArgumentParser as HfArgumentParser
+    from paceline.args.plan import Plan as Plan, UnsupportedOption as UnsupportedOption
+    from paceline.args.seq2seq import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
+    from paceline.args.training import TrainingArguments as TrainingArguments
+    from paceline.callbacks.early_stopping import EarlyStoppingCallback as EarlyStoppingCallback
+    from paceline.callbacks.flow import DefaultFlowCallback as DefaultFlowCallback
+    from paceline.callbacks.jit_checkpoint import JITCheckpointCallback as JITCheckpointCallback
+    from paceline.callbacks.notebook import NotebookProgressCallback as NotebookProgressCallback
+    from paceline.callbacks.printer import PrinterCallback as PrinterCallback
+    from paceline.callbacks.progress import ProgressCallback as ProgressCallback
+    from paceline.callbacks.report import ReportCallback as ReportCallback
+    from paceline.callbacks.reporters.azure_ml import AzureMLCallback as AzureMLCallback
+    from paceline.callbacks.reporters.clearml import ClearMLCallback as ClearMLCallback
+    from paceline.callbacks.reporters.codecarbon import CodeCarbonCallback as CodeCarbonCallback
+    from paceline.callbacks.reporters.comet import CometCallback as CometCallback
+    from paceline.callbacks.reporters.dagshub import DagsHubCallback as DagsHubCallback
+    from paceline.callbacks.reporters.dvclive import DVCLiveCallback as DVCLiveCallback
+    from paceline.callbacks.reporters.flyte import FlyteCallback as FlyteCallback
+    from paceline.callbacks.reporters.kubeflow import KubeflowCallback as KubeflowCallback
+    from paceline.callbacks.reporters.mlflow import MLflowCallback as MLflowCallback
+    from paceline.callbacks.reporters.neptune import NeptuneCallback as NeptuneCallback
+    from paceline.callbacks.reporters.swanlab import SwanLabCallback as SwanLabCallback
+    from paceline.callbacks.reporters.tensorboard import TensorBoardCallback as TensorBoardCallback
+    from paceline.callbacks.reporters.trackio import TrackioCallback as TrackioCallback
+    from paceline.callbacks.reporters.wandb import WandbCallback as WandbCallback
+    from paceline.checkpoint.folders import (
+        get_last_checkpoint as get_last_checkpoint,
+        rotate_checkpoints as rotate_checkpoints,
+        sort_checkpoints as sort_checkpoints,
+    )
+    from paceline.core.contracts import StreamingMetric as StreamingMetric
+    from paceline.core.events import CallbackHandler as CallbackHandler, TrainerCallback as TrainerCallback
+    from paceline.core.metrics import (
+        default_compute_objective as default_compute_objective,
+        speed_metrics as speed_metrics,
+    )
+    from paceline.core.outputs import (
+        BestRun as BestRun,
+        EvalLoopOutput as EvalLoopOutput,
+        EvalPrediction as EvalPrediction,
+        PredictionOutput as PredictionOutput,
+        TrainOutput as TrainOutput,
+    )
+    from paceline.core.state import (
+        ExportableState as ExportableState,
+        TrainerControl as TrainerControl,
+        TrainerState as TrainerState,
+    )
     from paceline.pytorch.data.collate_classification import (
-        DataCollatorForMultipleChoice,
-        DataCollatorForTokenClassification,
+        DataCollatorForMultipleChoice as DataCollatorForMultipleChoice,
+        DataCollatorForTokenClassification as DataCollatorForTokenClassification,
     )
-    from paceline.pytorch.data.collate_flat import DataCollatorWithFlattening
+    from paceline.pytorch.data.collate_flat import DataCollatorWithFlattening as DataCollatorWithFlattening
     from paceline.pytorch.data.collate_language import (
-        DataCollatorForLanguageModeling,
-        DataCollatorForPermutationLanguageModeling,
-        DataCollatorForSOP,
-        DataCollatorForWholeWordMask,
+        DataCollatorForLanguageModeling as DataCollatorForLanguageModeling,
+        DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling,
+        DataCollatorForSOP as DataCollatorForSOP,
+        DataCollatorForWholeWordMask as DataCollatorForWholeWordMask,
     )
-    from paceline.pytorch.data.collate_seq2seq import DataCollatorForSeq2Seq
+    from paceline.pytorch.data.collate_seq2seq import DataCollatorForSeq2Seq as DataCollatorForSeq2Seq
     from paceline.pytorch.data.collators import (
-        DataCollatorMixin,
-        DataCollatorWithPadding,
-        DefaultDataCollator,
-        default_data_collator,
+        DataCollatorMixin as DataCollatorMixin,
+        DataCollatorWithPadding as DataCollatorWithPadding,
+        DefaultDataCollator as DefaultDataCollator,
+        default_data_collator as default_data_collator,
     )
     from paceline.pytorch.data.samplers import (
-        BatchRebalanceSampler,
-        DistributedLengthGroupedSampler,
-        DistributedSamplerWithLoop,
-        IterableDatasetShard,
-        LengthGroupedSampler,
-        ShardSampler,
-        get_length_grouped_indices,
+        BatchRebalanceSampler as BatchRebalanceSampler,
+        DistributedLengthGroupedSampler as DistributedLengthGroupedSampler,
+        DistributedSamplerWithLoop as DistributedSamplerWithLoop,
+        IterableDatasetShard as IterableDatasetShard,
+        LengthGroupedSampler as LengthGroupedSampler,
+        ShardSampler as ShardSampler,
+        get_length_grouped_indices as get_length_grouped_indices,
     )
-    from paceline.pytorch.data.shuffle import ShuffleBuffer
-    from paceline.pytorch.distributed.batch_size import find_executable_batch_size
-    from paceline.pytorch.distributed.random import enable_full_determinism, set_seed
-    from paceline.pytorch.ensemble import ensemble_predict
-    from paceline.pytorch.evaluation.augmentation import TestTimeAugmentation
-    from paceline.pytorch.model.check_targets import check_targets
-    from paceline.pytorch.model.loss import LabelSmoother
-    from paceline.pytorch.model.overflow import DebugUnderflowOverflow
-    from paceline.pytorch.optim.adafactor import Adafactor, AdafactorSchedule
-    from paceline.pytorch.optim.greedy import GreedyLR
+    from paceline.pytorch.data.shuffle import ShuffleBuffer as ShuffleBuffer
+    from paceline.pytorch.distributed.batch_size import find_executable_batch_size as find_executable_batch_size
+    from paceline.pytorch.distributed.random import (
+        enable_full_determinism as enable_full_determinism,
+        set_seed as set_seed,
+    )
+    from paceline.pytorch.ensemble import ensemble_predict as ensemble_predict
+    from paceline.pytorch.evaluation.augmentation import TestTimeAugmentation as TestTimeAugmentation
+    from paceline.pytorch.model.check_targets import check_targets as check_targets
+    from paceline.pytorch.model.loss import LabelSmoother as LabelSmoother
+    from paceline.pytorch.model.overflow import DebugUnderflowOverflow as DebugUnderflowOverflow
+    from paceline.pytorch.optim.adafactor import Adafactor as Adafactor, AdafactorSchedule as AdafactorSchedule
+    from paceline.pytorch.optim.greedy import GreedyLR as GreedyLR
     from paceline.pytorch.optim.schedulers import (
-        get_adafactor_schedule,
-        get_constant_schedule,
-        get_constant_schedule_with_warmup,
-        get_cosine_schedule_with_warmup,
-        get_cosine_with_hard_restarts_schedule_with_warmup,
-        get_cosine_with_min_lr_schedule_with_warmup,
-        get_cosine_with_min_lr_schedule_with_warmup_lr_rate,
-        get_greedy_schedule,
-        get_inverse_sqrt_schedule,
-        get_linear_schedule_with_warmup,
-        get_polynomial_decay_schedule_with_warmup,
-        get_reduce_on_plateau_schedule,
-        get_scheduler,
-        get_wsd_schedule,
+        get_adafactor_schedule as get_adafactor_schedule,
+        get_constant_schedule as get_constant_schedule,
+        get_constant_schedule_with_warmup as get_constant_schedule_with_warmup,
+        get_cosine_schedule_with_warmup as get_cosine_schedule_with_warmup,
+        get_cosine_with_hard_restarts_schedule_with_warmup as get_cosine_with_hard_restarts_schedule_with_warmup,
+        get_cosine_with_min_lr_schedule_with_warmup as get_cosine_with_min_lr_schedule_with_warmup,
+        get_cosine_with_min_lr_schedule_with_warmup_lr_rate as get_cosine_with_min_lr_schedule_with_warmup_lr_rate,
+        get_greedy_schedule as get_greedy_schedule,
+        get_inverse_sqrt_schedule as get_inverse_sqrt_schedule,
+        get_linear_schedule_with_warmup as get_linear_schedule_with_warmup,
+        get_polynomial_decay_schedule_with_warmup as get_polynomial_decay_schedule_with_warmup,
+        get_reduce_on_plateau_schedule as get_reduce_on_plateau_schedule,
+        get_scheduler as get_scheduler,
+        get_wsd_schedule as get_wsd_schedule,
     )
-    from paceline.pytorch.replay import replay
-    from paceline.pytorch.seq2seq import Seq2SeqTrainer
-    from paceline.pytorch.trainer import Trainer
-    from paceline.search.spaces import default_hp_space_optuna, default_hp_space_ray, default_hp_space_wandb
-    from paceline.tensorflow.arguments import TFTrainingArguments
-    from paceline.tensorflow.keras_callbacks import KerasMetricCallback, PushToHubCallback
-    from paceline.tensorflow.optim.optimizers import AdamWeightDecay, GradientAccumulator, create_optimizer
-    from paceline.tensorflow.optim.schedules import WarmUp
-    from paceline.tensorflow.trainer import TFTrainer
+    from paceline.pytorch.replay import replay as replay
+    from paceline.pytorch.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
+    from paceline.pytorch.trainer import Trainer as Trainer
+    from paceline.search.spaces import (
+        default_hp_space_optuna as default_hp_space_optuna,
+        default_hp_space_ray as default_hp_space_ray,
+        default_hp_space_wandb as default_hp_space_wandb,
+    )
+    from paceline.tensorflow.arguments import TFTrainingArguments as TFTrainingArguments
+    from paceline.tensorflow.keras_callbacks import (
+        KerasMetricCallback as KerasMetricCallback,
+        PushToHubCallback as PushToHubCallback,
+    )
+    from paceline.tensorflow.optim.optimizers import (
+        AdamWeightDecay as AdamWeightDecay,
+        GradientAccumulator as GradientAccumulator,
+        create_optimizer as create_optimizer,
+    )
+    from paceline.tensorflow.optim.schedules import WarmUp as WarmUp
+    from paceline.tensorflow.trainer import TFTrainer as TFTrainer
+    # isort: on
 
 __version__ = "0.1.0"
 

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from paceline.cli.config import read_job
 from paceline.cli.errors import UsageError, load_part
 from paceline.cli.export import DEFAULT_SHARD_SIZE, find, make_room, parse_size
+from paceline.cli.preview import built
+
+VALUES = {"-o": "output", "--output": "output", "--max-shard-size": "size", "--greedy": "config"}
+
+
+@dataclass
+class Words:
+    """The command line. `config`: the configuration whose evaluation chooses, with `--greedy`."""
+
+    places: list[str] = field(default_factory=list)
+    output: str | None = None
+    overwrite: bool = False
+    size: str = DEFAULT_SHARD_SIZE
+    config: str | None = None
 
 
 def run(words: Sequence[str]) -> int:
@@ -15,42 +32,77 @@ def run(words: Sequence[str]) -> int:
     Raises:
         UsageError: a folder is missing, or the output already exists.
     """
-    places, output, overwrite, size = read_words(words)
-    if len(places) < 2 or output is None:
+    given = read_words(words)
+    if len(given.places) < 2 or given.output is None:
         raise UsageError("average needs two checkpoints or more, and an output folder: paceline average A B -o OUTPUT")
-    checkpoints = [find(Path(place)) for place in places]
+    checkpoints = [find(Path(place)) for place in given.places]
     soup = load_part("paceline.pytorch.checkpoint.soup")
-    make_room(Path(output), 0)
+    make_room(Path(given.output), 0)
     try:
-        soup.average_checkpoints(checkpoints, output, overwrite=overwrite, max_shard_bytes=parse_size(size))
+        if given.config is not None:
+            checkpoints = choose(given, checkpoints, soup)
+        else:
+            size = parse_size(given.size)
+            soup.average_checkpoints(checkpoints, given.output, overwrite=given.overwrite, max_shard_bytes=size)
     except FileExistsError:
-        raise UsageError(f"{output} already exists: name a folder that is new or empty, or add --overwrite") from None
-    print(f"{output}: the mean of {', '.join(map(str, checkpoints))}", flush=True)
+        raise UsageError(
+            f"{given.output} already exists: name a folder that is new or empty, or add --overwrite"
+        ) from None
+    print(f"{given.output}: the mean of {', '.join(map(str, checkpoints))}", flush=True)
     return 0
 
 
-def read_words(words: Sequence[str]) -> tuple[list[str], str | None, bool, str]:
-    """Returns the checkpoints, the output, `--overwrite` and `--max-shard-size`.
+def choose(given: Words, checkpoints: list[Path], soup: Any) -> list[Path]:
+    """Writes the greedy soup by the evaluation of a configuration; returns the checkpoints in it.
+
+    Raises:
+        UsageError: the configuration is invalid, or its evaluation gives no such metric.
+    """
+    if given.overwrite or given.size != DEFAULT_SHARD_SIZE:
+        raise UsageError("--greedy writes a new folder: leave out --overwrite and --max-shard-size")
+    files = load_part("paceline.pytorch.checkpoint.files")
+    config, _ = read_job([str(given.config)])
+    with built(config) as (trainer, args):
+        metric = f"eval_{(args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        is_greater = args.greater_is_better
+        if is_greater is None:
+            is_greater = not metric.endswith("loss")
+
+        def evaluate(folder: str) -> float:
+            files.load_model(trainer.model, folder)
+            found = trainer.evaluate()
+            if metric not in found:
+                names = ", ".join(sorted(found))
+                raise UsageError(f"metric_for_best_model: the evaluation has no {metric}, but {names}")
+            print(f"{metric} {found[metric]:.6g}  {'' if Path(folder).name == 'mean' else folder}".rstrip(), flush=True)
+            return float(found[metric])
+
+        made = soup.greedy_soup(checkpoints, evaluate, given.output, greater_is_better=is_greater)
+    print(f"{metric} {made.metric:.6g}  {given.output}", flush=True)
+    return [Path(folder) for folder in made.chosen]
+
+
+def read_words(words: Sequence[str]) -> Words:
+    """Returns the command line, read.
 
     Raises:
         UsageError: an option is unknown, or has no value.
     """
-    places: list[str] = []
-    output, overwrite, size = None, False, DEFAULT_SHARD_SIZE
+    found = Words()
     left = list(words)
     while left:
         word = left.pop(0)
         name, sign, value = word.partition("=")
-        if name in ("-o", "--output", "--max-shard-size"):
+        if name in VALUES:
             if not sign:
                 if not left:
                     raise UsageError(f"{name} needs a value")
                 value = left.pop(0)
-            output, size = (output, value) if name == "--max-shard-size" else (value, size)
+            setattr(found, VALUES[name], value)
         elif word == "--overwrite":
-            overwrite = True
+            found.overwrite = True
         elif word.startswith("-"):
-            raise UsageError(f"average takes -o, --overwrite and --max-shard-size, not {name}")
+            raise UsageError(f"average takes -o, --overwrite, --max-shard-size and --greedy, not {name}")
         else:
-            places.append(word)
-    return places, output, overwrite, size
+            found.places.append(word)
+    return found

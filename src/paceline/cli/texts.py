@@ -264,6 +264,7 @@ folder is created atomically.
 
 AVERAGE = """\
 paceline average CHECKPOINT CHECKPOINT [...] -o OUTPUT [--overwrite] [--max-shard-size 5GB]
+paceline average CHECKPOINT CHECKPOINT [...] -o OUTPUT --greedy CONFIG.yaml
 
 Writes the mean of the weights of checkpoints of one architecture as safetensors, one tensor at a time, with the
 configuration and tokenizer of the first, into a folder that from_pretrained loads; soup.json names the checkpoints.
@@ -271,6 +272,8 @@ Tensors that are not floating-point must be equal. The folder is created atomica
 
   CHECKPOINT             sharded or full; of a run's folder the newest valid one
   -o OUTPUT              a folder that is new or empty
+  --greedy CONFIG.yaml   from the best on, take a checkpoint only if the mean with it is not worse in the evaluation of
+                         this configuration, by its metric_for_best_model (default: loss)
   --overwrite            replace the folder if it exists
   --max-shard-size SIZE  maximum size of one file (default 50GB)"""
 

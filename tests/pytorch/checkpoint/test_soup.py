@@ -91,3 +91,23 @@ def test_a_greedy_soup_takes_what_helps(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "x", "y", "z"]
     with pytest.raises(FileExistsError):
         greedy_soup(places, distance, tmp_path / "out")
+
+
+def test_a_greedy_soup_by_the_evaluation_of_a_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "module", "job.yaml"]) == 0
+    for name, rate in (("good", "1e-2"), ("better", "2e-2"), ("bad", "1e-5")):
+        options = ["--max_steps", "20", "--learning_rate", rate, "--output_dir", name, "--report_to", "none"]
+        assert main(["train", "job.yaml", *options]) == 0
+    capsys.readouterr()
+    assert main(["average", "bad", "good", "better", "-o", "soup", "--greedy", "job.yaml"]) == 0
+    told = capsys.readouterr().out
+    made = json.loads(Path("soup/soup.json").read_text("utf-8"))
+    assert made["metric"] >= max(made["metrics"].values())
+    assert f"eval_accuracy {made['metric']:.6g}  soup" in told
+    assert main(["average", "good", "better", "-o", "soup", "--greedy", "job.yaml"]) == 2  # it exists
+    assert main(["average", "good", "better", "-o", "other", "--greedy", "none.yaml"]) == 2
+    assert main(["average", "good", "better", "-o", "other", "--greedy", "job.yaml", "--overwrite"]) == 2
+    assert not Path("other").exists()
