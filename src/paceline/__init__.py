@@ -98,6 +98,7 @@ if TYPE_CHECKING:
         ShardSampler as ShardSampler,
         get_length_grouped_indices as get_length_grouped_indices,
     )
+    from paceline.pytorch.data.mixing import MixedDataset as MixedDataset, MixedStream as MixedStream
     from paceline.pytorch.data.shuffle import ShuffleBuffer as ShuffleBuffer
     from paceline.pytorch.distributed.batch_size import find_executable_batch_size as find_executable_batch_size
     from paceline.pytorch.distributed.random import (
@@ -201,6 +202,8 @@ _HOMES = {
     "LabelSmoother": "paceline.pytorch.model.loss",
     "LengthGroupedSampler": "paceline.pytorch.data.samplers",
     "MLflowCallback": "paceline.callbacks.reporters.mlflow",
+    "MixedDataset": "paceline.pytorch.data.mixing",
+    "MixedStream": "paceline.pytorch.data.mixing",
     "NeptuneCallback": "paceline.callbacks.reporters.neptune",
     "NotebookProgressCallback": "paceline.callbacks.notebook",
     "OptimizerNames": "paceline.args.choices",

@@ -41,7 +41,8 @@ def test_the_table_is_what_both_have() -> None:
     assert {"get_linear_schedule_with_warmup", "DataCollatorWithPadding", "IntervalStrategy"} <= PAIRS.keys()
     assert set(paceline.__all__) - PAIRS.keys() == {
         "DataCollatorForSOP", "DataCollatorForWholeWordMask", "NotebookProgressCallback", "Plan",
-        "ReportCallback", "ShuffleBuffer", "StreamingMetric", "TestTimeAugmentation", "UnsupportedOption",
+        "MixedDataset", "MixedStream", "ReportCallback", "ShuffleBuffer", "StreamingMetric", "TestTimeAugmentation",
+        "UnsupportedOption",
         "check_targets", "ensemble_predict", "replay",
     }  # fmt: skip
     for name, (theirs, ours) in PAIRS.items():
