@@ -206,7 +206,7 @@ def test_a_run_is_resumed_to_the_bit(tmp_path: Path, kind: str, workers: int) ->
         "max_steps": 12,
         "per_device_train_batch_size": 4,
         "save_strategy": "steps",
-        "save_steps": 1,
+        "save_steps": 3,
         "dataloader_num_workers": workers,
         "dataloader_persistent_workers": workers > 0,
     }
