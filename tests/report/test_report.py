@@ -49,7 +49,7 @@ def data_of(page: str) -> list:
 def test_a_run_ends_with_a_page_of_every_step(tmp_path):
     trainer = run_in(tmp_path, learning_rate=0.25)
     page = (tmp_path / REPORT_FILE).read_text("utf-8")
-    loss, rate, norm = data_of(page)
+    loss, rate, norm, *_ = data_of(page)
     assert [series["label"] for series in loss] == ["training loss", "eval_loss"]
     assert loss[0]["x"] == list(range(1, 9))
     evaluated = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
