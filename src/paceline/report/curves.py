@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.core.journal import NOT_COMPUTED
+from paceline.core.ledger import RESOURCE_PREFIX
 from paceline.report import measured
 from paceline.report.run_data import RunData, numbers_of
 
@@ -85,7 +86,7 @@ def make_charts(runs: Sequence[RunData]) -> list[Chart]:
             named.setdefault(title, []).append(series)
     return [
         _as_chart(title, series, len(runs))
-        for title, series in named.items()
+        for title, series in sorted(named.items(), key=lambda pair: pair[0].startswith(RESOURCE_PREFIX))
         if any(len(each.steps) for each in series)
     ]
 

@@ -56,7 +56,9 @@
     marks.replaceChildren();
     for (const x of ticks(low, high)) {
       marks.append(element("line", { x1: across(x), x2: across(x), y1: top, y2: height - bottom }));
-      marks.append(element("text", { x: across(x), y: height - bottom + 18, "text-anchor": "middle" }, number(x)));
+      const isLast = across(x) > width - 30; // the last number is not cut
+      const place = { x: isLast ? width - 2 : across(x), "text-anchor": isLast ? "end" : "middle" };
+      marks.append(element("text", { ...place, y: height - bottom + 18 }, number(x)));
     }
     for (const y of ticks(least - margin, greatest + margin)) {
       marks.append(element("line", { x1: left, x2: width - right, y1: down(y), y2: down(y) }));

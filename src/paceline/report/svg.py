@@ -106,7 +106,9 @@ def _tick(value: float, low: float, high: float, is_x: bool) -> str:
     at = place(value, low, high, is_x)
     if is_x:
         line = f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-        return f'{line}<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{number(value)}</text>'
+        anchor = "end" if at > WIDTH - 30 else "middle"  # the last number is not cut
+        right = WIDTH - 2 if anchor == "end" else at
+        return f'{line}<text x="{right:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="{anchor}">{number(value)}</text>'
     line = f'<line y1="{at:.1f}" y2="{at:.1f}" x1="{LEFT}" x2="{WIDTH - RIGHT}"/>'
     return f'{line}<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number(value)}</text>'
 
