@@ -235,7 +235,7 @@ class ProgressCallback(TrainerCallback):
         """Returns a format of tqdm for the terminal's width: what matters less is left out of a narrow line."""
         columns = columns_of(bar)
         pace = self._speed.steps_per_second
-        curve = terminal.sparkline(self._losses, CURVE, terminal.shows_unicode(bar.fp)) if self._losses else ""
+        curve = ""
         epoch = "" if state.epoch is None else f"epoch {state.epoch:.3g}"
         shown = {  # in the order of the line
             "epoch": epoch,
@@ -251,7 +251,11 @@ class ProgressCallback(TrainerCallback):
         room = columns - len(f"{bar.desc} {bar.total}/{bar.total} [] ") - len(times) + len("{elapsed}") - len(elapsed)
         kept = set()
         for name in ("loss", "rate", "speed", "bar", "curve", "epoch", "pace", "memory"):  # the weightiest first
-            needed = LEAST_BAR + 3 if name == "bar" else len(shown[name]) + 2
+            if name == "curve":  # as long as there is room, up to its usual length
+                cells = min(CURVE, room - 1)
+                curve = terminal.sparkline(self._losses, cells, terminal.shows_unicode(bar.fp)) if cells > 3 else ""
+                shown["curve"] = curve
+            needed = LEAST_BAR + 3 if name == "bar" else len(shown[name]) + (1 if name == "curve" else 2)
             if (name == "bar" or shown[name]) and needed <= room:
                 kept.add(name)
                 room -= needed
