@@ -22,7 +22,6 @@ from paceline.core.state import TrainerControl, TrainerState
 @pytest.fixture(autouse=True)
 def no_other_bars():
     """Bars that a failed test left would stand above those of the next one."""
-    yield
     for bar in list(tqdm._instances):
         bar.close()
 
