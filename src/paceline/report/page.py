@@ -173,10 +173,11 @@ def _figure(chart: Chart, name: str) -> str:
 
 def _values(chart: Chart) -> str:
     """Returns the points of a chart as a table, for readers who cannot see it; a long series is cut to some of them."""
-    steps = np.unique(np.concatenate([each.steps for each in chart.series])) if chart.series else np.empty(0)
-    if not len(steps):
+    steps = sorted({step for each in chart.series for step in each.steps.tolist()})
+    if not steps:
         return ""
-    shown = steps[np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _MOST_VALUES)).astype(int))]
+    places = np.linspace(0, len(steps) - 1, min(len(steps), _MOST_VALUES)).astype(int)
+    shown = np.array([steps[at] for at in places.tolist()])
     columns = []
     for each in chart.series:
         last = np.searchsorted(each.steps, shown, side="right") - 1  # the newest value up to a step
