@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from small_models import Classifier, classification
 
 from paceline import Trainer, TrainerCallback, TrainingArguments
-from paceline.callbacks.report import ReportCallback
+from paceline.callbacks.report import Messages, ReportCallback
 from paceline.cli.main import main
 from paceline.core.journal import FORMAT, JOURNAL_FILE
 from paceline.core.lineage import REPORT_FILE
+from paceline.core.state import TrainerState
 from paceline.report.curves import make_charts, smoothed, thin
 from paceline.report.measured import thinned
 from paceline.report.run_data import read_run
@@ -124,6 +125,20 @@ def test_a_run_without_a_reporter_keeps_its_measurements_and_warnings(tmp_path):
         write_report([tmp_path])
     assert not logging.getLogger("paceline").handlers or "Messages" not in str(logging.getLogger("paceline").handlers)
     assert not any(key.startswith("time/") for row in trainer.state.log_history for key in row)
+
+
+def test_warnings_are_printed_as_without_the_report(monkeypatch, capsys):
+    logger = logging.getLogger("paceline")
+    monkeypatch.setattr(logger, "propagate", False)  # as without handlers of the user
+    monkeypatch.setattr(logger, "handlers", [])
+    messages = Messages(TrainerState(global_step=3))
+    logger.addHandler(messages)
+    logging.getLogger("paceline.somewhere").warning("shown")
+    assert capsys.readouterr().err == "shown\n"
+    logger.addHandler(logging.NullHandler())
+    logging.getLogger("paceline.somewhere").warning("not shown")
+    assert capsys.readouterr().err == ""
+    assert [(each["step"], each["text"]) for each in messages.take()] == [(3, "shown"), (3, "not shown")]
 
 
 def test_a_run_that_failed_has_a_page(tmp_path):

@@ -36,6 +36,9 @@ class Messages(logging.Handler):
         self._found: dict[str, dict[str, Any]] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
+        if self._is_alone(record.name) and logging.lastResort is not None:
+            if record.levelno >= logging.lastResort.level:
+                logging.lastResort.handle(record)  # logging prints where no handler is found, and this one was
         if os.getpid() != self._process:
             return
         try:
@@ -47,6 +50,15 @@ class Messages(logging.Handler):
         elif len(self._found) < MOST_MESSAGES:
             step = self._state.global_step
             self._found[text] = {"time": record.created, "step": step, "text": text, "number": 1}
+
+    def _is_alone(self, name: str) -> bool:
+        """True if the records of a logger reach no other handler."""
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return False
+            logger = logger.parent if logger.propagate else None
+        return True
 
     def take(self) -> list[dict[str, Any]]:
         """Returns the messages."""
