@@ -36,9 +36,9 @@ class Messages(logging.Handler):
         self._found: dict[str, dict[str, Any]] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._is_alone(record.name) and logging.lastResort is not None:
-            if record.levelno >= logging.lastResort.level:
-                logging.lastResort.handle(record)  # logging prints where no handler is found, and this one was
+        last = logging.lastResort  # prints where no handler is found; this one was
+        if last is not None and record.levelno >= last.level and self._is_alone(record.name):
+            last.handle(record)
         if os.getpid() != self._process:
             return
         try:
