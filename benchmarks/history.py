@@ -23,6 +23,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     "step_overhead": (*_STEP, *_SAVE),
     "import_time": ("*.py", ":!cli", ":!tensorflow", ":!drop_in.py"),
     "run_growth": (*_STEP, *_SAVE, "core/log_text.py", "core/lengths.py"),
+    "report_page": ("report", ":!report/live.js", ":!report/serve.py", ":!report/status.py", "core/journal.py"),
     "gpt2_124m": _STEP,
     "eval_memory": ("core/metrics.py", "core/streaming.py", "pytorch/evaluation"),
     "checkpoint_save": _SAVE,

@@ -26,6 +26,7 @@ TO_RUN = {
     "large_vocabulary": "python benchmarks/large_vocabulary.py",
     "import_time": "python benchmarks/import_time.py",
     "run_growth": "python benchmarks/run_growth.py",
+    "report_page": "python benchmarks/report_page.py",
     "gpt2_124m": "python benchmarks/gpt2_124m.py",
     "eval_memory": "python benchmarks/eval_memory.py",
     "checkpoint_save": "python benchmarks/checkpoint_save.py",
@@ -135,6 +136,18 @@ def import_time(result: Result) -> str:
     ]
     about = "CPU time of the statement in a fresh process, bytecode being there, without the interpreter's start.\n\n"
     return about + table(["statement", "CPU ms", "over `import torch`", "time that passes, over it"], rows)
+
+
+def report_page(result: Result) -> str:
+    rows = [
+        [name, spread(row["seconds"]), spread(row["cpu_seconds"]), spread(row["mb"])]
+        for name, row in result["rows"].items()
+    ]
+    about = (
+        f"A run of {result['settings']['steps']:,} optimizer steps with the seconds of activities in `log.jsonl`: "
+        "reading its files and writing `report.html`, in a fresh process.\n\n"
+    )
+    return about + table(["log", "s", "CPU s", "MB"], rows)
 
 
 def gpt2_124m(result: Result) -> str:
@@ -403,6 +416,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "large_vocabulary": ("What the loss of a large vocabulary costs", large_vocabulary),
     "import_time": ("What importing costs", import_time),
     "run_growth": ("What a long run adds to", run_growth),
+    "report_page": ("What the report of a long run takes", report_page),
     "gpt2_124m": ("GPT-2, 124 M parameters, one GPU", gpt2_124m),
     "checkpoint_save": ("How long a save holds training up", checkpoint_save),
     "sharded_save": ("How long a save of a sharded model holds training up", sharded_save),

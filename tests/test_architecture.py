@@ -108,6 +108,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("one owner", "cli/*"): "records and tokenizers that the command made",
     ("one owner", "callbacks/reporters/trackio.py:*"): "the tags of a model, by which the hub shows its Space",
     ("one owner", "callbacks/progress.py:*"): "a bar that the callback made",
+    ("one owner", "callbacks/terminal_bar.py:_LinesOfStream.*"): "the write method of a stream, put back at the end",
     ("one owner", "core/fingerprint.py:_set_state"): "numpy's generator, whose state is put back after rows were read",
     ("one owner", "core/events.py:*"): "the handler clears the flag whose event it fires; a decorator marks a function",
     ("one owner", "core/said_once.py:*"): "a log record, which is hidden from the handlers after it",

@@ -101,6 +101,11 @@ def test_import_time(tmp_path: Path) -> None:
     assert rows["import paceline"]["cpu_ms"]["median"] < rows["import torch"]["cpu_ms"]["median"]
 
 
+def test_report_page(tmp_path: Path) -> None:
+    result = run_for_result(tmp_path, "report_page", "--quick", "--contenders", "a row every step")
+    assert result["rows"]["a row every step"]["mb"]["median"] < 1
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_eval_memory(tmp_path: Path) -> None:

@@ -5,8 +5,13 @@ from paceline.core.state import TrainerControl, TrainerState
 def test_prints_the_row_and_leaves_it_alone(capsys):
     logs = {"loss": 0.123456, "total_flos": 1e9, "step": 3}
     PrinterCallback().on_log(None, TrainerState(), TrainerControl(), logs=logs)
-    assert capsys.readouterr().out == "{'loss': '0.1235', 'step': 3}\n"
+    assert capsys.readouterr().out == "{'loss': 0.1235, 'step': 3}\n"
     assert list(logs) == ["loss", "total_flos", "step"]
+
+
+def test_a_row_has_numbers_and_its_step(capsys):
+    PrinterCallback().on_log(None, TrainerState(global_step=40), TrainerControl(), logs={"loss": 5.19312})
+    assert capsys.readouterr().out == "{'loss': 5.193, 'step': 40}\n"
 
 
 def test_one_process_per_machine_prints(capsys):

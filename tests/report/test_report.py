@@ -2,6 +2,7 @@
 
 import html
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -13,23 +14,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import Classifier, classification
 
-from paceline import Trainer, TrainingArguments
-from paceline.callbacks.report import ReportCallback
+from paceline import Trainer, TrainerCallback, TrainingArguments
+from paceline.callbacks.report import Messages, ReportCallback
 from paceline.cli.main import main
 from paceline.core.journal import FORMAT, JOURNAL_FILE
 from paceline.core.lineage import REPORT_FILE
+from paceline.core.state import TrainerState
 from paceline.report.curves import make_charts, smoothed, thin
+from paceline.report.measured import thinned
 from paceline.report.run_data import read_run
 from paceline.report.svg import limits, number, ticks
 from paceline.report.write import write_report
 
 
-def run_in(folder: Path, **options) -> Trainer:
+def run_in(folder: Path, callbacks: tuple = (), **options) -> Trainer:
     settings = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 4, "logging_steps": 2, "save_steps": 4}
     args = TrainingArguments(
         str(folder), **{**settings, "report_to": "none", "disable_tqdm": True, "use_cpu": True, **options}
     )
-    trainer = Trainer(Classifier(), args, train_dataset=classification(40), eval_dataset=classification(8))
+    data = {"train_dataset": classification(40), "eval_dataset": classification(8)}
+    trainer = Trainer(Classifier(), args, **data, callbacks=callbacks)
     trainer.train()
     return trainer
 
@@ -49,7 +53,7 @@ def data_of(page: str) -> list:
 def test_a_run_ends_with_a_page_of_every_step(tmp_path):
     trainer = run_in(tmp_path, learning_rate=0.25)
     page = (tmp_path / REPORT_FILE).read_text("utf-8")
-    loss, rate, norm = data_of(page)
+    loss, rate, norm, *_ = data_of(page)
     assert [series["label"] for series in loss] == ["training loss", "eval_loss"]
     assert loss[0]["x"] == list(range(1, 9))
     evaluated = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
@@ -70,6 +74,101 @@ def test_the_page_asks_for_nothing_outside_itself(tmp_path):
     without_namespace = page.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://|(?:src|href)=|url\((?!#)|@import", without_namespace)
     assert "default-src 'none'" in page
+
+
+def test_the_time_of_activities_is_stacked(tmp_path):
+    write_journal(tmp_path, [1.0] * 4)
+    rows = [
+        {"step": 2, "loss": 1.0, "time/forward": 3.0, "time/data": 1.0, "time/setup": 6.0},
+        {"step": 4, "loss": 1.0, "time/forward": 1.0, "time/evaluate": 3.0, "time/save": float("nan"), "time/log": "?"},
+    ]
+    run = read_run(tmp_path, rows, {})
+    charts = {chart.title: chart for chart in make_charts([run])}
+    areas = {each.label: each.heights.tolist() for each in charts["Time by activity (%)"].series}
+    assert areas == {
+        "setup": [60, 0],
+        "forward+backward": [30, 25],
+        "evaluation": [0, 75],
+        "waiting for data": [10, 0],
+    }
+    assert charts["Throughput"].series[0].values.tolist() == [2 / 4, 2 / 1]  # of training time
+    assert not any(title.startswith("time/") for title in charts)
+
+
+def test_many_rows_of_seconds_are_added_up(tmp_path):
+    number = 1000
+    write_journal(tmp_path, [1.0] * number)
+    rows = [{"step": step, "loss": 1.0, "time/forward": 2.0, "time/data": 2.0} for step in range(1, number + 1)]
+    charts = {chart.title: chart for chart in make_charts([read_run(tmp_path, rows, {})])}
+    first, second = charts["Time by activity (%)"].series
+    assert len(first.steps) == 200
+    assert set(first.heights) == set(second.heights) == {50.0}
+    assert charts["Throughput"].series[0].values == pytest.approx(np.full(200, 0.25))
+
+
+def test_a_run_without_a_reporter_keeps_its_measurements_and_warnings(tmp_path):
+    class Warns(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step in (3, 5):
+                logging.getLogger("paceline.somewhere").warning("something odd, token=hf_%s", "a" * 34)
+
+    trainer = run_in(tmp_path, callbacks=[Warns()])
+    for _ in range(2):  # the page of the run, and a later one
+        run = read_run(tmp_path)
+        titles = {chart.title for chart in make_charts([run])}
+        assert {"Throughput", "Memory (GB)", "Time by activity (%)"} <= titles
+        text = re.sub(r"<[^>]*>", " ", (tmp_path / REPORT_FILE).read_text("utf-8"))
+        assert re.search(r"3\s+something odd, token=\S+ \(2 times\)", text)
+        assert "a" * 34 not in text
+        assert re.search(r"train\s+builtins.list\s+40", text)
+        assert re.search(r"8\s+finished", text)
+        write_report([tmp_path])
+    assert not logging.getLogger("paceline").handlers or "Messages" not in str(logging.getLogger("paceline").handlers)
+    assert not any(key.startswith("time/") for row in trainer.state.log_history for key in row)
+
+
+def test_warnings_are_printed_as_without_the_report(monkeypatch, capsys):
+    logger = logging.getLogger("paceline")
+    monkeypatch.setattr(logger, "propagate", False)  # as without handlers of the user
+    monkeypatch.setattr(logger, "handlers", [])
+    messages = Messages(TrainerState(global_step=3))
+    logger.addHandler(messages)
+    logging.getLogger("paceline.somewhere").warning("shown")
+    assert capsys.readouterr().err == "shown\n"
+    logger.addHandler(logging.NullHandler())
+    logging.getLogger("paceline.somewhere").warning("not shown")
+    assert capsys.readouterr().err == ""
+    assert [(each["step"], each["text"]) for each in messages.take()] == [(3, "shown"), (3, "not shown")]
+
+
+def test_a_run_that_failed_has_a_page(tmp_path):
+    class Broken(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                raise RuntimeError("broken <b>")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        run_in(tmp_path, callbacks=[Broken()])
+    page = (tmp_path / REPORT_FILE).read_text("utf-8")
+    assert "RuntimeError: broken &lt;b&gt;" in page
+    assert re.search(r"5\s+failed", re.sub(r"<[^>]*>", " ", page))
+    assert "Messages" not in str(logging.getLogger("paceline").handlers)
+
+
+def test_each_chart_has_a_table(tmp_path):
+    write_journal(tmp_path, np.linspace(3, 1, 1000).tolist())
+    page = write_report([tmp_path]).read_text("utf-8")
+    tables = re.findall(r"<summary>(\S.*?) as a table</summary>(.*?)</details>", page, re.DOTALL)
+    assert [title for title, _ in tables] == ["Loss", "Learning rate", "Gradient norm"]
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", tables[0][1])
+    assert (cells[:2], cells[-3:-1]) == (["1", "3"], ["1,000", "1"])
+    assert tables[0][1].count("<tr>") <= 41
+
+
+def test_measurements_are_merged_two_by_two():
+    rows = [{"step": step, "time": step, "time/data": 1.0, "resource/x": step} for step in range(1, 6)]
+    merged = thinned(rows)
+    assert [(row["step"], row["time/data"], row["resource/x"]) for row in merged] == [(2, 2, 2), (4, 2, 4), (5, 1, 5)]
 
 
 def test_texts_of_a_run_cannot_become_markup(tmp_path):
@@ -247,31 +346,98 @@ def test_a_wrong_command_says_what_is_wrong(tmp_path, capsys, words, message):
     assert message in capsys.readouterr().err
 
 
+SCRIPT = """<script>
+  const svg = document.getElementById("chart-0"), box = svg.getBoundingClientRect();
+  const at = (kind, share) => svg.dispatchEvent(new PointerEvent(kind, {
+    clientX: box.left + box.width * share, clientY: box.top + 20, bubbles: true }));
+  const key = (name) => svg.dispatchEvent(new KeyboardEvent("keydown", { key: name, cancelable: true, bubbles: true }));
+  const read = () => svg.closest("figure").querySelector("figcaption").textContent;
+  const drawn = () => [...document.querySelectorAll("figure > svg")].map((each) => each.outerHTML).join("");
+  const found = {}, before = drawn();
+  at("pointerdown", 0.4); at("pointermove", 0.6); at("pointerup", 0.7);
+  found.zooms = drawn() !== before;
+  found.caption = read();
+  document.querySelector("button.all").click();
+  at("pointerleave", 0.5);
+  found.isBack = drawn() === before;
+  const step = () => read().match(/at step (\\d+)/)[1];
+  found.reads = ["Home", "ArrowRight", "End", "ArrowLeft"].map((name) => (key(name), step()));
+  key("+");
+  found.keysZoom = drawn() !== before;
+  key("Escape"); at("pointerleave", 0.5);
+  found.keysBack = drawn() === before;
+  found.areas = document.querySelectorAll("polygon").length > 0;
+  found.tables = document.querySelectorAll("figure details table tbody tr").length > 0;
+  found.names = [...document.querySelectorAll("figure > svg")].every((each) => each.getAttribute("aria-label"));
+  found.fits = document.documentElement.scrollWidth <= innerWidth;
+  found.dark = getComputedStyle(document.body).backgroundColor;
+  found.requests = performance.getEntriesByType("resource").length;
+  document.title = JSON.stringify(found);
+</script>"""
+
+
+def opened(browser: str, page: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Opens a page without a window. The output is the document that its scripts left, the error what they reported."""
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--dump-dom",
+        *options,
+    ]
+    command += [f"--user-data-dir={folder / 'browser'}", page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
 @pytest.mark.slow
-def test_the_page_in_a_browser(tmp_path):
-    """Opens without an error, and a drag over one chart zooms all of them."""
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_in_a_browser(tmp_path, width):
+    """Opens without an error or a request, on a phone too; pointer and keys read and zoom its charts."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("needs Chromium")
     run_in(tmp_path)
     page = (tmp_path / REPORT_FILE).read_text("utf-8")
-    script = """<script>
-      const svg = document.getElementById("chart-0"), box = svg.getBoundingClientRect();
-      const at = (kind, share) => svg.dispatchEvent(new PointerEvent(kind, {
-        clientX: box.left + box.width * share, clientY: box.top + 20, bubbles: true }));
-      const before = document.getElementById("chart-1").innerHTML;
-      at("pointerdown", 0.4); at("pointermove", 0.6); at("pointerup", 0.7);
-      const zoomed = document.getElementById("chart-1").innerHTML !== before;
-      const caption = svg.closest("figure").querySelector("figcaption").textContent;
-      document.querySelector("button.all").click();
-      const isBack = document.getElementById("chart-1").innerHTML === before;
-      document.title = `zoomed ${zoomed} back ${isBack} caption ${caption}`;
-    </script>"""
     path = tmp_path / "tested.html"
-    path.write_text(page.replace("</body>", f"{script}</body>"))
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=120)
+    path.write_text(page.replace("</body>", f"{SCRIPT}</body>"))
+    done = opened(browser, path, tmp_path, f"--window-size={width},900")
     assert "CONSOLE" not in done.stderr
     title = re.search(r"<title>(.*?)</title>", done.stdout)
     assert title is not None
-    assert title.group(1).startswith("zoomed true back true caption training loss: ")
+    found = json.loads(html.unescape(title.group(1)))
+    assert found.pop("caption").startswith("training loss: ")
+    assert found.pop("reads") == ["1", "2", "8", "7"]
+    assert found.pop("dark") == "rgb(255, 255, 255)"
+    assert found.pop("requests") == 0
+    assert set(found.values()) == {True}, found
+
+
+@pytest.mark.slow
+def test_hostile_texts_run_nothing_in_a_browser(tmp_path):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs Chromium")
+    hostile = "</script></title><script>document.title='run'</script><img src=x onerror=\"document.title='run'\">"
+    write_journal(tmp_path, [1.0, 2.0])
+    record = {
+        "arguments": {"run_name": hostile},
+        "plan": {"notes": [hostile]},
+        "end": {"state": hostile, "error": hostile},
+    }
+    record["data"] = {hostile: {"kind": hostile, "length": hostile}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    rows = [{"step": step, f"eval_{hostile}": float(step), "eval_text": hostile} for step in (1, 2)]
+    message = {"text": hostile, "time": hostile, "step": hostile}
+    page = write_report([tmp_path], rows=rows, state={"messages": [message]})
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    done = subprocess.run(
+        [*command, f"--user-data-dir={tmp_path / 'browser'}", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "<title>run</title>" not in done.stdout
+    assert "<img" not in done.stdout
+    assert "CONSOLE" not in done.stderr

@@ -23,11 +23,11 @@ class PrinterCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         if state.is_local_process_zero and logs:
-            print(readable_logs(logs), flush=True)
+            print(readable_row(logs, state.global_step), flush=True)
 
 
 def readable_logs(logs: Mapping[str, Any], max_str_len: int | None = None) -> dict[str, Any]:
-    """Formats a row for display: floats get 4 digits, long texts are replaced by their length, secrets are masked.
+    """Returns a row for display: floats have 4 digits, long texts are replaced by their length, secrets are masked.
 
     `total_flos`, the times of activities and the use of resources are left out.
     """
@@ -36,10 +36,17 @@ def readable_logs(logs: Mapping[str, Any], max_str_len: int | None = None) -> di
         if name == "total_flos" or name.startswith(FOR_TRACKERS):
             continue
         if isinstance(value, float):
-            readable[name] = f"{value:.4g}"
+            readable[name] = float(f"{value:.4g}")
         elif isinstance(value, str) and max_str_len is not None and len(value) > max_str_len:
             readable[name] = f"<{len(value)} characters; shown in full with max_str_len={len(value)}>"
         else:
             readable[name] = value
     shown: dict[str, Any] = masked(readable)
     return shown
+
+
+def readable_row(logs: Mapping[str, Any], step: int, max_str_len: int | None = None) -> dict[str, Any]:
+    """Returns a row for display as `readable_logs` does, with its optimizer step."""
+    row = readable_logs(logs, max_str_len)
+    row.setdefault("step", step)
+    return row

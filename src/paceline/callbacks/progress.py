@@ -10,22 +10,23 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.memory import describe_memory
-from paceline.callbacks.printer import readable_logs
+from paceline.callbacks.printer import readable_row
 from paceline.callbacks.speed import Speedometer, TimeLeft, format_seconds, length_of, pause_intervals, speedometer_of
 from paceline.core.events import TrainerCallback, ignores_keywords
 from paceline.core.optional import LateModule, require
 from paceline.core.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
+    from paceline.callbacks import terminal_bar
     from paceline.core import terminal
-else:
-    terminal = LateModule("paceline.core.terminal")  # a run without a terminal needs no curve
+else:  # a run without a terminal needs neither
+    terminal = LateModule("paceline.core.terminal")
+    terminal_bar = LateModule("paceline.callbacks.terminal_bar")
 
 REFRESH_SECONDS = 0.5
 MOST_LOSSES = 256  # logged losses that the curve shows
 CURVE = 12  # its columns
 LEAST_BAR = 10  # columns; a narrower terminal shows no bar
-BAR_FORMAT = "{desc}: {n_fmt}/{total_fmt} |{bar}| [{elapsed}<{remaining}{postfix}]"  # at most 80 columns
 
 
 class Bar(Protocol):
@@ -48,16 +49,17 @@ def make_bar(
     initial: int = 0,
     leave: bool = True,
     seconds_between_lines: float = 30.0,
+    draws_itself: bool = True,
 ) -> Bar:
-    """Returns a bar on a terminal, and a `LineBar` elsewhere."""
+    """Returns a bar on a terminal, and a `LineBar` elsewhere. One on a terminal may be drawn by `refresh` only."""
+    bar: Bar
     if not is_interactive(sys.stderr):
         return LineBar(total, title, unit, initial, leave, seconds_between_lines)
-    # tqdm.std is light; tqdm.auto also draws in notebooks and imports asyncio
-    tqdm = require("tqdm.auto" if is_notebook() else "tqdm.std", "progress").tqdm
-    style: dict[str, Any] = {"dynamic_ncols": True}
-    if total is not None and not is_notebook():
-        style["bar_format"] = BAR_FORMAT
-    bar: Bar = tqdm(total=total, desc=title, unit=unit, initial=initial, leave=leave, **style)
+    if is_notebook():
+        tqdm = require("tqdm.auto", "progress").tqdm
+        bar = tqdm(total=total, desc=title, unit=unit, initial=initial, leave=leave, dynamic_ncols=True)
+    else:
+        bar = terminal_bar.make_terminal_bar(total, title, unit, initial, leave, draws_itself)
     return bar
 
 
@@ -93,6 +95,8 @@ class ProgressCallback(TrainerCallback):
         self._time = TimeLeft(0, 0.0)
         self._next_refresh = self._step_ended = 0.0
         self._memory, self._next_memory = "", 0.0
+        self._lines: Any = None  # of the program, above the bars
+        self._rows: Any = None
 
     def on_train_begin(
         self,
@@ -112,7 +116,16 @@ class ProgressCallback(TrainerCallback):
         self._speed.mark(state)
         self._step_ended, self._next_refresh = time.perf_counter(), 0.0
         self._time = TimeLeft(state.global_step, self._step_ended)
-        self.training_bar = self._make_bar(state.max_steps, "train", "step", initial=state.global_step)
+        self.training_bar = make_bar(
+            state.max_steps,
+            "train",
+            "step",
+            initial=state.global_step,
+            seconds_between_lines=self.seconds_between_lines,
+            draws_itself=False,
+        )
+        self._rows = terminal_bar.AlignedRows() if _is_terminal_bar(self.training_bar) else None
+        self._guard(self.training_bar)
 
     @ignores_keywords
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -121,11 +134,11 @@ class ProgressCallback(TrainerCallback):
             return
         step = state.global_step
         self._step_ended = now = time.perf_counter()
-        if now >= self._next_refresh or step >= state.max_steps:
-            self._time.mark(step, now)
+        if now >= self._next_refresh or step >= state.max_steps - 1:
             self._show(bar, args, state)
-        bar.update(step - self.current_step)
-        self.current_step = step
+        else:
+            bar.update(step - self.current_step)
+            self.current_step = step
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
@@ -137,7 +150,8 @@ class ProgressCallback(TrainerCallback):
             self._loss = f"loss {logs['loss']:.4g}"
             self._losses = [*self._losses[-MOST_LOSSES:], float(logs["loss"])]
         if self.write_logs:
-            bar.write(str(readable_logs(logs, self.max_str_len)))
+            row = readable_row(logs, state.global_step, self.max_str_len)
+            bar.write(str(row) if self._rows is None else self._rows.format(row, columns_of(bar)))
         self._show(bar, args, state)
 
     def on_prediction_step(
@@ -152,7 +166,14 @@ class ProgressCallback(TrainerCallback):
             return
         if self.prediction_bar is None:
             is_alone = self.training_bar is None
-            self.prediction_bar = self._make_bar(length_of(eval_dataloader), "evaluate", "batch", leave=is_alone)
+            self.prediction_bar = make_bar(
+                length_of(eval_dataloader),
+                "evaluate",
+                "batch",
+                leave=is_alone,
+                seconds_between_lines=self.seconds_between_lines,
+            )
+            self._guard(self.prediction_bar)
         self.prediction_bar.update(1)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -177,15 +198,23 @@ class ProgressCallback(TrainerCallback):
         self._close_bars()
         self._optimizer = None
 
+    def on_run_closed(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Closes the bars after an error."""
+        self._close_bars()
+        self._optimizer = None
+
     # ---- the display
 
-    def _show(self, bar: Bar, args: TrainingArguments, state: TrainerState) -> None:
+    def _show(self, bar: Any, args: TrainingArguments, state: TrainerState) -> None:
         """Updates the text after the bar, at most every half second, so that its cost is negligible."""
         now = time.perf_counter()
         self._next_refresh = now + REFRESH_SECONDS
         if now >= self._next_memory:
             self._memory, self._next_memory = describe_memory(), now + 4 * REFRESH_SECONDS
         self._speed.mark(state)
+        self._time.mark(state.global_step, self._step_ended)
         bar.total = state.max_steps  # live: a callback may have changed it
         if state.global_step < state.max_steps:  # after the last step the optimizer has the rate of a step never run
             self._rate = _learning_rate(self._optimizer)
@@ -193,17 +222,20 @@ class ProgressCallback(TrainerCallback):
         left = self._time.left(state.global_step, state.max_steps, pause_intervals(args, state))
         if isinstance(bar, LineBar):
             bar.seconds_left = left
-        elif hasattr(bar, "bar_format") and not is_notebook():
+        elif _is_terminal_bar(bar):
             bar.bar_format = self._format(bar, state, speed, left)
         parts = [self._loss, self._rate, speed, self._memory]
         bar.set_postfix_str(", ".join(part for part in parts if part), refresh=False)
+        bar.update(state.global_step - self.current_step)
+        self.current_step = state.global_step
+        if not isinstance(bar, LineBar):
+            bar.refresh()
 
     def _format(self, bar: Any, state: TrainerState, speed: str, left: float | None) -> str:
         """Returns a format of tqdm for the terminal's width: what matters less is left out of a narrow line."""
-        measure = getattr(bar, "dynamic_ncols", None)  # a function of tqdm's, if the width may change
-        columns = (measure(bar.fp)[0] if callable(measure) else None) or 80
+        columns = columns_of(bar)
         pace = self._speed.steps_per_second
-        curve = terminal.sparkline(self._losses, CURVE, terminal.shows_unicode(bar.fp)) if self._losses else ""
+        curve = ""
         epoch = "" if state.epoch is None else f"epoch {state.epoch:.3g}"
         shown = {  # in the order of the line
             "epoch": epoch,
@@ -216,12 +248,14 @@ class ProgressCallback(TrainerCallback):
         }
         times = f"{{elapsed}}<{'?' if left is None else format_seconds(left)}"
         elapsed = format_seconds(bar.format_dict["elapsed"])
-        room = (
-            columns - 1 - len(f"{bar.desc} {bar.total}/{bar.total} [] ") - len(times) + len("{elapsed}") - len(elapsed)
-        )
+        room = columns - len(f"{bar.desc} {bar.total}/{bar.total} [] ") - len(times) + len("{elapsed}") - len(elapsed)
         kept = set()
-        for name in ("loss", "rate", "speed", "bar", "curve", "epoch", "memory", "pace"):  # the weightiest first
-            needed = LEAST_BAR + 3 if name == "bar" else len(shown[name]) + 2
+        for name in ("loss", "rate", "speed", "bar", "curve", "epoch", "pace", "memory"):  # the weightiest first
+            if name == "curve":  # as long as there is room, up to its usual length
+                cells = min(CURVE, room - 1)
+                curve = terminal.sparkline(self._losses, cells, terminal.shows_unicode(bar.fp)) if cells > 3 else ""
+                shown["curve"] = curve
+            needed = LEAST_BAR + 3 if name == "bar" else len(shown[name]) + (1 if name == "curve" else 2)
             if (name == "bar" or shown[name]) and needed <= room:
                 kept.add(name)
                 room -= needed
@@ -231,15 +265,26 @@ class ProgressCallback(TrainerCallback):
         middle = " |{bar}|" if "bar" in kept else ""
         return f"{{desc}}: {{n_fmt}}/{{total_fmt}}{middle} [{times}{', ' if text else ''}{text}]"
 
-    def _make_bar(self, total: int | None, title: str, unit: str, initial: int = 0, leave: bool = True) -> Bar:
-        return make_bar(total, title, unit, initial, leave, self.seconds_between_lines)
+    def _guard(self, bar: Bar) -> None:
+        """Starts to write what the program prints above the bar."""
+        if self._lines is None and _is_terminal_bar(bar):
+            self._lines = terminal_bar.LinesAboveBars()
+            self._lines.begin()
+
+    def _release(self) -> None:
+        if self._lines is not None:
+            self._lines.end()
+            self._lines = None
 
     def _close_prediction_bar(self) -> None:
         if self.prediction_bar is not None:
+            if self.training_bar is None:
+                self._release()
             self.prediction_bar.close()
             self.prediction_bar = None
 
     def _close_bars(self) -> None:
+        self._release()
         self._close_prediction_bar()
         if self.training_bar is not None:
             self.training_bar.close()
@@ -311,6 +356,16 @@ class LineBar:
         """Writes the last line."""
         if self.leave and self.n > self.initial:
             self.refresh()
+
+
+def columns_of(bar: Any) -> int:
+    """Returns the columns that a bar of tqdm may fill."""
+    measure = getattr(bar, "dynamic_ncols", None)  # a function of tqdm's, if the width may change
+    return (measure(bar.fp)[0] if callable(measure) else None) or 79
+
+
+def _is_terminal_bar(bar: Any) -> bool:
+    return hasattr(bar, "bar_format") and not is_notebook()
 
 
 def is_notebook() -> bool:

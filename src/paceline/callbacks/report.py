@@ -4,31 +4,127 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
+import os
+import time
 from pathlib import Path
 from typing import Any
 
+from paceline.args.secrets import mask_text
 from paceline.args.training import TrainingArguments
+from paceline.callbacks.memory import accelerator_bytes, process_bytes
 from paceline.core.events import TrainerCallback
+from paceline.core.ledger import PREFIX, RESOURCE_PREFIX
 from paceline.core.state import TrainerControl, TrainerState
+
+MOST_MEASUREMENTS = 512  # rows that are kept for the report
+MOST_MESSAGES = 200
+_MOST_LETTERS = 500  # of a message
+GB = 2**30
+
+
+class Messages(logging.Handler):
+    """Keeps the warnings of a run: of equal ones the first, with its number.
+
+    Args:
+        state: the state of the run, of which the step is read.
+    """
+
+    def __init__(self, state: TrainerState) -> None:
+        super().__init__(logging.WARNING)
+        self._state, self._process = state, os.getpid()
+        self._found: dict[str, dict[str, Any]] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        last = logging.lastResort  # prints where no handler is found; this one was
+        if last is not None and record.levelno >= last.level and self._is_alone(record.name):
+            last.handle(record)
+        if os.getpid() != self._process:
+            return
+        try:
+            text = mask_text(record.getMessage())[:_MOST_LETTERS]
+        except Exception:  # a message whose arguments do not fit it: other handlers report it
+            return
+        if text in self._found:
+            self._found[text]["number"] += 1
+        elif len(self._found) < MOST_MESSAGES:
+            step = self._state.global_step
+            self._found[text] = {"time": record.created, "step": step, "text": text, "number": 1}
+
+    def _is_alone(self, name: str) -> bool:
+        """True if the records of a logger reach no other handler."""
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return False
+            logger = logger.parent if logger.propagate else None
+        return True
+
+    def take(self) -> list[dict[str, Any]]:
+        """Returns the messages."""
+        return list(self._found.values())
 
 
 class ReportCallback(TrainerCallback):
     """Writes `report.html` to the output folder at the end of a training: curves, evaluations, configuration.
 
-    This is a default callback; `trainer.remove_callback(ReportCallback)` disables it. `paceline report RUN` writes the
-    report at any time, also for an interrupted run.
+    A training that an error ends leaves a report too. This is a default callback;
+    `trainer.remove_callback(ReportCallback)` disables it. `paceline report RUN` writes the report at any time.
     """
 
     may_fail = True
     reads_checkpoint = False
 
-    def on_train_end(
+    def __init__(self) -> None:
+        self._messages: Messages | None = None
+        self._measured: list[dict[str, Any]] = []
+
+    def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if not state.is_world_process_zero:
+        self._stop()
+        self._measured = []
+        if state.is_world_process_zero:
+            self._messages = Messages(state)
+            logging.getLogger("paceline").addHandler(self._messages)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if self._messages is None or not logs:
             return
+        row = {key: value for key, value in logs.items() if key.startswith((PREFIX, RESOURCE_PREFIX))}
+        if not any(key.startswith(PREFIX) for key in row):
+            return
+        for name, read in (("process", process_bytes), ("accelerator", accelerator_bytes)):
+            count = read()
+            if count is not None:
+                row.setdefault(f"{RESOURCE_PREFIX}{name}_memory_gb", round(count / GB, 4))
+        self._measured.append({"step": state.global_step, "time": round(time.time(), 3), **row})
+        if len(self._measured) >= 2 * MOST_MEASUREMENTS:
+            self._measured = importlib.import_module("paceline.report.measured").thinned(self._measured)
+
+    def on_run_closed(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Writes the report, when the record of the run tells how it ended."""
+        if self._messages is not None:
+            self._write(args, state)
+
+    def _write(self, args: TrainingArguments, state: TrainerState) -> None:
+        messages = self._stop()
         values = {field.name: getattr(state, field.name, None) for field in dataclasses.fields(state)}
         values["metric_for_best_model"] = args.metric_for_best_model
+        values["messages"] = messages
+        rows = [*self._measured, *(values.pop("log_history") or ())]
         # imported late: the page is not needed before the end of a run
         write = importlib.import_module("paceline.report.write")
-        write.write_report([Path(str(args.output_dir))], rows=values.pop("log_history"), state=values)
+        write.write_report([Path(str(args.output_dir))], rows=rows, state=values)
+
+    def _stop(self) -> list[dict[str, Any]]:
+        """Ends the collection of messages, and returns them."""
+        messages, self._messages = self._messages, None
+        if messages is None:
+            return []
+        logging.getLogger("paceline").removeHandler(messages)
+        return messages.take()

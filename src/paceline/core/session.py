@@ -473,6 +473,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
             run.feed.close()
             self.close(run)
             run.retry_writer.close()
+            self.callback_handler.call_event("on_run_closed", self.args, self.state, self.control)
             self.is_in_train, self.run = False, None
 
     def recording(self, run: RunType) -> AbstractContextManager[None]:

@@ -6,8 +6,8 @@ import copy
 import importlib
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -122,7 +122,7 @@ def evaluator_of(trainer: Trainer) -> Evaluator:
     if trainer.edits is None:  # otherwise training has already edited the model
         contexts.append(partial(edited_for_evaluation, trainer.model, args))
     if run is None:  # a training run has its own watch
-        contexts.append(WorkerWatch)
+        contexts += [WorkerWatch, partial(closed_after_error, trainer)]
 
     def keeps_workers(loader: object) -> bool:
         return run is not None and (run.loaders.holds(loader) or loader is run.feed.loader)
@@ -135,6 +135,16 @@ def evaluator_of(trainer: Trainer) -> Evaluator:
         loss_only=args.prediction_loss_only,
         reports_preparation=not trainer.is_prepared,
     )
+
+
+@contextmanager
+def closed_after_error(trainer: Trainer) -> Iterator[None]:
+    """Lets the displays of an evaluation without a run close if it fails."""
+    try:
+        yield
+    except BaseException:
+        trainer.callback_handler.call_event("on_run_closed", trainer.args, trainer.state, trainer.control)
+        raise
 
 
 def warn_of_gaps(trainer: Trainer, output: EvalLoopOutput, prefix: str) -> None:

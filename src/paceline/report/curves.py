@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.core.journal import NOT_COMPUTED
+from paceline.core.ledger import RESOURCE_PREFIX
+from paceline.report import measured
 from paceline.report.run_data import RunData, numbers_of
 
 NUM_COLOURS = 6  # number of line colours in the style sheet
@@ -30,6 +32,7 @@ class Series:
         colour: index of the line's colour.
         is_faint: True draws a thin line, behind the line of its mean.
         is_dashed: True for evaluations in a comparison of several runs.
+        bases: the lower edge of an area of a stacked chart, whose upper edge the values are; None for a line.
     """
 
     label: str
@@ -38,6 +41,12 @@ class Series:
     colour: int = 0
     is_faint: bool = False
     is_dashed: bool = False
+    bases: np.ndarray | None = None
+
+    @property
+    def heights(self) -> np.ndarray:
+        """The values, of an area without what it stands on."""
+        return self.values if self.bases is None else self.values - self.bases
 
     @property
     def style(self) -> str:
@@ -45,6 +54,7 @@ class Series:
         names = [f"colour{self.colour % NUM_COLOURS}"]
         names += ["faint"] if self.is_faint else []
         names += ["dashed"] if self.is_dashed else []
+        names += ["area"] if self.bases is not None else []
         return " ".join(names)
 
 
@@ -70,9 +80,13 @@ def make_charts(runs: Sequence[RunData]) -> list[Chart]:
         suffix = f" ({run.name})" if len(runs) > 1 else ""
         for title, series in _series_of(run, index, suffix):
             named.setdefault(title, []).append(series)
+    for index, run in enumerate(runs):
+        suffix = f" ({run.name})" if len(runs) > 1 else ""
+        for title, series in _measured_series(run, index, suffix):
+            named.setdefault(title, []).append(series)
     return [
         _as_chart(title, series, len(runs))
-        for title, series in named.items()
+        for title, series in sorted(named.items(), key=lambda pair: pair[0].startswith(RESOURCE_PREFIX))
         if any(len(each.steps) for each in series)
     ]
 
@@ -111,12 +125,28 @@ def _series_of(run: RunData, index: int, suffix: str) -> list[tuple[str, Series]
         found.append(("Gradient norm", norms))
     for key, (steps, values) in logged.items():
         title = _OF_JOURNAL.get(key, _title(key))
-        if (key in _OF_JOURNAL and len(updates)) or key.endswith(_NO_CURVE) or key == "train_loss":
+        if (key in _OF_JOURNAL and len(updates)) or key.endswith((*_NO_CURVE, "memory_gb")) or key == "train_loss":
             continue
         if len(steps) > 1 or title == "Loss":
             found.append((title, Series(f"{key}{suffix}", steps, values, index, is_dashed=key.startswith("eval_"))))
     order = {"Loss": 0, "Learning rate": 2, "Gradient norm": 3}
     return sorted(found, key=lambda pair: order.get(pair[0], 1 if pair[0].startswith("eval_") else 4))
+
+
+def _measured_series(run: RunData, index: int, suffix: str) -> list[tuple[str, Series]]:
+    """Returns (title of the chart, series) of throughput, memory and time."""
+    found = []
+    seconds = measured.seconds_of(run.rows)
+    for label, steps, values in measured.throughput(seconds, run.updates):
+        if len(steps) > 1:
+            found.append(("Throughput", Series(f"{label}{suffix}", steps, values, index)))
+    for label, steps, values in measured.memory(run.rows):
+        if len(steps) > 1:
+            found.append((measured.MEMORY_TITLE, Series(f"{label}{suffix}", steps, values, index)))
+    for order, (label, steps, tops, bases) in enumerate(measured.time_by_activity(seconds)):
+        if len(steps) > 1:
+            found.append((f"{measured.TIME_TITLE}{suffix}", Series(label, steps, tops, order, bases=bases)))
+    return found
 
 
 def _loss_series(steps: np.ndarray, losses: np.ndarray, index: int, suffix: str) -> list[tuple[str, Series]]:
@@ -142,6 +172,9 @@ def _as_chart(title: str, series: Sequence[Series], num_runs: int) -> Chart:
     for each in series:
         is_finite = np.isfinite(each.values) & np.isfinite(each.steps)
         num_left_out += int((~is_finite).sum())
+        if each.bases is not None:
+            kept.append(each)
+            continue
         steps, values = thin(each.steps[is_finite], each.values[is_finite])
         if not len(steps):
             continue

@@ -44,9 +44,10 @@
       return;
     }
     const [low, high] = shown;
+    const isStacked = figure.series.some((each) => each.base);
     const inside = figure.series.flatMap((each) => each.y.filter((_, at) => each.x[at] >= low && each.x[at] <= high));
-    const [least, greatest] = inside.length ? [Math.min(...inside), Math.max(...inside)] : [0, 1];
-    const margin = (greatest - least) / 20 || Math.abs(least) / 2 || 0.5;
+    const [least, greatest] = isStacked ? [0, 100] : inside.length ? [Math.min(...inside), Math.max(...inside)] : [0, 1];
+    const margin = isStacked ? 0 : (greatest - least) / 20 || Math.abs(least) / 2 || 0.5;
     const across = (x) => left + ((x - low) / (high - low)) * (width - left - right);
     const down = (y) =>
       height - bottom - ((y - least + margin) / (greatest - least + 2 * margin)) * (height - top - bottom);
@@ -55,7 +56,9 @@
     marks.replaceChildren();
     for (const x of ticks(low, high)) {
       marks.append(element("line", { x1: across(x), x2: across(x), y1: top, y2: height - bottom }));
-      marks.append(element("text", { x: across(x), y: height - bottom + 18, "text-anchor": "middle" }, number(x)));
+      const isLast = across(x) > width - 30; // the last number is not cut
+      const place = { x: isLast ? width - 2 : across(x), "text-anchor": isLast ? "end" : "middle" };
+      marks.append(element("text", { ...place, y: height - bottom + 18 }, number(x)));
     }
     for (const y of ticks(least - margin, greatest + margin)) {
       marks.append(element("line", { x1: left, x2: width - right, y1: down(y), y2: down(y) }));
@@ -64,7 +67,13 @@
     const lines = figure.svg.querySelector(".lines");
     lines.replaceChildren();
     for (const each of figure.series) {
-      const points = each.x.map((x, at) => `${across(x).toFixed(1)},${down(each.y[at]).toFixed(1)}`).join(" ");
+      const edge = (values) => each.x.map((x, at) => `${across(x).toFixed(1)},${down(values[at]).toFixed(1)}`);
+      if (each.base) {
+        const points = [...edge(each.y), ...edge(each.base).reverse()].join(" ");
+        lines.append(element("polygon", { class: each.style, points }));
+        continue;
+      }
+      const points = edge(each.y).join(" ");
       lines.append(element("polyline", { class: each.style, points }));
       if (each.x.length === 1)
         lines.append(element("circle", { class: each.style, cx: across(each.x[0]), cy: down(each.y[0]), r: 3 }));
@@ -91,7 +100,7 @@
       each.x.forEach((x, at) => {
         if (Math.abs(x - step) < Math.abs(each.x[best] - step)) best = at;
       });
-      return `${each.label}: ${number(each.y[best])} at step ${number(each.x[best])}`;
+      return `${each.label}: ${number(each.y[best] - (each.base?.[best] ?? 0))} at step ${number(each.x[best])}`;
     });
     figure.svg.closest("figure").querySelector("figcaption").textContent = parts.join(" · ");
     figure.svg.querySelector(".cursor")?.remove();

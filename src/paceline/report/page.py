@@ -9,10 +9,13 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+import numpy as np
+
 from paceline.args.secrets import mask_text, masked
 from paceline.args.training import TrainingArguments
 from paceline.checkpoint.space import in_words
 from paceline.core.record import jsonable
+from paceline.report import notices
 from paceline.report.curves import Chart, make_charts
 from paceline.report.differences import find_differences
 from paceline.report.divergence import compare_steps
@@ -20,6 +23,7 @@ from paceline.report.run_data import LOG_START, RunData, log_to_keep
 from paceline.report.svg import describe, draw, number
 
 _MOST_ROWS = 500  # maximum rows of a table
+_MOST_VALUES = 40  # maximum rows of the table of a chart
 _OF_EVALUATION = ("eval_", "test_")
 _NEVER_SHOWN = {"output_dir"}  # differs between any two runs
 
@@ -152,7 +156,7 @@ def _figure(chart: Chart, name: str) -> str:
     ]
     left_out = f" {chart.num_left_out:,} values are not finite and not shown." if chart.num_left_out else ""
     caption = " · ".join(
-        f"{series.label}: {number(series.values[-1])} at step {series.steps[-1]:,.0f}"
+        f"{series.label}: {number(series.heights[-1])} at step {series.steps[-1]:,.0f}"
         for series in chart.series
         if not series.is_faint
     )
@@ -160,21 +164,38 @@ def _figure(chart: Chart, name: str) -> str:
     return (
         f"<figure><header><h3>{escape(chart.title)}</h3>"
         f'<button class="all" type="button" hidden>show all</button></header>{drawing}'
-        f'<ul class="legend">{"".join(keys)}</ul>'
+        f'<ul class="legend">{"".join(keys)}</ul>{_values(chart)}'
         f'<figcaption aria-live="polite" title="{escape(describe(chart))}">{escape(caption)}</figcaption>'
         + (f'<p class="bad">{left_out}</p>' if left_out else "")
         + "</figure>"
     )
 
 
+def _values(chart: Chart) -> str:
+    """Returns the points of a chart as a table, for readers who cannot see it; a long series is cut to some of them."""
+    steps = sorted({step for each in chart.series for step in each.steps.tolist()})
+    if not steps:
+        return ""
+    places = np.linspace(0, len(steps) - 1, min(len(steps), _MOST_VALUES)).astype(int)
+    shown = np.array([steps[at] for at in places.tolist()])
+    columns = []
+    for each in chart.series:
+        last = np.searchsorted(each.steps, shown, side="right") - 1  # the newest value up to a step
+        columns.append(["" if at < 0 else number(each.heights[at]) for at in last.tolist()])
+    rows = [[f"{step:,.0f}", *cells] for step, *cells in zip(shown.tolist(), *columns, strict=True)]
+    table = _table(["step", *[each.label for each in chart.series]], rows, is_numeric=True)
+    return f"<details><summary>{escape(chart.title)} as a table</summary>{table}</details>"
+
+
 def _details(run: RunData, is_alone: bool) -> str:
     parts = [] if is_alone else [f"<h2>{escape(run.name)}</h2>"]
-    parts += [_evaluations(run), _configuration(run), _checkpoints(run), _events(run), _environment(run)]
+    parts += [_evaluations(run), _configuration(run), _data(run), _checkpoints(run), _events(run), _environment(run)]
     return "\n".join(part for part in parts if part)
 
 
 def _evaluations(run: RunData) -> str:
-    rows = [row for row in run.rows if any(key.startswith(_OF_EVALUATION) for key in row)]
+    known = {key for key in set().union(*run.rows) if key.startswith(_OF_EVALUATION)}
+    rows = [row for row in run.rows if not known.isdisjoint(row)]
     if not rows:
         return ""
     keys = list(dict.fromkeys(key for row in rows for key in row if key.startswith(_OF_EVALUATION)))
@@ -221,19 +242,18 @@ def _checkpoints(run: RunData) -> str:
 
 
 def _events(run: RunData) -> str:
-    """Returns a table of the run's starts, skipped accumulation windows, and notes of the plan."""
-    rows = []
-    records = [*_records(run.record.get("history")), run.record]
-    for record in records:
-        extra = record.get("extra")
-        step = extra.get("resumed_at_step") if isinstance(extra, dict) else None
-        event = "started" if not step else f"resumed at step {_as_text(step)}"
-        rows.append([_as_text(record.get("started", "")), event])
-    for skipped in run.skipped[:_MOST_ROWS]:
-        rows.append(["", f"skipped after values that were not finite: {_as_text(skipped)}"])
-    for note in _list(_mapping(run.record.get("plan")).get("notes")):
-        rows.append(["", _as_text(note)])
-    return "<h2>Events</h2>\n" + _table(["time", "event"], rows) if rows and run.record else ""
+    """Returns tables of what happened during the run, and of its warnings."""
+    parts = []
+    for title, found in (("Events", notices.events_of(run)), ("Warnings", notices.warnings_of(run))):
+        rows = [[mask_text(_as_text(cell)) for cell in row] for row in found]
+        if rows and run.record:
+            parts.append(f"<h2>{title}</h2>\n" + _table(["time", "step", title.lower().rstrip("s")], rows))
+    return "\n".join(parts)
+
+
+def _data(run: RunData) -> str:
+    rows = [[_as_text(cell) for cell in row] for row in notices.data_of(run)]
+    return "<h2>Data</h2>\n" + _table(["name", "kind", "samples"], rows) if rows else ""
 
 
 def _environment(run: RunData) -> str:
@@ -245,7 +265,8 @@ def _environment(run: RunData) -> str:
     if isinstance(git, dict):
         state = " with uncommitted changes" if git.get("dirty") else ""
         rows.append(["commit", f"{_as_text(git.get('commit'))}{state}"])
-    rows += [[name, version] for name, version in _pairs(run.record.get("versions"))]
+    rows += _pairs(run.record.get("hardware"))
+    rows += _pairs(run.record.get("versions"))
     return "<h2>Environment</h2>\n" + _table(["", ""], rows)
 
 
@@ -313,12 +334,17 @@ def _points(charts: Sequence[Chart]) -> list[list[dict[str, Any]]]:
                 "label": series.label,
                 "style": series.style,
                 "x": [int(step) for step in series.steps.tolist()],
-                "y": [float(f"{value:.6g}") for value in series.values.tolist()],
+                "y": _rounded(series.values),
+                **({} if series.bases is None else {"base": _rounded(series.bases)}),
             }
             for series in chart.series
         ]
         for chart in charts
     ]
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return [float(f"{value:.6g}") for value in values.tolist()]
 
 
 def _as_script(value: Any) -> str:
@@ -357,10 +383,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _records(value: Any) -> list[dict[str, Any]]:
-    return [each for each in _list(value) if isinstance(each, dict)]
 
 
 def _pairs(value: Any) -> list[list[str]]:

@@ -18,10 +18,12 @@ from paceline.checkpoint import folders
 from paceline.core.journal import FORMAT, JOURNAL_FILE, SKIPPED_FILE
 from paceline.core.lineage import KEY, RECORD_NAME, REPORT_FILE
 from paceline.core.record import jsonable
+from paceline.report.measured import TIME_KEYS, has_measurements, is_measured
 
 STATE_FILE = "trainer_state.json"  # in a checkpoint
 LOG_FILE = "log.jsonl"  # written by the jsonl reporter
 LOG_START = '<script type="application/json" id="log">'  # precedes the rows that a page keeps of its run
+_TIMES = {"step", "epoch", "time", *TIME_KEYS}
 _MOST_KEPT = 2_000  # maximum rows that a page keeps
 _MOST_BYTES = 2**30  # maximum size of a file to read
 
@@ -130,7 +132,9 @@ def read_run(
         rows = _logged_rows(folder, state, problems)
         kept = _kept_log(folder / REPORT_FILE, record)
         if kept is not None and kept[0] and _last_step(kept[0]) >= _last_step(rows):
-            rows, state = [*(row for row in rows if "loss" in row), *kept[0]], kept[1]
+            logged = [row for row in rows if "loss" in row]
+            is_timed = any(map(has_measurements, logged))  # the same seconds are not counted twice
+            rows, state = [*logged, *(row for row in kept[0] if not (is_timed and is_measured(row)))], kept[1]
     best = state.get("best_model_checkpoint")
     best_name = Path(best).name if isinstance(best, str) else None
     return RunData(
@@ -149,16 +153,21 @@ def read_run(
 
 
 def numbers_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns (steps, values) of every number in the rows, by key, in the order of the steps.
+    """Returns (steps, values) of every number in the rows but times, by key, in the order of the steps.
 
     If two rows have the same step, for instance after a manual evaluation, the later row counts.
     """
-    found: dict[str, dict[int, float]] = {}
-    for row in rows:
-        for key, value in row.items():
-            if key in ("step", "epoch", "time") or isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            found.setdefault(key, {})[int(row["step"])] = _as_float(value)
+    keys = dict.fromkeys(key for row in rows for key in row if key not in _TIMES)
+    found = {}
+    for key in keys:
+        points = ((row["step"], row[key]) for row in rows if key in row)
+        numbers = {
+            int(step): _as_float(value)
+            for step, value in points
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        if numbers:
+            found[key] = numbers
     return {
         key: (np.array(sorted(points), np.float64), np.array([points[step] for step in sorted(points)]))
         for key, points in found.items()
@@ -207,9 +216,16 @@ def _read_json(path: Path, problems: list[str]) -> Any:
 
 def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """Returns the objects in a JSON-lines file. One damaged line, such as one cut by a crash, is ignored silently."""
+    lines = _read_text(path, problems).splitlines()
+    try:  # all lines at once is twice as fast
+        values = json.loads(f"[{','.join(lines)}]")
+        if len(values) == len(lines) and all(isinstance(value, dict) for value in values):
+            return list(values)
+    except (ValueError, RecursionError):
+        pass
     found = []
     num_damaged = 0
-    for line in _read_text(path, problems).splitlines():
+    for line in lines:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
@@ -259,7 +275,7 @@ def log_to_keep(run: RunData) -> dict[str, Any]:
     Without a reporter and a later checkpoint these are stored nowhere else. Training rows are left out, because the
     journal has every step.
     """
-    kept = {"metric_for_best_model", "best_metric", "best_model_checkpoint", "max_steps", "global_step"}
+    kept = {"metric_for_best_model", "best_metric", "best_model_checkpoint", "max_steps", "global_step", "messages"}
     return {
         "run": _mapping(run.record.get(KEY)).get("id"),
         "rows": [jsonable(row) for row in run.rows if "loss" not in row][-_MOST_KEPT:],

@@ -23,7 +23,7 @@ def draw(chart: Chart, name: str) -> str:
         name: the element's id.
     """
     x_low, x_high = limits([each.steps for each in chart.series], is_padded=False)
-    y_low, y_high = limits([each.values for each in chart.series])
+    y_low, y_high = y_limits(chart)
     lines = [_line(each, (x_low, x_high), (y_low, y_high)) for each in chart.series]
     marks = [_tick(value, x_low, x_high, is_x=True) for value in ticks(x_low, x_high, whole=True)]
     marks += [_tick(value, y_low, y_high, is_x=False) for value in ticks(y_low, y_high)]
@@ -42,11 +42,19 @@ def describe(chart: Chart) -> str:
     parts = []
     for each in chart.series:
         if not each.is_faint:
-            first, last = number(each.values[0]), number(each.values[-1])
-            low, high = number(each.values.min()), number(each.values.max())
+            values = each.heights
+            first, last = number(values[0]), number(values[-1])
+            low, high = number(values.min()), number(values.max())
             where = f"from step {each.steps[0]:,.0f} to {each.steps[-1]:,.0f}"
             parts.append(f"{each.label} {where}: first {first}, last {last}, least {low}, greatest {high}")
     return f"{chart.title}. " + "; ".join(parts)
+
+
+def y_limits(chart: Chart) -> tuple[float, float]:
+    """Returns the range of a chart's values; of areas, from 0 to the highest one."""
+    if chart.series[0].bases is not None:
+        return 0.0, max(float(each.values.max()) for each in chart.series) or 1.0
+    return limits([each.values for each in chart.series])
 
 
 def limits(arrays: list[np.ndarray], is_padded: bool = True) -> tuple[float, float]:
@@ -98,7 +106,9 @@ def _tick(value: float, low: float, high: float, is_x: bool) -> str:
     at = place(value, low, high, is_x)
     if is_x:
         line = f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-        return f'{line}<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{number(value)}</text>'
+        anchor = "end" if at > WIDTH - 30 else "middle"  # the last number is not cut
+        right = WIDTH - 2 if anchor == "end" else at
+        return f'{line}<text x="{right:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="{anchor}">{number(value)}</text>'
     line = f'<line y1="{at:.1f}" y2="{at:.1f}" x1="{LEFT}" x2="{WIDTH - RIGHT}"/>'
     return f'{line}<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number(value)}</text>'
 
@@ -107,6 +117,10 @@ def _line(series: Series, x_limits: tuple[float, float], y_limits: tuple[float, 
     across = place(series.steps, *x_limits, is_x=True)
     down = place(series.values, *y_limits, is_x=False)
     points = [f"{x:.1f},{y:.1f}" for x, y in zip(across.tolist(), down.tolist(), strict=True)]
+    if series.bases is not None:
+        below = place(series.bases, *y_limits, is_x=False)
+        points += [f"{x:.1f},{y:.1f}" for x, y in zip(across[::-1].tolist(), below[::-1].tolist(), strict=True)]
+        return f'<polygon class="{series.style}" points="{" ".join(points)}"/>'
     if len(points) == 1:  # a line with one point would be invisible
         return f'<circle class="{series.style}" cx="{across[0]:.1f}" cy="{down[0]:.1f}" r="3"/>'
     return f'<polyline class="{series.style}" points="{" ".join(points)}"/>'

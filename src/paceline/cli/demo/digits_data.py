@@ -91,6 +91,6 @@ def show_results(trainer: Any, held_out: Any, truth: Sequence[int], job: Job, sa
     say("Confusion matrix (rows: true digit, columns: predicted digit):\n")
     say(draw_table(count_confusions(truth, predicted), NAMES))
     say(
-        f"\nWeights, checkpoints, log.jsonl and run.json are saved to {job.folder}/. Run the command again to see this "
-        "again; --fresh starts over."
+        f"\nWeights, checkpoints, log.jsonl, run.json and report.html are saved to {job.folder}/. Run the command "
+        "again to see this again; --fresh starts over."
     )

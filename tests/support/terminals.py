@@ -1,0 +1,116 @@
+"""A terminal for tests: a pseudo-terminal, and what it shows of what was written to it."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import select
+import struct
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+TOKEN = re.compile(r"\x1b\[(\d*)([A-Za-z])|([\r\n\b])|([^\x1b\r\n\b]+)")
+
+
+class Screen:
+    """Lines of characters that never scroll. A line that is longer than the terminal counts as broken.
+
+    Args:
+        columns: width of the terminal.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        self.lines = [""]
+        self.row = self.column = 0
+
+    def feed(self, text: str) -> None:
+        for number, command, control, plain in TOKEN.findall(text):
+            if command:
+                self.obey(command, int(number or 1))
+            elif control:
+                self.move(control)
+            else:
+                line = self.lines[self.row].ljust(self.column)
+                self.lines[self.row] = line[: self.column] + plain + line[self.column + len(plain) :]
+                self.column += len(plain)
+                assert len(self.lines[self.row].rstrip()) <= self.columns, self.lines[self.row]
+
+    def obey(self, command: str, number: int) -> None:
+        if command == "A":
+            self.row = max(self.row - number, 0)
+        elif command in "KJ":
+            self.lines[self.row] = self.lines[self.row][: self.column]
+            if command == "J":
+                self.lines[self.row + 1 :] = []
+        else:
+            assert command == "m", command
+
+    def move(self, control: str) -> None:
+        if control == "\n":  # the terminal writes a carriage return too
+            self.row += 1
+            self.lines += [""] * (self.row + 1 - len(self.lines))
+        self.column = 0 if control != "\b" else max(self.column - 1, 0)
+
+    def resize(self, columns: int) -> None:
+        """Wraps the lines anew, as most terminals do; the cursor stays at its character."""
+        wrapped: list[str] = []
+        for index, line in enumerate(self.lines):
+            if index == self.row:
+                row, column = len(wrapped) + self.column // columns, self.column % columns
+            wrapped += [line[at : at + columns] for at in range(0, max(len(line.rstrip()), 1), columns)]
+        self.lines, self.columns, self.row, self.column = wrapped, columns, row, column
+
+    @property
+    def shown(self) -> list[str]:
+        return [line.rstrip() for line in self.lines if line.strip()]
+
+
+class Terminal:
+    """A pseudo-terminal with a stream that writes to it.
+
+    Attributes:
+        stream: a text stream, as `sys.stdout` is.
+        screen: what is shown after `look`.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self._outer, inner = pty.openpty()
+        self.stream = io.TextIOWrapper(io.FileIO(inner, "w"), encoding="utf-8", write_through=True)
+        self.screen = Screen(columns)
+        self.resize(columns, is_first=True)
+
+    def resize(self, columns: int, is_first: bool = False) -> None:
+        self.look()
+        fcntl.ioctl(self.stream.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+        if not is_first:
+            self.screen.resize(columns)
+
+    def look(self) -> list[str]:
+        """Returns the lines that the terminal shows."""
+        content = b""
+        while select.select([self._outer], [], [], 0)[0]:
+            content += os.read(self._outer, 65536)
+        self.screen.feed(content.decode())
+        return self.screen.shown
+
+    def close(self) -> None:
+        self.stream.close()
+        os.close(self._outer)
+
+
+@contextmanager
+def on_terminal(columns: int) -> Iterator[Terminal]:
+    """Makes a terminal the standard output and error."""
+    terminal, before = Terminal(columns), (sys.stdout, sys.stderr)
+    sys.stdout = sys.stderr = terminal.stream
+    try:
+        yield terminal
+    finally:
+        sys.stdout, sys.stderr = before
+        terminal.close()
