@@ -105,6 +105,7 @@ if TYPE_CHECKING:
         get_scheduler,
         get_wsd_schedule,
     )
+    from paceline.pytorch.pruning import Pruning
     from paceline.pytorch.replay import replay
     from paceline.pytorch.seq2seq import Seq2SeqTrainer
     from paceline.pytorch.trainer import Trainer
@@ -175,6 +176,7 @@ _HOMES = {
     "PredictionOutput": "paceline.core.outputs",
     "PrinterCallback": "paceline.callbacks.printer",
     "ProgressCallback": "paceline.callbacks.progress",
+    "Pruning": "paceline.pytorch.pruning",
     "PushToHubCallback": "paceline.tensorflow.keras_callbacks",
     "ReportCallback": "paceline.callbacks.report",
     "SaveStrategy": "paceline.args.choices",
