@@ -220,12 +220,13 @@ class Pruning(TrainerCallback):
     @torch.no_grad()
     def _score(self) -> None:
         """Subtracts weight * gradient from the scores; a step whose gradients are not finite adds nothing."""
-        live = [each for each in self._targets if each.weight.grad is not None] if self._scores else []
+        pairs = [(each, each.weight.grad) for each in self._targets] if self._scores else []
+        live = [(each, gradient) for each, gradient in pairs if gradient is not None]
         if not live:
             return
-        moves = [each.weight.detach() * each.weight.grad for each in live]
+        moves = [each.weight.detach() * gradient for each, gradient in live]
         is_finite = torch.stack([move.sum().isfinite().to(moves[0].device) for move in moves]).all()
-        for target, move in zip(live, moves, strict=True):
+        for (target, _), move in zip(live, moves, strict=True):
             self._scores[target.name].sub_(torch.where(is_finite.to(move.device), move, torch.zeros_like(move)))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -180,7 +180,8 @@ def masks_of(
             stays = target.units(earlier[target.name].to(found[target.name].device), unit).all(1)
             found[target.name] = found[target.name].masked_fill(~stays, -math.inf)
     if is_global:
-        kept = keep_most(torch.cat(list(found.values())), sparsity).split([each.numel() for each in found.values()])
+        sizes = [each.numel() for each in found.values()]
+        kept = torch.split(keep_most(torch.cat(list(found.values())), sparsity), sizes)
     else:
         kept = tuple(keep_most(each, sparsity) for each in found.values())
     return {target.name: target.spread(each, unit) for target, each in zip(targets, kept, strict=True)}

@@ -52,7 +52,7 @@ class Watch(TrainerCallback):
 
 
 def make(
-    folder: Path, pruning: Pruning | None, model: nn.Module | None = None, stop: int | None = None, **o: Any
+    folder: Path, pruning: Pruning | None, model: nn.Module | None = None, stop: int | None = None, **options: Any
 ) -> Any:
     defaults: dict[str, Any] = {
         "max_steps": STEPS,
