@@ -89,7 +89,8 @@ class Pruning(TrainerCallback):
         masks: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.sparsity = 0.5 if sparsity is None and unit == TWO_OF_FOUR else sparsity
-        self.method, self.unit, self.scope, self.schedule = method, unit, scope, schedule
+        self.method, self.unit, self.scope = method, unit, scope
+        self.schedule = schedule
         self.start, self.end, self.every = start, end, every
         self.modules, self.exclude, self.heads = modules, exclude, dict(heads or {})
         self.fixed = None if masks is None else {name: mask.bool().clone() for name, mask in masks.items()}

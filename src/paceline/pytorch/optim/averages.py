@@ -353,7 +353,7 @@ def averaging(averages: AveragedWeights | None, steps: Steps, handler: CallbackH
         return
     callback = Averaging(averages, steps)
     found = [getattr(each, "project_average", None) for each in handler.callbacks]
-    averages.projections = [project for project in found if callable(project)]
+    averages.projections[:] = [project for project in found if callable(project)]
     handler.callbacks.insert(0, callback)  # before callbacks that use the average
     try:
         yield
