@@ -136,6 +136,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("the plan decides", "*/session.py"): "the session, which hands values on",
     ("the plan decides", "core/loop.py"): "max_steps and the JIT checkpoint are live: a callback may change them",
     ("the plan decides", "core/state.py"): "a public method of the Hugging Face library's state",
+    ("the plan decides", "pytorch/pruning.py"): "a callback is given the arguments",
     ("the plan decides", "checkpoint/retention.py"): "makes a Retention of them, in one place",
     ("the plan decides", "pytorch/data/loading.py"): "makes the options of the workers of them, in one place",
     ("the plan decides", "pytorch/distributed/*"): "a strategy is made of the options that configure it alone",

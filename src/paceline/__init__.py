@@ -128,6 +128,7 @@ if TYPE_CHECKING:
         get_scheduler as get_scheduler,
         get_wsd_schedule as get_wsd_schedule,
     )
+    from paceline.pytorch.pruning import Pruning as Pruning
     from paceline.pytorch.replay import replay as replay
     from paceline.pytorch.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
     from paceline.pytorch.trainer import Trainer as Trainer
@@ -212,6 +213,7 @@ _HOMES = {
     "PredictionOutput": "paceline.core.outputs",
     "PrinterCallback": "paceline.callbacks.printer",
     "ProgressCallback": "paceline.callbacks.progress",
+    "Pruning": "paceline.pytorch.pruning",
     "PushToHubCallback": "paceline.tensorflow.keras_callbacks",
     "ReportCallback": "paceline.callbacks.report",
     "SaveStrategy": "paceline.args.choices",

@@ -136,6 +136,11 @@ class Meter(Protocol):
         ...
 
 
+def meters_in(handler: CallbackHandler) -> list[Meter]:
+    """Returns the callbacks that are meters, too: those with `is_meter = True`."""
+    return [each for each in handler.callbacks if getattr(each, "is_meter", False) is True]
+
+
 class Lock(Protocol):
     """The exclusive right of a run to write to its output folder."""
 

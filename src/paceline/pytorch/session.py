@@ -29,7 +29,7 @@ from paceline.core.loop import Loop
 from paceline.core.methods import is_ours
 from paceline.core.metrics import best_metric_value
 from paceline.core.optional import LateModule
-from paceline.core.session import Kept, RunFacts
+from paceline.core.session import Kept, RunFacts, meters_in
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerState
 from paceline.pytorch.checkpoint.distributed_resume import begin_for_all, find_for_all, locked
@@ -288,7 +288,7 @@ class Session(core.Session[Run, TrainerMembers]):
         self.strategy.check_training_step(self.facade.training_step)
         padding = PaddingMeter()
         edit_meters = self.edits.meters if self.edits is not None else ()
-        meters: list[core.Meter] = [padding, *feed.meters, *edit_meters]
+        meters: list[core.Meter] = [padding, *feed.meters, *edit_meters, *meters_in(self.callback_handler)]
         training_step = self.facade.training_step
         if self.args.log_flops:
             meter = flops.meter_of(self.facade, self.strategy, plan, self.model)

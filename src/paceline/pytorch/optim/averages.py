@@ -12,7 +12,7 @@ A checkpoint's model files hold the average, and its item `averages` holds the t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import compress
 from operator import attrgetter
@@ -150,11 +150,13 @@ class AveragedWeights:
 
     Attributes:
         num_updates: updates of the average so far.
+        projections: given pairs of a tensor and this process's part of its average, set what pruning has removed to 0.
     """
 
     def __init__(self, model: nn.Module, settings: AverageSettings, refresh: Callable[[], None] | None = None) -> None:
         self.model, self.settings, self.refresh = model, settings, refresh
         self.num_updates = 0
+        self.projections: list[Callable[[Iterable[tuple[Tensor, Tensor]]], None]] = []
         self._slots: dict[str, Slot] = {}
         self._is_stale = refresh is not None  # the statistics of batch norm are not those of the average
         self._is_in_model = False
@@ -226,6 +228,9 @@ class AveragedWeights:
 
     @torch.no_grad()
     def _swap_in(self) -> None:
+        self._drop_gathered()
+        for project in self.projections:
+            project((slot.tensor, slot.kept) for slot in self._slots.values())
         self._is_in_model = True
         for slot in self._slots.values():
             slot.swap_in()
@@ -347,6 +352,8 @@ def averaging(averages: AveragedWeights | None, steps: Steps, handler: CallbackH
         yield
         return
     callback = Averaging(averages, steps)
+    found = [getattr(each, "project_average", None) for each in handler.callbacks]
+    averages.projections[:] = [project for project in found if callable(project)]
     handler.callbacks.insert(0, callback)  # before callbacks that use the average
     try:
         yield
