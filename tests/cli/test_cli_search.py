@@ -17,6 +17,8 @@ from train_jobs import MODULE, write_job
 from paceline.cli import search_table
 from paceline.cli.display import AboveBars
 from paceline.cli.main import main
+from paceline.cli.search import run_workers
+from paceline.cli.search_options import read_search
 
 optuna = pytest.importorskip("optuna")
 
@@ -185,3 +187,32 @@ def test_display_without_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with search_table.TrialsDisplay(tmp_path).shown():
         pass
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("visible", "wanted"),
+    [("4,6", ["4", "6", "4"]), ("GPU-a1", ["GPU-a1"] * 3), ("", [""] * 3)],
+)
+def test_each_process_has_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, wanted: list[str]
+) -> None:
+    """Processes take the visible CUDA devices in turn; without one, their environment is that of the search."""
+    started: list[tuple[list[str], str]] = []
+
+    class Process:
+        def __init__(self, command: list[str], env: dict[str, str], **options: Any) -> None:
+            started.append((command, env["CUDA_VISIBLE_DEVICES"]))
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("paceline.cli.search.subprocess.Popen", Process)
+    path = write_job(tmp_path, MODULE, CONFIG)
+    config = read_search([str(path), "--n_parallel", "3"])
+    assert run_workers(config) == [0, 0, 0]
+    assert [device for _, device in started] == wanted
+    assert all(command[-1] == "--worker" and str(path) in command for command, _ in started)
+    assert run_workers(config, tmp_path) == [0, 0, 0]
+    assert [device for _, device in started[3:]] == wanted
+    assert sorted(file.name for file in tmp_path.glob("worker-*")) == [f"worker-{index}.log" for index in range(3)]
