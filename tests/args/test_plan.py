@@ -205,7 +205,8 @@ def test_description() -> None:
         "150 (3 epochs, 1,600 samples each), 50 per epoch",
         "32 per step = 8 x 2 micro-batches x 2 processes",
         "gradients not clipped, seed 42, data seed 7",
-        "every 500 steps",
+        "log        every 500 steps\n",
+        "save       every 500 steps and after the last",
         "at each end of an epoch",
     ):
         assert part in text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -12,7 +14,11 @@ from typing import Any
 import pytest
 from train_jobs import MODULE, write_job
 
+from paceline.cli import search_table
+from paceline.cli.display import AboveBars
 from paceline.cli.main import main
+from paceline.cli.search import run_workers
+from paceline.cli.search_options import read_search
 
 optuna = pytest.importorskip("optuna")
 
@@ -105,7 +111,7 @@ def test_without_the_section(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_trials_in_processes_that_have_all_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(config: Any) -> list[int]:
+    def fail(config: Any, folder: Any = None) -> list[int]:
         study = study_of(tmp_path)
         for _ in range(config.n_trials):
             trial = study.ask()
@@ -115,5 +121,100 @@ def test_trials_in_processes_that_have_all_failed(
 
     monkeypatch.setattr("paceline.cli.search.run_workers", fail)
     path = write_job(tmp_path, MODULE, CONFIG)
-    with pytest.raises(RuntimeError, match=r"of 3, 3 failed .* trial 2: ValueError: too wide"):
-        main(["search", str(path), "--n_parallel", "2"])
+    assert main(["search", str(path), "--n_parallel", "2"]) == 1
+    error = capsys.readouterr().err
+    assert re.search(r"of 3, 3 failed .* trial 2: ValueError: too wide", error)
+    assert "Traceback" not in error
+
+
+def test_a_line_for_each_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe gets one line at the end of each trial, and none about those of an earlier start."""
+    path = write_job(tmp_path, MODULE, CONFIG)
+    assert main(["search", str(path), "--n_trials", "2"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"trial \d+ +complete", line)]
+    assert [line.split()[1] for line in lines] == ["0", "1"]
+    assert all("learning_rate=" in line and "model.width=" in line for line in lines)
+    assert main(["search", str(path), "--n_trials", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert [line.split()[1] for line in out.splitlines() if re.match(r"trial \d+ +complete", line)] == ["2"]
+
+
+def test_table_of_trials() -> None:
+    """A table has the trials that run and the newest, with the hyperparameters that can differ."""
+    width, fixed = optuna.distributions.IntDistribution(2, 8), optuna.distributions.CategoricalDistribution([3])
+    state = optuna.trial.TrialState
+    ended = optuna.trial.create_trial(
+        value=0.5, params={"width": 4, "seed": 3}, distributions={"width": width, "seed": fixed}
+    )
+    running = optuna.trial.create_trial(
+        state=state.RUNNING, params={"width": 2}, distributions={"width": width}, intermediate_values={2: 0.75, 4: 0.25}
+    )
+    ended.number, running.number = 0, 1
+    lines = search_table.table_of([ended, running], ["4/4", "2/4"])
+    assert lines[0].split() == list(search_table.HEAD)
+    assert lines[1].split()[:4] == ["0", "complete", "0.5", "4/4"]
+    assert lines[1].endswith("width=4")
+    assert lines[2].split()[:4] == ["1", "running", "0.25", "2/4"]
+    trials = [optuna.trial.create_trial(value=0.0) for _ in range(5)]
+    for number, trial in enumerate(trials):
+        trial.number = number
+    trials[1].state = state.RUNNING
+    assert [trial.number for trial in search_table.chosen(trials, 3)] == [1, 3, 4]
+
+
+def test_log_lines_above_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table is cleared before a log line and drawn again below it; it ends with the last states."""
+    study = optuna.create_study(study_name="paceline", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=2)
+    monkeypatch.setattr(search_table, "is_interactive", lambda stream: True)
+    handler = AboveBars()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    with search_table.TrialsDisplay(tmp_path).shown():
+        assert handler.around is not None
+        with handler.around():
+            print("note")
+    assert handler.around is None
+    out = capsys.readouterr().out
+    assert out.startswith("note\n\r\x1b[J")
+    assert out.count("complete") == 2
+    assert out.endswith("\x1b[3B\r")
+
+
+def test_display_without_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is no study costs the display, not the search."""
+    (tmp_path / "study.db").write_text("no database" * 99)
+    with search_table.TrialsDisplay(tmp_path).shown():
+        pass
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("visible", "wanted"),
+    [("4,6", ["4", "6", "4"]), ("GPU-a1", ["GPU-a1"] * 3), ("", [""] * 3)],
+)
+def test_each_process_has_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, wanted: list[str]
+) -> None:
+    """Processes take the visible CUDA devices in turn; without one, their environment is that of the search."""
+    started: list[tuple[list[str], str]] = []
+
+    class Process:
+        def __init__(self, command: list[str], env: dict[str, str], **options: Any) -> None:
+            started.append((command, env["CUDA_VISIBLE_DEVICES"]))
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("paceline.cli.search.subprocess.Popen", Process)
+    path = write_job(tmp_path, MODULE, CONFIG)
+    config = read_search([str(path), "--n_parallel", "3"])
+    assert run_workers(config) == [0, 0, 0]
+    assert [device for _, device in started] == wanted
+    assert all(command[-1] == "--worker" and str(path) in command for command, _ in started)
+    assert run_workers(config, tmp_path) == [0, 0, 0]
+    assert [device for _, device in started[3:]] == wanted
+    assert sorted(file.name for file in tmp_path.glob("worker-*")) == [f"worker-{index}.log" for index in range(3)]

@@ -208,6 +208,7 @@ def test_all_trials_fail(tmp_path: Path) -> None:
         ({"hp_space": {"learning_rate": 1}}, "hp_space=.* cannot be called"),
         ({"hp_space": lambda trial: [1]}, "hp_space returned list; it must return a dict"),
         ({"hp_space": lambda trial: {"output_dir": "x"}}, "hp_space returned 'output_dir'"),
+        ({"hp_space": lambda trial: {"report_to": "none"}}, "hp_space returned 'report_to', which no trial can change"),
         ({"compute_objective": lambda metrics: metrics["eval_f1"]}, "asked for 'eval_f1'.*eval_accuracy"),
         ({"compute_objective": lambda metrics: "good"}, "returned 'good'; it must return a number"),
         ({"compute_objective": lambda metrics: [1.0, 2.0]}, "give direction a list of 2"),

@@ -175,7 +175,8 @@ class Plan:
     def _interval(self, kind: str) -> str:
         strategy = getattr(self, f"{kind}_strategy")
         if strategy == IntervalStrategy.STEPS:
-            return f"every {getattr(self, f'{kind}_steps'):,} steps"
+            end = "" if kind == "logging" else " and after the last"  # see DefaultFlowCallback
+            return f"every {getattr(self, f'{kind}_steps'):,} steps{end}"
         return UNCOUNTED[strategy]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from paceline.args.secrets import mask_text
@@ -23,9 +25,19 @@ def say(text: str) -> None:
 
 
 class AboveBars(logging.StreamHandler[Any]):
-    """Writes log lines above progress bars."""
+    """Writes log lines above progress bars.
+
+    Attributes:
+        around: returns the context in which a line is written, for another display than a bar; None without one.
+    """
+
+    around: Callable[[], AbstractContextManager[None]] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
+        with nullcontext() if self.around is None else self.around():
+            self._write(record)
+
+    def _write(self, record: logging.LogRecord) -> None:
         bars = sys.modules.get("tqdm.std")  # if tqdm is not imported, there is no bar
         if bars is None:
             super().emit(record)

@@ -63,7 +63,16 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\npaceline: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError, ImportError, OSError) as error:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        MemoryError,
+        RuntimeError,
+        ImportError,
+        OSError,
+    ) as error:
         if not is_message(error):
             raise
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from paceline.args.training import TrainingArguments
+from paceline.callbacks.defaults import DISPLAYS
 from paceline.checkpoint.lock import acquire
 from paceline.cli.config import JobConfig
 from paceline.cli.display import say
@@ -21,12 +23,13 @@ from paceline.cli.errors import UsageError, need
 from paceline.cli.job_model import build_model
 from paceline.cli.references import REFERENCE, put_on_path, read_reference
 from paceline.cli.search_options import OF_MODEL, SearchConfig, read_function, suggested
+from paceline.cli.search_table import Beginning, TrialsDisplay, shown
 from paceline.cli.train import check_references, check_splits, make_arguments
 from paceline.cli.train_torch import build_trainer
 from paceline.core.events import TrainerCallback
 from paceline.core.metrics import best_metric_value
 from paceline.core.optional import LateModule, is_installed
-from paceline.search.optuna_study import ERROR, STUDY_NAME, OptunaSearch, no_result, study_url
+from paceline.search.optuna_study import STUDY_NAME, OptunaSearch, no_result, study_url
 from paceline.search.trials import params_of
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 else:
     optuna = LateModule("optuna")
 
+WORKER_LOG = "worker-{}.log"  # the output of a process beside a table
 PLOTS = ("plot_optimization_history", "plot_param_importances", "plot_parallel_coordinate", "plot_slice")
 
 
@@ -74,8 +78,14 @@ def run_here(config: SearchConfig, args: TrainingArguments) -> None:
     """Runs trials in this process."""
     trainer, splits = build_trainer(config.job, args, partial(model_of_trial, config.job))
     check_splits(splits, args, ("do_train", "do_eval"), {"do_eval": True})
-    if config.is_worker:
+    display = None if config.is_worker else TrialsDisplay(Path(str(args.output_dir)).absolute())
+    if display is None:
         trainer.add_callback(Orphaned)
+    else:
+        trainer.add_callback(Beginning(display))
+        if display.is_moving:  # bars and rows of logs would be written into the table
+            for kind in DISPLAYS:
+                trainer.remove_callback(kind)
     options: dict[str, Any] = {
         "sampler": choose("samplers", config.sampler),
         "pruner": choose("pruners", config.pruner),
@@ -83,18 +93,17 @@ def run_here(config: SearchConfig, args: TrainingArguments) -> None:
     for name in ("halving", "timeout"):
         if getattr(config, name) is not None:
             options[name] = getattr(config, name)
-    if config.halving is None:
-        options["callbacks"] = [show_trial]
     if config.is_worker:
         options["is_worker"] = True
-    trainer.hyperparameter_search(
-        hp_space=space_of(config),
-        compute_objective=objective_of(config.objective),
-        n_trials=config.n_trials,
-        direction=config.direction,
-        backend="optuna",
-        **options,
-    )
+    with nullcontext() if display is None else display.shown():
+        trainer.hyperparameter_search(
+            hp_space=space_of(config),
+            compute_objective=objective_of(config.objective),
+            n_trials=config.n_trials,
+            direction=config.direction,
+            backend="optuna",
+            **options,
+        )
 
 
 def model_of_trial(job: JobConfig, tokenizer: object, trial: Any) -> nn.Module:
@@ -152,20 +161,6 @@ def choose(kind: str, value: Any) -> Any:
         raise UsageError(f"search.{kind[:-1]}: {error}") from error
 
 
-def show_trial(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
-    """Prints a line about a trial that has ended."""
-    state = trial.state.name.lower()
-    value = f"{trial.value:.6g}" if trial.value is not None else "-"
-    params = "  ".join(f"{name}={shown(one)}" for name, one in trial.params.items())
-    error = f"  ({trial.user_attrs[ERROR]})" if ERROR in trial.user_attrs else ""
-    say(f"trial {trial.number:<4} {state:<9} {value:>12}   {params}{error}")
-
-
-def shown(value: Any) -> str:
-    """Returns a hyperparameter as text."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 # ---- several processes
 
 
@@ -202,21 +197,30 @@ def run_parallel(config: SearchConfig, args: TrainingArguments, folder: Path) ->
         waiting = len(search.study.get_trials(deepcopy=False, states=(state.WAITING,)))
         for _ in range(config.n_trials - search.num_counted() - waiting):
             search.study.enqueue_trial({})
-        codes = run_workers(config)
+        display = TrialsDisplay(folder)
+        display.start()
+        with display.shown():
+            codes = run_workers(config, folder if display.is_moving else None)
         ended = search.study.get_trials(deepcopy=False)
         left = [trial for trial in ended if trial.state in (state.RUNNING, state.WAITING)]
     finally:
         if lock is not None:
             lock.release()
     if left:
-        say(f"{len(left)} trials were not finished (exit codes {codes}): the same command continues them.")
+        where = f" Messages: {folder / WORKER_LOG.format('*')}" if display.is_moving else ""
+        say(f"{len(left)} trials were not finished (exit codes {codes}): the same command continues them.{where}")
     elif not any(trial.state == state.COMPLETE for trial in ended):
         raise RuntimeError(no_result(ended))
     return 1 if left else 0
 
 
-def run_workers(config: SearchConfig) -> list[int]:
-    """Runs the processes of a search, each with its own CUDA device, and returns their exit codes."""
+def run_workers(config: SearchConfig, folder: Path | None = None) -> list[int]:
+    """Runs the processes of a search, each with its own CUDA device, and returns their exit codes.
+
+    Args:
+        config: the search.
+        folder: where each process appends its output to a file; None: they write to that of this process.
+    """
     devices = visible_devices()
     command = [sys.executable, "-m", "paceline", "search", *config.words, "--worker"]
     workers = []
@@ -224,7 +228,11 @@ def run_workers(config: SearchConfig) -> list[int]:
         environment = dict(os.environ)
         if devices:
             environment["CUDA_VISIBLE_DEVICES"] = devices[index % len(devices)]
-        workers.append(subprocess.Popen(command, env=environment))
+        if folder is None:
+            workers.append(subprocess.Popen(command, env=environment))
+            continue
+        with (folder / WORKER_LOG.format(index)).open("ab") as log:
+            workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
         return [worker.wait() for worker in workers]
     except KeyboardInterrupt:  # the terminal has interrupted the workers too, which write checkpoints

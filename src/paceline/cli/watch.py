@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from paceline.args.secrets import mask_text
 from paceline.callbacks.progress import is_interactive
@@ -57,7 +57,7 @@ def run(words: Sequence[str]) -> int:
         print(mask_text(json.dumps(to_json(status), indent=2)))
         return 0
     if options.is_once or status.state != RUNNING:
-        _print(draw(status, _columns(), shows_unicode(sys.stdout)))
+        _print(draw(status, columns_of_terminal(), shows_unicode(sys.stdout)))
     else:
         try:
             status = _follow(options, status)
@@ -152,10 +152,10 @@ def _follow(options: Options, status: RunStatus) -> RunStatus:
     try:
         while True:
             if is_moving:
-                lines = draw(status, _columns(), shows_unicode(sys.stdout))[
+                lines = draw(status, columns_of_terminal(), shows_unicode(sys.stdout))[
                     : max(shutil.get_terminal_size().lines - 1, 1)
                 ]
-                _redraw(lines)
+                redraw(lines)
                 drawn = len(lines)
             elif line_of(status) != last_line and (status.state != RUNNING or version or not last_line):
                 last_line = line_of(status)
@@ -174,10 +174,16 @@ def _follow(options: Options, status: RunStatus) -> RunStatus:
             sys.stdout.flush()
 
 
-def _redraw(lines: Sequence[str]) -> None:
-    """Replaces the last frame. The cursor rests at its first column, where it stays when the terminal is resized."""
-    sys.stdout.write("\r\x1b[J" + "\n".join(lines) + "\n" + f"\x1b[{len(lines)}A")
-    sys.stdout.flush()
+def redraw(lines: Sequence[str], stream: TextIO | None = None) -> None:
+    """Replaces the last frame. The cursor rests at its first column, where it stays when the terminal is resized.
+
+    Args:
+        lines: the frame.
+        stream: the terminal; by default the standard output.
+    """
+    stream = sys.stdout if stream is None else stream
+    stream.write("\r\x1b[J" + "\n".join(lines) + "\n" + f"\x1b[{len(lines)}A")
+    stream.flush()
 
 
 def _print(lines: Sequence[str]) -> None:
@@ -185,7 +191,8 @@ def _print(lines: Sequence[str]) -> None:
     print("\n".join(lines).encode(encoding, errors="replace").decode(encoding), flush=True)
 
 
-def _columns() -> int:
+def columns_of_terminal() -> int:
+    """Returns the number of columns that a line may have."""
     return max(shutil.get_terminal_size((100, 24)).columns - 1, _LEAST_COLUMNS)
 
 
