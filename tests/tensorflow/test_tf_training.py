@@ -375,6 +375,23 @@ class Crowded(TFTrainer):
             return super().run_model(tf.identity(features), labels, training)
 
 
+def test_a_step_that_may_be_partly_applied_is_not_retried(tmp_path: Path) -> None:
+    class HalfWay(keras.optimizers.SGD):
+        def apply_gradients(self, pairs: Any, **options: Any) -> Any:
+            with tf.control_dependencies([tf.py_function(self.fail, [], [])]):
+                return super().apply_gradients(pairs, **options)
+
+        def fail(self) -> None:
+            raise MemoryError("no room")
+
+    trainer = make_trainer(
+        tmp_path, make_model(), make_data(16), auto_find_batch_size=True, optimizers=(HalfWay(0.1), None)
+    )
+    with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
+        trainer.train()
+    assert any("some of them may be updated already" in note for note in caught.value.__notes__)
+
+
 def test_the_norm_of_gradients_is_logged_without_clipping_too(tmp_path: Path) -> None:
     norms = []
     for largest in (0.0, 1e9):

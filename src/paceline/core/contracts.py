@@ -90,7 +90,7 @@ class Engine(Protocol):
         ...
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """True if the error is an out-of-memory, which smaller micro-batches may avoid."""
+        """True if smaller micro-batches may avoid an out-of-memory, and no part of the step has been applied yet."""
         ...
 
     def discard(self) -> None:

@@ -11,6 +11,13 @@ from paceline.core.counts import is_count, shown
 
 logger = logging.getLogger(__name__)
 
+# the note of an out-of-memory that is not retried
+PARTLY_APPLIED = (
+    "auto_find_batch_size does not retry it: the optimizer was updating the parameters, and some of them may be "
+    "updated already. Resume from the last checkpoint. Smaller micro-batches take no memory off this part of a step; "
+    "less is taken by optim='adafactor' or 'sgd', and with PyTorch by optimizer_state_dtype='bfloat16' or "
+    "optimizer_in_backward=True."
+)
 FIRST_WAIT = 100  # optimizer steps; a try that fails costs about one
 
 

@@ -21,6 +21,7 @@ from paceline.core.contracts import Emit, StepOutput, Strategy
 from paceline.core.journal import NOT_COMPUTED
 from paceline.core.ledger import BACKWARD, COMPUTE, FORWARD, OPTIMIZER, OTHER, TRANSFER, Ledger
 from paceline.core.methods import is_ours
+from paceline.core.micro_batches import PARTLY_APPLIED
 from paceline.pytorch.data.loading import batch_size_of, split_batch
 from paceline.pytorch.distributed.precision import widened
 from paceline.pytorch.distributed.strategy import empty_device_cache
@@ -85,6 +86,7 @@ class Engine:
         is_bad: a flag on the device (0-dim) that the last step was not finite and hence not applied; None if steps are
             applied in either case.
         current: the pass in progress; None between passes.
+        is_applying: the window in progress, or the one that failed, has begun to change the parameters.
         num_steps: optimizer steps so far.
         batches: micro-batches of the window in progress, or of the window that failed.
     """
@@ -92,6 +94,7 @@ class Engine:
     num_micro_steps = 1
     own_divisor: int | None = None
     is_applied = True
+    is_applying = False
     is_bad: Tensor | None = None
 
     def __init__(
@@ -159,7 +162,7 @@ class Engine:
         """Makes one optimizer step. A window of weight 0 (every target ignored) changes and logs nothing."""
         if len(batches) < self.strategy.min_micro_batches:
             batches = self.strategy.divide(batches, self.split)
-        self.num_micro_steps, self.own_divisor = len(batches), None
+        self.num_micro_steps, self.own_divisor, self.is_applying = len(batches), None, False
         self.batches, self._num_items, self._emit = batches, num_items, emit
         self._counts = counts = list(map(self.normalizer.count, batches))
         passes = self.sync.begin(batches, counts, self.strategy, self.keep_batches or self.keep_outputs)
@@ -175,6 +178,7 @@ class Engine:
         if emit is not None:
             emit("on_pre_optimizer_step")
         self.is_bad = self._is_bad(losses, norm) if self.skips_non_finite else None
+        self.is_applying = True
         self.is_applied = self.strategy.step(self.is_bad)
         if emit is not None:
             emit("on_optimizer_step")
@@ -200,8 +204,15 @@ class Engine:
         return self.sync.mean_losses(self.log.drain())
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Returns True if smaller micro-batches may avoid this error and no part of the step has been applied yet."""
-        return not steps_in_backward(self.optimizer) and self.sync.is_out_of_memory(error)
+        """Returns True if smaller micro-batches may avoid this error and no part of the step has been applied yet.
+
+        An out-of-memory of the update itself gets a note that says why it is not retried.
+        """
+        if steps_in_backward(self.optimizer) or not self.sync.is_out_of_memory(error):
+            return False
+        if self.is_applying:
+            error.add_note(PARTLY_APPLIED)
+        return not self.is_applying
 
     def limit_norm(self, max_norm: float) -> None:
         """Sets the norm to which the gradients of later steps are clipped; infinity only computes it."""

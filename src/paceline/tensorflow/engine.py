@@ -21,6 +21,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.core.contracts import Emit, StepOutput
 from paceline.core.journal import NOT_COMPUTED
 from paceline.core.ledger import COMPUTE, OPTIMIZER, OTHER, TRANSFER, Ledger
+from paceline.core.micro_batches import PARTLY_APPLIED
 from paceline.tensorflow.coupling import check_coupling
 from paceline.tensorflow.data.batches import IGNORE_INDEX, Array, map_leaves, rows, size_of, split_weights
 from paceline.tensorflow.framework import plain, tf
@@ -85,6 +86,7 @@ class TFEngine:
         # one replica cannot decide alone to skip the optimizer step, so the host does
         self.asks_first = self.skips_non_finite and self.num_replicas > 1 and not has_loss_scale(self.optimizer)
         self.is_in_parts = self.is_retried or self.asks_first
+        self.is_applying = False  # the step in progress, or the one that failed, has begun to change the parameters
         if not self.variables:
             raise ValueError("The model has no trainable variables: call it on a batch once, or build it, before.")
         self.unread: list[tuple[Any, Any, Any, Any]] = []  # loss, norm, rate, is_applied of each step
@@ -117,6 +119,7 @@ class TFEngine:
 
     def step(self, batches: Sequence[Any], num_items: object, emit: Emit | None) -> StepOutput:
         """Runs one optimizer step. A window whose targets are all ignored changes nothing and logs no loss."""
+        self.is_applying = False
         counts = [count(*batch) for batch in batches]
         totals = np.sum(counts, axis=0)
         if totals[TOKENS] == 0:
@@ -185,6 +188,7 @@ class TFEngine:
             rate, applied = self.learning_rate(), False
             self.discard()
         else:
+            self.is_applying = True
             rate, applied = self._apply(loss, norm)
         self.ledger.note((OPTIMIZER, self.ledger.now()))
         if emit is not None:
@@ -258,8 +262,15 @@ class TFEngine:
         ]
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """True for an out-of-memory error, which smaller micro-batches may avoid."""
-        return isinstance(error, tf.errors.ResourceExhaustedError)
+        """True if smaller micro-batches may avoid this error and no part of the step has been applied yet.
+
+        An out-of-memory of the update itself gets a note that says why it is not retried.
+        """
+        if not isinstance(error, tf.errors.ResourceExhaustedError):
+            return False
+        if self.is_applying:
+            error.add_note(PARTLY_APPLIED)
+        return not self.is_applying
 
     def discard(self) -> None:
         """Drops the gradients of a failed optimizer step."""

@@ -100,6 +100,35 @@ def test_without_the_option_it_is_an_error(tmp_path: Path) -> None:
         run(tmp_path, Narrow(4))
 
 
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_step_that_is_partly_applied_is_not_retried(tmp_path: Path, listens: bool) -> None:
+    """Smaller micro-batches would repeat the update of the tensors that have had it, and give other weights."""
+
+    class HalfWay(torch.optim.SGD):
+        calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.calls += 1
+            if self.calls == 2:
+                with torch.no_grad():
+                    self.param_groups[0]["params"][0].sub_(1.0)
+                raise ERRORS["typed"]
+            return super().step(closure)
+
+    class Listens(TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:  # applied as a whole by then
+                raise ERRORS["typed"]
+
+    model = Tagger()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1) if listens else HalfWay(model.parameters(), 0.1)
+    options: dict[str, Any] = {"callbacks": [Listens()]} if listens else {}
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run(tmp_path, model, auto_find_batch_size=True, optimizers=(optimizer, None), **options)
+    assert any("some of them may be updated already" in note for note in caught.value.__notes__)
+    ERRORS["typed"].__notes__.clear()
+
+
 def test_another_error_is_not_retried(tmp_path: Path) -> None:
     class Broken(Tagger):
         calls = 0
