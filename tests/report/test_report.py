@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from small_models import Classifier, classification
 
 from paceline import Trainer, TrainerCallback, TrainingArguments
-from paceline.callbacks.report import Messages, ReportCallback
+from paceline.callbacks.report import MOST_MEASUREMENTS, Measurements, Messages, ReportCallback
 from paceline.cli.main import main
 from paceline.core.journal import FORMAT, JOURNAL_FILE
 from paceline.core.lineage import REPORT_FILE
 from paceline.core.state import TrainerState
 from paceline.report.curves import make_charts, smoothed, thin
-from paceline.report.measured import thinned
 from paceline.report.run_data import read_run
 from paceline.report.svg import limits, number, ticks
 from paceline.report.write import write_report
@@ -165,10 +164,18 @@ def test_each_chart_has_a_table(tmp_path):
     assert tables[0][1].count("<tr>") <= 41
 
 
-def test_measurements_are_merged_two_by_two():
-    rows = [{"step": step, "time": step, "time/data": 1.0, "resource/x": step} for step in range(1, 6)]
-    merged = thinned(rows)
-    assert [(row["step"], row["time/data"], row["resource/x"]) for row in merged] == [(2, 2, 2), (4, 2, 4), (5, 1, 5)]
+@pytest.mark.parametrize("number", [5, 256, 257, 700, 5000])
+def test_measurements_are_bounded_and_add_up(number):
+    kept = Measurements()
+    for step in range(1, number + 1):
+        late = {"resource/late": 1.0} if step > number - 2 else {}
+        kept.add({"step": step, "time/data": 1.0, "resource/x": step, **late})
+    rows = kept.rows()
+    assert len(rows) <= MOST_MEASUREMENTS
+    assert sum(row["time/data"] for row in rows) == number
+    assert rows[-1]["step"] == rows[-1]["resource/x"] == number
+    assert {row["time/data"] for row in rows[:-1]} <= {rows[0]["time/data"]}  # equally long
+    assert ["resource/late" in row for row in (rows[0], rows[-1])] == [False, True]
 
 
 def test_texts_of_a_run_cannot_become_markup(tmp_path):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+import math
 import os
 import time
+from array import array
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,14 @@ from paceline.core.events import TrainerCallback
 from paceline.core.ledger import PREFIX, RESOURCE_PREFIX
 from paceline.core.state import TrainerControl, TrainerState
 
-MOST_MEASUREMENTS = 512  # rows that are kept for the report
+MOST_MEASUREMENTS = 256  # rows that are kept for the report, about 100 bytes each; an even number
 MOST_MESSAGES = 200
 _MOST_LETTERS = 500  # of a message
 GB = 2**30
+MEMORY = {
+    f"{RESOURCE_PREFIX}{name}_memory_gb": read
+    for name, read in (("process", process_bytes), ("accelerator", accelerator_bytes))
+}
 
 
 class Messages(logging.Handler):
@@ -65,6 +72,53 @@ class Messages(logging.Handler):
         return list(self._found.values())
 
 
+class Measurements:
+    """Measurements of a run in a bounded number of rows, each of which stands for as many log rows.
+
+    Of the log rows in a row, seconds are added up, and of other entries the latest counts.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, array[float]] = {}  # NaN where a row has no such entry
+        self._size = 0
+        self._stride = 1  # log rows in a full row
+        self._filled = 1  # log rows in the last row
+
+    def add(self, entries: Mapping[str, float]) -> None:
+        """Adds the entries of a log row."""
+        if self._filled == self._stride:
+            for column in self._columns.values():
+                column.append(math.nan)
+            self._size, self._filled = self._size + 1, 0
+        self._filled += 1
+        for key, value in entries.items():
+            if key not in self._columns:
+                self._columns[key] = array("d", [math.nan]) * self._size
+            self._columns[key][-1] = joined(key, self._columns[key][-1], value)
+        if self._size == MOST_MEASUREMENTS and self._filled == self._stride:
+            for key, column in self._columns.items():
+                pairs = zip(column[::2], column[1::2], strict=True)
+                self._columns[key] = array("d", [joined(key, *pair) for pair in pairs])
+            self._size, self._stride = self._size // 2, 2 * self._stride
+            self._filled = self._stride
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the rows."""
+        found = []
+        for place in range(self._size):
+            row: dict[str, Any] = {key: column[place] for key, column in self._columns.items()}
+            row = {key: value for key, value in row.items() if not math.isnan(value)}
+            found.append({**row, "step": int(row["step"])})
+        return found
+
+
+def joined(key: str, earlier: float, later: float) -> float:
+    """Returns an entry of two log rows together; NaN is none."""
+    if math.isnan(earlier) or math.isnan(later):
+        return earlier if math.isnan(later) else later
+    return earlier + later if key.startswith(PREFIX) else later
+
+
 class ReportCallback(TrainerCallback):
     """Writes `report.html` to the output folder at the end of a training: curves, evaluations, configuration.
 
@@ -77,13 +131,13 @@ class ReportCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._messages: Messages | None = None
-        self._measured: list[dict[str, Any]] = []
+        self._measured = Measurements()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._stop()
-        self._measured = []
+        self._measured = Measurements()
         if state.is_world_process_zero:
             self._messages = Messages(state)
             logging.getLogger("paceline").addHandler(self._messages)
@@ -93,16 +147,18 @@ class ReportCallback(TrainerCallback):
     ) -> None:
         if self._messages is None or not logs:
             return
-        row = {key: value for key, value in logs.items() if key.startswith((PREFIX, RESOURCE_PREFIX))}
+        row = {
+            key: float(value)
+            for key, value in logs.items()
+            if key.startswith((PREFIX, RESOURCE_PREFIX)) and isinstance(value, int | float)
+        }
         if not any(key.startswith(PREFIX) for key in row):
             return
-        for name, read in (("process", process_bytes), ("accelerator", accelerator_bytes)):
+        for name, read in MEMORY.items():
             count = read()
             if count is not None:
-                row.setdefault(f"{RESOURCE_PREFIX}{name}_memory_gb", round(count / GB, 4))
-        self._measured.append({"step": state.global_step, "time": round(time.time(), 3), **row})
-        if len(self._measured) >= 2 * MOST_MEASUREMENTS:
-            self._measured = importlib.import_module("paceline.report.measured").thinned(self._measured)
+                row.setdefault(name, round(count / GB, 4))
+        self._measured.add({"step": state.global_step, "time": round(time.time(), 3), **row})
 
     def on_run_closed(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -116,7 +172,7 @@ class ReportCallback(TrainerCallback):
         values = {field.name: getattr(state, field.name, None) for field in dataclasses.fields(state)}
         values["metric_for_best_model"] = args.metric_for_best_model
         values["messages"] = messages
-        rows = [*self._measured, *(values.pop("log_history") or ())]
+        rows = [*self._measured.rows(), *(values.pop("log_history") or ())]
         # imported late: the page is not needed before the end of a run
         write = importlib.import_module("paceline.report.write")
         write.write_report([Path(str(args.output_dir))], rows=rows, state=values)

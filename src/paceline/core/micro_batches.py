@@ -21,6 +21,13 @@ PARTLY_APPLIED = (
 FIRST_WAIT = 100  # optimizer steps; a try that fails costs about one
 
 
+def may_retry(error: BaseException, is_applying: bool) -> bool:
+    """Returns True if a step that ran out of memory may be repeated; else the error gets a note that says why not."""
+    if is_applying:
+        error.add_note(PARTLY_APPLIED)
+    return not is_applying
+
+
 class MicroBatchSize:
     """Decides the micro-batch size; the global batch size stays.
 

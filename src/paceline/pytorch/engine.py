@@ -21,7 +21,7 @@ from paceline.core.contracts import Emit, StepOutput, Strategy
 from paceline.core.journal import NOT_COMPUTED
 from paceline.core.ledger import BACKWARD, COMPUTE, FORWARD, OPTIMIZER, OTHER, TRANSFER, Ledger
 from paceline.core.methods import is_ours
-from paceline.core.micro_batches import PARTLY_APPLIED
+from paceline.core.micro_batches import may_retry
 from paceline.pytorch.data.loading import batch_size_of, split_batch
 from paceline.pytorch.distributed.precision import widened
 from paceline.pytorch.distributed.strategy import empty_device_cache
@@ -210,9 +210,7 @@ class Engine:
         """
         if steps_in_backward(self.optimizer) or not self.sync.is_out_of_memory(error):
             return False
-        if self.is_applying:
-            error.add_note(PARTLY_APPLIED)
-        return not self.is_applying
+        return may_retry(error, self.is_applying)
 
     def limit_norm(self, max_norm: float) -> None:
         """Sets the norm to which the gradients of later steps are clipped; infinity only computes it."""

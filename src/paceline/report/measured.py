@@ -43,20 +43,6 @@ def has_measurements(row: Row) -> bool:
     return not _TIME_KEYS.isdisjoint(row)
 
 
-def thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns half of the rows: the seconds of two neighbours are added up, of other entries the later one counts."""
-    found = []
-    for at in range(0, len(rows), 2):
-        merged = dict(rows[at])
-        for row in rows[at + 1 : at + 2]:
-            seconds = {
-                key: _seconds(merged, key) + _seconds(row, key) for key in {*merged, *row} if key.startswith(PREFIX)
-            }
-            merged |= {**row, **seconds}
-        found.append(merged)
-    return found
-
-
 def memory(rows: Sequence[Row]) -> list[Points]:
     """Returns the memory of the process and its devices, in GB."""
     known: set[str] = set().union(*rows)

@@ -21,7 +21,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.core.contracts import Emit, StepOutput
 from paceline.core.journal import NOT_COMPUTED
 from paceline.core.ledger import COMPUTE, OPTIMIZER, OTHER, TRANSFER, Ledger
-from paceline.core.micro_batches import PARTLY_APPLIED
+from paceline.core.micro_batches import may_retry
 from paceline.tensorflow.coupling import check_coupling
 from paceline.tensorflow.data.batches import IGNORE_INDEX, Array, map_leaves, rows, size_of, split_weights
 from paceline.tensorflow.framework import plain, tf
@@ -266,11 +266,7 @@ class TFEngine:
 
         An out-of-memory of the update itself gets a note that says why it is not retried.
         """
-        if not isinstance(error, tf.errors.ResourceExhaustedError):
-            return False
-        if self.is_applying:
-            error.add_note(PARTLY_APPLIED)
-        return not self.is_applying
+        return isinstance(error, tf.errors.ResourceExhaustedError) and may_retry(error, self.is_applying)
 
     def discard(self) -> None:
         """Drops the gradients of a failed optimizer step."""
