@@ -67,6 +67,7 @@ def load(name: str) -> ModuleType:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_step_overhead(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "step_overhead", "--quick", "--contenders", "loop", "paceline")
     assert list(result["rows"]) == ["loop", "paceline"]
@@ -95,6 +96,7 @@ def test_large_vocabulary(tmp_path: Path) -> None:
     assert chunks < logits / 2
 
 
+@pytest.mark.slow
 def test_import_time(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "import_time", "--quick", "--contenders", "import torch", "import paceline")
     rows = result["rows"]

@@ -119,6 +119,7 @@ def start(folder: Path, hub: Hub, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, stderr=subprocess.PIPE)
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_ends_waits_for_a_push(tmp_path: Path) -> None:
     with serving() as hub:
         hub.answer = lambda method, path: time.sleep(0.1)

@@ -118,6 +118,7 @@ def test_tokens_and_operations(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_memory_of_each_stage(tmp_path: Path) -> None:
     pytest.importorskip("psutil")
     keys = []

@@ -100,6 +100,7 @@ def test_the_averages_are_resumed(tmp_path: Path) -> None:
     assert len(whole.values) == 5
 
 
+@pytest.mark.slow
 def test_two_processes_estimate_the_same(tmp_path: Path) -> None:
     processes.finish(processes.start("noise_job.py", 2, str(tmp_path)))
     for rank in range(2):

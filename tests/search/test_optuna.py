@@ -60,6 +60,7 @@ def test_the_trainer_is_as_before(tmp_path: Path) -> None:
     assert trainer.train().global_step > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["set on the same Trainer", pytest.param("another Trainer", marks=pytest.mark.slow)])
 def test_the_best_trial_again_gives_the_same_metrics(tmp_path: Path, way: str) -> None:
     trainer = make_search(tmp_path / "search")
@@ -76,6 +77,7 @@ def test_the_best_trial_again_gives_the_same_metrics(tmp_path: Path, way: str) -
     assert trainer.evaluate()["eval_loss"] == best.objective
 
 
+@pytest.mark.slow
 def test_architectures(tmp_path: Path) -> None:
     """Depth and width from the trial."""
 
@@ -427,6 +429,7 @@ def test_a_stored_study_with_another_space(tmp_path: Path) -> None:
         searched(make_search(tmp_path), hp_space=space("sgd", "adagrad"), n_trials=3)
 
 
+@pytest.mark.slow
 def test_a_failed_trial_is_freed_before_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     models: list[weakref.ref[Classifier]] = []
 

@@ -159,6 +159,7 @@ def test_a_loss_that_reduces_itself_is_refused_on_replicas(tmp_path: Path, mirro
         make_trainer(tmp_path, model, (X, Y), **OWN).train()
 
 
+@pytest.mark.slow
 def test_replicas_add_up_to_the_batch(tmp_path: Path, mirrored: Any) -> None:
     """Losses of layers, weights of samples and reductions, in updates of 7 and 5 samples on two replicas."""
     for reduction in ("sum_over_batch_size", "sum", "mean_with_sample_weight"):

@@ -72,6 +72,7 @@ class Curious(TrainerCallback):
         self.seen += zip(kwargs["inputs"], map(np.asarray, kwargs["outputs"]), strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_callbacks_get_the_outputs_of_all_replicas(tmp_path: Path, mirrored: Any, accumulation: int) -> None:
     callback = Curious()
@@ -82,6 +83,7 @@ def test_callbacks_get_the_outputs_of_all_replicas(tmp_path: Path, mirrored: Any
         assert np.allclose(outputs, np.asarray(trainer.model(inputs[0])), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_replicas_leave_out_what_is_not_finite(tmp_path: Path, mirrored: Any, policy: str) -> None:
     """One sample spoils the update of both replicas, and of no other."""
@@ -160,6 +162,7 @@ def test_precision_and_compilation(tmp_path: Path, name: str, mirrored: Any) -> 
         assert hasattr(other.optimizer, "dynamic_scale") == (name == "fp16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_an_evaluation_has_one_precision(tmp_path: Path, name: str) -> None:
     """Before a run, in it, after it, and by a Trainer that never trained: the same loss, and not that of float32."""

@@ -202,6 +202,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_a_script_is_run_as_python_would(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "beside.py").write_text("")

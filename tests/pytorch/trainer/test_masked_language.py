@@ -56,6 +56,7 @@ def make_trainer(folder: Path, num_workers: int) -> Trainer:
     return Trainer(model, arguments, DataCollatorForLanguageModeling(tool, mlm_probability=0.4), train_dataset=texts())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_resumed_run_sees_the_same_masks(tmp_path: Path, num_workers: int) -> None:
     whole = make_trainer(tmp_path / "whole", num_workers)

@@ -144,6 +144,7 @@ def test_every_name_trains(tmp_path: Path, name: str) -> None:
     assert not np.array_equal(weights(trainer.model), before)
 
 
+@pytest.mark.slow
 def test_options_of_optimizers(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, make_model(), DATA, optim="sgd", optim_args="momentum=0.9,nesterov=true")
     trainer.create_optimizer_and_scheduler(10)
