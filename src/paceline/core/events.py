@@ -569,3 +569,13 @@ def _overrides(callback: Any, event: str) -> bool:
             is_their_base = cls.__name__ == "TrainerCallback" and cls.__module__ == "transformers.trainer_callback"
             return cls is not TrainerCallback and not is_their_base
     return callable(getattr(callback, event, None))
+
+
+def close_run(handler: object, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    """Calls `on_run_closed` of the callbacks that have it, after the parts of a run are closed, even after an error.
+
+    The event is not one of the reference's: a `call_event` that a library has put into the handler asks every callback
+    for the method (setfit).
+    """
+    if isinstance(handler, CallbackHandler):
+        CallbackHandler.call_event(handler, "on_run_closed", args, state, control)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVa
 
 from paceline.args.plan import Plan
 from paceline.core.contracts import Hooks, Notifying, Pending
-from paceline.core.events import CallbackHandler
+from paceline.core.events import CallbackHandler, close_run
 from paceline.core.headlines import header, headlines
 from paceline.core.ledger import LOG, OTHER, SAVE, Ledger, describe, remedies, slow_processes
 from paceline.core.lineage import PROGRESS_FILE, RECORD_NAME, RunMark, at, claimed
@@ -478,7 +478,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
             run.feed.close()
             self.close(run)
             run.retry_writer.close()
-            self.callback_handler.call_event("on_run_closed", self.args, self.state, self.control)
+            close_run(self.callback_handler, self.args, self.state, self.control)
             self.is_in_train, self.run = False, None
 
     def recording(self, run: RunType) -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from paceline.args.sharding import wants_shards
 from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint.retention import Retention, retention_of
-from paceline.core.events import CallbackHandler, TrainerCallback
+from paceline.core.events import CallbackHandler, TrainerCallback, close_run
 from paceline.core.log_text import LogText
 from paceline.core.methods import is_ours
 from paceline.core.optional import LateModule
@@ -143,7 +143,7 @@ def closed_after_error(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        trainer.callback_handler.call_event("on_run_closed", trainer.args, trainer.state, trainer.control)
+        close_run(trainer.callback_handler, trainer.args, trainer.state, trainer.control)
         raise
 
 

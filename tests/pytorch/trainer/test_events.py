@@ -239,3 +239,18 @@ def test_the_kept_rows_of_metrics(tmp_path: Path) -> None:
         per_device_eval_batch_size=4,
     ).evaluate()
     assert shapes == {"inputs": (10, 8), "losses": (10,), "predictions": (10,)}
+
+
+def test_a_call_event_of_a_library_is_asked_for_the_events_of_the_reference_only(tmp_path: Path) -> None:
+    """Setfit's asks every callback for the method of the event, whether it has one or not."""
+    trainer = make_trainer(tmp_path, Classifier(), classification(16), max_steps=2, save_strategy="no")
+    handler = trainer.callback_handler
+
+    def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        for callback in handler.callbacks:
+            getattr(callback, event)(args, state, control, **handler.kwargs, **kwargs)
+        return control
+
+    handler.call_event = call_event  # type: ignore[method-assign]
+    trainer.train()
+    assert (tmp_path / "report.html").exists()
