@@ -3,6 +3,7 @@
 import html
 import json
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -15,11 +16,10 @@ from hypothesis import strategies as st
 from small_models import Classifier, classification
 
 from paceline import Trainer, TrainerCallback, TrainingArguments
-from paceline.callbacks.report import MOST_MEASUREMENTS, Measurements, Messages, ReportCallback
+from paceline.callbacks.report import MOST_MEASUREMENTS, Measurements, ReportCallback
 from paceline.cli.main import main
 from paceline.core.journal import FORMAT, JOURNAL_FILE
 from paceline.core.lineage import REPORT_FILE
-from paceline.core.state import TrainerState
 from paceline.report.curves import make_charts, smoothed, thin
 from paceline.report.run_data import read_run
 from paceline.report.svg import limits, number, ticks
@@ -126,18 +126,32 @@ def test_a_run_without_a_reporter_keeps_its_measurements_and_warnings(tmp_path):
     assert not any(key.startswith("time/") for row in trainer.state.log_history for key in row)
 
 
-def test_warnings_are_printed_as_without_the_report(monkeypatch, capsys):
-    logger = logging.getLogger("paceline")
-    monkeypatch.setattr(logger, "propagate", False)  # as without handlers of the user
-    monkeypatch.setattr(logger, "handlers", [])
-    messages = Messages(TrainerState(global_step=3))
-    logger.addHandler(messages)
-    logging.getLogger("paceline.somewhere").warning("shown")
-    assert capsys.readouterr().err == "shown\n"
-    logger.addHandler(logging.NullHandler())
-    logging.getLogger("paceline.somewhere").warning("not shown")
-    assert capsys.readouterr().err == ""
-    assert [(each["step"], each["text"]) for each in messages.take()] == [(3, "shown"), (3, "not shown")]
+SCRIPT = """
+import sys
+import logging
+from small_models import Classifier, classification, make_trainer
+from paceline import TrainerCallback
+
+class Warns(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        logging.getLogger("paceline.somewhere").warning("something odd at %d", state.global_step)
+
+logging.basicConfig(format="seen: %(message)s") if sys.argv[2:] else None
+make_trainer(sys.argv[1], Classifier(), classification(16), max_steps=2, save_strategy="no", callbacks=[Warns()]).train()
+"""
+
+
+@pytest.mark.parametrize("with_handler", [False, True])
+def test_warnings_of_a_script_are_printed_once(tmp_path, with_handler):
+    """As without the report: by logging's last resort, or by the script's handler."""
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), *(["handler"] if with_handler else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    begin = "seen: " if with_handler else ""
+    for step in (1, 2):
+        assert done.stderr.count(f"something odd at {step}") == 1
+        assert f"{begin}something odd at {step}\n" in done.stderr
+    assert "something odd at 2" in (tmp_path / REPORT_FILE).read_text("utf-8")
 
 
 def test_a_run_that_failed_has_a_page(tmp_path):

@@ -37,15 +37,14 @@ class Messages(logging.Handler):
         state: the state of the run, of which the step is read.
     """
 
+    emits_nothing = True  # for `args.secrets.has_handlers`
+
     def __init__(self, state: TrainerState) -> None:
         super().__init__(logging.WARNING)
         self._state, self._process = state, os.getpid()
         self._found: dict[str, dict[str, Any]] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        last = logging.lastResort  # prints where no handler is found; this one was
-        if last is not None and record.levelno >= last.level and self._is_alone(record.name):
-            last.handle(record)
         if os.getpid() != self._process:
             return
         try:
@@ -57,15 +56,6 @@ class Messages(logging.Handler):
         elif len(self._found) < MOST_MESSAGES:
             step = self._state.global_step
             self._found[text] = {"time": record.created, "step": step, "text": text, "number": 1}
-
-    def _is_alone(self, name: str) -> bool:
-        """True if the records of a logger reach no other handler."""
-        logger: logging.Logger | None = logging.getLogger(name)
-        while logger is not None:
-            if any(handler is not self for handler in logger.handlers):
-                return False
-            logger = logger.parent if logger.propagate else None
-        return True
 
     def take(self) -> list[dict[str, Any]]:
         """Returns the messages."""
