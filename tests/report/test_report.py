@@ -137,7 +137,8 @@ class Warns(TrainerCallback):
         logging.getLogger("paceline.somewhere").warning("something odd at %d", state.global_step)
 
 logging.basicConfig(format="seen: %(message)s") if sys.argv[2:] else None
-make_trainer(sys.argv[1], Classifier(), classification(16), max_steps=2, save_strategy="no", callbacks=[Warns()]).train()
+options = {"max_steps": 2, "save_strategy": "no", "callbacks": [Warns()]}
+make_trainer(sys.argv[1], Classifier(), classification(16), **options).train()
 """
 
 
