@@ -127,7 +127,7 @@ def test_a_run_without_a_reporter_keeps_its_measurements_and_warnings(tmp_path):
     assert not any(key.startswith("time/") for row in trainer.state.log_history for key in row)
 
 
-SCRIPT = """
+WARNING_JOB = """
 import sys
 import logging
 from small_models import Classifier, classification, make_trainer
@@ -146,7 +146,7 @@ make_trainer(sys.argv[1], Classifier(), classification(16), **options).train()
 @pytest.mark.parametrize("with_handler", [False, True])
 def test_warnings_of_a_script_are_printed_once(tmp_path, with_handler):
     """As without the report: by logging's last resort, or by the script's handler."""
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), *(["handler"] if with_handler else [])]
+    command = [sys.executable, "-c", WARNING_JOB, str(tmp_path), *(["handler"] if with_handler else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     begin = "seen: " if with_handler else ""
