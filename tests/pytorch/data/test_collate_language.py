@@ -270,3 +270,12 @@ def test_the_order_of_sentences() -> None:
     assert batch["token_type_ids"].shape == batch["input_ids"].shape == (2, 5)
     assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
     assert isinstance(collator(features, return_tensors="np")["sentence_order_label"], np.ndarray)
+
+
+def test_a_seed_makes_the_generator_of_the_kind_asked_for() -> None:
+    """`return_tensors` of the call, not only that of the collator, decides: arrays need numpy's generator."""
+    collator = DataCollatorForLanguageModeling(TOKENIZERS["right"], seed=7)
+    examples = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 7, 8]}]
+    batch = collator(examples, return_tensors="np")
+    assert isinstance(batch["input_ids"], np.ndarray)
+    assert isinstance(collator.generator, np.random.Generator)

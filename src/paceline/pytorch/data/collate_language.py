@@ -90,19 +90,21 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
             )
         self.mask_replace_prob, self.random_replace_prob = 1.0, 0.0
 
-    def get_generator(self, seed: int) -> Any:
+    def get_generator(self, seed: int, return_tensors: str | None = None) -> Any:
         """Returns a new generator: torch's for tensors, numpy's for arrays."""
-        return torch.Generator().manual_seed(seed) if self.return_tensors == "pt" else np.random.default_rng(seed)
+        kind = return_tensors or self.return_tensors
+        return torch.Generator().manual_seed(seed) if kind == "pt" else np.random.default_rng(seed)
 
-    def create_rng(self) -> None:
+    def create_rng(self, return_tensors: str | None = None) -> None:
         """Creates the generator from `seed` plus the worker id in worker processes."""
         worker = get_worker_info()
-        self.generator = self.get_generator((self.seed or 0) + (0 if worker is None else worker.id))
+        seed = (self.seed or 0) + (0 if worker is None else worker.id)
+        self.generator = self.get_generator(seed, return_tensors)
 
     def collate(self, examples: Sequence[Any], kind: str) -> Any:
         """Returns the batch as tensors (`pt`) or arrays (`np`)."""
         if self.seed is not None and self.generator is None:
-            self.create_rng()
+            self.create_rng(kind)
         batch, offsets = self._pad(examples, kind)
         specials = batch.pop("special_tokens_mask", None)
         ids = batch["input_ids"]
