@@ -8,10 +8,12 @@ import re
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from terminals import TerminalProcess
 from train_jobs import MODULE, write_job
 
 from paceline.cli import search_table
@@ -91,13 +93,39 @@ def test_parallel(tmp_path: Path) -> None:
         ("low: 4", "low: 40", "low=40 is above high=8"),
         ("TPESampler", "TPSampler", "'TPSampler', 'seed': 0} is none of"),
         ("n_trials: 3", "n_parallel: 2\n  timeout: 3", "search.n_parallel: with halving or timeout"),
+        ("n_trials: 3", "direction: up", "search.direction: 'up' is neither minimize nor maximize"),
+        ("n_trials: 3", "direction: [minimize, maximize]", "search.direction: give one; several are for Trainer."),
+        ("n_trials: 3", "timeout: soon", "search.timeout: 'soon' is not a number of seconds"),
+        ("n_trials: 3", "timeout: 0", "search.timeout: 0 is not a number of seconds"),
+        ("n_trials: 3", "timeout: .inf", "search.timeout: inf is not a number of seconds"),
+        ("n_trials: 3", "timeout: true", "search.timeout: True is not a number of seconds"),
+        ("objective: mae", "objective: [mae]", "search.objective: ['mae'] is neither"),
+        ("n_trials: 3", "pruner: 3", "search.pruner: 3 names no class"),
+        ("{{name: TPESampler, seed: 0}}", "{{seed: 0}}", "search.sampler: {'seed': 0} names no class"),
+        ("n_trials: 3", "pruner: {{name: MedianPruner, startup: 1}}", "search.pruner: "),
+        ("n_trials: 3", "halving: 3", "search.halving: 3 is not {min_steps"),
+        ("n_trials: 3", "halving: {{min_steps: 2, factor: 2}}", "search.halving: {'min_steps': 2, 'factor': 2} is not"),
+        ("n_trials: 3", "halving: {{reduction_factor: 2}}", "search.halving: {'reduction_factor': 2} is not"),
+        ("n_trials: 3", "halving: {{min_steps: 0}}", "search.halving.min_steps: 0 is not a whole number"),
+        ("n_trials: 3", "halving: {{min_steps: 2}}\n  timeout: 3", "search.halving: it cannot be combined"),
+        ("high: 1e-1", "high: .nan", "search.space.learning_rate.high: nan is not a number"),
+        ("high: 1e-1", "high: .inf", "search.space.learning_rate.high: inf is not a number"),
+        ("log: true", "log: 1", "search.space.learning_rate.log: 1 is neither true nor false"),
+        ("low: 1e-3", "low: 0", "search.space.learning_rate: log: true needs bounds above 0, not low=0"),
+        ("log: true", "log: true, step: 0.01", "search.space.learning_rate: log and step exclude each other"),
+        ("step: 4", "step: 0", "search.space.per_device_train_batch_size.step: 0 is not above 0"),
+        ("step: 4", "step: 0.5", "search.space.per_device_train_batch_size.step: 0.5 is not a whole number"),
+        ("[2, 8]", "[2, [8]]", "search.space.model.width: [8] is neither a number nor a text"),
+        ("[2, 8]", "[]", "search.space.model.width: give a list of values"),
     ],
 )
 def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str) -> None:
     assert old in CONFIG
     path = write_job(tmp_path, MODULE, CONFIG.replace(old, new))
     assert main(["search", str(path)]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
 
 
 def test_without_the_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,3 +246,77 @@ def test_each_process_has_its_device(
     assert run_workers(config, tmp_path) == [0, 0, 0]
     assert [device for _, device in started[3:]] == wanted
     assert sorted(file.name for file in tmp_path.glob("worker-*")) == [f"worker-{index}.log" for index in range(3)]
+
+
+SLOW_NET = """
+class Slow(Net):
+    def forward(self, *args, **kwargs):
+        time.sleep(0.05)
+        return super().forward(*args, **kwargs)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize("n_parallel", [1, 2])
+def test_ctrl_c_during_the_table(tmp_path: Path, n_parallel: int) -> None:
+    """Ctrl-C ends a search in a terminal with a message; the same command keeps the finished trials and goes on."""
+    config = CONFIG.replace(":Net", ":Slow").replace("max_steps: 4", "max_steps: 20")
+    path = write_job(tmp_path, f"import time\n{MODULE}{SLOW_NET}", config)
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "search",
+        str(path),
+        "--n_parallel",
+        str(n_parallel),
+        "--n_trials",
+        "5",
+    ]
+    with TerminalProcess(command, 120) as screen:
+        screen.wait_for(lambda: num_complete(tmp_path) >= 1)
+        screen.interrupt()
+        assert screen.wait() == 130
+    assert "Traceback" not in screen.text
+    assert screen.text.rstrip().endswith("paceline: interrupted")
+    assert num_complete(tmp_path) < 5
+    before = [trial.number for trial in study_of(tmp_path).trials if trial.state.name == "COMPLETE"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    states = {trial.number: trial.state.name for trial in study_of(tmp_path).trials}
+    assert [states[number] for number in before] == ["COMPLETE"] * len(before)
+    assert list(states.values()).count("COMPLETE") == 5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_locked_storage_during_the_table(tmp_path: Path) -> None:
+    """A storage that another process locks for some seconds costs neither the search nor a trial."""
+    config = CONFIG.replace(":Net", ":Slow").replace("max_steps: 4", "max_steps: 20")
+    path = write_job(tmp_path, f"import time\n{MODULE}{SLOW_NET}", config)
+    command = [sys.executable, "-m", "paceline", "search", str(path)]
+    with TerminalProcess(command, 120) as screen:
+        screen.wait_for(lambda: num_complete(tmp_path) >= 1)
+        with sqlite3.connect(tmp_path / "run" / "study.db", isolation_level=None, timeout=60) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            time.sleep(4)
+            other.execute("ROLLBACK")
+        other.close()
+        assert screen.wait() == 0, screen.text[-2000:]
+    assert "Traceback" not in screen.text
+    assert [trial.state.name for trial in study_of(tmp_path).trials] == ["COMPLETE"] * 3
+
+
+def num_complete(folder: Path) -> int:
+    """The number of finished trials; 0 while the study is being made."""
+    path = folder / "run" / "study.db"
+    if not path.exists():
+        return 0
+    database = sqlite3.connect(path)
+    try:
+        return int(database.execute("select count(*) from trials where state = 'COMPLETE'").fetchone()[0])
+    except sqlite3.Error:
+        return 0
+    finally:
+        database.close()

@@ -241,6 +241,24 @@ def test_refused_trainers(tmp_path: Path) -> None:
         make_search(tmp_path, eval_strategy="no").hyperparameter_search(pruner=optuna.pruners.MedianPruner())
 
 
+@pytest.mark.parametrize("name", ["set_user_attr", "suggest_float", "report"])
+def test_ctrl_c_anywhere_in_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """An interrupted trial is not recorded as failed: the next start goes on with it."""
+
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as changed:
+        changed.setattr(optuna.Trial, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            make_search(tmp_path).hyperparameter_search(hp_space=rates, n_trials=2)
+    assert [trial.state.name for trial in study_of(tmp_path).trials] == ["RUNNING"]
+    make_search(tmp_path).hyperparameter_search(hp_space=rates, n_trials=2)
+    states = [trial.state.name for trial in study_of(tmp_path).trials]
+    assert states.count("COMPLETE") == 2
+    assert "FAIL" not in states
+
+
 @pytest.mark.slow
 def test_locked_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.search.optuna_study.LOCK_SECONDS", 0.1)

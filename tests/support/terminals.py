@@ -8,11 +8,15 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
+import subprocess
 import sys
 import termios
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 TOKEN = re.compile(r"\x1b\[(\d*)([A-Za-z])|([\r\n\b])|([^\x1b\r\n\b]+)")
 
@@ -102,6 +106,63 @@ class Terminal:
     def close(self) -> None:
         self.stream.close()
         os.close(self._outer)
+
+
+class TerminalProcess:
+    """Runs a command in a pseudo-terminal, in a session of its own, as a context; it is killed at the end.
+
+    Args:
+        command: the program and its arguments.
+        columns: width of the terminal.
+
+    Attributes:
+        text: everything that was written so far.
+    """
+
+    def __init__(self, command: list[str], columns: int) -> None:
+        self._command, self._columns = command, columns
+        self._output = bytearray()
+
+    def __enter__(self) -> TerminalProcess:
+        self._outer, inner = pty.openpty()
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 50, self._columns, 0, 0))
+        streams = {"stdin": inner, "stdout": inner, "stderr": inner}
+        self._process = subprocess.Popen(self._command, **streams, start_new_session=True)
+        os.close(inner)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join(10)
+        os.close(self._outer)
+
+    def _read(self) -> None:
+        with suppress(OSError):  # all processes have closed the terminal
+            while data := os.read(self._outer, 4096):
+                self._output += data
+
+    @property
+    def text(self) -> str:
+        return self._output.decode(errors="replace")
+
+    def interrupt(self) -> None:
+        """Sends what Ctrl-C sends: SIGINT to all processes in the foreground."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def wait_for(self, is_met: Callable[[], bool], seconds: float = 120) -> None:
+        end = time.monotonic() + seconds
+        while not is_met():
+            assert self._process.poll() is None, self.text[-2000:]
+            assert time.monotonic() < end, self.text[-2000:]
+            time.sleep(0.1)
+
+    def wait(self, seconds: float = 120) -> int:
+        """Returns the exit code."""
+        return self._process.wait(seconds)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ search:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ from paceline.cli.references import REFERENCE, read_reference
 
 KEYS = ("space", "objective", "direction", "n_trials", "n_parallel", "sampler", "pruner", "halving", "timeout")
 BOUNDS = ("low", "high", "log", "step")
+DIRECTIONS = ("minimize", "maximize")
+HALVING = {"min_steps": 1, "reduction_factor": 2}  # the least value of each
 OF_MODEL = "model."
 
 
@@ -91,7 +94,7 @@ def read_search(words: Sequence[str]) -> SearchConfig:
     for name in ("n_trials", "n_parallel"):
         if name in given.own:
             settings[name] = plain_numbers(int(given.own[name]) if str(given.own[name]).isdigit() else given.own[name])
-    check_numbers(settings)
+    check_settings(settings)
     if job.framework != "torch":
         raise UsageError("search: TFTrainer has no hyperparameter_search; a search needs framework: torch")
     kept = [word for word in words if word != "--worker"]
@@ -125,26 +128,89 @@ def check_values(name: str, values: object) -> None:
             f"{where}: there is no such option{suggest(name, argument_names())}; keys of the model: model.KEY"
         )
     if isinstance(values, list) and values:
+        odd = [value for value in values if value is not None and not isinstance(value, bool | int | float | str)]
+        if odd:
+            raise UsageError(f"{where}: {odd[0]!r} is neither a number nor a text; for others, name a function")
         return
     if not isinstance(values, Mapping) or not {"low", "high"} <= set(values):
         raise UsageError(f"{where}: give a list of values, or {{low: ..., high: ...}}")
     for key, value in values.items():
         if key not in BOUNDS:
             raise UsageError(f"{where}: unknown key {key!r}{suggest(str(key), BOUNDS)}")
-        if key != "log" and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if key != "log" and not is_number(value):
             raise UsageError(f"{where}.{key}: {value!r} is not a number")
-    if values["low"] > values["high"]:
-        raise UsageError(f"{where}: low={values['low']} is above high={values['high']}")
+    check_bounds(where, values)
 
 
-def check_numbers(settings: Mapping[str, Any]) -> None:
-    """Raises UsageError if a count is not positive, or parallel trials are combined with what they exclude."""
+def check_bounds(where: str, values: Mapping[str, Any]) -> None:
+    """Raises UsageError if the bounds of a hyperparameter contradict each other."""
+    low, high, step, log = values["low"], values["high"], values.get("step"), values.get("log", False)
+    if low > high:
+        raise UsageError(f"{where}: low={low} is above high={high}")
+    if not isinstance(log, bool):
+        raise UsageError(f"{where}.log: {log!r} is neither true nor false")
+    if log and low <= 0:
+        raise UsageError(f"{where}: log: true needs bounds above 0, not low={low}")
+    if step is None:
+        return
+    if log:
+        raise UsageError(f"{where}: log and step exclude each other: leave one of them out")
+    if step <= 0:
+        raise UsageError(f"{where}.step: {step!r} is not above 0")
+    if is_whole(values) and not isinstance(step, int):
+        raise UsageError(f"{where}.step: {step!r} is not a whole number, as low and high are; write low: {low}.0")
+
+
+def is_number(value: object) -> bool:
+    """True for a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(values: Mapping[str, Any]) -> bool:
+    """True if a hyperparameter takes whole numbers, because both of its bounds are."""
+    return all(isinstance(values[key], int) for key in ("low", "high"))
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises UsageError if a count or a time is not positive, or settings are invalid or exclude each other."""
     for name in ("n_trials", "n_parallel"):
         value = settings.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UsageError(f"search.{name}: {value!r} is not a whole number of 1 or more")
+    timeout = settings.get("timeout")
+    if timeout is not None and (not is_number(timeout) or timeout <= 0):
+        raise UsageError(f"search.timeout: {timeout!r} is not a number of seconds above 0")
     if settings.get("n_parallel", 1) > 1 and (settings.get("halving") or settings.get("timeout")):
         raise UsageError("search.n_parallel: with halving or timeout, trials run one after another; leave it out")
+    direction = settings.get("direction", "minimize")
+    if isinstance(direction, list):
+        raise UsageError("search.direction: give one; several are for Trainer.hyperparameter_search")
+    if direction not in DIRECTIONS:
+        raise UsageError(f"search.direction: {direction!r} is neither minimize nor maximize")
+    objective = settings.get("objective")
+    if objective is not None and not isinstance(objective, str):
+        raise UsageError(f"search.objective: {objective!r} is neither a metric's name nor package.module:function")
+    for name in ("sampler", "pruner"):
+        value = settings.get(name)
+        named = value.get("name") if isinstance(value, Mapping) else value
+        if value is not None and not isinstance(named, str):
+            raise UsageError(f"search.{name}: {value!r} names no class; give its name, or {{name: ..., option: value}}")
+    check_halving(settings)
+
+
+def check_halving(settings: Mapping[str, Any]) -> None:
+    """Raises UsageError if the options of successive halving are invalid, or exclude other settings."""
+    options = settings.get("halving")
+    if options is None:
+        return
+    if settings.get("timeout") is not None:
+        raise UsageError("search.halving: it cannot be combined with timeout; leave one of them out")
+    if not isinstance(options, Mapping) or not {"min_steps"} <= set(options) <= set(HALVING):
+        raise UsageError(f"search.halving: {options!r} is not {{min_steps: ..., reduction_factor: 3}}")
+    for name, least in HALVING.items():
+        value = options.get(name, least)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UsageError(f"search.halving.{name}: {value!r} is not a whole number of {least} or more")
 
 
 def suggested(space: Mapping[str, Any], trial: Any) -> dict[str, Any]:
@@ -155,8 +221,7 @@ def suggested(space: Mapping[str, Any], trial: Any) -> dict[str, Any]:
             params[name] = trial.suggest_categorical(name, values)
             continue
         options = {key: values[key] for key in ("log", "step") if key in values}
-        is_whole = all(isinstance(values[key], int) for key in ("low", "high"))
-        ask = trial.suggest_int if is_whole else trial.suggest_float
+        ask = trial.suggest_int if is_whole(values) else trial.suggest_float
         params[name] = ask(name, values["low"], values["high"], **options)
     return params
 

@@ -243,6 +243,10 @@ class OptunaSearch:
             SearchError: the search is set up wrong; the study has another space.
             Interrupted: a signal or Ctrl-C stopped the search.
         """
+        with interruptible():
+            return self._train(trial, until)
+
+    def _train(self, trial: optuna.Trial, until: int | None) -> Objective:
         trial.set_user_attr(FOLDER, str(self.trials.folder.resolve()))
         options: dict[str, Any] = {"is_continued": RUN_NAME in trial.user_attrs, "until": until}
         self.trials.share(("trial", trial.number, options))
@@ -259,8 +263,6 @@ class OptunaSearch:
             raise optuna.TrialPruned(str(error)) from error
         except (SearchError, optuna.TrialPruned):  # the latter is raised by functions of the user
             raise
-        except KeyboardInterrupt as error:
-            raise Interrupted from error
         except Exception as error:
             if not isinstance(error, self.catch):
                 raise
@@ -316,6 +318,15 @@ class OptunaSearch:
             best = self.study.best_trial
             return BestRun(str(best.number), float(best.value or 0.0), dict(best.params))
         return [BestRun(str(one.number), list(one.values or ()), dict(one.params)) for one in self.study.best_trials]
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Turns Ctrl-C into `Interrupted`, wherever in a trial it comes: optuna would record the trial as failed."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Interrupted from error
 
 
 def own_storage(folder: Path) -> optuna.storages.RDBStorage:
