@@ -13,12 +13,14 @@ import sqlite3
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from service_job import SECRET
+
+from paceline.core.media import PNG_START
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,6 +58,17 @@ def run_job(name: str, module: str, folder: Path, **variables: str) -> dict[str,
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert not [file for file in files if SECRET.encode() in file.read_bytes()]
     return dict(result)
+
+
+def contents(folder: Path) -> Iterator[bytes]:
+    """Yields the files that a client has written, and the members of its archives."""
+    for file in folder.rglob("*"):
+        if not file.is_file() or folder / "out" in file.parents:
+            continue
+        if file.suffix == ".zip":
+            with zipfile.ZipFile(file) as archive:
+                yield from map(archive.read, archive.namelist())
+        yield file.read_bytes()
 
 
 def expected(result: dict[str, Any], name: str) -> Points:
@@ -172,6 +185,10 @@ def test_run_read_back(
     told = expected(result, "eval_loss")
     assert set(evaluations) == set(told)
     assert len(evaluations) in (len(told), len(told) - 1)  # swanlab keeps one value of a step
+    files = list(contents(tmp_path))
+    assert any(content.startswith(PNG_START) for content in files)
+    if name != "dvclive":  # it has no tables
+        assert any(b"first | sample" in content or b"first \\| sample" in content for content in files)
 
 
 def test_emissions(tmp_path: Path) -> None:

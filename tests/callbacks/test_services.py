@@ -30,6 +30,7 @@ from paceline.callbacks.reporters.kubeflow import KubeflowCallback, StatusSender
 from paceline.callbacks.reporters.service import ServiceReporter, signals_kept
 from paceline.callbacks.reporters.trackio import static_space_name
 from paceline.core.events import CallbackHandler
+from paceline.core.media import Media
 from paceline.core.state import TrainerControl, TrainerState
 
 RUNS = ["clearml", "comet_ml", "dvclive", "neptune", "swanlab", "trackio"]  # services that have runs
@@ -127,6 +128,23 @@ def test_rows_and_settings(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert "hf_abcdefghijklmnopqrstuvwxyz" not in str(run.settings)
     told = {**run.summary, **{key: value for _, row in run.rows for key, value in row.items()}}
     assert any(key.endswith("train_loss") for key in told)
+
+
+@pytest.mark.parametrize("name", ["clearml", "neptune"])
+def test_figures_and_tables(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the services whose clients do not run here; the others are read back in `test_offline_services.py`."""
+    service = stand_in_services.install(name, monkeypatch)
+    course = train(tmp_path, name)
+    figure = Media("eval/picture", 4, tmp_path / "picture.png")
+    table = Media("eval/samples", 4, tmp_path / "samples.json", ["text", "label"], [["a", 1]])
+    course.fire("on_media", media=figure)
+    course.fire("on_media", media=table)
+    (run,) = service.runs
+    assert run.shown["eval/picture"] == (4, str(figure.path))
+    step, text = run.shown["eval/samples"]
+    assert step == 4
+    assert "label" in text
+    assert not run.is_open
 
 
 @pytest.mark.parametrize("name", RUNS)

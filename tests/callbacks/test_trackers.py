@@ -19,6 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from small_models import Classifier, classification, make_trainer
 
@@ -131,8 +132,13 @@ def test_wandb_run_read_back(tmp_path: Path, wandb: Any, monkeypatch: pytest.Mon
     monkeypatch.setenv("WANDB_WATCH", "gradients")
     trainer = train(tmp_path / "out", "wandb", run_name="first", hub_token="hf_abcdefghijklmnopqrstuvwxyz")
     trainer.predict(classification(8))
+    trainer.log_figure("eval/picture", np.eye(8))
+    trainer.log_table("eval/samples", ["text", "label"], [["a", 1]])
     wandb.finish()
     (run,) = written_runs(tmp_path)
+    assert {"eval/picture", "eval/samples"} <= {name for row in run["history"] for name in row}
+    sent = {path.name.split("_")[0] for path in (tmp_path / "logs").rglob("media/*/eval/*")}
+    assert sent == {"picture", "samples"}
     assert (run["project"], run["name"]) == ("letters", "first")
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     logged = [(row["train/global_step"], row["train/loss"]) for row in run["history"] if "train/loss" in row]
@@ -333,6 +339,9 @@ def test_mlflow_run_read_back(
     assert "checkpoint-4/model.safetensors" in names
 
     assert mlflow.active_run() is None
+    trainer.log_figure("eval/picture", np.eye(8))
+    names = [item.path for item in client.list_artifacts(run.info.run_id, "media/eval")]
+    assert names == ["media/eval/picture-4.png"]  # the server reads %2F in a name as /
     trainer.evaluate()  # of the same run, and no new one
     assert len(history(client, run.info.run_id, "eval_loss")) == 3
     assert mlflow.active_run() is None

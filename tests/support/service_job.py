@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from small_models import Classifier, classification, make_trainer
 
 from paceline import TrainerCallback
@@ -28,6 +29,16 @@ class HandlersAreOurs(TrainerCallback):
             assert isinstance(getattr(signal.getsignal(number), "__self__", None), StopSignals), number
 
 
+class Shows(TrainerCallback):
+    """Records a figure and a table at each evaluation."""
+
+    trainer: Any = None
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.log_figure("eval/picture", np.eye(8))
+        self.trainer.log_table("eval/samples", ["text", "label"], [["first | sample", 1], [SECRET, 0]])
+
+
 def train(name: str, folder: Path, resume: str | None, **changes: Any) -> Any:
     options: dict[str, Any] = {"logging_steps": 1, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     data = classification(16)
@@ -41,9 +52,10 @@ def train(name: str, folder: Path, resume: str | None, **changes: Any) -> Any:
         run_name="first",
         project="letters",
         hub_token=SECRET,
-        callbacks=[HandlersAreOurs()],
+        callbacks=[HandlersAreOurs(), Shows()],
         **{**options, **changes},
     )
+    Shows.trainer = trainer
     trainer.train(resume_from_checkpoint=resume)
     assert trainer.state.global_step == trainer.args.max_steps
     return trainer

@@ -20,6 +20,7 @@ class Run:
         self.settings: dict[str, Any] = {}
         self.summary: dict[str, float] = {}
         self.files: list[str] = []
+        self.shown: dict[str, tuple[int, str]] = {}  # figures and tables by name: step, and path or content
         self.is_open = True
 
     def put(self, step: int, row: dict[str, float]) -> None:
@@ -108,18 +109,26 @@ def comet_ml(service: Service) -> list[ModuleType]:
     ]
 
 
+class ClearMLLogger:
+    """The logger of a task of ClearML."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def report_scalar(self, title: str, series: str, value: float, iteration: int) -> None:
+        self.run.put(iteration, {f"{title}/{series}": value})
+
+    def report_single_value(self, name: str, value: float) -> None:
+        self.run.service.answer()
+        self.run.summary[name] = value
+
+    def show(self, title: str, series: str, iteration: int, local_path: str = "", table_plot: Any = None) -> None:
+        self.run.shown[f"{title}/{series}"] = (iteration, local_path or str(table_plot))
+
+    report_image = report_table = show
+
+
 def clearml(service: Service) -> list[ModuleType]:
-    class Logger:
-        def __init__(self, run: Run) -> None:
-            self.run = run
-
-        def report_scalar(self, title: str, series: str, value: float, iteration: int) -> None:
-            self.run.put(iteration, {f"{title}/{series}": value})
-
-        def report_single_value(self, name: str, value: float) -> None:
-            self.run.service.answer()
-            self.run.summary[name] = value
-
     class Task:
         def __init__(self, run: Run) -> None:
             self.id, self.run = run.id, run
@@ -127,8 +136,8 @@ def clearml(service: Service) -> list[ModuleType]:
         def update_parameters(self, values: dict[str, Any]) -> None:
             self.run.set({name.removeprefix("Transformers/"): value for name, value in values.items()})
 
-        def get_logger(self) -> Logger:
-            return Logger(self.run)
+        def get_logger(self) -> ClearMLLogger:
+            return ClearMLLogger(self.run)
 
         def close(self) -> None:
             self.run.end()
@@ -250,8 +259,12 @@ def neptune(service: Service) -> list[ModuleType]:
         def fetch(self) -> str:
             return self.run.id
 
-        def append(self, value: float, step: int) -> None:
-            self.run.put(step, {self.path.split("/", 1)[1]: value})
+        def append(self, value: Any, step: int) -> None:
+            name = self.path.split("/", 1)[1]
+            if isinstance(value, str | SimpleNamespace):
+                self.run.shown[name] = (step, value if isinstance(value, str) else value.path)
+                return
+            self.run.put(step, {name: value})
 
         def upload_files(self, path: str) -> None:
             self.run.add(path)
@@ -277,6 +290,7 @@ def neptune(service: Service) -> list[ModuleType]:
         module("neptune", init_run=init_run),
         module("neptune.exceptions", **dict.fromkeys(names, Missing)),
         module("neptune.utils", stringify_unsupported=dict),
+        module("neptune.types", File=lambda path: SimpleNamespace(path=path)),
     ]
 
 

@@ -18,6 +18,7 @@ from paceline.args.training import TrainingArguments
 from paceline.callbacks.memory import accelerator_bytes, process_bytes
 from paceline.core.events import TrainerCallback
 from paceline.core.ledger import PREFIX, RESOURCE_PREFIX
+from paceline.core.lineage import REPORT_FILE
 from paceline.core.state import TrainerControl, TrainerState
 
 MOST_MEASUREMENTS = 256  # rows that are kept for the report, about 100 bytes each; an even number
@@ -149,6 +150,12 @@ class ReportCallback(TrainerCallback):
             if count is not None:
                 row.setdefault(name, round(count / GB, 4))
         self._measured.add({"step": state.global_step, "time": round(time.time(), 3), **row})
+
+    def on_media(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Writes the report anew for a figure or table that is recorded after the training."""
+        folder = Path(str(args.output_dir))
+        if self._messages is None and state.is_world_process_zero and (folder / REPORT_FILE).exists():
+            importlib.import_module("paceline.report.write").write_report([folder])
 
     def on_run_closed(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -182,6 +182,12 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise UsageError(f"search.timeout: {timeout!r} is not a number of seconds above 0")
     if settings.get("n_parallel", 1) > 1 and (settings.get("halving") or settings.get("timeout")):
         raise UsageError("search.n_parallel: with halving or timeout, trials run one after another; leave it out")
+    check_choices(settings)
+    check_halving(settings)
+
+
+def check_choices(settings: Mapping[str, Any]) -> None:
+    """Raises UsageError if the direction, the objective, the sampler or the pruner is not named as it must be."""
     direction = settings.get("direction", "minimize")
     if isinstance(direction, list):
         raise UsageError("search.direction: give one; several are for Trainer.hyperparameter_search")
@@ -195,7 +201,6 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         named = value.get("name") if isinstance(value, Mapping) else value
         if value is not None and not isinstance(named, str):
             raise UsageError(f"search.{name}: {value!r} names no class; give its name, or {{name: ..., option: value}}")
-    check_halving(settings)
 
 
 def check_halving(settings: Mapping[str, Any]) -> None:

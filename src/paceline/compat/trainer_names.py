@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint.resuming import STATE_FILE
-from paceline.core.events import CallbackHandler, TrainerCallback
+from paceline.core.events import CallbackHandler, TrainerCallback, call_own_event
 from paceline.core.lineage import RunMark
 from paceline.core.metrics import format_metrics, speed_metrics
+from paceline.core.optional import LateModule
 from paceline.core.results import print_metrics, save_metrics
 from paceline.core.state import TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    from paceline.core import media
+else:
+    media = LateModule("paceline.core.media")
 
 
 class TrainerNames:
@@ -64,6 +70,39 @@ class TrainerNames:
         entries = self.run.row_entries() if self.run is not None else {}
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, {**logs, **entries})
         self._share_control()
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """Records a figure at this step: a file in `media/` of the output folder, in the report and the trackers.
+
+        Args:
+            name: its name, such as "eval/attention".
+            figure: a figure of matplotlib, an image of Pillow, an array or tensor, or the path of a PNG file; see
+                `paceline.core.media.make_figure`. Only the main process's is used.
+
+        Raises:
+            TypeError, ValueError: the figure or the name is invalid.
+        """
+        if self.is_world_process_zero():
+            folder = Path(self._get_output_dir(None))
+            self._tell_media(media.make_figure(folder, name, self.state.global_step, figure))
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Records a table at this step, such as samples of an evaluation: as `log_figure` does with figures.
+
+        Args:
+            name: its name, such as "eval/samples".
+            columns: the names of the columns.
+            rows: one sequence of cells for each row: texts, numbers. Only the main process's are used.
+
+        Raises:
+            ValueError: the name is invalid, or a row has not one cell for each column.
+        """
+        if self.is_world_process_zero():
+            folder = Path(self._get_output_dir(None))
+            self._tell_media(media.make_table(folder, name, self.state.global_step, columns, rows))
+
+    def _tell_media(self, made: media.Media) -> None:
+        call_own_event(self.callback_handler, "on_media", self.args, self.state, self.control, media=made)
 
     def _share_control(self) -> None:
         """Passes a control that a callback may have returned on to the loop."""

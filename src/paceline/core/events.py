@@ -572,10 +572,16 @@ def _overrides(callback: Any, event: str) -> bool:
 
 
 def close_run(handler: object, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-    """Calls `on_run_closed` of the callbacks that have it, after the parts of a run are closed, even after an error.
+    """Calls `on_run_closed` of the callbacks that have it, after the parts of a run are closed, even after an error."""
+    call_own_event(handler, "on_run_closed", args, state, control)
 
-    The event is not one of the reference's: a `call_event` that a library has put into the handler asks every callback
-    for the method (setfit).
+
+def call_own_event(
+    handler: object, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **values: Any
+) -> None:
+    """Calls an event that is not one of the reference's, of the callbacks that have it.
+
+    A `call_event` that a library has put into the handler would ask every callback for the method (setfit).
     """
     if isinstance(handler, CallbackHandler):
-        CallbackHandler.call_event(handler, "on_run_closed", args, state, control)
+        CallbackHandler.call_event(handler, event, args, state, control, **values)

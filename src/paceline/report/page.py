@@ -19,6 +19,7 @@ from paceline.report import notices
 from paceline.report.curves import Chart, make_charts
 from paceline.report.differences import find_differences
 from paceline.report.divergence import compare_steps
+from paceline.report.media import read_media
 from paceline.report.run_data import LOG_START, RunData, log_to_keep
 from paceline.report.svg import describe, draw, number
 
@@ -189,7 +190,15 @@ def _values(chart: Chart) -> str:
 
 def _details(run: RunData, is_alone: bool) -> str:
     parts = [] if is_alone else [f"<h2>{escape(run.name)}</h2>"]
-    parts += [_evaluations(run), _configuration(run), _data(run), _checkpoints(run), _events(run), _environment(run)]
+    parts += [
+        _evaluations(run),
+        _media(run),
+        _configuration(run),
+        _data(run),
+        _checkpoints(run),
+        _events(run),
+        _environment(run),
+    ]
     return "\n".join(part for part in parts if part)
 
 
@@ -201,6 +210,22 @@ def _evaluations(run: RunData) -> str:
     keys = list(dict.fromkeys(key for row in rows for key in row if key.startswith(_OF_EVALUATION)))
     lines = [[f"{row['step']:,}", *[_as_text(row.get(key, "")) for key in keys]] for row in rows]
     return "<h2>Evaluations</h2>\n" + _table(["step", *keys], lines, is_numeric=True)
+
+
+def _media(run: RunData) -> str:
+    """Returns the newest of each figure and table that the run has recorded."""
+    parts = []
+    for each in read_media(run.folder):
+        name = escape(mask_text(each.name))
+        earlier = f"; {each.num_earlier:,} of earlier steps in the folder media" if each.num_earlier else ""
+        parts.append(f'<h3>{name}</h3><p class="dim">step {each.step:,}{earlier}</p>')
+        if each.problem:
+            parts.append(f'<p class="bad">{escape(each.problem)}</p>')
+        elif each.picture:
+            parts.append(f'<img class="media" alt="{name}" src="{each.picture}">')
+        else:
+            parts.append(_table(each.columns, [[mask_text(cell) for cell in row] for row in each.rows]))
+    return "\n".join(["<h2>Figures and tables</h2>", *parts]) if parts else ""
 
 
 def _configuration(run: RunData) -> str:

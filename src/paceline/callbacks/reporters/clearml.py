@@ -9,6 +9,7 @@ from typing import Any
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import OF_THE_WHOLE_RUN, changed_project, flat, grouped, is_set
 from paceline.callbacks.reporters.service import ServiceReporter
+from paceline.core.media import Media
 from paceline.core.optional import require
 from paceline.core.state import TrainerState
 
@@ -70,6 +71,15 @@ class ClearMLCallback(ServiceReporter):
         for name, value in grouped(row).items():
             title, _, series = name.partition("/")
             reports.report_scalar(title=title, series=series, value=value, iteration=state.global_step)
+
+    def log_media(self, media: Media, state: TrainerState) -> None:
+        title, _, series = media.name.rpartition("/")
+        place = {"title": title or media.name, "series": series, "iteration": media.step}
+        if media.is_figure:
+            self._run.get_logger().report_image(**place, local_path=str(media.path))
+        else:
+            table = [list(media.columns), *[list(row) for row in media.rows]]
+            self._run.get_logger().report_table(**place, table_plot=table)
 
     def upload(self, folder: Path, args: TrainingArguments, state: TrainerState) -> None:
         model = self._clearml.OutputModel(task=self._run, name=folder.name)

@@ -9,6 +9,7 @@ from typing import Any
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import changed_project, grouped, is_set
 from paceline.callbacks.reporters.service import ServiceReporter
+from paceline.core.media import Media
 from paceline.core.optional import is_installed, require
 from paceline.core.state import TrainerState
 
@@ -81,6 +82,13 @@ class CometCallback(ServiceReporter):
 
     def log_row(self, row: dict[str, float], state: TrainerState) -> None:
         self._run.log_metrics(grouped(row), step=state.global_step, epoch=state.epoch)
+
+    def log_media(self, media: Media, state: TrainerState) -> None:
+        if media.is_figure:
+            self._run.log_image(str(media.path), name=media.name, step=media.step)
+            return
+        name = f"{media.path.stem}.csv"
+        self._run.log_table(name, tabular_data=[list(row) for row in media.rows], headers=list(media.columns))
 
     def upload_at_end(self, args: TrainingArguments, state: TrainerState, model: object, processor: object) -> None:
         if self._log_assets:

@@ -10,6 +10,7 @@ from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import OF_THE_WHOLE_RUN, grouped, is_set
 from paceline.callbacks.reporters.service import ServiceReporter
 from paceline.callbacks.reporters.wandb import save_model
+from paceline.core.media import Media
 from paceline.core.optional import require
 from paceline.core.state import TrainerState
 
@@ -82,6 +83,11 @@ class DVCLiveCallback(ServiceReporter):
         for name, value in grouped(row).items():
             self._run.log_metric(name, value)
         self._run.sync()
+
+    def log_media(self, media: Media, state: TrainerState) -> None:
+        if media.is_figure:  # it has no tables of text
+            self._run.step = media.step
+            self._run.log_image(f"{media.path.stem}.png", str(media.path))
 
     def upload(self, folder: Path, args: TrainingArguments, state: TrainerState) -> None:
         self._run.log_artifact(str(args.output_dir))

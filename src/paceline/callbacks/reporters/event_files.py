@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from io import BytesIO
 from typing import Any
+
+import numpy as np
 
 from paceline.core.optional import require
 
@@ -38,6 +41,16 @@ class EventWriter:
         tensor = tensors.TensorProto(dtype="DT_STRING", string_val=[text.encode("utf-8")], tensor_shape=shape)
         metadata = self._summaries.SummaryMetadata(plugin_data=plugin)
         self._add(self._summaries.Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor), step)
+
+    def add_image(self, tag: str, pixels: np.ndarray, step: int, dataformats: str = "HWC") -> None:
+        """Writes a picture of shape (height, width, 3), 8 bits for each colour."""
+        target = BytesIO()
+        require("PIL.Image", "plots").fromarray(pixels).save(target, format="PNG")
+        height, width, colours = pixels.shape
+        image = self._summaries.Summary.Image(
+            height=height, width=width, colorspace=colours, encoded_image_string=target.getvalue()
+        )
+        self._add(self._summaries.Summary.Value(tag=tag, image=image), step)
 
     def _add(self, value: Any, step: int) -> None:
         summary = self._summaries.Summary(value=[value])

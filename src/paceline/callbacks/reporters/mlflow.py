@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import (
@@ -29,6 +29,9 @@ from paceline.callbacks.reporters.base import (
 )
 from paceline.core.optional import is_installed, require
 from paceline.core.state import TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    from paceline.core.media import Media
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +191,18 @@ class MLflowCallback(Reporter):
         if not self._is_training:
             self._finish_sending()
         self._sender.check()
+
+    def on_media(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, media: Media, **kwargs: Any
+    ) -> None:
+        """Adds the file of a figure or table to the run's artifacts, in the folder `media`."""
+        if self._sender is None and not self._initialized:
+            self.setup(args, state, kwargs.get("model"))
+        if self._run_id is not None and media.path.exists():
+            check_server(self._ml_flow.get_tracking_uri())
+            self._ml_flow.MlflowClient().log_artifact(
+                self._run_id, str(media.path), artifact_path=media.path.parent.name
+            )
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._log_artifacts and self._run_id is not None:

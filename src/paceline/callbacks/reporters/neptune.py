@@ -8,6 +8,7 @@ from typing import Any
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import grouped
 from paceline.callbacks.reporters.service import ServiceReporter
+from paceline.core.media import Media
 from paceline.core.optional import require
 from paceline.core.state import TrainerState
 
@@ -116,6 +117,13 @@ class NeptuneCallback(ServiceReporter):
     def log_row(self, row: dict[str, float], state: TrainerState) -> None:
         for name, value in grouped(row).items():
             self._run[f"{self._base}/{name}"].append(value, step=state.global_step)
+
+    def log_media(self, media: Media, state: TrainerState) -> None:
+        place = self._run[f"{self._base}/{media.name}"]
+        if media.is_figure:
+            place.append(require("neptune.types", self.extra).File(str(media.path)), step=media.step)
+        else:
+            place.append(media.as_markdown(), step=media.step)
 
     def upload(self, folder: Path, args: TrainingArguments, state: TrainerState) -> None:
         is_last = self._log_checkpoints == "last"

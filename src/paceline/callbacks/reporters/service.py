@@ -19,6 +19,7 @@ from paceline.callbacks.reporters.base import (
     run_name_of,
     settings_of,
 )
+from paceline.core.media import Media
 from paceline.core.optional import is_installed, require
 from paceline.core.signals import PREEMPTION_SIGNALS
 from paceline.core.state import TrainerControl, TrainerState
@@ -37,7 +38,7 @@ class ServiceReporter(Reporter):
     training; one after it continues that run. Each trial of a hyper-parameter search has its own run.
 
     A subclass implements `open_run`, `id_of`, `log_settings`, `log_row` and `close_run`, and where the service has them
-    `active_run`, `upload` and `upload_at_end`. All of them may raise: the run goes on.
+    `active_run`, `log_media`, `upload` and `upload_at_end`. All of them may raise: the run goes on.
 
     Attributes:
         service: the name of the service in messages.
@@ -93,6 +94,9 @@ class ServiceReporter(Reporter):
     def log_row(self, row: dict[str, float], state: TrainerState) -> None:
         """Records the numbers of a row of logs at `state.global_step`."""
         raise NotImplementedError
+
+    def log_media(self, media: Media, state: TrainerState) -> None:
+        """Records a figure or a table."""
 
     def close_run(self) -> None:
         """Ends a run that `open_run` has opened."""
@@ -181,6 +185,20 @@ class ServiceReporter(Reporter):
         if self._run is None:
             return
         self.log_row(self._filter.numbers(logs), state)
+        if self._num_trainings and not self._is_training and self.ends_with_training:
+            self._close()
+
+    def on_media(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, media: Media, **kwargs: Any
+    ) -> None:
+        """Records a figure or a table, if the service has them."""
+        if type(self).log_media is ServiceReporter.log_media or not state.is_world_process_zero:
+            return
+        if not self._initialized:
+            self.setup(args, state, kwargs.get("model"))
+        if self._run is None:
+            return
+        self.log_media(media, state)
         if self._num_trainings and not self._is_training and self.ends_with_training:
             self._close()
 

@@ -9,6 +9,7 @@ from typing import Any
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import OF_THE_WHOLE_RUN, changed_project, grouped, is_set
 from paceline.callbacks.reporters.service import ServiceReporter
+from paceline.core.media import Media
 from paceline.core.optional import require
 from paceline.core.state import TrainerState
 
@@ -66,6 +67,11 @@ class SwanLabCallback(ServiceReporter):
         whole = {f"single_value/{name}": row.pop(name) for name in OF_THE_WHOLE_RUN if name in row}
         values = {**grouped(row), **whole, "train/global_step": state.global_step}
         self._run.log(values, step=state.global_step)
+
+    def log_media(self, media: Media, state: TrainerState) -> None:
+        kinds = self._swanlab
+        value = kinds.Image(str(media.path)) if media.is_figure else kinds.Text(media.as_markdown())
+        self._run.log({media.name: value}, step=media.step)
 
     def upload(self, folder: Path, args: TrainingArguments, state: TrainerState) -> None:
         self._run.save(str(folder.absolute() / "**"), base_path=str(folder.absolute().parent), policy="now")

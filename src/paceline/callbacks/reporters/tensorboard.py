@@ -7,7 +7,9 @@ import re
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from paceline.args.secrets import mask_text
 from paceline.args.training import TrainingArguments
@@ -16,6 +18,9 @@ from paceline.callbacks.reporters.event_files import EventWriter
 from paceline.core.metrics import jsonable
 from paceline.core.optional import is_installed, require
 from paceline.core.state import TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    from paceline.core.media import Media
 
 
 class TensorBoardCallback(Reporter):
@@ -67,6 +72,20 @@ class TensorBoardCallback(Reporter):
                 writer.add_scalar(name, plain, state.global_step)
             else:
                 writer.add_text(name, mask_text(str(plain)), state.global_step)
+        writer.flush()
+
+    def on_media(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, media: Media, **kwargs: Any
+    ) -> None:
+        """Writes a figure as an image, and a table as text."""
+        if not state.is_world_process_zero:
+            return
+        writer = self._open(args, state)
+        if media.is_figure:
+            picture = require("PIL.Image", "plots").open(media.path).convert("RGB")
+            writer.add_image(media.name, np.asarray(picture), media.step, dataformats="HWC")
+        else:
+            writer.add_text(media.name, media.as_markdown(), media.step)
         writer.flush()
 
     def on_train_end(

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import grouped
 from paceline.callbacks.reporters.service import ServiceReporter
+from paceline.core.media import Media
 from paceline.core.optional import require
 from paceline.core.state import TrainerControl, TrainerState
 
@@ -75,6 +76,14 @@ class TrackioCallback(ServiceReporter):
 
     def log_row(self, row: dict[str, float], state: TrainerState) -> None:
         self._run.log({**grouped(row), "train/global_step": state.global_step}, step=state.global_step)
+
+    def log_media(self, media: Media, state: TrainerState) -> None:
+        if media.is_figure:
+            value = self._trackio.Image(str(media.path))
+        else:
+            frame = require("pandas", self.extra).DataFrame([list(row) for row in media.rows], columns=media.columns)
+            value = self._trackio.Table(dataframe=frame)
+        self._run.log({media.name: value}, step=media.step)
 
     def close_run(self) -> None:
         self._trackio.finish()

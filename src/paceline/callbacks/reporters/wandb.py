@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import (
@@ -21,6 +21,9 @@ from paceline.callbacks.reporters.base import (
 from paceline.core.metrics import jsonable
 from paceline.core.optional import is_installed, require
 from paceline.core.state import TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    from paceline.core.media import Media
 
 LOG_MODEL_CHOICES = ("end", "checkpoint", "false")
 WATCH_CHOICES = ("all", "parameters", "gradients")
@@ -135,6 +138,18 @@ class WandbCallback(Reporter):
         rows = {name: jsonable(value) for name, value in logs.items()}
         run.summary.update({name: rows.pop(name) for name in OF_THE_WHOLE_RUN if name in rows})
         run.log({**grouped(rows), "train/global_step": state.global_step})
+
+    def on_media(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, media: Media, **kwargs: Any
+    ) -> None:
+        run = self._run(args, state, kwargs.get("model"))
+        if run is None:
+            return
+        if media.is_figure:
+            value = self._wandb.Image(str(media.path))
+        else:
+            value = self._wandb.Table(columns=list(media.columns), data=[list(row) for row in media.rows])
+        run.log({media.name: value, "train/global_step": media.step})
 
     def on_predict(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any

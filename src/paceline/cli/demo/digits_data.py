@@ -89,7 +89,10 @@ def show_results(trainer: Any, held_out: Any, truth: Sequence[int], job: Job, sa
     right = sum(a == b for a, b in zip(truth, predicted, strict=True))
     say(f"\nAccuracy on {len(truth)} held-out digits: {100 * right / len(truth):.1f} % ({right} right)\n")
     say("Confusion matrix (rows: true digit, columns: predicted digit):\n")
-    say(draw_table(count_confusions(truth, predicted), NAMES))
+    matrix = count_confusions(truth, predicted)
+    say(draw_table(matrix, NAMES))
+    rows = [[name, *counts] for name, counts in zip(NAMES, matrix, strict=True)]
+    trainer.log_table("confusion matrix", ["true digit", *NAMES], rows)
     say(
         f"\nWeights, checkpoints, log.jsonl, run.json and report.html are saved to {job.folder}/. Run the command "
         "again to see this again; --fresh starts over."

@@ -277,6 +277,7 @@ def show_results(trainer: Trainer, task: TextTask, options: DemoOptions, say: Sa
     text = task.tokenizer.decode(generate(model, ids, SAMPLE_TOKENS, seed=trainer.args.seed))
     say(f"\nThe model continues {options.prompt!r}:\n")
     say("\n".join("  | " + line for line in (options.prompt + text).splitlines()))
+    trainer.log_table("samples", ["prompt", "continuation"], [[options.prompt, text]])
     say(
         f"\nOutput files\n"
         f"  {folder}/model.safetensors      the weights (with tokenizer.json)\n"
