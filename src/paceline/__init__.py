@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     )
     from paceline.args.parser import HfArg as HfArg, HfArgumentParser as HfArgumentParser
     from paceline.args.plan import Plan as Plan, UnsupportedOption as UnsupportedOption
+    from paceline.args.regularizers import (
+        SAM as SAM,
+        CutMix as CutMix,
+        Mixup as Mixup,
+        Regularizer as Regularizer,
+    )
     from paceline.args.seq2seq import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
     from paceline.args.training import TrainingArguments as TrainingArguments
     from paceline.callbacks.early_stopping import EarlyStoppingCallback as EarlyStoppingCallback
@@ -166,6 +172,7 @@ _HOMES = {
     "ClearMLCallback": "paceline.callbacks.reporters.clearml",
     "CodeCarbonCallback": "paceline.callbacks.reporters.codecarbon",
     "CometCallback": "paceline.callbacks.reporters.comet",
+    "CutMix": "paceline.args.regularizers",
     "DVCLiveCallback": "paceline.callbacks.reporters.dvclive",
     "DagsHubCallback": "paceline.callbacks.reporters.dagshub",
     "DataCollatorForLanguageModeling": "paceline.pytorch.data.collate_language",
@@ -205,6 +212,7 @@ _HOMES = {
     "MLflowCallback": "paceline.callbacks.reporters.mlflow",
     "MixedDataset": "paceline.pytorch.data.mixing",
     "MixedStream": "paceline.pytorch.data.mixing",
+    "Mixup": "paceline.args.regularizers",
     "NeptuneCallback": "paceline.callbacks.reporters.neptune",
     "NotebookProgressCallback": "paceline.callbacks.notebook",
     "OptimizerNames": "paceline.args.choices",
@@ -215,7 +223,9 @@ _HOMES = {
     "ProgressCallback": "paceline.callbacks.progress",
     "Pruning": "paceline.pytorch.pruning",
     "PushToHubCallback": "paceline.tensorflow.keras_callbacks",
+    "Regularizer": "paceline.args.regularizers",
     "ReportCallback": "paceline.callbacks.report",
+    "SAM": "paceline.args.regularizers",
     "SaveStrategy": "paceline.args.choices",
     "SchedulerType": "paceline.args.choices",
     "Seq2SeqTrainer": "paceline.pytorch.seq2seq",

@@ -7,6 +7,7 @@ names the option, the value and the expected form.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import operator
 import os
@@ -307,6 +308,13 @@ def to_head(name: str, value: object) -> str | bool:
     return kept
 
 
+def to_regularizers(name: str, value: object) -> Any:
+    """Converts a list of regularizers; their settings are imported only if there are any."""
+    if value in (None, "", []):
+        return None
+    return importlib.import_module("paceline.args.regularizers").keep_regularizers(name, value)
+
+
 SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "accelerator_config": to_accelerator_config,
     "batch_size_warmup": keep_warmup,
@@ -330,6 +338,7 @@ SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "parallelism_config": read_parallelism,
     "pipeline_config": keep_pipelining,
     "profile": keep_profile,
+    "regularizers": to_regularizers,
     "report_to": to_report_list,
     "resume_from_checkpoint": keep_bool,
     "sequence_length_warmup": keep_warmup,

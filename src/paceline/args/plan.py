@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from dataclasses import asdict, dataclass, field, replace
@@ -229,7 +230,7 @@ def resolve(
         UnsupportedOption: an option that this version does not support.
     """
     check_for_run(args)
-    notes = notes_on_idle_options(args, world_size)
+    notes = notes_on_idle_options(args, world_size) + notes_on_passes(args)
     derived = derived_values(args)
     mesh = resolve_mesh(args, world_size, local_size)
     check_packing_on(args, mesh)
@@ -341,6 +342,14 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
     if idle and read_size("parallelism_config", "sp", sequences.get("sp_size") or 1) != 1:
         notes.append(f"parallelism_config: {' and '.join(idle)} have no effect; paceline runs its own collectives.")
     return notes + accelerator_notes(args.accelerator_config, world_size)
+
+
+def notes_on_passes(args: Options) -> list[str]:
+    """Returns a note on the order of the regularizers; empty without any."""
+    if not args.regularizers:
+        return []
+    notes: list[str] = importlib.import_module("paceline.args.regularizers").order_notes(args)
+    return notes
 
 
 def resolve_update(args: Options, data_size: int, resumed_batch_size: int | None) -> tuple[int, int]:

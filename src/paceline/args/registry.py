@@ -76,3 +76,10 @@ STRATEGIES = {
         "each with the parts that ZeRO gives it (deepspeed)",
     ),
 }
+
+# settings of the regularizers that the option `regularizers` names; a setting class has the location of its pass
+REGULARIZERS = {
+    "mixup": "paceline.args.regularizers:Mixup",
+    "cutmix": "paceline.args.regularizers:CutMix",
+    "sam": "paceline.args.regularizers:SAM",
+}

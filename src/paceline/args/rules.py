@@ -356,6 +356,12 @@ def check_average(options: Options) -> None:
         importlib.import_module("paceline.args.averages").check_averages(options)
 
 
+def check_passes(options: Options) -> None:
+    """Checks the regularizers, if there are any."""
+    if options.regularizers:
+        importlib.import_module("paceline.args.regularizers").check_regularizers(options)
+
+
 CHECKS = (
     check_limits,
     check_precision,
@@ -376,6 +382,7 @@ CHECKS = (
     check_xla,
     check_accumulation,
     check_average,
+    check_passes,
 )
 
 

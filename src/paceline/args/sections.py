@@ -632,6 +632,12 @@ class PacelineSection(AverageSection):
         "optimizer step, and add it to the rows that callbacks and trackers get. About the batch size up to which "
         "larger batches pay. Needs gradient_accumulation_steps of 2 or more.",
     )
+    regularizers: list[Any] | str | None = option(
+        None,
+        "Regularizers of the training, which run in the order of their stages: a list of names, or of names with their "
+        "settings, as JSON or YAML: [mixup: {alpha: 0.2}, cutmix, sam: {rho: 0.05}]. In Python also Mixup(0.2), "
+        "CutMix(1.0), SAM(0.05), or a subclass of Regularizer. See docs/regularizers.md.",
+    )
     logging_dir: str | None = option(
         None, "Folder of the TensorBoard files. Unset: TENSORBOARD_LOGGING_DIR, else output_dir/runs/<date>_<host>."
     )

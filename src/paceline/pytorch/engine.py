@@ -31,7 +31,7 @@ from paceline.pytorch.model.loss import Counts, LossNormalizer
 from paceline.pytorch.model.objective import accepts, adapted
 from paceline.pytorch.model.outputs import check_loss, detach, no_gradient
 from paceline.pytorch.optim.layerwise import steps_in_backward
-from paceline.pytorch.sync import StepRow, Sync
+from paceline.pytorch.sync import RunWindow, StepRow, Sync
 
 logger = logging.getLogger(__name__)
 
@@ -232,6 +232,34 @@ class Engine:
         for batch in batches:
             parts += split_batch(batch, micro_batch_size) if batch_size_of(batch) > micro_batch_size else [batch]
         return parts
+
+    # ---- the joint of regularizers
+
+    def wrap(
+        self,
+        make_loss: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
+        make_window: Callable[[RunWindow], RunWindow],
+    ) -> None:
+        """Replaces how the loss of a training micro-batch is computed and how the passes of a window are run.
+
+        Probes of the loss, and evaluations, still call the Trainer's `compute_loss`.
+
+        Args:
+            make_loss: returns the new `compute_loss`, given the present one.
+            make_window: returns the new `(engine, passes) -> contributions to the loss`, given the present one.
+        """
+        self.compute_loss, self._run_window = make_loss(self.compute_loss), make_window(self._run_window)
+        self._passes_count = accepts(self.compute_loss, "num_items_in_batch")
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Fires no event, and keeps no outputs, of the passes that run while entered."""
+        emit, keeps = self._emit, self.keep_outputs
+        self._emit, self.keep_outputs = None, False
+        try:
+            yield
+        finally:
+            self._emit, self.keep_outputs = emit, keeps
 
     # ---- the window, run by the strategy
 

@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from paceline.pytorch.noise_scale import NoiseScale
     from paceline.pytorch.optim import averages, steered
     from paceline.pytorch.optim.averages import AveragedWeights
+    from paceline.pytorch.regularizers import passes
+    from paceline.pytorch.regularizers.passes import Passes
 else:
     averages = LateModule("paceline.pytorch.optim.averages")
     device_clock = LateModule("paceline.pytorch.device_clock")
@@ -82,6 +84,7 @@ else:
     memory_report = LateModule("paceline.pytorch.memory_report")
     missing_labels = LateModule("paceline.pytorch.missing_labels")
     noise_scale = LateModule("paceline.pytorch.noise_scale")
+    passes = LateModule("paceline.pytorch.regularizers.passes")
     rollback = LateModule("paceline.pytorch.rollback")
     sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
     steered = LateModule("paceline.pytorch.optim.steered")
@@ -123,6 +126,7 @@ class Session(core.Session[Run, TrainerMembers]):
         reports_changes: log the arguments that have changed since the checkpoint.
         averages: the average of the weights in this run; None without one.
         noise_scale: measures the gradient noise scale; None if disabled.
+        regularizers: the passes of the regularizers in this run; None without any.
         created_lr_scheduler: the session created the schedule, for the length of one run.
         resumed_batch_size: global batch size of a run that is resumed on another number of processes; else None.
         current_flos: operations since `state.total_flos` was last updated.
@@ -139,6 +143,7 @@ class Session(core.Session[Run, TrainerMembers]):
     edits: Kept[PreparedModel | None] = Kept()
     averages: Kept[AveragedWeights | None] = Kept()
     noise_scale: Kept[NoiseScale | None] = Kept()
+    regularizers: Kept[Passes | None] = Kept()
     is_prepared: Kept[bool] = Kept()
     reports_changes: Kept[bool] = Kept()
     current_flos: Kept[float] = Kept()
@@ -303,6 +308,10 @@ class Session(core.Session[Run, TrainerMembers]):
             meters.append(self.noise_scale)
             training_step = self.noise_scale.training_step
         engine = self.make_engine(plan, sync, ledger, training_step)
+        self.regularizers = self.make_regularizers(plan, feed)
+        if self.regularizers is not None:
+            self.regularizers.join(engine)
+            meters.append(self.regularizers)
         if self.noise_scale is not None:
             self.noise_scale.follow(engine)
         self.callback_handler.train_dataloader = feed.loader
@@ -368,7 +377,11 @@ class Session(core.Session[Run, TrainerMembers]):
         self.model_wrapped.train()
         switch_optimizer(self.optimizer, "train")
         try:
-            with synchronized_control(self.callback_handler, run.sync), self.averaging(run):
+            with (
+                synchronized_control(self.callback_handler, run.sync),
+                self.averaging(run),
+                self.regularizers.applied() if self.regularizers is not None else nullcontext(),
+            ):
                 yield
         except Exception as error:
             memory_report.report_out_of_memory(
@@ -473,6 +486,24 @@ class Session(core.Session[Run, TrainerMembers]):
         model = self.strategy.unwrap(self.model)
         return averages.make_averages(model, settings, self.strategy, refresh, run.feed.loader)
 
+    def make_regularizers(self, plan: Plan, feed: StatefulDataIterator) -> Passes | None:
+        """Returns the passes of the regularizers in a run; None without any."""
+        if not self.args.regularizers:
+            return None
+        return passes.make_passes(
+            passes.Context(
+                settings=passes.regularizers_of(self.args),
+                model=self.strategy.unwrap(self.model),
+                strategy=self.strategy,
+                optimizer=self.optimizer,
+                objective=self.facade.objective,
+                plan=plan,
+                num_steps=lambda: self.state.global_step,
+                num_samples=sample_count(feed.loader),
+                owns_loss=is_ours(self.facade.compute_loss),
+            )
+        )
+
     def make_sync(
         self,
         plan: Plan,
@@ -549,6 +580,7 @@ class Session(core.Session[Run, TrainerMembers]):
             names.LOSS: self.loss_normalizer,
             names.AVERAGES: self.averages,
             names.NOISE_SCALE: self.noise_scale,
+            names.REGULARIZERS: self.regularizers if self.regularizers and self.regularizers.is_stateful else None,
             names.RNG: RandomStates(),
             names.DATA: run.feed if run is not None else None,
             names.PROGRESS: LoopProgress(run.loop) if run is not None and run.loop is not None else None,

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from paceline.pytorch.noise_scale import NoiseScale
     from paceline.pytorch.optim import optimizers as optimizer_registry
     from paceline.pytorch.optim.averages import AveragedWeights
+    from paceline.pytorch.regularizers.passes import Passes
 else:
     batch_search = LateModule("paceline.pytorch.batch_search")
     checkpointer = LateModule("paceline.pytorch.checkpoint.checkpointer")
@@ -121,6 +122,7 @@ class Trainer(HubNames, ForSubclasses):
     loss_normalizer: LossNormalizer
     edits: PreparedModel | None = None  # changes that training made to the model; None outside of training
     averages: AveragedWeights | None = None  # of the training in progress, with ema_decay or swa_start
+    regularizers: Passes | None = None  # of the last training
     noise_scale: NoiseScale | None = None  # of the last training, with gradient_noise_scale=True
     is_prepared = False  # training or an evaluation has prepared the model: its memory is known
     reports_changes = True  # log arguments that changed since the checkpoint that a run is resumed from

@@ -142,16 +142,35 @@ class Objective:
             "unless remove_unused_columns=False), or make the batch in a data_collator."
         ) from error
 
+    @property
+    def has_function(self) -> bool:
+        """Returns True if `compute_loss_func` computes the loss."""
+        return self.compute_loss_func is not None
+
+    def loss_of_function(self, outputs: Any, targets: Mapping[str, Tensor], num_items: object) -> Tensor:
+        """Returns the loss that `compute_loss_func` computes.
+
+        Args:
+            outputs: the model's outputs.
+            targets: by name; the function is given a single one without its name.
+            num_items: `num_items_in_batch`, or None.
+        """
+        labels = next(iter(targets.values())) if len(targets) == 1 else targets
+        return self._call_function(outputs, labels, num_items)
+
     def _by_function(self, model: nn.Module, inputs: object, num_items: object) -> tuple[Tensor, Any]:
         labels, rest = self._take_labels(inputs)
         outputs = self.call(model, rest)
+        return self._call_function(outputs, labels, num_items), outputs
+
+    def _call_function(self, outputs: Any, labels: Any, num_items: object) -> Tensor:
         assert self.compute_loss_func is not None
         if self._func_takes_num_items:
             self.rule.passes_count = num_items is not None
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items)
         else:
             loss = self.compute_loss_func(outputs, labels)
-        return check_loss(loss, "compute_loss_func"), outputs
+        return check_loss(loss, "compute_loss_func")
 
     def _take_labels(self, inputs: object) -> tuple[Any, Any]:
         """Returns (labels, other inputs); the inputs keep labels that `forward` requires."""
@@ -172,8 +191,13 @@ class Objective:
             assumed = self.rule.shifts
             self._shifts = smoother.find_shift(outputs, labels, assumed)
             self.rule.know(LossReduction("tokens", shifted=assumed if self._shifts is None else self._shifts))
+        return self.smoothed_loss(outputs, labels), outputs
+
+    def smoothed_loss(self, outputs: Any, labels: Tensor) -> Tensor:
+        """Returns the smoothed loss of outputs; `label_smoothing_factor` must be set."""
+        assert self.smoother is not None
         shifted = self.rule.shifts if self._shifts is None else self._shifts
-        return smoother(outputs, labels, shift_labels=shifted), outputs
+        return self.smoother(outputs, labels, shift_labels=shifted)
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

@@ -166,7 +166,7 @@ def add_embedding_noise(model: nn.Module, alpha: float) -> tuple[str, Callable[[
     Raises:
         ValueError: the model has no input embedding.
     """
-    name, embedding = _input_embedding(model)
+    name, embedding = input_embedding(model, "neftune_noise_alpha")
 
     def add_noise(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         if not module.training:
@@ -178,10 +178,17 @@ def add_embedding_noise(model: nn.Module, alpha: float) -> tuple[str, Callable[[
     return f"NEFTune noise (alpha={alpha}) on {name}.", handle.remove
 
 
-def _input_embedding(model: nn.Module) -> tuple[str, nn.Module]:
+def input_embedding(model: nn.Module, option: str) -> tuple[str, nn.Module]:
     """Returns (name, embedding): the embedding that the model names, else the `nn.Embedding` with the most rows.
 
     A vocabulary has more rows than a position embedding.
+
+    Args:
+        model: the model.
+        option: the option that needs it, for the error.
+
+    Raises:
+        ValueError: there is none.
     """
     ask = getattr(model, "get_input_embeddings", None)
     if callable(ask):
@@ -194,8 +201,8 @@ def _input_embedding(model: nn.Module) -> tuple[str, nn.Module]:
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     if not found:
         raise ValueError(
-            f"neftune_noise_alpha: {type(model).__name__} has no nn.Embedding; give the model a method "
-            "get_input_embeddings() that returns the module to add noise to, or leave the option out"
+            f"{option}: {type(model).__name__} has no nn.Embedding; give the model a method "
+            "get_input_embeddings() that returns it, or leave the option out"
         )
     return max(found, key=lambda entry: entry[1].num_embeddings)
 

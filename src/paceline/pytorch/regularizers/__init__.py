@@ -1,0 +1,1 @@
+"""Regularizers that run as passes of an optimizer step, in the order of their stages."""
