@@ -276,7 +276,7 @@ def test_ctrl_c_during_the_table(tmp_path: Path, n_parallel: int) -> None:
     ]
     with TerminalProcess(command, 120) as screen:
         screen.wait_for(lambda: num_complete(tmp_path) >= 1)
-        time.sleep(2)  # into the next trial: Python drops what a signal raises while it collects garbage, between trials
+        time.sleep(2)  # into the next trial: between them, Python drops what a signal raises while it collects garbage
         screen.interrupt()
         assert screen.wait() == 130
     assert "Traceback" not in screen.text
