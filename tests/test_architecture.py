@@ -163,6 +163,12 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Returns every node of a file; many rules look at all of them."""
+    return tuple(ast.walk(tree_of(path)))
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
@@ -192,12 +198,17 @@ def is_type_checking(node: ast.AST) -> bool:
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def imports_of(path: Path) -> Iterator[tuple[str, bool]]:
-    """(module, whether inside a function) of every import but those for the type checker."""
+@functools.cache
+def imports_of(path: Path) -> tuple[tuple[str, bool], ...]:
+    """Returns (module, True inside a function) of every import but those for the type checker."""
+    return tuple(find_imports(path))
+
+
+def find_imports(path: Path) -> Iterator[tuple[str, bool]]:
     pending: list[tuple[ast.AST, bool]] = [(tree_of(path), False)]
     while pending:
         node, is_inside = pending.pop()
-        if is_type_checking(node):
+        if isinstance(node, ast.expr) or is_type_checking(node):  # no expression holds an import
             continue
         if isinstance(node, ast.Import):
             yield from ((alias.name, is_inside) for alias in node.names)
@@ -213,7 +224,7 @@ def imports_of(path: Path) -> Iterator[tuple[str, bool]]:
 
 def imports_for_types(path: Path) -> Iterator[str]:
     """Modules that are imported for the type checker alone."""
-    for block in filter(is_type_checking, ast.walk(tree_of(path))):
+    for block in filter(is_type_checking, nodes_of(path)):
         for node in ast.walk(block):
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
@@ -251,7 +262,7 @@ def code_lines(path: Path) -> frozenset[int]:
     for token in tokenize.tokenize(io.BytesIO(path.read_bytes()).readline):
         if token.type not in skipped and token.type != tokenize.ENDMARKER:
             lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return frozenset(lines)
@@ -424,7 +435,7 @@ def find_complex_functions() -> Findings:
 def find_packed_expressions() -> Findings:
     """No conditional expression inside another, no assignment of many things in one line."""
     for path in PATHS:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.IfExp) and any(isinstance(part, ast.IfExp) for part in (node.body, node.orelse)):
                 yield name_of(path), f"line {node.lineno}: {ast.unparse(node)}"
             if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Tuple):
@@ -476,7 +487,7 @@ def find_readers_of_arguments() -> Findings:
             continue
         names = {
             node.attr
-            for node in ast.walk(tree_of(path))
+            for node in nodes_of(path)
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in {"args", "self.args"}
         }
         if names:
@@ -486,11 +497,11 @@ def find_readers_of_arguments() -> Findings:
 @rule("the plan is read")
 def find_unread_decisions() -> Findings:
     """A decision that nothing reads is no decision."""
-    plan = next(node for node in ast.walk(tree_of(PACKAGE / "args" / "plan.py")) if getattr(node, "name", "") == "Plan")
+    plan = next(node for node in nodes_of(PACKAGE / "args" / "plan.py") if getattr(node, "name", "") == "Plan")
     fields = {node.target.id for node in plan.body if isinstance(node, ast.AnnAssign)}  # type: ignore[attr-defined]
     for path in PATHS:
         if name_of(path) != "args/plan.py":
-            for node in ast.walk(tree_of(path)):
+            for node in nodes_of(path):
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "plan":
                     fields.discard(node.attr)
     yield from ((f"Plan.{field}", "has no reader but its own description") for field in sorted(fields))
@@ -583,7 +594,7 @@ def find_unknown_extras() -> Findings:
     """Each `require(module, extra)` names an extra that can be installed."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     for path in PATHS:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "require" and len(node.args) > 1:
                 extra = node.args[1]
                 if isinstance(extra, ast.Constant) and extra.value not in extras:
@@ -595,7 +606,7 @@ def find_indirect_docstrings() -> Findings:
     """A docstring opens with a plain declarative sentence, in the tests, benchmarks, tools and examples too."""
     documented = (ast.Module, ast.ClassDef, *FUNCTIONS)
     for path in [*PATHS, *PATHS_BESIDE]:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             text = ast.get_docstring(node) if isinstance(node, documented) else None
             if text and text.split()[0] in {"What", "Whether", "Where", "How", "Who", "Which", "When"}:
                 place = f"{path.relative_to(ROOT).as_posix()}:{getattr(node, 'name', '')}"

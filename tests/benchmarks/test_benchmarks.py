@@ -103,6 +103,7 @@ def test_import_time(tmp_path: Path) -> None:
     assert rows["import paceline"]["cpu_ms"]["median"] < rows["import torch"]["cpu_ms"]["median"]
 
 
+@pytest.mark.slow
 def test_report_page(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "report_page", "--quick", "--contenders", "a row every step")
     assert result["rows"]["a row every step"]["mb"]["median"] < 1

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow_but
 from search_jobs import DATA, EVAL, SAVES, Listed, Sized, make_search, searched
 from small_models import Classifier, make_trainer, weights
 
@@ -241,7 +242,7 @@ def test_refused_trainers(tmp_path: Path) -> None:
         make_search(tmp_path, eval_strategy="no").hyperparameter_search(pruner=optuna.pruners.MedianPruner())
 
 
-@pytest.mark.parametrize("name", ["set_user_attr", "suggest_float", "report"])
+@pytest.mark.parametrize("name", slow_but(["suggest_float"], ["set_user_attr", "suggest_float", "report"]))
 def test_ctrl_c_anywhere_in_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """An interrupted trial is not recorded as failed: the next start goes on with it."""
 
