@@ -117,6 +117,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("one owner", "pytorch/parts.py:*"): "a second file of the facade",
     ("one owner", "pytorch/lr_search.py:*"): "a callback answers through the control",
     ("one owner", "pytorch/replay.py:StopAfter.*"): "a callback answers through the control",
+    ("one owner", "pytorch/batch_search.py:StepClock.*"): "a callback answers through the control",
     ("one owner", "tensorflow/adapters.py:*"): "a callback answers through the control",
     ("one owner", "tensorflow/optim/following.py:*"): "a schedule sets the rate of its optimizer",
     ("one owner", "pytorch/data/feed.py:forget_workers"): "torch's loader, whose workers are given up",

@@ -271,6 +271,26 @@ def resolve(
     )
 
 
+def check_memory_retries(what: str, parallel: str | None, mesh: Mesh) -> None:
+    """Checks that all processes can give up a step in which one of them runs out of memory.
+
+    Args:
+        what: the option or method that needs it, for the message.
+        parallel, mesh: the strategy and the layout of the processes.
+
+    Raises:
+        UnsupportedOption: they cannot with this strategy.
+    """
+    if parallel in ("ddp", "fsdp") or (parallel == "mesh" and mesh.num_parts == 1):
+        return
+    name = mesh.describe() if parallel == "mesh" else repr(parallel)
+    raise UnsupportedOption(
+        f"{what} with parallel={name} is not supported: a process that runs out of memory during a "
+        "pass leaves the others waiting for it. Set per_device_train_batch_size and gradient_accumulation_steps; it "
+        "works with ddp, fsdp and tensor parallel."
+    )
+
+
 def resolve_parallel(args: Options, world_size: int, local_size: int | None = None) -> str | None:
     """Returns the name of the strategy for several processes; None for one process without a special engine.
 
@@ -285,12 +305,8 @@ def resolve_parallel(args: Options, world_size: int, local_size: int | None = No
             "A pipeline needs several processes, and there is one: start the script with `paceline launch`, or leave "
             "parallel out."
         )
-    if world_size > 1 and args.auto_find_batch_size and parallel != "ddp":
-        raise UnsupportedOption(
-            f"auto_find_batch_size=True with parallel={parallel!r} is not supported: a process that runs out of memory "
-            "during a pass leaves the others waiting for its shard of the model. Set "
-            "per_device_train_batch_size and gradient_accumulation_steps, or parallel='ddp'."
-        )
+    if world_size > 1 and args.auto_find_batch_size:
+        check_memory_retries("auto_find_batch_size=True", parallel, resolve_mesh(args, world_size, local_size))
     if world_size == 1 and (parallel == "fsdp" or (args.parallel is None and is_asked(args.fsdp))):
         raise ValueError(
             "fsdp needs several processes, and there is one: start the script with `paceline launch`, or leave fsdp "

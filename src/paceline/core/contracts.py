@@ -185,6 +185,7 @@ class Strategy(Protocol):
     precision: Any
     mesh: Any  # the layout of the ranks: `paceline.args.mesh.Mesh`
     reduces_late: bool  # gradients are averaged by `reduce_gradients`, after all backward passes
+    memory_gate: Any  # agrees on an out-of-memory before each collective of a pass; None: no agreement
     in_step: bool  # forward and backward run collectives, so all ranks must run the same number of passes
     is_sharded: bool  # parameters and optimizer state are sharded
     runs_windows: bool  # the strategy itself runs forward and backward of all micro-batches of an optimizer step
@@ -209,6 +210,8 @@ class Strategy(Protocol):
     def run_window(self, engine: Any, passes: list[Any]) -> list[Any]: ...
 
     def reduce_gradients(self) -> None: ...
+
+    def recover(self) -> None: ...
 
     def evaluation_model(self, model: Any) -> Any: ...
 

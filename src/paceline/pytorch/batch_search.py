@@ -6,21 +6,23 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from paceline.args.errors import UnsupportedOption
+from paceline.args.plan import Plan, check_memory_retries
 from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
 from paceline.core.optional import LateModule, is_installed
 from paceline.core.state import TrainerControl, TrainerState
 from paceline.pytorch.checkpoint.background import available_host_memory
 from paceline.pytorch.data.batches import batch_size_of
-from paceline.pytorch.distributed.strategy import SingleDevice, empty_device_cache, is_out_of_memory
-from paceline.pytorch.trial_run import check_one_process
+from paceline.pytorch.distributed.collectives import gather_objects
+from paceline.pytorch.distributed.strategy import DistributedOutOfMemory, empty_device_cache, is_out_of_memory
+from paceline.pytorch.distributed.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +37,9 @@ class Trial:
 
     Attributes:
         size: samples of a micro-batch.
-        samples_per_second: over the optimizer steps after the first; None if memory ran out.
-        peak_bytes: the peak of allocated device memory; on a CPU, the process's peak so far. None if unknown.
+        samples_per_second: of all processes, over the optimizer steps after the first; None if memory ran out.
+        peak_bytes: the peak of allocated device memory; on a CPU, the process's peak so far. The largest of all
+            processes; None if unknown.
     """
 
     size: int
@@ -72,13 +75,20 @@ class StepClock(TrainerCallback):
 
     Args:
         device: of the model.
+        size: samples of a micro-batch; the run is stopped if it had to go on with fewer. 0: any.
+
+    Attributes:
+        steps: seconds and samples of each step.
+        is_out: memory ran out on a process.
     """
 
     wants = frozenset({"loss", "inputs"})
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, size: int = 0) -> None:
         self.device = device
-        self.steps: list[tuple[float, int]] = []  # seconds and samples
+        self.size = size
+        self.steps: list[tuple[float, int]] = []
+        self.is_out = False
         self._since = 0.0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -94,7 +104,9 @@ class StepClock(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         now = self._now()
-        if loss is not None:
+        if (state.train_batch_size or 0) < self.size:
+            self.is_out = control.should_training_stop = True
+        elif loss is not None:
             self.steps.append((now - self._since, sum(batch_size_of(batch) for batch in inputs)))
         self._since = self._now()
 
@@ -103,28 +115,58 @@ class StepClock(TrainerCallback):
             torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
-    @property
-    def sizes(self) -> set[int]:
-        """Returns the numbers of samples that the steps had."""
-        return {samples for _, samples in self.steps}
 
-    def samples_per_second(self) -> float:
-        """Returns the rate over the steps after the first, which allocates and compiles."""
-        timed = self.steps[1:] or self.steps
-        return sum(samples for _, samples in timed) / max(sum(seconds for seconds, _ in timed), 1e-9)
+@dataclass(frozen=True)
+class Taken:
+    """The run of one micro-batch size on one process.
+
+    Attributes:
+        steps: seconds and samples of each optimizer step.
+        is_out: memory ran out on a process.
+        peak: as in `Trial`, on this process.
+        has_room: a larger size may be tried.
+        is_leader: no other process that reads the same data is counted.
+    """
+
+    steps: list[tuple[float, int]]
+    is_out: bool
+    peak: int | None
+    has_room: bool
+    is_leader: bool
 
 
-def check_support(strategy: SingleDevice, args: TrainingArguments) -> None:
-    """Checks that micro-batches have a fixed number of samples.
+def samples_per_second(runs: Sequence[Taken]) -> float:
+    """Returns the rate of all processes over the steps after the first, which allocates and compiles.
+
+    A step takes as long as on its slowest process.
+    """
+    timed = slice(1, None) if len(runs[0].steps) > 1 else slice(None)
+    num_samples = sum(samples for run in runs if run.is_leader for _, samples in run.steps[timed])
+    times = [[seconds for seconds, _ in run.steps[timed]] for run in runs]
+    total: float = sum(max(step) for step in zip(*times, strict=False))
+    return num_samples / max(total, 1e-9)
+
+
+def check_support(args: TrainingArguments, plan: Plan) -> None:
+    """Checks that micro-batches have a fixed number of samples, and that several processes can agree on the largest.
 
     Raises:
-        UnsupportedOption: there are several processes, or micro-batches are not made by a number of samples.
+        UnsupportedOption: micro-batches are not made by a number of samples; or the strategy or an option has no way
+            to tell the other processes of an out-of-memory.
     """
-    check_one_process("find_batch_size", strategy)
     for name in ("per_device_train_tokens", "packing"):
         value = getattr(args, name)
         if value is not None:
             raise UnsupportedOption(f"find_batch_size: {name}={value!r} decides how large micro-batches are; unset it.")
+    if plan.world_size == 1:
+        return
+    check_memory_retries("find_batch_size", plan.parallel, plan.mesh)
+    for name in ("optimizer_in_backward", "ddp_static_graph"):
+        if getattr(args, name):
+            raise UnsupportedOption(
+                f"find_batch_size: {name}=True is not supported on {plan.world_size} processes, which could not "
+                "give up a step together. Unset it, or run the search on one process."
+            )
 
 
 def check_arguments(lowest: int, highest: int, num_steps: int) -> None:
@@ -146,49 +188,62 @@ def sizes_between(lowest: int, highest: int) -> Iterator[int]:
     yield highest
 
 
-def search(run: Callable[[int, StepClock], None], device: torch.device, lowest: int, highest: int) -> BatchSearch:
-    """Tries sizes that double until memory runs out.
+def search(
+    run: Callable[[int, StepClock], None], world: World, lowest: int, highest: int, is_leader: bool = True
+) -> BatchSearch:
+    """Tries sizes that double until memory runs out; with the same result on all processes.
 
     On a CPU, where a process that runs out of memory is killed, the search stops before the next size might exceed the
     free memory of the host.
 
     Args:
         run: `(size, clock)`: trains a few optimizer steps with micro-batches of this size, and undoes their effects.
-        device: of the model.
+            With several processes, an out-of-memory on one of them makes all of them go on with a smaller size.
+        world: the processes.
         lowest, highest: the first and the last size.
+        is_leader: this process is counted among those that read the same data.
     """
+    device = world.device
     trials: list[Trial] = []
     before = peak_of_process()
     for size in sizes_between(lowest, highest):
         gc.collect()  # the parts of the last run refer to each other; they hold memory until they are collected
         empty_device_cache(device)
         reset_peak_memory(device)
-        clock = StepClock(device)
-        is_out = False
+        clock = StepClock(device, size)
         try:
             run(size, clock)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or not is_agreed(error, world):
                 error.add_note(f"find_batch_size: with micro-batches of {size}.")
                 raise
-            is_out = True
-        if is_out:
+            clock.is_out = True
+        own = Taken(clock.steps, clock.is_out, peak_memory(device), has_room(world, before), is_leader)
+        runs: list[Taken] = gather_objects(world, own)
+        if any(each.is_out for each in runs):
             trials.append(Trial(size, None, None))
             break
-        if not clock.steps:
+        if not all(each.steps for each in runs):
             check_trials(trials, size)
             break
-        if clock.sizes != {size}:
+        sizes = {samples for each in runs for _, samples in each.steps}
+        if sizes != {size}:
             raise UnsupportedOption(
-                f"find_batch_size: the loader gave micro-batches of {sorted(clock.sizes)} samples instead of {size}: "
+                f"find_batch_size: the loader gave micro-batches of {sorted(sizes)} samples instead of {size}: "
                 "it does not follow per_device_train_batch_size."
             )
-        trials.append(Trial(size, clock.samples_per_second(), peak_memory(device)))
-        if not has_room(device, before):
+        peaks = [each.peak for each in runs if each.peak is not None]
+        trials.append(Trial(size, samples_per_second(runs), max(peaks, default=None)))
+        if not all(each.has_room for each in runs):
             break
     gc.collect()
     empty_device_cache(device)
     return result_of(trials)
+
+
+def is_agreed(error: BaseException, world: World) -> bool:
+    """Returns True if all processes know of an out-of-memory. Else this one raises it, which ends the others."""
+    return not world.is_distributed or isinstance(error.__cause__, DistributedOutOfMemory)
 
 
 def check_trials(trials: list[Trial], size: int) -> None:
@@ -213,16 +268,17 @@ def result_of(trials: list[Trial]) -> BatchSearch:
     return BatchSearch(tuple(trials), max(rates), fastest)
 
 
-def has_room(device: torch.device, before: int | None) -> bool:
+def has_room(world: World, before: int | None) -> bool:
     """Returns False if, on a CPU, twice the memory that the last run took may exceed what is free.
 
     Args:
+        world: the processes; those of one machine share its memory.
         before: peak memory of the process before the first run, in bytes; None if unknown.
     """
-    if device.type != "cpu":
+    if world.device.type != "cpu":
         return True
     peak, free = peak_of_process(), available_host_memory()
-    if peak is None or before is None or free is None or 2 * (peak - before) < free:
+    if peak is None or before is None or free is None or 2 * (peak - before) * world.local_size < free:
         return True
     logger.warning("find_batch_size: a larger micro-batch may exceed the free memory of %.1f GiB.", free / 2**30)
     return False

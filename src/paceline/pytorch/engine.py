@@ -22,7 +22,7 @@ from paceline.core.journal import NOT_COMPUTED
 from paceline.core.ledger import BACKWARD, COMPUTE, FORWARD, OPTIMIZER, OTHER, TRANSFER, Ledger
 from paceline.core.methods import is_ours
 from paceline.core.micro_batches import may_retry
-from paceline.pytorch.data.loading import batch_size_of, split_batch
+from paceline.pytorch.data.batches import split_batches
 from paceline.pytorch.distributed.precision import widened
 from paceline.pytorch.distributed.strategy import empty_device_cache
 from paceline.pytorch.distributed.window import LossOf, Pass
@@ -161,7 +161,7 @@ class Engine:
     def step(self, batches: Sequence[Any], num_items: Any, emit: Emit | None) -> StepOutput:
         """Makes one optimizer step. A window of weight 0 (every target ignored) changes and logs nothing."""
         if len(batches) < self.strategy.min_micro_batches:
-            batches = self.strategy.divide(batches, self.split)
+            batches = self.strategy.divide(batches, split_batches)
         self.num_micro_steps, self.own_divisor, self.is_applying = len(batches), None, False
         self.batches, self._num_items, self._emit = batches, num_items, emit
         self._counts = counts = list(map(self.normalizer.count, batches))
@@ -228,10 +228,8 @@ class Engine:
 
     def split(self, batches: Sequence[Any], micro_batch_size: int) -> list[Any]:
         """Returns the same samples in micro-batches of at most `micro_batch_size`."""
-        parts: list[Any] = []
-        for batch in batches:
-            parts += split_batch(batch, micro_batch_size) if batch_size_of(batch) > micro_batch_size else [batch]
-        return parts
+        self.sync.fit_spare(lambda batch: split_batches([batch], micro_batch_size))
+        return split_batches(batches, micro_batch_size)
 
     # ---- the joint of regularizers
 

@@ -75,6 +75,7 @@ class LossAudit:
             must_match=self.must_match,
             owners=owners,
             agree=self.agree,
+            is_gated=self.strategy.memory_gate is not None,
         )
         return probe.look(self.normalizer, parts, num_items)
 

@@ -106,6 +106,7 @@ class LossProbe:
     must_match: bool = False
     owners: Sequence[Any] = ()
     agree: Callable[[bool], bool] = bool
+    is_gated: bool = False
 
     def __post_init__(self) -> None:
         self.failure: str | None = None  # the reason why the last pass gave no loss
@@ -212,7 +213,8 @@ class LossProbe:
         try:
             loss = self.loss_of(copy.copy(part.batch), num_items)
         except Exception as error:
-            if is_out_of_memory(error) and part.counts.samples <= self._largest and not self.must_match:
+            fits_step = part.counts.samples <= self._largest and not self.must_match
+            if is_out_of_memory(error) and (fits_step or self.is_gated):
                 raise  # with must_match, the step itself will run out of memory and tell the other processes
             self.failure = f"{type(error).__name__}: {error}"
             logger.debug("A forward pass of the loss probe failed: %s", self.failure)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from paceline.core.methods import is_ours
 from paceline.core.signals import StopSignals
 from paceline.core.state import Requests, TrainerControl
 from paceline.pytorch.distributed.collectives import any_on_device, gather_objects, sum_floats, sum_ints
-from paceline.pytorch.distributed.strategy import is_out_of_memory
+from paceline.pytorch.distributed.strategy import DistributedOutOfMemory, is_out_of_memory
 from paceline.pytorch.distributed.watchdog import Watchdog
 from paceline.pytorch.distributed.window import Pass, PassRunner
 from paceline.pytorch.distributed.world import World
@@ -35,6 +35,10 @@ from paceline.pytorch.model.reductions import OF_TARGETS, Observation
 from paceline.pytorch.optim.layerwise import steps_in_backward
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
+OF_ONE_PROCESS = (
+    "auto_find_batch_size does not retry it: memory ran out on this process, outside of the forward and backward "
+    "passes, and the others have gone on. They end with an error of their connection to this one."
+)
 AccumulationWindow = tuple[list[Any], Any]
 Measure = Callable[[Sequence[Any]], Counted]
 RunWindow = Callable[[PassRunner, list[Pass]], list[Tensor]]
@@ -110,6 +114,9 @@ class LocalSync:
         self.normalizer.num_updates -= self.is_look_due
         self.is_look_due = False
 
+    def fit_spare(self, split: Callable[[Any], list[Any]]) -> None:
+        """Does nothing: there are no dummy passes."""
+
     # ---- probing the loss
 
     def must_match(self, strategy: Strategy, compute_loss: object) -> bool:
@@ -155,10 +162,6 @@ class LocalSync:
     def make_control(self) -> TrainerCallback | None:
         """Returns None: there are no other processes to share control flags with."""
         return None
-
-
-class DistributedOutOfMemory(MemoryError):
-    """A process ran out of memory in this window. Raised on all processes."""
 
 
 class ProcessSync:
@@ -221,6 +224,7 @@ class ProcessSync:
         self._counts: Sequence[Counts] = ()
         self._must_match = False  # an overridden compute_loss may run collectives: all processes call it equally often
         self._spare: Any = None  # the batch of dummy passes
+        self._gate: Any = None  # the `MemoryGate` of a sharded model with `auto_find_batch_size`
 
     # ---- before a window
 
@@ -299,6 +303,15 @@ class ProcessSync:
         """Returns a batch for a dummy pass, whose weight is 0."""
         return copy.copy(self._spare)
 
+    def fit_spare(self, split: Callable[[Any], list[Any]]) -> None:
+        """Replaces the batch of dummy passes by the part of it with the largest weight.
+
+        Args:
+            split: returns the parts of a batch, in the present micro-batch size.
+        """
+        if self._spare is not None:
+            self._spare = max(split(self._spare), key=lambda part: self.normalizer.count(part).weight)
+
     def _find_spare(self, own_weight: float) -> Any:
         """Returns the spare batch of this process, or that of another process if this one never had a batch.
 
@@ -320,6 +333,8 @@ class ProcessSync:
                 item.weight = 0
         # a single micro-batch on a single data rank needs no weight
         is_shared = self.mesh.data_size > 1 or len(counts) > 1
+        if self._gate is not None:  # a retried window has smaller micro-batches, and so more of them
+            self.num_batches = self._gate.largest(len(batches))
         self.is_look_due = is_shared and self.is_informative
         self.normalizer.num_updates += is_shared
         return self._make_passes(batches, strategy)
@@ -353,7 +368,9 @@ class ProcessSync:
 
     def runner_of(self, strategy: Strategy) -> RunWindow:
         """Returns `(engine, passes) -> contributions to the window's loss`."""
-        return partial(self._run_and_agree, strategy) if strategy.reduces_late else strategy.run_window
+        self._gate = strategy.memory_gate
+        agrees = strategy.reduces_late or self._gate is not None
+        return partial(self._run_and_agree, strategy) if agrees else strategy.run_window
 
     def _run_and_agree(self, strategy: Strategy, engine: PassRunner, passes: list[Pass]) -> list[Tensor]:
         """Runs the passes of a window, and reduces the gradients once all processes have completed them.
@@ -361,19 +378,26 @@ class ProcessSync:
         Raises:
             DistributedOutOfMemory: a process ran out of memory. Raised on all processes.
         """
+        gate = self._gate
         losses: list[Tensor] = []
-        reason = None
+        reason, is_agreed = None, False
         try:
-            losses = strategy.run_window(engine, passes)
+            with gate.opened(self.watchdog) if gate is not None else nullcontext():
+                losses = strategy.run_window(engine, passes)
         except Exception as error:
             if steps_in_backward(engine.optimizer) or not is_out_of_memory(error):
                 raise
+            is_agreed = isinstance(error, DistributedOutOfMemory)  # the gate has told all processes
             reason = str(error)  # not the error: its traceback keeps the tensors of the failed pass alive
-        if reason is not None and self.is_look_due:
+        if reason is not None and self.is_look_due and gate is None:
             self.learn([])  # joins the collective in which the others wait
-        with self._waiting("waiting for the others after the backward passes", BACKWARD):
-            number = sum_ints(self.world, [int(reason is not None)])[0]
+        number = int(is_agreed)
+        if not is_agreed:
+            with self._waiting("waiting for the others after the backward passes", BACKWARD):
+                is_out = reason is not None
+                number = gate.count(is_out) if gate is not None else sum_ints(self.world, [int(is_out)])[0]
         if number:
+            strategy.recover()
             raise DistributedOutOfMemory(reason or f"{number} of the other processes ran out of memory")
         strategy.reduce_gradients()
         self.ledger.note((COMMUNICATION, self.ledger.now()))
@@ -406,10 +430,19 @@ class ProcessSync:
 
     def is_any(self, flag: bool) -> bool:
         """Returns True if a host-side flag is set on any process, if all processes ask; otherwise its own flag."""
-        return sum_ints(self.world, [int(flag)])[0] > 0 if self._must_match else flag
+        if not self._must_match:
+            return flag
+        self._pass_gate()
+        return sum_ints(self.world, [int(flag)])[0] > 0
+
+    def _pass_gate(self) -> None:
+        """Raises `DistributedOutOfMemory` on all processes, before a collective, if one of them ran out of memory."""
+        if self._gate is not None:
+            self._gate.pass_through()
 
     def learn(self, observations: list[Observation]) -> None:
         """Records the observations of all data leaders and recomputes the weight of the window. A collective."""
+        self._pass_gate()
         self.is_look_due = False
         gathered = gather_objects(self.world, observations if self._is_leader else [])
         self.normalizer.learn([observation for each in gathered for observation in each], self._counts)
@@ -432,7 +465,12 @@ class ProcessSync:
         return [(total / size, *row[1:]) if row[3] else row for total, row in zip(sums, rows, strict=True)]
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Returns True if smaller micro-batches may avoid this error, which must have been raised on all processes."""
+        """Returns True if smaller micro-batches may avoid this error, which must have been raised on all processes.
+
+        An error of this process alone gets a note.
+        """
+        if is_out_of_memory(error) and not isinstance(error, DistributedOutOfMemory):
+            error.add_note(OF_ONE_PROCESS)
         return isinstance(error, DistributedOutOfMemory)
 
     def measured(self, measure: Measure, batches: Sequence[Any]) -> Counted:

@@ -504,10 +504,10 @@ class Trainer(HubNames, ForSubclasses):
 
         Raises:
             ValueError: the sizes do not rise, or there are fewer than 2 steps.
-            UnsupportedOption: there are several processes, or micro-batches are not made by a number of samples.
+            UnsupportedOption: micro-batches are not made by a number of samples, or the processes cannot agree.
         """
         batch_search.check_arguments(lowest, highest, num_steps)
-        batch_search.check_support(self.strategy, self.args)
+        batch_search.check_support(self.args, self._plan())
         return parts.search_batch_size(self, lowest, highest, num_steps)
 
     def measure_memory(self) -> module_memory.StepMemory:

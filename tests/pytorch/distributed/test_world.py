@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from paceline import TrainingArguments
-from paceline.args.errors import UnsupportedOption
 from paceline.args.plan import resolve
 from paceline.pytorch.distributed.launchers import Launch, first_node, read_launch, run_identity
 from paceline.pytorch.distributed.world import choose_backend
@@ -49,8 +48,6 @@ def test_what_does_not_fit_together_is_said() -> None:
         read_launch({**TORCHRUN, "RANK": "4"})
     with pytest.raises(ValueError, match="trains on the CPU"):
         choose_backend("nccl", torch.device("cpu"))
-    with pytest.raises(UnsupportedOption, match="auto_find_batch_size"):
-        resolve(TrainingArguments("x", auto_find_batch_size=True, fsdp=True), world_size=2, micro_batches_per_epoch=3)
     with pytest.raises(ValueError, match="there is one"):
         resolve(TrainingArguments("x", fsdp=True), micro_batches_per_epoch=3)
     with pytest.raises(ValueError, match="two ways to parallelise"):

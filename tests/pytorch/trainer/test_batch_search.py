@@ -1,9 +1,9 @@
 """`find_batch_size`: the largest size that fits and the fastest, without effects on the Trainer."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +11,9 @@ from small_models import Tagger, losses, make_trainer, tagging, weights
 from torch import Tensor
 
 from paceline import Trainer, TrainingArguments, UnsupportedOption
+from paceline.args.plan import resolve
 from paceline.pytorch import batch_search
-from paceline.pytorch.batch_search import BatchSearch, Trial
+from paceline.pytorch.batch_search import BatchSearch, Taken, Trial
 
 DATA = tagging(40)
 
@@ -164,14 +165,23 @@ def test_wrong_use(tmp_path: Path) -> None:
     for options in ({"lowest": 0}, {"lowest": 8, "highest": 4}, {"num_steps": 1}, {"highest": 4.0}):
         with pytest.raises(ValueError, match="find_batch_size: lowest="):
             trainer.find_batch_size(**options)
-    several = cast(Any, SimpleNamespace(world=SimpleNamespace(is_distributed=True, world_size=2)))
-    alone = cast(Any, SimpleNamespace(world=SimpleNamespace(is_distributed=False)))
-    args = TrainingArguments(str(tmp_path))
-    with pytest.raises(UnsupportedOption, match="find_batch_size runs on one process, and there are 2"):
-        batch_search.check_support(several, args)
-    args = TrainingArguments(str(tmp_path), per_device_train_tokens=64)
-    with pytest.raises(UnsupportedOption, match="per_device_train_tokens=64 decides"):
-        batch_search.check_support(alone, args)
+    for number, options, message in (
+        (2, {"parallel": {"pp": 2}}, "find_batch_size with parallel='pipeline'"),
+        (2, {"ddp_static_graph": True}, "ddp_static_graph=True is not supported on 2 processes"),
+        (2, {"optimizer_in_backward": True, "fsdp": True}, "optimizer_in_backward=True is not supported on 2"),
+        (1, {"per_device_train_tokens": 64}, "per_device_train_tokens=64 decides"),
+    ):
+        args = TrainingArguments(str(tmp_path), max_grad_norm=0, **options)
+        with pytest.raises(UnsupportedOption, match=message):
+            batch_search.check_support(args, resolve(args, world_size=number, micro_batches_per_epoch=3))
+
+
+def test_the_slowest_process_counts() -> None:
+    """Two steps of one and three seconds after the first, on the slower of two processes that read different data."""
+    fast = Taken([(9.0, 4), (1.0, 4), (1.0, 4)], False, None, True, True)
+    slow = Taken([(1.0, 4), (1.0, 4), (3.0, 4)], False, None, True, True)
+    assert batch_search.samples_per_second([fast, slow]) == 16 / 4
+    assert batch_search.samples_per_second([fast, replace(slow, is_leader=False)]) == 8 / 4
 
 
 def test_another_error_is_raised(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,14 @@ def split_batch(batch: object, chunk: int) -> list[Any]:
     """
     size = batch_size_of(batch)
     return [cut_batch(batch, size, start, min(start + chunk, size)) for start in range(0, size, chunk)]
+
+
+def split_batches(batches: Sequence[Any], micro_batch_size: int) -> list[Any]:
+    """Returns the same samples in batches of at most `micro_batch_size`."""
+    parts: list[Any] = []
+    for batch in batches:
+        parts += split_batch(batch, micro_batch_size) if batch_size_of(batch) > micro_batch_size else [batch]
+    return parts
 
 
 def cut_batch(batch: Any, size: int, start: int, stop: int) -> Any:

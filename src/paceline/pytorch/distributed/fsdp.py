@@ -22,6 +22,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import resolve_mesh
 from paceline.args.sections import Options
 from paceline.args.sharding import Sharding, read_sharding
+from paceline.pytorch.distributed import memory_gate
 from paceline.pytorch.distributed.broadcast_init import FirstWeights, spread
 from paceline.pytorch.distributed.device_mesh import build_device_mesh, sharding_mesh
 from paceline.pytorch.distributed.precision import ApexPrecision
@@ -71,16 +72,28 @@ class FullyShardedData(SingleDevice):
         # summing several micro-batches in 16 bits would lose precision: each is reduced, and summed in the shards
         self._exchanges_each = policy is not None and policy.exchanges_short
         self._model: nn.Module | None = None
+        self._timeout = float(args.ddp_timeout)
+        self._retries_memory = bool(args.auto_find_batch_size)
+        if self._retries_memory:
+            memory_gate.check_recovery()
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
         """Shards the model in place, then makes its optimizer over the shards."""
-        self._shard_once(model)
+        self.shard(model)
+        if self._retries_memory:
+            self.memory_gate = memory_gate.MemoryGate(self._timeout, watches_operators=self.mesh.tp > 1)
+            self.memory_gate.attach(model)
         return super().prepare(model, make_optimizer)
+
+    def recover(self) -> None:
+        """Returns the units to their shards, and drops what the failed passes left."""
+        if self._model is not None:
+            memory_gate.recover(self._model)
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """Returns the model itself, sharded first if its values or dtypes depend on sharding."""
         if self.sharding.from_first or self.sharding.precision is not None:
-            self._shard_once(model)
+            self.shard(model)
         return model
 
     def run_within(self, model: nn.Module, function: Callable[[], Any]) -> Any:
@@ -106,7 +119,8 @@ class FullyShardedData(SingleDevice):
         """True if the first process will still send this process its values, so that it need not load them."""
         return self.sharding.from_first and not self.world.is_first and not self.holds_part_of(model)
 
-    def _shard_once(self, model: nn.Module) -> None:
+    def shard(self, model: nn.Module) -> None:
+        """Shards a model in place, unless it is sharded."""
         if not self.holds_part_of(model):
             if not self.sharding.from_first:
                 spread(model, self.device)

@@ -58,6 +58,7 @@ class SingleDevice:
     is_sharded = False
     runs_windows = False
     reduces_late = False
+    memory_gate: Any = None
     is_spmd = False
     is_lazy = False
     accepts_full_model = True
@@ -94,6 +95,9 @@ class SingleDevice:
             self._is_stepped = own is not None and not getattr(self.optimizer, "steps_rest", False)
             self._fused_backward = own if own is not None else self.precision.backward
         return Prepared(model, self.optimizer)
+
+    def shard(self, model: nn.Module) -> None:
+        """Shards a model in place before it is prepared; does nothing if this process holds all of it."""
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Returns the autocast context, or an empty one."""
@@ -135,6 +139,9 @@ class SingleDevice:
 
     def reduce_gradients(self) -> None:
         """Does nothing: there are no other processes."""
+
+    def recover(self) -> None:
+        """Makes the model ready for another pass after one that ran out of memory; nothing is left to do here."""
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """Returns the module to call in evaluation, given a prepared one."""
@@ -368,6 +375,10 @@ def empty_device_cache(device: torch.device) -> None:
     """Frees cached device memory; does nothing on the CPU, or if torch has no function for it."""
     if device.type != "cpu" and torch.accelerator.is_available():
         torch.accelerator.empty_cache()
+
+
+class DistributedOutOfMemory(MemoryError):
+    """A process ran out of memory in this window. Raised on all processes."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
