@@ -9,16 +9,21 @@ import csv
 import importlib
 import json
 import os
+import signal
+import socket
 import sqlite3
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from service_job import SECRET
+from service_job import SECRET, TAG
 
 from paceline.core.media import PNG_START
 
@@ -41,7 +46,7 @@ def needs(module: str) -> Any:
 
 def run_job(name: str, module: str, folder: Path, **variables: str) -> dict[str, Any]:
     needs(module)
-    own = ("COMET_", "DVC", "SWANLAB_", "TRACKIO_", "CODECARBON_", "MLFLOW_")
+    own = ("CLEARML_", "COMET_", "DVC", "SWANLAB_", "TRACKIO_", "CODECARBON_", "MLFLOW_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(own)}
     path = os.pathsep.join([str(SUPPORT), *sys.path])
     done = subprocess.run(
@@ -91,6 +96,50 @@ def read_dvclive(folder: Path) -> Reading:
     return {"dvclive"}, points("train"), points("eval")
 
 
+def ask(port: int, path: str, server: subprocess.Popen[bytes], body: bytes | None = None) -> str:
+    """Returns the answer of a server on this machine, for which it waits while the server starts."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, {"Content-Type": "application/json"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for _ in range(1200):
+        assert server.poll() is None
+        try:
+            with opener.open(request, timeout=JOB_SECONDS) as response:
+                assert response.status == 200
+                return str(response.read().decode())
+        except urllib.error.HTTPError:
+            raise
+        except OSError:
+            time.sleep(0.1)
+    raise TimeoutError(path)
+
+
+def dashboard_values(folder: Path) -> Points:
+    """Returns the points of train/loss that trackio's dashboard shows, over loopback."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = "import sys; from trackio.cli import main; sys.argv = ['trackio', 'show', '--project', 'letters']; main()"
+    own = {"TRACKIO_DIR": str(folder / "trackio"), "GRADIO_SERVER_PORT": str(port), "BROWSER": "true"}
+    with (folder / "dashboard.log").open("wb") as log:
+        dashboard = subprocess.Popen(
+            [sys.executable, "-c", command], env={**os.environ, **own}, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        assert "<html" in ask(port, "/", dashboard).lower()
+
+        def call(name: str, **arguments: Any) -> Any:
+            return json.loads(ask(port, f"/api/{name}", dashboard, json.dumps(arguments).encode()))["data"]
+
+        assert "letters" in call("get_all_projects")
+        (run,) = call("get_runs_for_project", project="letters")
+        assert run["name"] == "first"
+        values = call("get_metric_values", project="letters", run="first", metric_name="train/loss")
+        return [(row["step"], row["value"]) for row in values]
+    finally:
+        os.killpg(dashboard.pid, signal.SIGKILL)
+        dashboard.wait()
+
+
 def read_trackio(folder: Path) -> Reading:
     with sqlite3.connect(folder / "trackio" / "letters.db") as database:
         rows = database.execute("SELECT run_id, run_name, step, metrics FROM metrics ORDER BY id").fetchall()
@@ -102,6 +151,7 @@ def read_trackio(folder: Path) -> Reading:
     def points(name: str) -> Points:
         return [(step, json.loads(row)[name]) for _, _, step, row in rows if name in json.loads(row)]
 
+    assert sorted(dashboard_values(folder)) == sorted(points("train/loss"))
     return {run_id for run_id, _, _, _ in rows}, points("train/loss"), points("eval/loss")
 
 
@@ -158,9 +208,24 @@ def read_mlflow(folder: Path) -> Reading:
     return {run.info.run_id for run in runs}, points("loss"), points("eval_loss")
 
 
+def read_clearml(folder: Path) -> Reading:
+    (archive,) = folder.rglob("offline-*.zip")
+    found: dict[str, Points] = {"train": [], "eval": []}
+    with zipfile.ZipFile(archive) as files:
+        task = json.loads(files.read("task.json"))
+        for line in files.read("metrics.jsonl").decode().splitlines():
+            for event in json.loads(line):
+                if event.get("variant") == "loss" and event.get("metric") in found:
+                    found[event["metric"]].append((event["iter"], event["value"]))
+    assert task["hyperparams"]["Transformers"]["max_steps"]["value"] == "6"
+    assert task["comment"].startswith("# out")
+    return {archive.stem}, found["train"], found["eval"]
+
+
 @pytest.mark.parametrize(
     ("name", "module", "read", "variables"),
     [
+        ("clearml", "clearml", read_clearml, {"CLEARML_OFFLINE_MODE": "1"}),
         ("dvclive", "dvclive", read_dvclive, {}),
         ("trackio", "trackio", read_trackio, {"TRACKIO_DIR": "{folder}/trackio"}),
         ("swanlab", "swanlab", read_swanlab, {"SWANLAB_MODE": "offline"}),
@@ -189,6 +254,9 @@ def test_run_read_back(
     assert any(content.startswith(PNG_START) for content in files)
     if name != "dvclive":  # it has no tables
         assert any(b"first | sample" in content or b"first \\| sample" in content for content in files)
+    assert any(b"the model after 6 optimizer steps" in content for content in files)  # the card
+    if name not in ("dvclive", "trackio"):  # they have no tags of runs
+        assert any(TAG.encode() in content for content in files)
 
 
 def test_emissions(tmp_path: Path) -> None:

@@ -267,6 +267,15 @@ def test_tensorboard_folder_after_a_trial_that_broke_off(tmp_path, writers):
     assert not any(writer.is_open for writer in writers)
 
 
+def test_tensorboard_model_card(tmp_path, writers):
+    state, control = TrainerState(global_step=3), TrainerControl()
+    reporter = TensorBoardCallback()
+    reporter.on_model_card(arguments(tmp_path), state, control, make_card=lambda: "# The card")
+    assert writers[0].texts == [("model_card", "# The card", 3)]
+    state = TrainerState(is_world_process_zero=False)
+    TensorBoardCallback().on_model_card(arguments(tmp_path), state, control, make_card=lambda: 1 / 0)
+
+
 def test_tensorboard_takes_a_writer(tmp_path):
     writer = Writer()
     run(TensorBoardCallback(writer), tmp_path, losses(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import http.server
 import json
@@ -27,12 +28,13 @@ from paceline.callbacks.reporters import find_reporters, kubeflow
 from paceline.callbacks.reporters.base import num_parameters
 from paceline.callbacks.reporters.dagshub import DagsHubCallback, repository_of
 from paceline.callbacks.reporters.kubeflow import KubeflowCallback, StatusSender
-from paceline.callbacks.reporters.service import ServiceReporter, signals_kept
+from paceline.callbacks.reporters.service import Closing, ServiceReporter, signals_kept
 from paceline.callbacks.reporters.trackio import static_space_name
 from paceline.core.events import CallbackHandler
 from paceline.core.media import Media
 from paceline.core.state import TrainerControl, TrainerState
 
+SECRET = "hf_" + "secret" * 5
 RUNS = ["clearml", "comet_ml", "dvclive", "neptune", "swanlab", "trackio"]  # services that have runs
 VARIABLES = ("COMET_", "CLEARML_", "DVC", "HF_DVCLIVE", "SWANLAB_", "TRACKIO_", "NEPTUNE_", "CODECARBON_", "KUBEFLOW_")
 
@@ -145,6 +147,120 @@ def test_figures_and_tables(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert step == 4
     assert "label" in text
     assert not run.is_open
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_tags_and_model_card(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = stand_in_services.install(name, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    Path("dvclive").mkdir()
+    monkeypatch.setenv("HF_DVCLIVE_LOG_MODEL", "1")
+    course = Course(tmp_path, name)
+    course.model.model_tags = ["letters", SECRET]
+    course.fire("on_train_begin")
+    course.fire("on_model_card", make_card=lambda: "# The card")
+    course.fire("on_train_end")
+    (run,) = service.runs
+    if name != "trackio":  # it has none
+        assert run.tags[:2] == ["paceline", "letters"]
+        assert SECRET not in str(run.tags)
+    written = [path.read_text() for path in (Path("dvclive", "README.md"), Path("last", "README.md")) if path.exists()]
+    assert [*written, run.card][0].startswith("# The card")
+    assert len(written) == (2 if name == "dvclive" else 0)
+
+
+def test_a_description_of_the_user_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = stand_in_services.install("clearml", monkeypatch)
+    course = Course(tmp_path, "clearml")
+    course.fire("on_train_begin")
+    for text, seen in (("one", "one"), ("two", "two")):  # the card of a resumed training replaces that before
+        course.fire("on_model_card", make_card=lambda text=text: text)
+        assert service.runs[0].card.startswith(seen)
+    service.runs[0].card = "mine"
+    course.fire("on_model_card", make_card=lambda: "three")
+    assert service.runs[0].card == "mine"
+
+
+def test_a_trainer_makes_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = stand_in_services.install("comet_ml", monkeypatch)
+    options: dict[str, Any] = {"max_steps": 2, "report_to": "comet_ml", "load_best_model_at_end": True}
+    data = classification(8)
+    make_trainer(
+        tmp_path / "letters",
+        Classifier(),
+        data,
+        eval_dataset=data,
+        save_strategy="steps",
+        eval_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+        **options,
+    ).train()
+    card = service.runs[0].card
+    assert card.startswith("# letters\n\n`Classifier`, trained: the model after 2 optimizer steps. It has ")
+    assert "On the evaluation da" in card
+    assert "### Framework versions" in card
+
+
+# ---- clients that hang
+
+
+class Hanging(ServiceReporter):
+    """Ends its run when it is let go."""
+
+    service = "Slow"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.ended, self.opened = threading.Event(), 0, 0
+
+    def open_run(self, args: Any, name: Any, run_id: Any) -> Any:
+        self.opened += 1
+        return object()
+
+    def id_of(self) -> str:
+        return "run"
+
+    def log_settings(self, settings: Any) -> None:
+        pass
+
+    def log_row(self, row: Any, state: Any) -> None:
+        pass
+
+    def close_run(self) -> None:
+        assert self.go.wait(60)
+        self.ended += 1
+
+
+def test_a_client_that_does_not_end_its_run_costs_the_training_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("paceline.callbacks.reporters.service.CLOSE_SECONDS", 0.05)
+    reporter = Hanging()
+    course = Course(tmp_path, "none", callbacks=[reporter])
+    course.train()
+    assert caplog.text.count("Slow did not end its run within 0.05 s. The training ends without waiting for it") == 1
+    assert reporter.ended == 0
+    course.train()  # whose run would be taken for one of the script
+    assert "Slow is still ending the run of the training before: this one is not recorded." in caplog.text
+    assert reporter.opened == 1
+    reporter.go.set()
+    course.train()
+    assert (reporter.opened, reporter.ended) == (2, 2)
+
+
+def test_a_close_in_a_thread_raises_and_changes_the_context() -> None:
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+    variable.set(1)
+
+    def close() -> None:
+        assert variable.get() == 1
+        variable.set(2)
+
+    assert Closing(close).is_done_within(60)
+    assert variable.get() == 2
+    with pytest.raises(ZeroDivisionError):
+        Closing(lambda: 1 / 0).is_done_within(60)  # type: ignore[arg-type,return-value]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -512,7 +628,9 @@ def test_codecarbon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_deck_of_flyte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas", reason="installed with datasets")
     service = stand_in_services.install("flyte", monkeypatch)
-    train(tmp_path, "flyte")
+    course = train(tmp_path, "flyte")
+    course.fire("on_model_card", make_card=lambda: "The card")
+    assert service.runs[0].settings["Model Card"] == "<p>The card</p>"
     assert "eval_loss" in service.runs[0].settings["Log History"]
     (kind,) = find_reporters("flyte")
 

@@ -69,6 +69,7 @@ def read_run(path: Path) -> dict[str, Any]:
         which = record.WhichOneof("record_type")
         if which == "run":
             run.update(id=record.run.run_id, project=record.run.project, name=record.run.display_name)
+            run.update(tags=list(record.run.tags), notes=record.run.notes)
             run["began"] = record.run.start_time.ToNanoseconds()
             run["config"].update({item.key: json.loads(item.value_json) for item in record.run.config.update})
         elif which == "config":
@@ -150,6 +151,8 @@ def test_wandb_run_read_back(tmp_path: Path, wandb: Any, monkeypatch: pytest.Mon
     assert not any("train/train_loss" in row for row in run["history"])
     assert run["config"]["model/num_parameters"] == trainer.get_num_trainable_parameters()
     assert run["config"]["max_steps"] == 4
+    assert run["tags"] == ["paceline"]
+    assert run["notes"].startswith("# out\n\n`Classifier`, trained: the model after 4 optimizer steps.")
     everything = b"".join(path.read_bytes() for path in (tmp_path / "logs").rglob("*") if path.is_file())
     assert b"hf_abcdefghijklmnopqrstuvwxyz" not in everything
 
@@ -178,7 +181,7 @@ def test_wandb_uploads_the_model(tmp_path: Path, wandb: Any, monkeypatch: pytest
     aliases = [set(artifact.aliases) for artifact in run["artifacts"]]  # W&B gives them in no order
     files = [[entry.path for entry in artifact.manifest.contents] for artifact in run["artifacts"]]
     assert "final_model" in aliases[-1]
-    assert set(files[-1]) == {"model.safetensors", "model_architecture.txt"}
+    assert set(files[-1]) == {"README.md", "model.safetensors", "model_architecture.txt"}
     between = [names for names, told in zip(aliases, files, strict=True) if "optimizer.pt" in told]
     steps = [["checkpoint_global_step_2"], ["checkpoint_global_step_4"]] if choice == "checkpoint" else []
     assert [sorted(name for name in names if name.startswith("checkpoint_")) for names in between] == steps
@@ -334,7 +337,9 @@ def test_mlflow_run_read_back(
     assert run.data.tags["kind"] == "test"
     assert "hf_abcdefghijklmnopqrstuvwxyz" not in str(run.data.params)
     uploaded = [item.path for item in client.list_artifacts(run.info.run_id)]
-    assert uploaded == ["checkpoint-2", "checkpoint-4"]
+    assert uploaded == ["README.md", "checkpoint-2", "checkpoint-4"]
+    assert run.data.tags["model_tags"] == "paceline"
+    assert run.data.tags["mlflow.note.content"].startswith("# out\n\n`Classifier`, trained: the model after 4 ")
     names = [item.path for item in client.list_artifacts(run.info.run_id, "checkpoint-4")]
     assert "checkpoint-4/model.safetensors" in names
 

@@ -21,6 +21,9 @@ from paceline.core.signals import StopSignals
 SECRET = "hf_" + "secret" * 5  # not in one piece, because some clients upload this file
 
 
+TAG = "-".join(("small", "letters"))  # likewise
+
+
 class HandlersAreOurs(TrainerCallback):
     """Checks at every step that no client has taken the signals that stop the run."""
 
@@ -56,6 +59,7 @@ def train(name: str, folder: Path, resume: str | None, **changes: Any) -> Any:
         **{**options, **changes},
     )
     Shows.trainer = trainer
+    trainer.model.model_tags = [TAG]
     trainer.train(resume_from_checkpoint=resume)
     assert trainer.state.global_step == trainer.args.max_steps
     return trainer

@@ -20,6 +20,8 @@ class Run:
         self.settings: dict[str, Any] = {}
         self.summary: dict[str, float] = {}
         self.files: list[str] = []
+        self.tags: list[str] = []
+        self.card = ""
         self.shown: dict[str, tuple[int, str]] = {}  # figures and tables by name: step, and path or content
         self.is_open = True
 
@@ -30,6 +32,18 @@ class Run:
     def set(self, settings: dict[str, Any]) -> None:
         self.service.answer()
         self.settings.update(settings)
+
+    def tag(self, tags: list[str]) -> None:
+        self.service.answer()
+        self.tags += [tag for tag in tags if tag not in self.tags]
+
+    def tagged(self, tags: list[str]) -> Run:
+        self.tag(tags)
+        return self
+
+    def describe(self, text: str) -> None:
+        self.service.answer()
+        self.card = text
 
     def add(self, path: str) -> None:
         self.service.answer()
@@ -89,6 +103,8 @@ def comet_ml(service: Service) -> list[ModuleType]:
             get_key=lambda: run.id,
             log_parameters=run.set,
             log_other=lambda name, value: None,
+            add_tags=run.tag,
+            log_asset_data=lambda text, name, **how: run.describe(text),
             log_metrics=lambda row, step, epoch: run.put(step, row),
             log_asset_folder=lambda folder, **how: run.add(folder),
             end=run.end,
@@ -136,6 +152,16 @@ def clearml(service: Service) -> list[ModuleType]:
         def update_parameters(self, values: dict[str, Any]) -> None:
             self.run.set({name.removeprefix("Transformers/"): value for name, value in values.items()})
 
+        def add_tags(self, tags: list[str]) -> None:
+            self.run.tag(tags)
+
+        @property
+        def comment(self) -> str:
+            return self.run.card
+
+        def set_comment(self, text: str) -> None:
+            self.run.describe(text)
+
         def get_logger(self) -> ClearMLLogger:
             return ClearMLLogger(self.run)
 
@@ -175,8 +201,9 @@ def dvclive(service: Service) -> list[ModuleType]:
             else:
                 self.run.summary[name] = value
 
-        def log_artifact(self, path: str, **how: Any) -> None:
+        def log_artifact(self, path: str, labels: list[str] | None = None, **how: Any) -> None:
             self.run.add(path)
+            self.run.tag(labels or [])
 
         def sync(self) -> None:
             self.run.service.answer()
@@ -192,7 +219,7 @@ def swanlab(service: Service) -> list[ModuleType]:
         return SimpleNamespace(
             id=run.id,
             config=SimpleNamespace(update=run.set),
-            log=lambda row, step: run.put(step, row),
+            log=lambda row, step: run.describe(row["model_card"]) if "model_card" in row else run.put(step, row),
             save=lambda pattern, **how: run.add(pattern),
             finish=run.end,
         )
@@ -200,7 +227,8 @@ def swanlab(service: Service) -> list[ModuleType]:
     return [
         module(
             "swanlab",
-            init=lambda id=None, **about: wrap(service.open(id, **about)),
+            init=lambda id=None, tags=(), **about: wrap(service.open(id, **about).tagged(tags)),
+            Text=str,
             has_run=lambda: service.active is not None,
             get_run=lambda: wrap(service.active),  # type: ignore[arg-type]
         )
@@ -215,8 +243,11 @@ def trackio(service: Service) -> list[ModuleType]:
             self.run, self.name = run, run.id
             self.config = SimpleNamespace(update=run.set)
 
-        def log(self, row: dict[str, float], step: int) -> None:
-            self.run.put(step, row)
+        def log(self, row: dict[str, Any], step: int) -> None:
+            if "model_card" in row:
+                self.run.describe(row["model_card"])
+            else:
+                self.run.put(step, row)
 
     def init(project: str, name: str | None, resume: str, space_id: str | None, **about: Any) -> Client:
         known = name if resume == "allow" else None
@@ -245,32 +276,53 @@ def trackio(service: Service) -> list[ModuleType]:
         current_project=variable("project"),
         current_space_id=variable("space_id"),
     )
-    return [module("trackio", init=init, finish=finish, freeze=export("freeze"), sync=export("sync")), context]
+    exports = {"freeze": export("freeze"), "sync": export("sync")}
+    return [module("trackio", init=init, finish=finish, Markdown=str, **exports), context]
+
+
+class File:
+    """A file of Neptune."""
+
+    def __init__(self, path: str = "", content: str = "") -> None:
+        self.path, self.content = path, content
+
+    @classmethod
+    def from_content(cls, content: str, extension: str) -> File:
+        return cls(f"card.{extension}", content)
+
+
+class Field:
+    """A field of a run of Neptune, by its path."""
+
+    def __init__(self, run: Run, path: str) -> None:
+        self.run, self.path = run, path
+
+    def fetch(self) -> str:
+        return self.run.id
+
+    def append(self, value: Any, step: int) -> None:
+        name = self.path.split("/", 1)[1]
+        if isinstance(value, str | File):
+            self.run.shown[name] = (step, value if isinstance(value, str) else value.path)
+            return
+        self.run.put(step, {name: value})
+
+    def add(self, tags: list[str]) -> None:
+        self.run.tag(tags)
+
+    def upload(self, file: Any) -> None:
+        self.run.describe(file.content)
+
+    def upload_files(self, path: str) -> None:
+        self.run.add(path)
+
+    def delete_files(self, path: str) -> None:
+        self.run.files.remove(path)
 
 
 def neptune(service: Service) -> list[ModuleType]:
     class Missing(Exception):
         pass
-
-    class Field:
-        def __init__(self, run: Run, path: str) -> None:
-            self.run, self.path = run, path
-
-        def fetch(self) -> str:
-            return self.run.id
-
-        def append(self, value: Any, step: int) -> None:
-            name = self.path.split("/", 1)[1]
-            if isinstance(value, str | SimpleNamespace):
-                self.run.shown[name] = (step, value if isinstance(value, str) else value.path)
-                return
-            self.run.put(step, {name: value})
-
-        def upload_files(self, path: str) -> None:
-            self.run.add(path)
-
-        def delete_files(self, path: str) -> None:
-            self.run.files.remove(path)
 
     class Client:
         def __init__(self, run: Run) -> None:
@@ -290,7 +342,7 @@ def neptune(service: Service) -> list[ModuleType]:
         module("neptune", init_run=init_run),
         module("neptune.exceptions", **dict.fromkeys(names, Missing)),
         module("neptune.utils", stringify_unsupported=dict),
-        module("neptune.types", File=lambda path: SimpleNamespace(path=path)),
+        module("neptune.types", File=File),
     ]
 
 
@@ -333,6 +385,10 @@ def flytekit(service: Service) -> list[ModuleType]:
     def deck(name: str, html: str) -> None:
         (service.active or service.open()).set({name: html})
 
+    class MarkdownRenderer:
+        def to_html(self, text: str) -> str:
+            return f"<p>{text}</p>"
+
     class TableRenderer:
         def to_html(self, table: Any) -> str:
             return str(table.to_html())
@@ -340,6 +396,7 @@ def flytekit(service: Service) -> list[ModuleType]:
     context = SimpleNamespace(checkpoint=SimpleNamespace(save=save))
     return [
         module("flytekit", current_context=lambda: context, Deck=deck),
+        module("flytekit.deck", MarkdownRenderer=MarkdownRenderer),
         module("flytekitplugins"),
         module("flytekitplugins.deck"),
         module("flytekitplugins.deck.renderer", TableRenderer=TableRenderer),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.args.training import TrainingArguments
 from paceline.compat.trainer_names import TrainerNames
+from paceline.core.events import call_own_event
 from paceline.core.optional import LateModule
 
 if TYPE_CHECKING:
@@ -72,6 +74,22 @@ class HubNames(TrainerNames):
             is_training=self.is_in_train,
             is_best_loaded=self.args.load_best_model_at_end and not self.is_in_train,
         )
+
+    def _tell_card(self, is_complete: bool) -> None:
+        """Offers the text of the model card to the callbacks, before `on_train_end`; it is made if one asks for it.
+
+        Args:
+            is_complete: False if a signal has stopped the training, which then has not loaded the best model.
+        """
+
+        @cache
+        def make_card() -> str:
+            folder = self._absolute_output_dir()
+            is_best = self.args.load_best_model_at_end and is_complete
+            run = replace(self._card_run(), is_training=False, is_best_loaded=is_best)
+            return card.card_text(run, self._card_facts(), (self.hub_model_id or folder.name).rpartition("/")[2])
+
+        call_own_event(self.callback_handler, "on_model_card", self.args, self.state, self.control, make_card=make_card)
 
     def _absolute_output_dir(self) -> Path:
         return Path(self._get_output_dir(None)).absolute()

@@ -86,11 +86,13 @@ class Facade(Protocol):
         log: `(logs, start_time)`: stamps, stores and reports one row of metrics.
         train_dataset: the training data.
         eval_dataset: the evaluation data, or a dict of several.
+        _tell_card: `(is_complete)`: offers the model card to the callbacks.
     """
 
     train_dataset: Any
     eval_dataset: Any
     log: Callable[..., None]
+    _tell_card: Callable[[bool], None]
 
 
 @dataclass(frozen=True)
@@ -530,6 +532,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None and is_complete and not self.is_best(Path(best)):
             self.load_best(Path(best))
+        self.facade._tell_card(is_complete)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         if is_complete:
             logger.info("Training completed: step %d, mean loss %.4g.", self.state.global_step, train_loss)

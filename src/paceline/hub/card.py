@@ -89,6 +89,11 @@ def write_card(folder: Path, run: CardRun, facts: CardFacts, options: CardOption
     os.replace(temporary, path)
 
 
+def card_text(run: CardRun, facts: CardFacts, name: str) -> str:
+    """Returns the description of a run in Markdown, without metadata of the hub; secrets are masked."""
+    return mask_text(describe(run, facts, name, base_of(facts), listed(builders_of(run.train_dataset))))
+
+
 def read_card(path: Path) -> tuple[dict[str, Any], str]:
     """Returns (metadata, text) of a card, empty if there is none. Drops unreadable metadata with a warning."""
     if not path.is_file():

@@ -20,6 +20,8 @@ from paceline.core.state import TrainerControl, TrainerState
 logger = logging.getLogger(__name__)
 
 # metrics of the whole run, which services keep beside the rows of steps
+CARD_FILE = "README.md"  # the name of a model card on the hub and in artifacts
+CARD_MARK = "<!-- paceline: model card -->"  # of descriptions that a later training may replace
 OF_THE_WHOLE_RUN = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
 
 
@@ -166,6 +168,23 @@ class NumberFilter:
             self._left_out.update(new)
             logger.warning("%s accepts only numbers, so these logs are not sent: %s.", self._service, ", ".join(new))
         return numbers
+
+
+def as_description(card: str, present: str | None) -> str | None:
+    """Returns a model card as the description of a run; None if the run has one of the user's, which is kept.
+
+    Args:
+        card: the model card.
+        present: the present description.
+    """
+    return None if present and CARD_MARK not in present else f"{card}\n{CARD_MARK}\n"
+
+
+def tags_of(model: Any) -> tuple[str, ...]:
+    """Returns the tags of a run: "paceline", and those that the model's card gets, `model.model_tags`."""
+    own = getattr(model, "model_tags", None)
+    listed = [own] if isinstance(own, str) else own or ()
+    return tuple(dict.fromkeys(mask_text(str(tag)) for tag in ("paceline", *listed)))
 
 
 def num_parameters(model: Any) -> int | None:

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.args.training import TrainingArguments
-from paceline.callbacks.reporters.base import OF_THE_WHOLE_RUN, changed_project, flat, grouped, is_set
+from paceline.callbacks.reporters.base import (
+    OF_THE_WHOLE_RUN,
+    as_description,
+    changed_project,
+    flat,
+    grouped,
+    is_set,
+)
 from paceline.callbacks.reporters.service import ServiceReporter
 from paceline.core.media import Media
 from paceline.core.optional import require
@@ -39,6 +46,13 @@ class ClearMLCallback(ServiceReporter):
         super().__init__()
         self.uploads_checkpoints = is_set("CLEARML_LOG_MODEL")
 
+    @classmethod
+    def is_ready(cls) -> bool:
+        """True if a server is configured, or tasks are offline."""
+        configuration = Path(os.environ.get("CLEARML_CONFIG_FILE") or "~/clearml.conf").expanduser()
+        is_offline = is_set("CLEARML_OFFLINE_MODE")
+        return is_offline or bool(os.environ.get("CLEARML_API_ACCESS_KEY")) or configuration.is_file()
+
     @property
     def _clearml(self) -> Any:
         return require("clearml", self.extra)
@@ -47,9 +61,14 @@ class ClearMLCallback(ServiceReporter):
         return self._clearml.Task.current_task()
 
     def open_run(self, args: TrainingArguments, name: str | None, run_id: str | None) -> Any:
+        task = self._clearml.Task
+        if hasattr(task, "_report_subprocess_enabled"):
+            # It forks a process that reports, which may hang at the end of the second task of a process.
+            # The setting is `sdk.development.report_use_subprocess` of clearml.conf, which is not read offline.
+            task._report_subprocess_enabled = False
         # continue_last_task=0 continues the task without an offset of its steps, whatever the client prints
         how = {"reuse_last_task_id": run_id, "continue_last_task": 0} if run_id else {"reuse_last_task_id": False}
-        return self._clearml.Task.init(
+        return task.init(
             project_name=os.environ.get("CLEARML_PROJECT") or changed_project(args) or "HuggingFace Transformers",
             task_name=os.environ.get("CLEARML_TASK") or name or "Trainer",
             auto_connect_frameworks={"tensorboard": False, "pytorch": False},
@@ -80,6 +99,15 @@ class ClearMLCallback(ServiceReporter):
         else:
             table = [list(media.columns), *[list(row) for row in media.rows]]
             self._run.get_logger().report_table(**place, table_plot=table)
+
+    def log_tags(self, tags: list[str]) -> None:
+        self._run.add_tags(tags)
+
+    def log_card(self, text: str, state: TrainerState) -> None:
+        """Sets the description of the task, unless the script has one."""
+        description = as_description(text, self._run.comment)
+        if description is not None:
+            self._run.set_comment(description)
 
     def upload(self, folder: Path, args: TrainingArguments, state: TrainerState) -> None:
         model = self._clearml.OutputModel(task=self._run, name=folder.name)

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from paceline.args.training import TrainingArguments
-from paceline.callbacks.reporters.base import changed_project, grouped, is_set
+from paceline.callbacks.reporters.base import CARD_FILE, changed_project, grouped, is_set
 from paceline.callbacks.reporters.service import ServiceReporter
 from paceline.core.media import Media
 from paceline.core.optional import is_installed, require
@@ -89,6 +89,12 @@ class CometCallback(ServiceReporter):
             return
         name = f"{media.path.stem}.csv"
         self._run.log_table(name, tabular_data=[list(row) for row in media.rows], headers=list(media.columns))
+
+    def log_tags(self, tags: list[str]) -> None:
+        self._run.add_tags(tags)
+
+    def log_card(self, text: str, state: TrainerState) -> None:
+        self._run.log_asset_data(text, name=CARD_FILE, overwrite=True, step=state.global_step)
 
     def upload_at_end(self, args: TrainingArguments, state: TrainerState, model: object, processor: object) -> None:
         if self._log_assets:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.args.training import TrainingArguments
-from paceline.callbacks.reporters.base import OF_THE_WHOLE_RUN, grouped, is_set
+from paceline.callbacks.reporters.base import CARD_FILE, OF_THE_WHOLE_RUN, grouped, is_set
 from paceline.callbacks.reporters.service import ServiceReporter
 from paceline.callbacks.reporters.wandb import save_model
 from paceline.core.media import Media
@@ -39,6 +39,7 @@ class DVCLiveCallback(ServiceReporter):
     service = "DVCLive"
     extra = "dvclive"
     requires = ("dvclive",)
+    closes_in_thread = False  # it writes files only
 
     def __init__(self, live: Any = None, log_model: bool | str | None = None, **kwargs: Any) -> None:
         super().__init__()
@@ -89,6 +90,9 @@ class DVCLiveCallback(ServiceReporter):
             self._run.step = media.step
             self._run.log_image(f"{media.path.stem}.png", str(media.path))
 
+    def log_card(self, text: str, state: TrainerState) -> None:
+        Path(self._run.dir, CARD_FILE).write_text(text, encoding="utf-8")
+
     def upload(self, folder: Path, args: TrainingArguments, state: TrainerState) -> None:
         self._run.log_artifact(str(args.output_dir))
 
@@ -98,7 +102,9 @@ class DVCLiveCallback(ServiceReporter):
         folder = Path(str(args.output_dir), "best" if args.load_best_model_at_end else "last")
         folder.mkdir(parents=True, exist_ok=True)
         save_model(model, processor, folder)
-        self._run.log_artifact(str(folder), name=folder.name, type="model", copy=True)
+        if self._card:
+            (folder / CARD_FILE).write_text(self._card, encoding="utf-8")
+        self._run.log_artifact(str(folder), name=folder.name, type="model", labels=list(self._tags), copy=True)
 
     def close_run(self) -> None:
         self._run.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from paceline.args.training import TrainingArguments
@@ -15,6 +16,7 @@ from paceline.core.state import TrainerControl, TrainerState
 logger = logging.getLogger(__name__)
 
 DECK = "Log History"
+CARD_DECK = "Model Card"
 
 
 class FlyteCallback(Reporter):
@@ -64,6 +66,19 @@ class FlyteCallback(Reporter):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.sync_checkpoints and state.is_world_process_zero:
             self.cp.save(str(checkpoint_of(args, state)))
+
+    def on_model_card(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        make_card: Callable[[], str],
+        **kwargs: Any,
+    ) -> None:
+        """Shows the model card as a deck."""
+        if self.save_log_history and state.is_world_process_zero:
+            renderer = require("flytekit.deck", "flyte").MarkdownRenderer()
+            require("flytekit", "flyte").Deck(CARD_DECK, renderer.to_html(make_card()))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import (
+    CARD_FILE,
     NumberFilter,
     Reporter,
+    as_description,
     changed_project,
     flat,
     is_set,
     num_parameters,
     run_name_of,
     settings_of,
+    tags_of,
 )
 from paceline.core.optional import is_installed, require
 from paceline.core.state import TrainerControl, TrainerState
@@ -38,6 +41,7 @@ logger = logging.getLogger(__name__)
 PROBE_SECONDS = 10.0
 FINISH_SECONDS = 30.0  # the end of training waits this long for a slow server
 MAX_METRICS = 1000  # per request, MLflow's limit
+DESCRIPTION = "mlflow.note.content"  # the tag that MLflow's pages show as the description of a run
 NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_\-. :/]")
 
 
@@ -114,6 +118,7 @@ class MLflowCallback(Reporter):
         self._run_id, self._run_name = mlflow.active_run().info.run_id, run_name_of(args)
         client = mlflow.MlflowClient()
         self._log_settings(client, args, model)
+        client.set_tag(self._run_id, "model_tags", ", ".join(tags_of(model)))
         for name, value in json.loads(os.environ.get("MLFLOW_TAGS") or "{}").items():
             client.set_tag(self._run_id, name, value)
         if self._sender is not None:
@@ -203,6 +208,25 @@ class MLflowCallback(Reporter):
             self._ml_flow.MlflowClient().log_artifact(
                 self._run_id, str(media.path), artifact_path=media.path.parent.name
             )
+
+    def on_model_card(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        make_card: Callable[[], str],
+        **kwargs: Any,
+    ) -> None:
+        """Adds the model card to the artifacts, and makes it the description unless that is the user's."""
+        if self._sender is None or self._run_id is None:
+            return
+        check_server(self._ml_flow.get_tracking_uri())
+        client, card = self._ml_flow.MlflowClient(), make_card()
+        client.log_text(self._run_id, card, CARD_FILE)
+        description = as_description(card, client.get_run(self._run_id).data.tags.get(DESCRIPTION))
+        limit: int = require("mlflow.utils.validation", "mlflow").MAX_TAG_VAL_LENGTH
+        if description is not None and len(description) <= limit:
+            client.set_tag(self._run_id, DESCRIPTION, description)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._log_artifacts and self._run_id is not None:

@@ -125,6 +125,13 @@ class NeptuneCallback(ServiceReporter):
         else:
             place.append(media.as_markdown(), step=media.step)
 
+    def log_tags(self, tags: list[str]) -> None:
+        self._run["sys/tags"].add(tags)
+
+    def log_card(self, text: str, state: TrainerState) -> None:
+        content = require("neptune.types", self.extra).File.from_content(text, extension="md")
+        self._run[f"{self._base}/model_card"].upload(content)
+
     def upload(self, folder: Path, args: TrainingArguments, state: TrainerState) -> None:
         is_last = self._log_checkpoints == "last"
         files = self._run[f"{self._base}/checkpoints/last" if is_last else f"{self._base}/checkpoints"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from paceline.callbacks.reporters.base import (
     num_parameters,
     run_name_of,
     settings_of,
+    tags_of,
 )
 from paceline.core.media import Media
 from paceline.core.optional import is_installed, require
@@ -26,6 +28,8 @@ from paceline.core.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 
+
+CLOSE_SECONDS = 30.0  # the end of a training waits this long for a client to end its run
 
 LEFT_OPEN: dict[type[Any], ServiceReporter] = {}  # by service: the reporter whose run is open
 
@@ -38,13 +42,15 @@ class ServiceReporter(Reporter):
     training; one after it continues that run. Each trial of a hyper-parameter search has its own run.
 
     A subclass implements `open_run`, `id_of`, `log_settings`, `log_row` and `close_run`, and where the service has them
-    `active_run`, `log_media`, `upload` and `upload_at_end`. All of them may raise: the run goes on.
+    `active_run`, `log_tags`, `log_media`, `log_card`, `upload` and `upload_at_end`. All of them may raise: the run goes
+    on. A `close_run` that takes longer than `CLOSE_SECONDS` is left to a thread in the background.
 
     Attributes:
         service: the name of the service in messages.
         extra: the extra that installs its package.
         ends_with_training: False leaves the run open after the training, for what the script still logs.
         uploads_checkpoints: True passes every checkpoint to `upload`.
+        closes_in_thread: False calls `close_run` in the thread of the training, for as long as it takes.
 
     Raises:
         ImportError: the package is not installed.
@@ -54,6 +60,7 @@ class ServiceReporter(Reporter):
     extra = ""
     ends_with_training = True
     uploads_checkpoints = False
+    closes_in_thread = True
 
     def __init__(self) -> None:
         require_installed(self.requires, self.extra)
@@ -66,6 +73,9 @@ class ServiceReporter(Reporter):
         self._identity: dict[str, Any] = {}
         self._resumes: Mapping[str, Any] = {}
         self._filter = NumberFilter(self.service)
+        self._tags: tuple[str, ...] = ()  # known before `open_run`
+        self._card = ""  # known before `upload_at_end`
+        self._closing: threading.Thread | None = None  # ends a run that took too long
 
     # ---- what a service implements
 
@@ -91,12 +101,18 @@ class ServiceReporter(Reporter):
         """Records the arguments and the model's configuration; secrets are masked."""
         raise NotImplementedError
 
+    def log_tags(self, tags: list[str]) -> None:
+        """Adds tags to the run."""
+
     def log_row(self, row: dict[str, float], state: TrainerState) -> None:
         """Records the numbers of a row of logs at `state.global_step`."""
         raise NotImplementedError
 
     def log_media(self, media: Media, state: TrainerState) -> None:
         """Records a figure or a table."""
+
+    def log_card(self, text: str, state: TrainerState) -> None:
+        """Records the model card, in Markdown, at the end of a training."""
 
     def close_run(self) -> None:
         """Ends a run that `open_run` has opened."""
@@ -124,17 +140,19 @@ class ServiceReporter(Reporter):
         self._resumes = dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_run": None, "_initialized": False}  # clients hold threads, which cannot be copied
+        # clients hold threads, which cannot be copied
+        return {**vars(self), "_run": None, "_initialized": False, "_closing": None}
 
     def setup(self, args: TrainingArguments, state: TrainerState, model: Any = None, **kwargs: Any) -> None:
         """Finds or opens the run and logs the settings. May be overridden."""
-        if not state.is_world_process_zero:
+        if not state.is_world_process_zero or self._is_still_closing():
             self._initialized = True
             return
         if self._run is None:
             self._trial = state.trial_name
             name = name_of(args, state)
             identity = {"project": changed_project(args), "run_name": name}
+            self._tags = tags_of(model)
             with signals_kept():
                 run = self.active_run()
                 self._is_ours = run is None
@@ -147,6 +165,10 @@ class ServiceReporter(Reporter):
             self.log_settings(settings_with_size(args, model))
         except Exception as error:  # the metrics are worth more than the settings
             logger.warning("%s did not accept the settings of the run: %s", self.service, error)
+        try:
+            self.log_tags(list(self._tags))
+        except Exception as error:
+            logger.warning("%s did not accept the tags of the run: %s", self.service, error)
 
     def _id_to_resume(self, identity: Mapping[str, Any]) -> str | None:
         before = self._resumes
@@ -202,6 +224,19 @@ class ServiceReporter(Reporter):
         if self._num_trainings and not self._is_training and self.ends_with_training:
             self._close()
 
+    def on_model_card(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        make_card: Callable[[], str],
+        **kwargs: Any,
+    ) -> None:
+        """Records the model card, if the service has a place for it."""
+        if type(self).log_card is not ServiceReporter.log_card and self._run is not None:
+            self._card = make_card()
+            self.log_card(self._card, state)
+
     def on_predict(
         self,
         args: TrainingArguments,
@@ -253,11 +288,70 @@ class ServiceReporter(Reporter):
         try:
             if self._is_ours:
                 with signals_kept():
-                    self.close_run()
+                    self._close_in_time()
         finally:
             self._run = None
             if LEFT_OPEN.get(type(self)) is self:
                 del LEFT_OPEN[type(self)]
+
+    def _close_in_time(self) -> None:
+        """Calls `close_run`, and returns after `CLOSE_SECONDS` even if the client is not done."""
+        if not self.closes_in_thread:
+            self.close_run()
+            return
+        closing = Closing(self.close_run)
+        if not closing.is_done_within(CLOSE_SECONDS):
+            self._closing = closing.thread
+            logger.warning(
+                "%s did not end its run within %g s. The training ends without waiting for it: the client goes on in "
+                "the background until the process ends.",
+                self.service,
+                CLOSE_SECONDS,
+            )
+
+    def _is_still_closing(self) -> bool:
+        """Waits for the end of an earlier run, which would be taken for the script's own. True after a timeout."""
+        if self._closing is None:
+            return False
+        self._closing.join(CLOSE_SECONDS)
+        if not self._closing.is_alive():
+            self._closing = None
+            return False
+        logger.warning("%s is still ending the run of the training before: this one is not recorded.", self.service)
+        return True
+
+
+class Closing:
+    """A call in a daemon thread, in the context of the caller; what it changes in the context is changed here too.
+
+    Args:
+        call: the function.
+    """
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._error: BaseException | None = None
+        self._context = contextvars.copy_context()
+        self.thread = threading.Thread(target=self._context.run, args=(self._work,), name="paceline-close", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:
+            self._error = error
+
+    def is_done_within(self, seconds: float) -> bool:
+        """Waits for the call. Returns: False after a timeout. Raises: the exception of the call."""
+        self.thread.join(seconds)
+        if self.thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        for variable, value in self._context.items():
+            if variable not in contextvars.copy_context() or variable.get() is not value:
+                variable.set(value)
+        return True
 
 
 def require_installed(modules: tuple[str, ...], extra: str) -> None:

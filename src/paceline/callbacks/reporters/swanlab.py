@@ -25,6 +25,7 @@ class SwanLabCallback(ServiceReporter):
         SWANLAB_MODE: "online", "local", "offline" or "disabled".
         SWANLAB_LOG_MODEL: a true value saves every checkpoint with the run.
         SWANLAB_RUN_ID, SWANLAB_RESUME: the run to continue, and "must", "allow" or "never".
+        SWANLAB_TAGS: the tags of the run, instead of the model's; read by the client.
         SWANLAB_API_KEY, SWANLAB_LOG_DIR, SWANLAB_WEB_HOST, SWANLAB_API_HOST, ...: read by the client.
 
     Raises:
@@ -52,6 +53,8 @@ class SwanLabCallback(ServiceReporter):
         given = os.environ.get("SWANLAB_RUN_ID") or run_id
         if given:
             chosen.update(id=given, resume=os.environ.get("SWANLAB_RESUME") or "allow")
+        if "SWANLAB_TAGS" not in os.environ:  # which the client reads
+            chosen["tags"] = list(self._tags)
         folder = os.environ.get("SWANLAB_LOG_DIR")
         if folder:
             chosen["log_dir"] = folder
@@ -72,6 +75,9 @@ class SwanLabCallback(ServiceReporter):
         kinds = self._swanlab
         value = kinds.Image(str(media.path)) if media.is_figure else kinds.Text(media.as_markdown())
         self._run.log({media.name: value}, step=media.step)
+
+    def log_card(self, text: str, state: TrainerState) -> None:
+        self._run.log({"model_card": self._swanlab.Text(text)}, step=state.global_step)
 
     def upload(self, folder: Path, args: TrainingArguments, state: TrainerState) -> None:
         self._run.save(str(folder.absolute() / "**"), base_path=str(folder.absolute().parent), policy="now")

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,18 @@ class TensorBoardCallback(Reporter):
         else:
             writer.add_text(media.name, media.as_markdown(), media.step)
         writer.flush()
+
+    def on_model_card(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        make_card: Callable[[], str],
+        **kwargs: Any,
+    ) -> None:
+        """Writes the model card as text."""
+        if state.is_world_process_zero:
+            self._open(args, state).add_text("model_card", make_card(), state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

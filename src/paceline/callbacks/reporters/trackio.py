@@ -85,6 +85,9 @@ class TrackioCallback(ServiceReporter):
             value = self._trackio.Table(dataframe=frame)
         self._run.log({media.name: value}, step=media.step)
 
+    def log_card(self, text: str, state: TrainerState) -> None:
+        self._run.log({"model_card": self._trackio.Markdown(text)}, step=state.global_step)
+
     def close_run(self) -> None:
         self._trackio.finish()
 

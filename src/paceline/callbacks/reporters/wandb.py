@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import (
+    CARD_FILE,
     OF_THE_WHOLE_RUN,
     Reporter,
+    as_description,
     grouped,
     is_set,
     num_parameters,
     run_name_of,
     settings_of,
+    tags_of,
 )
 from paceline.core.metrics import jsonable
 from paceline.core.optional import is_installed, require
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.core.media import Media
 
 LOG_MODEL_CHOICES = ("end", "checkpoint", "false")
+MAX_TAG = 64  # characters, the service's limit
 WATCH_CHOICES = ("all", "parameters", "gradients")
 
 
@@ -58,6 +62,7 @@ class WandbCallback(Reporter):
         self._owns_run = False
         self._trial: str | None = None  # whose run it is
         self._resumes: Mapping[str, Any] = {}
+        self._card = ""  # of the training that ends
 
     @property
     def _wandb(self) -> Any:
@@ -94,6 +99,8 @@ class WandbCallback(Reporter):
         wandb.config.update(settings_of(args, model), allow_val_change=True)
         if count is not None:
             wandb.config.update({"model/num_parameters": count}, allow_val_change=True)
+        tags = [tag for tag in tags_of(model) if len(tag) <= MAX_TAG]
+        wandb.run.tags = tuple(dict.fromkeys((*(wandb.run.tags or ()), *tags)))
         wandb.define_metric("train/global_step")
         wandb.define_metric("*", step_metric="train/global_step", step_sync=True)
         watched = os.environ.get("WANDB_WATCH", "false")
@@ -165,6 +172,23 @@ class WandbCallback(Reporter):
         aliases = [f"epoch_{round(state.epoch or 0, 2)}", f"checkpoint_global_step_{state.global_step}"]
         self._upload(run, args, Path(str(args.output_dir), f"checkpoint-{state.global_step}"), aliases)
 
+    def on_model_card(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        make_card: Callable[[], str],
+        **kwargs: Any,
+    ) -> None:
+        """Makes the model card the notes of the run, unless it has some; the artifact of the model gets it too."""
+        run = self._run(args, state, kwargs.get("model"))
+        if run is None:
+            return
+        self._card = make_card()
+        description = as_description(self._card, run.notes)
+        if description is not None:
+            run.notes = description
+
     def on_train_end(
         self,
         args: TrainingArguments,
@@ -179,6 +203,8 @@ class WandbCallback(Reporter):
             return
         with tempfile.TemporaryDirectory() as folder:
             save_model(model, processing_class, Path(folder))
+            if self._card:
+                Path(folder, CARD_FILE).write_text(self._card, encoding="utf-8")
             best = {f"eval/{args.metric_for_best_model}": state.best_metric} if args.load_best_model_at_end else {}
             self._upload(run, args, Path(folder), ["final_model"], {"final_model": True, **best})
 
