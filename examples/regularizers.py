@@ -1,8 +1,10 @@
 """Regularizers: a classifier of handwritten digits from few labels, with and without mixup, CutMix, SAM and ASAM.
 
     python examples/regularizers.py [--seeds 4] [--labels 50]
+    python examples/regularizers.py --privacy [--seeds 4]
 
-Needs scikit-learn, whose digits it trains on. Prints the error on the held-out half, as the mean over the seeds.
+Needs scikit-learn, whose digits it trains on. Prints the error on the held-out half, as the mean over the seeds. The
+second form trains on the other half with differential privacy, and needs Opacus (the extra `privacy`).
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ def rows() -> list[dict[str, Any]]:
     return [{"pictures": pictures[index], "labels": int(digits[index])} for index in order]
 
 
-def error_of(regularizers: list[Any], seed: int, labels: int, folder: str) -> float:
-    """Trains on the first `labels` digits; returns the error in percent on the second half of all."""
+def train(regularizers: list[Any], seed: int, labels: int, folder: str, batch_size: int = 20) -> paceline.Trainer:
+    """Trains on the first `labels` digits, with the second half of all as evaluation data."""
     data = rows()
     args = paceline.TrainingArguments(
         folder,
         max_steps=600,
-        per_device_train_batch_size=20,
+        per_device_train_batch_size=batch_size,
         learning_rate=2e-3,
         regularizers=regularizers,
         save_strategy="no",
@@ -67,7 +69,20 @@ def error_of(regularizers: list[Any], seed: int, labels: int, folder: str) -> fl
     )
     trainer.remove_callback(paceline.PrinterCallback)
     trainer.train()
-    return trainer.evaluate()["eval_error"]
+    return trainer
+
+
+def compare(ways: dict[str, list[Any]], num_seeds: int, labels: int, batch_size: int) -> None:
+    """Prints the error of each way in percent, and the epsilon that it has spent."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, regularizers in ways.items():
+            runs = [train(regularizers, seed, labels, folder, batch_size) for seed in range(num_seeds)]
+            errors = [trainer.evaluate()["eval_error"] for trainer in runs]
+            passes = runs[-1].regularizers
+            spent = {} if passes is None else passes.row({})
+            shown = "".join(f", {key} {value:.2f}" for key, value in spent.items())
+            mean = statistics.mean(errors)
+            print(f"{name:15} error {mean:5.2f} % ({min(errors):.2f} .. {max(errors):.2f}){shown}", flush=True)
 
 
 def main() -> None:
@@ -75,7 +90,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--labels", type=int, default=50)
+    parser.add_argument("--privacy", action="store_true")
     options = parser.parse_args()
+    if options.privacy:
+        private = {f"epsilon {e}": [paceline.DPSGD(1.0, target_epsilon=e, delta=1e-4)] for e in (8, 2)}
+        compare({"not private": [], **private}, options.seeds, 898, 64)
+        return
     ways: dict[str, list[Any]] = {
         "none": [],
         "mixup": [paceline.Mixup(1.0)],
@@ -84,10 +104,7 @@ def main() -> None:
         "sam": [paceline.SAM(0.2)],
         "asam": [paceline.SAM(2.0, adaptive=True)],
     }
-    with tempfile.TemporaryDirectory() as folder:
-        for name, regularizers in ways.items():
-            found = [error_of(regularizers, seed, options.labels, folder) for seed in range(options.seeds)]
-            print(f"{name:15} error {statistics.mean(found):5.2f} % ({min(found):.2f} .. {max(found):.2f})", flush=True)
+    compare(ways, options.seeds, options.labels, 20)
 
 
 if __name__ == "__main__":

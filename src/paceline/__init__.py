@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paceline.args.parser import HfArg as HfArg, HfArgumentParser as HfArgumentParser
     from paceline.args.plan import Plan as Plan, UnsupportedOption as UnsupportedOption
     from paceline.args.regularizers import (
+        DPSGD as DPSGD,
         SAM as SAM,
         CutMix as CutMix,
         Mixup as Mixup,
@@ -173,6 +174,7 @@ _HOMES = {
     "CodeCarbonCallback": "paceline.callbacks.reporters.codecarbon",
     "CometCallback": "paceline.callbacks.reporters.comet",
     "CutMix": "paceline.args.regularizers",
+    "DPSGD": "paceline.args.regularizers",
     "DVCLiveCallback": "paceline.callbacks.reporters.dvclive",
     "DagsHubCallback": "paceline.callbacks.reporters.dagshub",
     "DataCollatorForLanguageModeling": "paceline.pytorch.data.collate_language",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline import SAM, CutMix, Mixup, TrainingArguments, UnsupportedOption
+from paceline import DPSGD, SAM, CutMix, Mixup, TrainingArguments, UnsupportedOption
 from paceline.args.plan import resolve
 from paceline.args.regularizers import regularizers_of
 
@@ -64,6 +64,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "number": (3, "expected a list of regularizers"),
     "no such module": (["nowhere:Thing"], "could not be imported"),
     "no regularizer": (["paceline.args.plan:Plan"], "no subclass of paceline.Regularizer"),
+    "no noise": ([DPSGD(delta=1e-5)], "give either noise_multiplier or target_epsilon"),
+    "two noises": ([DPSGD(noise_multiplier=1.0, target_epsilon=3.0, delta=1e-5)], "give either"),
+    "no delta": ([DPSGD(noise_multiplier=1.0)], r"dp_sgd\(delta\)=None is invalid"),
+    "accountant": ([{"dp_sgd": {"noise_multiplier": 1, "delta": 1e-5, "accountant": "gdp"}}], "'rdp' or 'prv'"),
     "twice": ([SAM(), SAM(0.1)], "sam is given 2 times"),
 }
 
@@ -85,6 +89,16 @@ CONFLICTS: dict[str, dict[str, Any]] = {
     "sam and fp16=True": {"regularizers": "sam", "fp16": True},
     "sam and deepspeed=": {"regularizers": "sam", "deepspeed": {"zero_optimization": {"stage": 1}}},
     "mixup and linear_cross_entropy=True": {"regularizers": "mixup", "linear_cross_entropy": True},
+    "dp_sgd and mixup": {"regularizers": [Mixup(), DPSGD(noise_multiplier=1.0, delta=1e-5)]},
+    "dp_sgd and sam": {"regularizers": [SAM(), DPSGD(noise_multiplier=1.0, delta=1e-5)]},
+    "dp_sgd and nonfinite_policy='rollback'": {
+        "regularizers": {"dp_sgd": {"target_epsilon": 3, "delta": "1e-5"}},
+        "nonfinite_policy": "rollback",
+    },
+    "dp_sgd and activation_checkpointing=True": {
+        "regularizers": {"dp_sgd": {"target_epsilon": 3, "delta": "1e-5"}},
+        "activation_checkpointing": True,
+    },
     "cutmix and packing='pack'": {"regularizers": "cutmix", "packing": "pack"},
 }
 

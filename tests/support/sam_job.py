@@ -1,4 +1,4 @@
-"""A hand-written loop of SAM and ASAM, and runs with them on two processes, replicated and sharded."""
+"""A hand-written loop of SAM and ASAM, and runs with them and mixup on two processes, replicated and sharded."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from small_models import classification, losses, make_trainer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline import SAM
+from paceline import SAM, Mixup
 
 DATA = classification(24)
+UNEVEN = classification(22)  # the processes have micro-batches of different sizes at the end
 OPTIONS: dict[str, Any] = {
     "optim": "sgd",
     "optim_args": "momentum=0.9",
@@ -89,18 +90,35 @@ def reference(model: nn.Module, data: Any, settings: Any, max_norm: float, batch
     return found
 
 
+def train(folder: Path, model: nn.Module, data: Any, settings: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Trains; returns the weights, the losses, and the micro-batches of each optimizer step of this process."""
+    trainer = make_trainer(folder, model, data, regularizers=[settings], **OPTIONS, **options)
+    collect, windows = trainer.get_batch_samples, []
+
+    def get_batch_samples(*arguments: Any) -> Any:
+        batches, number = collect(*arguments)
+        windows.append([dict(batch) for batch in batches])
+        return batches, number
+
+    trainer.get_batch_samples = get_batch_samples  # type: ignore[method-assign]
+    trainer.train()
+    whole = trainer.strategy.full_weights(trainer.model)
+    return {
+        "weights": torch.cat([value.flatten().cpu() for value in whole.values()]),
+        "losses": losses(trainer),
+        "windows": windows,
+    }
+
+
 def main() -> None:
     folder, found = Path(sys.argv[1]), {}
     for name, settings in CASES.items():
         for way, options in WAYS.items():
             model = Normed(dropout=0.0, has_norm=False)
-            trainer = make_trainer(folder / name / way, model, DATA, regularizers=[settings], **OPTIONS, **options)
-            trainer.train()
-            whole = trainer.strategy.full_weights(trainer.model)
-            found[f"{name} {way}"] = {
-                "weights": torch.cat([value.flatten().cpu() for value in whole.values()]),
-                "losses": losses(trainer),
-            }
+            found[f"{name} {way}"] = train(folder / name / way, model, DATA, settings, options)
+    for way, options in WAYS.items():
+        model = Normed(dropout=0.0, has_norm=False)
+        found[f"mixup {way}"] = train(folder / "mixup" / way, model, UNEVEN, Mixup(0.7), options)
     torch.save(found, folder / f"{os.environ['RANK']}.pt")
 
 

@@ -82,4 +82,5 @@ REGULARIZERS = {
     "mixup": "paceline.args.regularizers:Mixup",
     "cutmix": "paceline.args.regularizers:CutMix",
     "sam": "paceline.args.regularizers:SAM",
+    "dp_sgd": "paceline.args.regularizers:DPSGD",
 }

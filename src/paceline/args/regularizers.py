@@ -156,6 +156,67 @@ class SAM(Regularizer):
             raise refuse(self, "eta", "expected a number of at least 0")
 
 
+COUPLES = "it mixes samples, whose gradients are to be clipped one by one"
+
+
+@dataclass(frozen=True)
+class DPSGD(Regularizer):
+    """Trains with differential privacy (Abadi et al., 2016, arXiv:1607.00133), by Opacus.
+
+    Args:
+        max_grad_norm: norm that the gradient of each sample is clipped to.
+        noise_multiplier: standard deviation of the noise on the sum of these gradients, in units of that norm.
+        target_epsilon: the noise multiplier is the one that spends this epsilon in the whole run; instead of
+            `noise_multiplier`.
+        delta: probability that epsilon is exceeded; well below 1 / number of samples.
+        accountant: "rdp" or "prv" (a tighter bound, slower).
+        noise_seed: seed of the noise, for tests. Unset: drawn from the operating system, and kept in checkpoints.
+    """
+
+    max_grad_norm: float = 1.0
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    delta: float | None = None
+    accountant: str = "rdp"
+    noise_seed: int | None = None
+
+    name: ClassVar[str] = "dp_sgd"
+    stage: ClassVar[str] = GRADIENT
+    implementation: ClassVar[str] = "paceline.pytorch.regularizers.privacy:PrivateGradients"
+    excludes: ClassVar[Mapping[str, str]] = {
+        "mixup": COUPLES,
+        "cutmix": COUPLES,
+        "sam": "it uses the gradient twice, and one of them would not be private",
+        "packing": "a row holds several samples, whose gradients cannot be told apart",
+        "optimizer_in_backward": WHOLE_GRADIENT,
+        "deepspeed": "gradients of single samples are computed by hooks of one process",
+        "fp16": SCALED,
+        "gradient_noise_scale": "it would reveal gradients without noise",
+        "linear_cross_entropy": "the head is computed without its module, whose hooks give gradients of single samples",
+        "torch_compile": "gradients of single samples are computed by hooks, which compiled code leaves out",
+        "activation_checkpointing": "the forward pass is run twice, and hooks count it as two",
+        "auto_find_batch_size": "a pass that runs out of memory is repeated, and may count twice",
+        "ignore_data_skip": "a sample may then be used twice in an epoch",
+        "rollback": "steps that are undone have spent privacy too",
+    }
+
+    def check(self) -> None:
+        """Raises ValueError if a setting is invalid."""
+        if not is_number(self.max_grad_norm, 0):
+            raise refuse(self, "max_grad_norm", "expected a number above 0")
+        given = [name for name in ("noise_multiplier", "target_epsilon") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise refuse(self, "noise_multiplier", "give either noise_multiplier or target_epsilon")
+        if not is_number(getattr(self, given[0]), 0):
+            raise refuse(self, given[0], "expected a number above 0")
+        if not is_number(self.delta, 0) or self.delta is None or self.delta >= 1:
+            raise refuse(self, "delta", "expected a probability well below 1 / number of samples, such as 1e-5")
+        if self.accountant not in ("rdp", "prv"):
+            raise refuse(self, "accountant", "choose 'rdp' or 'prv'")
+        if self.noise_seed is not None and (isinstance(self.noise_seed, bool) or not isinstance(self.noise_seed, int)):
+            raise refuse(self, "noise_seed", "expected a whole number")
+
+
 # ---- reading the option
 
 
@@ -266,9 +327,16 @@ def is_set(options: Options, name: str) -> bool:
     """Returns True if an option has an effect that a regularizer can exclude."""
     if name == "xla":
         return is_xla_asked(options.parallel, options.fsdp, options.fsdp_config)
+    if name == "rollback":
+        return str(options.nonfinite_policy) == "rollback"
     if name == "packing":
         return packing_of(options) in JOINING
     return getattr(options, name, None) not in (None, False, 0, "", {}, [])
+
+
+def shown_option(options: Options, name: str) -> str:
+    """Returns an option that a regularizer excludes, with its value."""
+    return "nonfinite_policy='rollback'" if name == "rollback" else f"{name}={getattr(options, name, True)!r}"
 
 
 def check_regularizers(options: Options) -> None:
@@ -285,7 +353,7 @@ def check_regularizers(options: Options) -> None:
             raise ValueError(f"regularizers: {each.name} is given {names.count(each.name)} times: leave one of them.")
         for other, reason in each.excludes.items():
             if other in names or (other not in REGULARIZERS and is_set(options, other)):
-                shown = other if other in names else f"{other}={getattr(options, other, True)!r}"
+                shown = other if other in names else shown_option(options, other)
                 raise UnsupportedOption(f"regularizers: {each.name} and {shown} exclude each other: {reason}.")
 
 

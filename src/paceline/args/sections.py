@@ -635,8 +635,9 @@ class PacelineSection(AverageSection):
     regularizers: list[Any] | str | None = option(
         None,
         "Regularizers of the training, which run in the order of their stages: a list of names, or of names with their "
-        "settings, as JSON or YAML: [mixup: {alpha: 0.2}, cutmix, sam: {rho: 0.05}]. In Python also Mixup(0.2), "
-        "CutMix(1.0), SAM(0.05), or a subclass of Regularizer. See docs/regularizers.md.",
+        "settings, as JSON or YAML: [mixup: {alpha: 0.2}, cutmix, sam: {rho: 0.05}]. Names: mixup, "
+        "cutmix, sam, dp_sgd. In Python also Mixup(0.2), CutMix(1.0), SAM(0.05), DPSGD(...), or a subclass of "
+        "Regularizer. See docs/regularizers.md.",
     )
     logging_dir: str | None = option(
         None, "Folder of the TensorBoard files. Unset: TENSORBOARD_LOGGING_DIR, else output_dir/runs/<date>_<host>."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,8 +176,10 @@ def largest(snapshots: list[Any], device: torch.device) -> int:
     return max((on_device(snapshot, device).get(TOTAL, 0) for snapshot in snapshots), default=0)
 
 
-def check_support(strategy: SingleDevice, torch_compile: bool, linear_cross_entropy: object) -> None:
-    """Raises UnsupportedOption where tensors cannot be followed: several processes, compiled modules, XLA.
+def check_support(
+    strategy: SingleDevice, torch_compile: bool, linear_cross_entropy: object, regularizers: Sequence[Any] | None = None
+) -> None:
+    """Raises UnsupportedOption where tensors cannot be followed: several processes, compiled modules, SAM, XLA.
 
     Losses without logits are refused too, since a tracker that reads the outputs of the head makes them whole.
     """
@@ -190,6 +192,11 @@ def check_support(strategy: SingleDevice, torch_compile: bool, linear_cross_entr
         raise UnsupportedOption(
             f"{METHOD}: linear_cross_entropy={linear_cross_entropy!r}: to be followed, the outputs of the head "
             "have to be computed whole; measure without it."
+        )
+    if any(each.name == "sam" for each in regularizers or ()):
+        raise UnsupportedOption(
+            f"{METHOD}: regularizers: sam runs each module twice in a step, and once can be followed: measure without "
+            "it, and add a copy of the trained weights."
         )
     if strategy.device.type == "xla":
         raise UnsupportedOption(

@@ -367,7 +367,10 @@ class Session(core.Session[Run, TrainerMembers]):
             model=type(self.model).__name__,
             num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             device=device_text(self.world.device),
-            record={"parameter_dtypes": sorted({str(parameter.dtype) for parameter in self.model.parameters()})},
+            record={
+                "parameter_dtypes": sorted({str(parameter.dtype) for parameter in self.model.parameters()}),
+                **(self.regularizers.facts() if self.regularizers is not None else {}),
+            },
             lines=tuple(lines),
         )
 

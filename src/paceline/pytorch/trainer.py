@@ -517,7 +517,8 @@ class Trainer(HubNames, ForSubclasses):
             ValueError: the data has too few samples for two optimizer steps.
             UnsupportedOption: there are several processes, or the model is compiled or on an XLA device.
         """
-        module_memory.check_support(self.strategy, self.args.torch_compile, self.args.linear_cross_entropy)
+        args = self.args
+        module_memory.check_support(self.strategy, args.torch_compile, args.linear_cross_entropy, args.regularizers)
         options = {"max_steps": 2, "gradient_accumulation_steps": 1}
         return module_memory.measure(lambda watch: parts.try_run(self, options, watch), self.strategy.device)
 

@@ -1,10 +1,12 @@
 """SAM and ASAM: the numbers against a hand-written loop, on one and on two processes, resume, and what is refused."""
 
 import math
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import processes
 import pytest
 import sam_job
@@ -147,6 +149,11 @@ def test_frozen_and_sparse_parameters(tmp_path: Path) -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
+def test_the_memory_of_modules_that_run_twice_is_not_measured(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedOption, match="sam runs each module twice"):
+        make_trainer(tmp_path, Classifier(), DATA, regularizers="sam").measure_memory()
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "steps in the backward pass": lambda model: type(
         "Fused", (torch.optim.SGD,), {"fused_backward": lambda self, loss, lr: None}
@@ -173,3 +180,32 @@ def test_replicas_and_shards_have_the_numbers_of_one_process(tmp_path: Path) -> 
                 found = torch.load(tmp_path / f"{rank}.pt")[f"{name} {way}"]
                 torch.testing.assert_close(found["weights"], weights(twin), rtol=1e-5, atol=1e-6)
                 assert found["losses"] == pytest.approx(expected, rel=1e-5)
+    check_mixup([torch.load(tmp_path / f"{rank}.pt") for rank in range(2)])
+
+
+def check_mixup(ranks: list[dict[str, Any]]) -> None:
+    """Compares with soft targets, for which each process draws its own shares and partners."""
+    twin = Normed(dropout=0.0, has_norm=False)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for step in range(len(ranks[0]["mixup ddp"]["losses"])):
+        windows = [rank["mixup ddp"]["windows"][step] for rank in ranks]
+        total = sum(len(batch["labels"]) for window in windows for batch in window)
+        loss = torch.zeros(())
+        for rank, window in enumerate(windows):
+            for index, batch in enumerate(window):
+                generator = np.random.default_rng([42, rank, step, index, zlib.crc32(b"mixing")])
+                generator.integers(1)
+                share, partners = float(generator.beta(0.7, 0.7)), generator.permutation(len(batch["x"]))
+                targets = nn.functional.one_hot(batch["labels"], 4).float()
+                logits = twin(share * batch["x"] + (1 - share) * batch["x"][partners], batch["labels"])["logits"]
+                mixed = share * targets + (1 - share) * targets[partners]
+                loss = loss + nn.functional.cross_entropy(logits, mixed, reduction="sum") / total
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for way in sam_job.WAYS:
+        for rank in ranks:
+            assert rank[f"mixup {way}"]["losses"] == pytest.approx(expected, rel=1e-5)
+            torch.testing.assert_close(rank[f"mixup {way}"]["weights"], weights(twin), rtol=1e-5, atol=1e-6)

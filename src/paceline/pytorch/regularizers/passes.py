@@ -124,6 +124,10 @@ class RegularizerPass:
         """Returns a sentence for the end of the run; empty if there is nothing to say."""
         return ""
 
+    def facts(self) -> dict[str, Any]:
+        """Returns facts for the record of the run; empty if there are none."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that a checkpoint stores; empty if there is none."""
         return {}
@@ -189,6 +193,11 @@ class Passes:
     def describe(self) -> str:
         """Returns the sentences of all passes."""
         return ". ".join(filter(None, (each.describe() for each in self.passes.values())))
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the entry `regularizers` of the record of the run, with the facts of each pass; empty without any."""
+        found = {name: facts for name, each in self.passes.items() if (facts := each.facts())}
+        return {"regularizers": found} if found else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of each pass by its name."""

@@ -1,0 +1,328 @@
+"""Differentially private SGD (Abadi et al., 2016, arXiv:1607.00133), with the gradients and the accountant of Opacus.
+
+The gradient of each sample is clipped to a norm C, and Gaussian noise of standard deviation sigma C is added to their
+sum, once per optimizer step. The sum is divided by the number of samples.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.args.errors import UnsupportedOption
+from paceline.args.regularizers import DPSGD
+from paceline.core.optional import require
+from paceline.pytorch.distributed.strategy import SingleDevice
+from paceline.pytorch.distributed.window import Pass
+from paceline.pytorch.engine import Engine
+from paceline.pytorch.model.reductions import SUM, LossReduction
+from paceline.pytorch.optim.layerwise import steps_in_backward
+from paceline.pytorch.regularizers.passes import Context, RegularizerPass
+from paceline.pytorch.sync import RunWindow
+
+logger = logging.getLogger(__name__)
+
+EXTRA = "privacy"
+TINY = 1e-6  # added to the norm of a sample's gradient, which may be 0: Opacus' value
+NAME = "regularizers: dp_sgd"
+
+
+class PrivacyAccount:
+    """The optimizer steps that were made with noise, and the epsilon that they have spent.
+
+    Args:
+        settings: `delta` and `accountant` are read.
+        num_samples: samples of the training data.
+
+    Attributes:
+        steps: number of optimizer steps by (noise multiplier, samples of the step).
+    """
+
+    def __init__(self, settings: DPSGD, num_samples: int) -> None:
+        self.settings, self.num_samples = settings, num_samples
+        self.steps: dict[tuple[float, int], int] = {}
+        self._accountants = require("opacus.accountants", EXTRA)
+
+    def add(self, noise_multiplier: float, samples: int) -> None:
+        """Counts an optimizer step."""
+        key = (noise_multiplier, samples)
+        self.steps[key] = self.steps.get(key, 0) + 1
+
+    def epsilon(self) -> float:
+        """Returns the epsilon of the steps so far, if each sampled the data independently (Poisson sampling)."""
+        return self._epsilon([(sigma, size / self.num_samples, count) for (sigma, size), count in self.steps.items()])
+
+    def epsilon_of_epochs(self) -> float:
+        """Returns the epsilon of the steps so far if each sample is used once per epoch, in any order.
+
+        No amplification by sampling is assumed: an epoch is one Gaussian mechanism for each sample.
+        """
+        smallest = min((sigma for sigma, _ in self.steps), default=0.0)
+        used = sum(size * count for (_, size), count in self.steps.items())
+        return self._epsilon([(smallest, 1.0, -(-used // self.num_samples))] if used else [])
+
+    def expected(self, noise_multiplier: float, samples: int, steps: int) -> float:
+        """Returns the epsilon of a whole run under Poisson sampling."""
+        return self._epsilon([(noise_multiplier, samples / self.num_samples, steps)])
+
+    def _epsilon(self, history: list[tuple[float, float, int]]) -> float:
+        if not history:
+            return 0.0
+        accountant = self._accountants.create_accountant(mechanism=self.settings.accountant)
+        accountant.history = history
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the range of orders, whose best one bounds epsilon in any case
+            return float(accountant.get_epsilon(delta=self.settings.delta))
+
+
+class PrivateGradients(RegularizerPass):
+    """Replaces the gradient of each optimizer step by a differentially private one.
+
+    Args:
+        settings: a DPSGD.
+        context: the parts of the run.
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise in units of the clipping norm.
+        account: the epsilon spent so far.
+
+    Raises:
+        UnsupportedOption: the gradients of single samples are not available in this run.
+    """
+
+    def __init__(self, settings: DPSGD, context: Context) -> None:
+        super().__init__(settings, context)
+        check_run(context)
+        assert context.num_samples is not None
+        self.account = PrivacyAccount(settings, context.num_samples)
+        self._size = min(context.plan.global_batch_size, context.num_samples)
+        self.noise_multiplier = self._find_noise()
+        self._key = secrets.randbits(128) if settings.noise_seed is None else abs(settings.noise_seed)
+        self._passes: list[Pass] = []  # of the window in progress
+        self._sums: dict[nn.Parameter, Tensor] = {}  # of the clipped gradients of the window in progress
+        if (settings.delta or 0) * context.num_samples >= 1:
+            logger.warning(
+                "%s(delta)=%g is at least 1 / %d, the share of one sample: choose a smaller one.",
+                NAME,
+                settings.delta,
+                context.num_samples,
+            )
+
+    def _find_noise(self) -> float:
+        """Returns the noise multiplier that is given, or that reaches the target epsilon at the end of the run."""
+        settings = self.settings
+        if settings.noise_multiplier is not None:
+            return float(settings.noise_multiplier)
+        find = require("opacus.accountants.utils", EXTRA).get_noise_multiplier
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = find(
+                target_epsilon=settings.target_epsilon,
+                target_delta=settings.delta,
+                sample_rate=self._size / self.account.num_samples,
+                steps=max(self.context.plan.max_steps, 1),
+                accountant=settings.accountant,
+            )
+        return float(found)
+
+    # ---- the model
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Lets Opacus compute the gradients of single samples while entered.
+
+        Raises:
+            UnsupportedOption: Opacus cannot do so for a module of the model; the message is its own.
+        """
+        model = self.context.model
+        validator = require("opacus.validators", EXTRA).ModuleValidator
+        errors = [str(error) for error in validator.validate(model, strict=False)]
+        hooks_of = require("opacus.grad_sample", EXTRA).GradSampleHooks
+        errors = errors or [str(error) for error in hooks_of.validate(model, strict=False)]
+        if errors:
+            raise UnsupportedOption(f"{NAME} cannot train {type(model).__name__}: {' '.join(errors)}")
+        logger.warning(
+            "%s: epsilon is computed for batches that are sampled independently (Poisson sampling), while the samples "
+            "are shuffled and each is used once per epoch. epsilon_of_epochs in the log holds without that assumption.",
+            NAME,
+        )
+        hooks = hooks_of(model, loss_reduction="sum")
+        try:
+            yield
+        finally:
+            hooks.cleanup()
+            for module in model.modules():
+                for name in ("activations", "max_batch_len"):  # left by a pass that an error interrupted
+                    vars(module).pop(name, None)
+
+    # ---- an optimizer step
+
+    def run_window(self, call: RunWindow, engine: Engine, passes: list[Pass]) -> list[Tensor]:
+        """Runs the passes, and sets the private gradient of the window."""
+        self._sums, self._passes = {}, passes
+        with warnings.catch_warnings():
+            # inputs of the first layer need no gradient
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            losses = call(AfterEachPass(engine, self.collect), passes)  # type: ignore[arg-type]
+        self._passes = []
+        samples = sum(each.counts.samples for each in passes)
+        self._set_gradients(samples)
+        self.account.add(self.noise_multiplier, samples)
+        return losses
+
+    @torch.no_grad()
+    def collect(self, engine: Engine, current: Pass) -> None:
+        """Adds the clipped gradients of a micro-batch to those of the window, and drops all others."""
+        scale = self._scale(engine, current)
+        parameters = [each for each in self.context.strategy.parameters if each.grad is not None]
+        gradients = [self._of_samples(each, current.counts.samples) for each in parameters]
+        norms = torch.stack([each.flatten(1).norm(dim=1) for each in gradients]).norm(dim=0) * scale
+        factors = (self.settings.max_grad_norm / (norms + TINY)).clamp(max=1.0) * scale
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            clipped = torch.tensordot(factors.to(gradient.dtype), gradient, dims=1)
+            self._sums[parameter] = self._sums[parameter] + clipped if parameter in self._sums else clipped
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+        self.context.strategy.clear_gradients()
+
+    def _scale(self, engine: Engine, current: Pass) -> Tensor:
+        """Returns the factor from the gradient of a sample's share of the loss to that of its own loss, (samples,).
+
+        The loss of a sample is the mean over its targets, so that the gradient depends on no other sample.
+        """
+        normalizer, counts = engine.normalizer, current.counts
+        targets = LossReduction("tokens", shifted=normalizer.shifts)
+        reduction = targets if normalizer.is_scaled else normalizer.reduction
+        whole = engine.sync.total
+        if normalizer.is_scaled:
+            window = [each.counts for each in self._passes]
+            whole = sum(targets.weigh(each.labels, each.samples, each.is_shifted) for each in window)
+        elif reduction == SUM:
+            reduction, whole = targets, 1.0
+        rows = reduction.row_weights(counts.labels, counts.samples, counts.is_shifted)
+        shares = [whole / weight if weight else 0.0 for weight in rows]
+        return torch.tensor(shares, device=self.context.strategy.device)
+
+    def _of_samples(self, parameter: nn.Parameter, num_samples: int) -> Tensor:
+        """Returns the gradients of the samples of a micro-batch, shape (samples, *parameter.shape).
+
+        Raises:
+            UnsupportedOption: Opacus has computed none, or not one per sample.
+        """
+        found = getattr(parameter, "grad_sample", None)
+        if isinstance(found, Tensor) and found.shape[0] == num_samples:
+            return found
+        name = next((name for name, each in self.context.model.named_parameters() if each is parameter), "?")
+        seen = f"gradients of {found.shape[0]} rows" if isinstance(found, Tensor) else "none"
+        raise UnsupportedOption(
+            f"{NAME} needs a gradient of each of {num_samples} samples, and Opacus found {seen} for {name!r}: each "
+            "module must keep samples in the first dimension, and be called once in a forward pass. Position embeddings "
+            "need position_ids for each sample: add them in the data_collator."
+        )
+
+    @torch.no_grad()
+    def _set_gradients(self, samples: int) -> None:
+        """Sets the gradients to (sum of clipped gradients + noise) / samples."""
+        deviation = self.noise_multiplier * self.settings.max_grad_norm
+        numbers = np.random.default_rng([self._key, self.context.num_steps()])
+        generator = torch.Generator(self.context.strategy.device)
+        generator.manual_seed(int(numbers.integers(2**62)))
+        for parameter in self.context.strategy.parameters:
+            if not parameter.requires_grad:
+                continue
+            noise = torch.normal(
+                0.0, deviation, parameter.shape, generator=generator, device=parameter.device, dtype=torch.float32
+            )
+            total = noise + self._sums[parameter].float() if parameter in self._sums else noise
+            parameter.grad = (total / samples).to(parameter.dtype)
+        self._sums = {}
+
+    # ---- the account
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the noise and the epsilon that is expected at the end of the run, for its record."""
+        settings, steps = self.settings, self.context.plan.max_steps
+        return {
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": settings.max_grad_norm,
+            "delta": settings.delta,
+            "accountant": settings.accountant,
+            "expected_epsilon": self.account.expected(self.noise_multiplier, self._size, steps),
+        }
+
+    def row(self, times: Mapping[str, float]) -> dict[str, float]:
+        """Returns the epsilon that is spent, for a log row."""
+        return {"epsilon": self.account.epsilon(), "epsilon_of_epochs": self.account.epsilon_of_epochs()}
+
+    def describe(self) -> str:
+        """Returns the privacy of the run as a sentence."""
+        if not self.account.steps:
+            return ""
+        return (
+            f"Privacy ({self.account.epsilon():.3f}, {self.settings.delta:g}) with Poisson sampling, and "
+            f"({self.account.epsilon_of_epochs():.3f}, {self.settings.delta:g}) with each sample once per epoch, at a "
+            f"noise multiplier of {self.noise_multiplier:.4g}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the steps of the account, and the key of the noise, which is to be kept secret."""
+        return {"steps": [[*key, count] for key, count in self.account.steps.items()], "key": str(self._key)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the account and the key."""
+        self.account.steps = {(float(sigma), int(size)): int(count) for sigma, size, count in state["steps"]}
+        self._key = int(state["key"])
+
+
+class AfterEachPass:
+    """An engine that calls a function after each pass; all else is the engine's.
+
+    Args:
+        engine: runs the passes.
+        function: `(engine, pass)`.
+    """
+
+    def __init__(self, engine: Engine, function: Callable[[Engine, Pass], None]) -> None:
+        self._engine, self._function = engine, function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_pass(self, current: Pass, model: nn.Module | None = None) -> Tensor:
+        """Runs forward and backward of a micro-batch; returns its contribution to the loss."""
+        loss = self._engine.run_pass(current, model)
+        self._function(self._engine, current)
+        return loss
+
+
+def check_run(context: Context) -> None:
+    """Refuses runs in which the gradients of single samples are not available.
+
+    Raises:
+        UnsupportedOption: the message names the option and the remedy.
+    """
+    strategy = context.strategy
+    if strategy.world.is_distributed or type(strategy) is not SingleDevice:
+        raise UnsupportedOption(
+            f"{NAME} on several processes is not supported, whose gradients are averaged before they are clipped: "
+            "start one process, or leave it out."
+        )
+    if strategy.precision.scales or strategy.precision.has_masters:
+        raise UnsupportedOption(f"{NAME} is not supported with fp16 or Apex: set bf16=True instead.")
+    if steps_in_backward(context.optimizer):
+        raise UnsupportedOption(
+            f"{NAME} with an optimizer that steps in the backward pass is not supported: choose another optim."
+        )
+    if context.num_samples is None:
+        raise UnsupportedOption(f"{NAME} needs the number of training samples, and the data has no length.")
+    if context.objective.rule.function is not None:
+        raise UnsupportedOption(
+            f"{NAME} with a function as loss_weight, which has no weights of single samples: name a reduction."
+        )

@@ -1,0 +1,257 @@
+"""DP-SGD: clipping and noise by hand, the accountant beside Opacus' own, resume, and what is refused."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Classifier, Tagger, classification, make_trainer, tagging, weights
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline import DPSGD, Trainer, TrainerCallback, UnsupportedOption
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
+
+
+@pytest.fixture(autouse=True)
+def needs_opacus() -> None:
+    pytest.importorskip("opacus")
+
+
+DATA = classification(24)
+OPTIONS: dict[str, Any] = {
+    "optim": "sgd",
+    "learning_rate": 0.5,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0,
+    "train_sampling_strategy": "sequential",
+}
+TINY_NOISE = 1e-9
+
+
+def train(folder: Path, model: nn.Module, settings: Any, data: Any = DATA, **options: Any) -> Trainer:
+    trainer = make_trainer(folder, model, data, regularizers=settings, **{**OPTIONS, **options})
+    trainer.train()
+    return trainer
+
+
+def reference(model: nn.Module, losses_of: Any, data: Any, norm: float, size: int, steps: int) -> None:
+    """Trains with the clipped gradient of each sample, one at a time."""
+    parameters = list(model.parameters())
+    for step in range(steps):
+        rows = data[step * size : (step + 1) * size]
+        total = [torch.zeros_like(each) for each in parameters]
+        for row in rows:
+            batch = {key: value[None] for key, value in row.items()}
+            gradients = torch.autograd.grad(losses_of(model, batch), parameters, allow_unused=True)
+            found = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+            length = torch.cat([each.flatten() for each in found]).norm()
+            factor = min(1.0, norm / (length.item() + 1e-6))
+            total = [each + factor * gradient for each, gradient in zip(total, found, strict=True)]
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, total, strict=True):
+                parameter -= 0.5 * gradient / len(rows)
+
+
+def of_classes(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(model.logits(batch["x"]), batch["labels"])
+
+
+def of_words(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over the targets of one sample; 0 without any."""
+    logits = model.head(torch.tanh(model.embedding(batch["input_ids"])))
+    total = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return total / max(int((batch["labels"] != -100).sum()), 1)
+
+
+class Scaled(Classifier):
+    def forward(self, x: Tensor, labels: Any = None, num_items_in_batch: Any = None) -> Any:  # type: ignore[override]
+        logits = self.logits(x)
+        total = functional.cross_entropy(logits, labels, reduction="sum")
+        return total / (len(x) if num_items_in_batch is None else num_items_in_batch), logits
+
+
+class Summed(Classifier):
+    def forward(self, x: Tensor, labels: Any = None) -> Any:
+        logits = self.logits(x)
+        return functional.cross_entropy(logits, labels, reduction="sum"), logits
+
+
+@pytest.mark.parametrize("norm", [0.3, 1e6], ids=["clipped", "whole"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("cls", "weight"), [(Classifier, None), (Scaled, None), (Summed, "sum")])
+def test_the_gradient_of_each_sample_is_clipped(
+    tmp_path: Path, cls: type[Classifier], weight: str | None, accumulation: int, norm: float
+) -> None:
+    settings = DPSGD(norm, noise_multiplier=TINY_NOISE / norm, delta=1e-3, noise_seed=0)
+    model, twin = cls(), Classifier()
+    size = 4 * accumulation
+    train(tmp_path, model, [settings], gradient_accumulation_steps=accumulation, loss_weight=weight)
+    reference(twin, of_classes, DATA, norm, size, 24 // size)
+    torch.testing.assert_close(weights(model), weights(twin), rtol=1e-4, atol=1e-6)
+    assert not any(hasattr(each, "grad_sample") for each in model.parameters())
+    assert not any(module._forward_hooks or module._backward_hooks for module in model.modules())
+
+
+def test_samples_of_many_targets_are_means(tmp_path: Path) -> None:
+    data = tagging(16)
+    model, twin = Tagger(), Tagger()
+    settings = DPSGD(0.2, noise_multiplier=TINY_NOISE, delta=1e-3, noise_seed=0)
+    train(tmp_path, model, [settings], data, gradient_accumulation_steps=2, loss_weight="tokens")
+    reference(twin, of_words, data, 0.2, 8, 2)
+    torch.testing.assert_close(weights(model), weights(twin), rtol=1e-4, atol=1e-6)
+
+
+def test_the_noise(tmp_path: Path) -> None:
+    """Its standard deviation is sigma C / samples, and it is drawn anew in each step."""
+
+    class Still(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(400, 50)
+
+        def forward(self, x: Tensor) -> Any:
+            return (self.layer(x) * 0.0).sum(1).mean()
+
+    class Keep(TrainerCallback):
+        def __init__(self) -> None:
+            self.gradients: list[Tensor] = []
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            self.gradients.append(torch.cat([each.grad.flatten() for each in model.parameters()]))
+
+    keep = Keep()
+    data = [{"x": torch.zeros(400)} for _ in range(24)]
+    settings = DPSGD(2.0, noise_multiplier=1.5, delta=1e-3)
+    train(tmp_path, Still(), [settings], data, gradient_accumulation_steps=2, callbacks=[keep])
+    for gradient in keep.gradients:
+        assert gradient.std().item() == pytest.approx(1.5 * 2.0 / 8, rel=0.03)
+        assert abs(gradient.mean().item()) < 0.01
+    assert not torch.equal(keep.gradients[0], keep.gradients[1])
+    again = Keep()
+    train(tmp_path, Still(), [settings], data, gradient_accumulation_steps=2, callbacks=[again])
+    assert not torch.equal(keep.gradients[0], again.gradients[0])  # the seed of the run does not give the noise away
+
+
+class Rows(TrainerCallback):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.rows += [dict(logs)] if "epsilon" in logs else []
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_epsilon_is_that_of_opacus(tmp_path: Path, accountant: str) -> None:
+    """26 samples: 6 steps of 4 and one of 2 in an epoch."""
+    rows = Rows()
+    settings = DPSGD(noise_multiplier=1.1, delta=1e-2, accountant=accountant)
+    train(tmp_path, Classifier(), [settings], classification(26), num_train_epochs=2, logging_steps=7, callbacks=[rows])
+    from opacus.accountants import create_accountant
+
+    steps, epochs = create_accountant(mechanism=accountant), create_accountant(mechanism=accountant)
+    for _ in range(2):
+        for size in [4] * 6 + [2]:
+            steps.step(noise_multiplier=1.1, sample_rate=size / 26)
+        epochs.step(noise_multiplier=1.1, sample_rate=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, bound = steps.get_epsilon(delta=1e-2), epochs.get_epsilon(delta=1e-2)
+    rounding = 1e-6 if accountant == "rdp" else 0.02  # PRV computes on a grid
+    assert rows.rows[-1]["epsilon"] == pytest.approx(expected, rel=rounding)
+    assert rows.rows[-1]["epsilon_of_epochs"] == pytest.approx(bound, rel=rounding)
+    assert rows.rows[0]["epsilon"] < rows.rows[-1]["epsilon"] < rows.rows[-1]["epsilon_of_epochs"]
+
+
+def test_the_target_epsilon_is_reached_and_recorded(tmp_path: Path) -> None:
+    rows = Rows()
+    settings = DPSGD(target_epsilon=3.0, delta=1e-2)
+    options: dict[str, Any] = {"num_train_epochs": 3, "logging_steps": 6, "callbacks": [rows]}
+    train(tmp_path, Classifier(), [settings], **options)
+    assert 2.9 < rows.rows[-1]["epsilon"] <= 3.0
+    record = json.loads((tmp_path / "run.json").read_text())
+    facts = record["extra"]["regularizers"]["dp_sgd"]
+    assert facts["expected_epsilon"] == pytest.approx(rows.rows[-1]["epsilon"])
+    assert facts["noise_multiplier"] > 0.5
+
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            control.should_training_stop = control.should_save = True
+
+
+def test_a_resume_has_the_noise_and_the_epsilon_of_the_whole(tmp_path: Path) -> None:
+    """The key of the noise is not an option: the whole run is resumed from its own checkpoint."""
+    settings = [DPSGD(noise_multiplier=1.0, delta=1e-2)]
+    options: dict[str, Any] = {"num_train_epochs": 2, "train_sampling_strategy": "random"}
+    rows, later = Rows(), Rows()
+    whole = train(
+        tmp_path, Classifier(dropout=0.2), settings, save_strategy="steps", save_steps=3, callbacks=[rows], **options
+    )
+    resumed = make_trainer(
+        tmp_path, Classifier(seed=3, dropout=0.2), DATA, regularizers=settings, callbacks=[later],
+        **{**OPTIONS, **options},
+    )  # fmt: skip
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert torch.equal(weights(whole.model), weights(resumed.model))
+    assert [row["epsilon"] for row in later.rows] == [row["epsilon"] for row in rows.rows[3:]]
+
+
+class Norm(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor, labels: Any = None) -> Any:
+        return super().forward(self.norm(x), labels)
+
+
+class Flat(nn.Module):
+    """Flattens samples and positions before a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = self.layer(x.reshape(-1, 4)).reshape(len(x), 2, 4).mean(1)
+        return functional.cross_entropy(logits, labels)
+
+
+REFUSED: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
+    "batch norm": (Norm(), {}, "dp_sgd cannot train Norm: BatchNorm cannot support training with differential privacy"),
+    "flattened samples": (Flat(), {}, "needs a gradient of each of 4 samples.*8 rows for 'layer.weight'"),
+    "weights by a function": (Classifier(), {"loss_weight": lambda batch: 1.0}, "with a function as loss_weight"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_the_first_step(tmp_path: Path, case: str) -> None:
+    model, options, message = REFUSED[case]
+    before = weights(model)
+    with pytest.raises(UnsupportedOption, match=message):
+        train(tmp_path, model, [DPSGD(noise_multiplier=1.0, delta=1e-3)], **options)
+    assert torch.equal(before, weights(model))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_the_opacus_optimizer_makes_the_same_step(tmp_path: Path) -> None:
+    """Opacus' own engine on the same batch, almost without noise."""
+    model, twin = Classifier(), Classifier()
+    settings = DPSGD(0.3, noise_multiplier=TINY_NOISE, delta=1e-3, noise_seed=0)
+    train(tmp_path, model, [settings], max_steps=1)
+    from opacus.grad_sample import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    module = GradSampleModule(twin)
+    optimizer = DPOptimizer(
+        torch.optim.SGD(twin.parameters(), lr=0.5), noise_multiplier=0.0, max_grad_norm=0.3, expected_batch_size=4
+    )
+    batch = {key: torch.stack([row[key] for row in DATA[:4]]) for key in DATA[0]}
+    module(**batch)[0].backward()
+    optimizer.step()
+    torch.testing.assert_close(weights(model), weights(twin), rtol=1e-5, atol=1e-7)
