@@ -222,9 +222,23 @@ class Flat(nn.Module):
         return functional.cross_entropy(logits, labels)
 
 
+class Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 4))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return functional.cross_entropy(x @ self.weight, labels)
+
+
 REFUSED: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
     "batch norm": (Norm(), {}, "dp_sgd cannot train Norm: BatchNorm cannot support training with differential privacy"),
     "flattened samples": (Flat(), {}, "needs a gradient of each of 4 samples.*8 rows for 'layer.weight'"),
+    "parameters of the model itself": (
+        Root(),
+        {},
+        "dp_sgd cannot train Root: it has parameters outside of its modules",
+    ),
     "weights by a function": (Classifier(), {"loss_weight": lambda batch: 1.0}, "with a function as loss_weight"),
 }
 

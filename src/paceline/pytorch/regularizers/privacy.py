@@ -147,6 +147,10 @@ class PrivateGradients(RegularizerPass):
         errors = [str(error) for error in validator.validate(model, strict=False)]
         hooks_of = require("opacus.grad_sample", EXTRA).GradSampleHooks
         errors = errors or [str(error) for error in hooks_of.validate(model, strict=False)]
+        if any(each.requires_grad for each in model.parameters(recurse=False)):
+            errors.append(
+                "it has parameters outside of its modules; move them to a module that is called with tensors."
+            )
         if errors:
             raise UnsupportedOption(f"{NAME} cannot train {type(model).__name__}: {' '.join(errors)}")
         logger.warning(
@@ -223,8 +227,8 @@ class PrivateGradients(RegularizerPass):
         seen = f"gradients of {found.shape[0]} rows" if isinstance(found, Tensor) else "none"
         raise UnsupportedOption(
             f"{NAME} needs a gradient of each of {num_samples} samples, and Opacus found {seen} for {name!r}: each "
-            "module must keep samples in the first dimension, and be called once in a forward pass. Position embeddings "
-            "need position_ids for each sample: add them in the data_collator."
+            "module must keep samples in the first dimension, and be called once in a forward pass. Position "
+            "embeddings need position_ids for each sample: add them in the data_collator."
         )
 
     @torch.no_grad()
