@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 mem_tracker: Any = LateModule("torch.distributed._tools.mem_tracker")
 
 METHOD = "measure_memory"
+OPTIONS: dict[str, Any] = {"max_steps": 2, "gradient_accumulation_steps": 1}  # of the run that is measured
 # torch's kinds of memory -> the names in the result
 KINDS = {
     "Parameter": "parameters",

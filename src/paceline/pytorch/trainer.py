@@ -519,8 +519,7 @@ class Trainer(HubNames, ForSubclasses):
         """
         args = self.args
         module_memory.check_support(self.strategy, args.torch_compile, args.linear_cross_entropy, args.regularizers)
-        options = {"max_steps": 2, "gradient_accumulation_steps": 1}
-        return module_memory.measure(lambda watch: parts.try_run(self, options, watch), self.strategy.device)
+        return module_memory.measure(partial(parts.try_run, self, module_memory.OPTIONS), self.strategy.device)
 
     def plan(self, time: bool = False) -> result.Forecast:
         """Returns what a run will take: memory, disk, steps, evaluations; see docs/before_a_run.md. Trains nothing.
