@@ -83,3 +83,8 @@ REGULARIZERS = {
     "cutmix": "paceline.args.regularizers:CutMix",
     "sam": "paceline.args.regularizers:SAM",
 }
+
+# option -> function that makes the callback of its value
+OPTION_CALLBACKS = {
+    "eval_samples": "paceline.pytorch.evaluation.samples:samples_of",
+}

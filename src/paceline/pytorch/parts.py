@@ -22,7 +22,7 @@ from paceline.args.sharding import wants_shards
 from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint.retention import Retention, retention_of
-from paceline.core.events import CallbackHandler, TrainerCallback, close_run
+from paceline.core.events import CallbackHandler, TrainerCallback, close_run, has_listener
 from paceline.core.log_text import LogText
 from paceline.core.methods import is_ours
 from paceline.core.optional import LateModule
@@ -155,8 +155,13 @@ def warn_of_gaps(trainer: Trainer, output: EvalLoopOutput, prefix: str) -> None:
     predictor.warn_of_gaps(output, prefix, trainer.label_names or trainer.objective.label_names, wants_metrics)
 
 
-def evaluation_loop_of(trainer: Trainer) -> EvaluationLoop:
-    """Returns the loop over the batches of an evaluation, with hooks bound to the instance's current methods."""
+def evaluation_loop_of(trainer: Trainer, **changes: Any) -> EvaluationLoop:
+    """Returns the loop over the batches of an evaluation, with hooks bound to the instance's current methods.
+
+    Args:
+        trainer: the Trainer.
+        changes: arguments of the loop that replace the Trainer's.
+    """
     options = evaluation_options_of(trainer)
     generates = getattr(trainer.args, "predict_with_generate", False)
     keeps_logits = is_ours(trainer.prediction_step) and not generates and trainer.preprocess_logits_for_metrics is None
@@ -173,21 +178,29 @@ def evaluation_loop_of(trainer: Trainer) -> EvaluationLoop:
         name = "PipelineEvaluation" if trainer.strategy.runs_windows else "DistributedEvaluation"
         own = {"world": trainer.world, "signals": signals, "compute_loss": trainer.compute_loss}
         kind = partial(getattr(distributed, name), **own)
-    return kind(
-        model=trainer.strategy.evaluation_model(trainer.model_wrapped),
-        strategy=trainer.strategy,
-        rule=trainer.loss_normalizer,
-        prediction_step=trainer.prediction_step,
-        count_items=item_counter_of(trainer),
-        compute_metrics=trainer.compute_metrics,
-        preprocess_logits=trainer.preprocess_logits_for_metrics,
-        options=options,
-        name_inputs=trainer.objective.name_inputs,
-        on_step=on_step,
-        is_stopping=lambda: signals is not None and signals.requested is not None,
-        expect=expect if keeps_logits else None,
-        augmented=trainer.augmented,
-    )
+    given: dict[str, Any] = {
+        "model": trainer.strategy.evaluation_model(trainer.model_wrapped),
+        "strategy": trainer.strategy,
+        "rule": trainer.loss_normalizer,
+        "prediction_step": trainer.prediction_step,
+        "count_items": item_counter_of(trainer),
+        "compute_metrics": trainer.compute_metrics,
+        "preprocess_logits": trainer.preprocess_logits_for_metrics,
+        "options": options,
+        "name_inputs": trainer.objective.name_inputs,
+        "on_step": on_step,
+        "is_stopping": lambda: signals is not None and signals.requested is not None,
+        "expect": expect if keeps_logits else None,
+        "augmented": trainer.augmented,
+    }
+    return kind(**{**given, **changes})
+
+
+def fire_within_evaluation(trainer: Trainer, loader: Any, dataset: Any, prefix: str, metrics: dict[str, float]) -> None:
+    """Calls `on_within_evaluation` of the callbacks that have it; see `paceline.pytorch.within_evaluation.fire`."""
+    if has_listener(trainer.callback_handler, "on_within_evaluation"):
+        event = importlib.import_module("paceline.pytorch.within_evaluation")  # which binds the tools of the event
+        event.fire(trainer, loader, dataset, prefix, metrics)
 
 
 def augmented_call(

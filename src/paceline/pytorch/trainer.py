@@ -629,6 +629,7 @@ class Trainer(HubNames, ForSubclasses):
             output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, prefix)
             parts.warn_of_gaps(self, output, prefix)
             metrics = predictor.timed_metrics(output, prefix, start, loader_length(loader))
+            parts.fire_within_evaluation(self, loader, dataset, prefix, metrics)
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             metrics.update(self.memory_stages.stop("eval"))
