@@ -36,7 +36,7 @@ from paceline.pytorch.checkpoint.items import Contents, Format
 from paceline.pytorch.checkpoint.model_files import ModelFiles, load_weights
 from paceline.pytorch.checkpoint.saves import Saves
 from paceline.pytorch.data.lengths import length_of
-from paceline.pytorch.data.loading import make_loader
+from paceline.pytorch.data.loading import loader_length, make_loader
 from paceline.pytorch.evaluation import predictor
 from paceline.pytorch.evaluation.batch_predictor import BatchPredictor
 from paceline.pytorch.evaluation.prediction_buffer import EvaluationOptions, expected_bytes
@@ -196,11 +196,24 @@ def evaluation_loop_of(trainer: Trainer, **changes: Any) -> EvaluationLoop:
     return kind(**{**given, **changes})
 
 
-def fire_within_evaluation(trainer: Trainer, loader: Any, dataset: Any, prefix: str, metrics: dict[str, float]) -> None:
-    """Calls `on_within_evaluation` of the callbacks that have it; see `paceline.pytorch.within_evaluation.fire`."""
+def metrics_of(
+    trainer: Trainer, output: EvalLoopOutput, prefix: str, start: float, loader: object, dataset: object
+) -> dict[str, float]:
+    """Returns the metrics of an evaluation, with those of callbacks: see `paceline.pytorch.within_evaluation.fire`.
+
+    Args:
+        output: the result of the loop.
+        prefix: prefix of the metric names.
+        start: the time at which it began.
+        loader: its batches.
+        dataset: its dataset, or a name; None: the Trainer's.
+    """
+    warn_of_gaps(trainer, output, prefix)
+    metrics = predictor.timed_metrics(output, prefix, start, loader_length(loader))
     if has_listener(trainer.callback_handler, "on_within_evaluation"):
         event = importlib.import_module("paceline.pytorch.within_evaluation")  # which binds the tools of the event
         event.fire(trainer, loader, dataset, prefix, metrics)
+    return metrics
 
 
 def augmented_call(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EVENT = "on_within_evaluation"
 
 
-def fire(trainer: Trainer, loader: Any, dataset: Any, prefix: str, metrics: dict[str, float]) -> None:
+def fire(trainer: Trainer, loader: object, dataset: object, prefix: str, metrics: dict[str, float]) -> None:
     """Calls the event of the callbacks that have it; entries that they add to the metrics are in the log row.
 
     Args:
@@ -55,12 +55,11 @@ def fire(trainer: Trainer, loader: Any, dataset: Any, prefix: str, metrics: dict
     )
 
 
-def tools_of(trainer: Trainer, loader: Any, dataset: Any, prefix: str) -> EvaluationTools:
+def tools_of(trainer: Trainer, loader: object, dataset: object, prefix: str) -> EvaluationTools:
     """Returns what the event gives to callbacks."""
     is_own_loader = not is_ours(trainer.get_eval_dataloader)
-    if is_own_loader and hasattr(loader, "dataset") and callable(getattr(loader, "collate_fn", None)):
-        data, collate = loader.dataset, loader.collate_fn
-    else:
+    data, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    if data is None or collate is None or not is_own_loader:
         data = named_dataset(trainer.eval_dataset, dataset)
         collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "evaluation")
     return EvaluationTools(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +20,22 @@ TILE = 64  # height of a picture in the figure, at least, in pixels
 FRAME = 3  # pixels
 RIGHT, WRONG, UNKNOWN = (46, 125, 50), (198, 40, 40), (160, 160, 160)  # colours of frames
 MAIN_INPUTS = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds")
+
+
+class Words(Protocol):
+    """Names classes, and decodes tokens; see `sample_text.Reader`."""
+
+    names: Mapping[int, str]
+
+    @property
+    def has_decoder(self) -> bool:
+        """True if tokens have texts."""
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Returns the text of token ids."""
+
+    def name(self, number: int) -> str | int:
+        """Returns the name of a class, or its number."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +72,7 @@ def input_of(row: object) -> str:
     return shortened(" | ".join(each for each in values if isinstance(each, str)))
 
 
-def main_inputs(batch: Any, label_names: Sequence[str]) -> list[np.ndarray | None]:
+def main_inputs(batch: object, label_names: Sequence[str]) -> list[np.ndarray | None]:
     """Returns the main input of each sample of a batch; None if it is no tensor."""
     values = batch if isinstance(batch, Mapping) else {}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.ndim}
@@ -70,7 +86,7 @@ def main_inputs(batch: Any, label_names: Sequence[str]) -> list[np.ndarray | Non
 # ---- predictions
 
 
-def results_of(predictions: Any, labels: Any, count: int, reader: Any) -> list[Result]:
+def results_of(predictions: object, labels: object, count: int, reader: Words) -> list[Result]:
     """Returns the cells of predictions and labels.
 
     Args:
@@ -87,7 +103,7 @@ def results_of(predictions: Any, labels: Any, count: int, reader: Any) -> list[R
     return found
 
 
-def first_rows(nest: Any, count: int) -> np.ndarray | None:
+def first_rows(nest: object, count: int) -> np.ndarray | None:
     """Returns the first array in a nest that has one row per sample; of a dict, `logits` first."""
     if isinstance(nest, np.ndarray):
         return nest if nest.ndim and len(nest) == count and nest.dtype.kind in "biuf" else None
@@ -99,7 +115,7 @@ def first_rows(nest: Any, count: int) -> np.ndarray | None:
     return None
 
 
-def result_of(output: np.ndarray | None, target: np.ndarray | None, reader: Any) -> Result:
+def result_of(output: np.ndarray | None, target: np.ndarray | None, reader: Words) -> Result:
     """Returns the cells of one sample."""
     if output is None:
         return Result(label=None if target is None else plain(target, reader))
@@ -123,14 +139,14 @@ def is_choice(target: np.ndarray) -> bool:
     return target.ndim == 1 and len(target) > 1 and bool(np.isin(target, (0, 1)).all())
 
 
-def choice_result(output: np.ndarray, target: np.ndarray, reader: Any) -> Result:
+def choice_result(output: np.ndarray, target: np.ndarray, reader: Words) -> Result:
     """Returns the cells of logits of several independent classes, shape (classes,)."""
     chosen, true = np.flatnonzero(output > 0).tolist(), np.flatnonzero(target).tolist()
     names = [", ".join(str(reader.name(number)) for number in each) for each in (true, chosen)]
     return Result(names[0], names[1], is_right=true == chosen)
 
 
-def class_result(output: np.ndarray, target: np.ndarray | None, reader: Any) -> Result:
+def class_result(output: np.ndarray, target: np.ndarray | None, reader: Words) -> Result:
     """Returns the cells of logits or probabilities of classes, shape (classes,)."""
     scores = output.astype(np.float64)
     is_probability = bool((scores >= 0).all()) and math.isclose(scores.sum(), 1, abs_tol=1e-3)
@@ -147,11 +163,11 @@ def class_result(output: np.ndarray, target: np.ndarray | None, reader: Any) -> 
     )
 
 
-def tokens_result(output: np.ndarray, target: np.ndarray, reader: Any) -> Result:
+def tokens_result(output: np.ndarray, target: np.ndarray, reader: Words) -> Result:
     """Returns the cells of one class per token, for the tokens with a label; shape (length, classes)."""
     has_label = target != PADDING
     chosen, true = output.argmax(1)[has_label].tolist(), target[has_label].tolist()
-    is_vocabulary = reader.decoder is not None and not reader.names
+    is_vocabulary = reader.has_decoder and not reader.names
     texts = [
         reader.text(each) if is_vocabulary else shortened(" ".join(str(reader.name(number)) for number in each))
         for each in (true, chosen)
@@ -159,7 +175,7 @@ def tokens_result(output: np.ndarray, target: np.ndarray, reader: Any) -> Result
     return Result(texts[0], texts[1], is_right=true == chosen)
 
 
-def plain(target: np.ndarray, reader: Any) -> Any:
+def plain(target: np.ndarray, reader: Words) -> Any:
     """Returns a label as a cell."""
     if target.ndim == 0 and target.dtype.kind in "iu":
         return reader.name(int(target))
@@ -169,7 +185,7 @@ def plain(target: np.ndarray, reader: Any) -> Any:
 # ---- pictures
 
 
-def picture_of(row: object, value: Any, shape: Sequence[int] | None) -> np.ndarray | None:
+def picture_of(row: object, value: object, shape: Sequence[int] | None) -> np.ndarray | None:
     """Returns the picture of a sample, shape (height, width, 3), 8 bits; None if it has none.
 
     Args:

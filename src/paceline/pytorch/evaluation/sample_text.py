@@ -225,11 +225,16 @@ class Reader:
         model: its config may name the classes.
     """
 
-    def __init__(self, processing_class: Any, model: nn.Module) -> None:
-        decoder = processing_class if callable(getattr(processing_class, "decode", None)) else None
-        self.decoder = decoder or getattr(processing_class, "tokenizer", None)
+    def __init__(self, processing_class: object, model: nn.Module) -> None:
+        decoder: Any = processing_class if callable(getattr(processing_class, "decode", None)) else None
+        self.decoder: Any = decoder or getattr(processing_class, "tokenizer", None)
         names = getattr(getattr(model, "config", None), "id2label", None)
         self.names: Mapping[int, str] = names if isinstance(names, Mapping) else {}
+
+    @property
+    def has_decoder(self) -> bool:
+        """True if tokens have texts."""
+        return self.decoder is not None
 
     def text(self, tokens: Sequence[int]) -> str:
         """Returns the text of token ids; -100 is skipped."""
@@ -243,7 +248,7 @@ class Reader:
         """Returns the text of a generated row, shape (length,) or (sequences, length)."""
         return self.text((tokens[0] if tokens.ndim == 2 else tokens).tolist())
 
-    def input(self, value: Any, row: object) -> str:
+    def input(self, value: object, row: object) -> str:
         """Returns the input of a model as text: texts of the row, decoded tokens, or numbers."""
         own = sample_cells.input_of(row)
         if own or not isinstance(value, np.ndarray):

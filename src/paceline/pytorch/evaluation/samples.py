@@ -21,6 +21,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.eval_samples import check_settings
 from paceline.core.events import TrainerCallback
 from paceline.core.optional import is_installed
+from paceline.core.state import TrainerState
 from paceline.pytorch.evaluation import sample_cells, sample_text
 
 __all__ = ["EvaluationSamples", "EvaluationTools"]
@@ -113,7 +114,12 @@ class EvaluationSamples(TrainerCallback):
         self._is_warned = False
 
     def on_within_evaluation(
-        self, args: Any, state: Any, control: Any, evaluation: EvaluationTools | None = None, **kwargs: Any
+        self,
+        args: object,
+        state: TrainerState,
+        control: object,
+        evaluation: EvaluationTools | None = None,
+        **kwargs: object,
     ) -> None:
         """Predicts the samples, and writes them. All processes take part."""
         assert evaluation is not None
@@ -154,7 +160,12 @@ class EvaluationSamples(TrainerCallback):
     # ---- generated text
 
     def _show_texts(
-        self, evaluation: EvaluationTools, state: Any, rows: list[tuple[int, Any]], batches: list[Any], kind: str
+        self,
+        evaluation: EvaluationTools,
+        state: TrainerState,
+        rows: list[tuple[int, Any]],
+        batches: list[Any],
+        kind: str,
     ) -> None:
         """Writes prompts, generated texts and references."""
         if evaluation.has_stages:
@@ -193,7 +204,7 @@ class EvaluationSamples(TrainerCallback):
     # ---- predictions
 
     def _show_predictions(
-        self, evaluation: EvaluationTools, state: Any, rows: list[tuple[int, Any]], batches: list[Any]
+        self, evaluation: EvaluationTools, state: TrainerState, rows: list[tuple[int, Any]], batches: list[Any]
     ) -> None:
         """Writes predictions beside labels, and pictures."""
         inputs = [each for batch in batches for each in sample_cells.main_inputs(batch, evaluation.label_names)]
@@ -225,7 +236,7 @@ class EvaluationSamples(TrainerCallback):
             evaluation.log_figure(f"{evaluation.prefix}/pictures", sample_cells.montage(shown))
 
     def _write(
-        self, evaluation: EvaluationTools, state: Any, columns: Sequence[str], table: Sequence[Sequence[Any]]
+        self, evaluation: EvaluationTools, state: TrainerState, columns: Sequence[str], table: Sequence[Sequence[Any]]
     ) -> None:
         filled = [place for place in range(len(columns)) if any(row[place] not in (None, "") for row in table)]
         heads = [columns[place] for place in filled]
