@@ -147,14 +147,6 @@ def closed_after_error(trainer: Trainer) -> Iterator[None]:
         raise
 
 
-def warn_of_gaps(trainer: Trainer, output: EvalLoopOutput, prefix: str) -> None:
-    """Warns about results that the Trainer's options request and the evaluation does not return."""
-    args = trainer.args
-    streams = args.batch_eval_metrics or streaming.is_streaming(trainer.compute_metrics)
-    wants_metrics = trainer.compute_metrics is not None and not args.prediction_loss_only and not streams
-    predictor.warn_of_gaps(output, prefix, trainer.label_names or trainer.objective.label_names, wants_metrics)
-
-
 def evaluation_loop_of(trainer: Trainer, **changes: Any) -> EvaluationLoop:
     """Returns the loop over the batches of an evaluation, with hooks bound to the instance's current methods.
 
@@ -178,7 +170,7 @@ def evaluation_loop_of(trainer: Trainer, **changes: Any) -> EvaluationLoop:
         name = "PipelineEvaluation" if trainer.strategy.runs_windows else "DistributedEvaluation"
         own = {"world": trainer.world, "signals": signals, "compute_loss": trainer.compute_loss}
         kind = partial(getattr(distributed, name), **own)
-    given: dict[str, Any] = {
+    given = {
         "model": trainer.strategy.evaluation_model(trainer.model_wrapped),
         "strategy": trainer.strategy,
         "rule": trainer.loss_normalizer,
@@ -199,7 +191,9 @@ def evaluation_loop_of(trainer: Trainer, **changes: Any) -> EvaluationLoop:
 def metrics_of(
     trainer: Trainer, output: EvalLoopOutput, prefix: str, start: float, loader: object, dataset: object
 ) -> dict[str, float]:
-    """Returns the metrics of an evaluation, with those of callbacks: see `paceline.pytorch.within_evaluation.fire`.
+    """Returns the metrics of an evaluation, with those that callbacks add, and warns of missing ones.
+
+    See `paceline.pytorch.within_evaluation.fire`.
 
     Args:
         output: the result of the loop.
@@ -208,11 +202,12 @@ def metrics_of(
         loader: its batches.
         dataset: its dataset, or a name; None: the Trainer's.
     """
-    warn_of_gaps(trainer, output, prefix)
+    computes, label_names = trainer.compute_metrics, trainer.label_names or trainer.objective.label_names
+    streams = trainer.args.prediction_loss_only or trainer.args.batch_eval_metrics or streaming.is_streaming(computes)
+    predictor.warn_of_gaps(output, prefix, label_names, computes is not None and not streams)
     metrics = predictor.timed_metrics(output, prefix, start, loader_length(loader))
     if has_listener(trainer.callback_handler, "on_within_evaluation"):
-        event = importlib.import_module("paceline.pytorch.within_evaluation")  # which binds the tools of the event
-        event.fire(trainer, loader, dataset, prefix, metrics)
+        importlib.import_module("paceline.pytorch.within_evaluation").fire(trainer, loader, dataset, prefix, metrics)
     return metrics
 
 
