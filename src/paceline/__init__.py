@@ -116,6 +116,8 @@ if TYPE_CHECKING:
     from paceline.pytorch.ensemble import ensemble_predict as ensemble_predict
     from paceline.pytorch.members_trainer import MembersTrainer as MembersTrainer
     from paceline.pytorch.evaluation.augmentation import TestTimeAugmentation as TestTimeAugmentation
+    from paceline.pytorch.evaluation.samples import EvaluationSamples as EvaluationSamples
+    from paceline.pytorch.evaluation.samples import EvaluationTools as EvaluationTools
     from paceline.pytorch.model.check_targets import check_targets as check_targets
     from paceline.pytorch.model.loss import LabelSmoother as LabelSmoother
     from paceline.pytorch.model.overflow import DebugUnderflowOverflow as DebugUnderflowOverflow
@@ -199,6 +201,8 @@ _HOMES = {
     "EarlyStoppingCallback": "paceline.callbacks.early_stopping",
     "EvalLoopOutput": "paceline.core.outputs",
     "EvalPrediction": "paceline.core.outputs",
+    "EvaluationSamples": "paceline.pytorch.evaluation.samples",
+    "EvaluationTools": "paceline.pytorch.evaluation.samples",
     "ExportableState": "paceline.core.state",
     "FlyteCallback": "paceline.callbacks.reporters.flyte",
     "GradientAccumulator": "paceline.tensorflow.optim.optimizers",

@@ -315,12 +315,21 @@ def to_regularizers(name: str, value: object) -> Any:
     return importlib.import_module("paceline.args.regularizers").keep_regularizers(name, value)
 
 
+def keep_eval_samples(name: str, value: object) -> Any:
+    """Keeps a number of rows, or the settings of samples."""
+    if value is None or (isinstance(value, int) and value == 0):
+        return 0
+    # imported if it is set: it would be loaded with every Trainer
+    return importlib.import_module("paceline.args.eval_samples").keep_samples(name, value)
+
+
 SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "accelerator_config": to_accelerator_config,
     "batch_size_warmup": keep_warmup,
     "debug": to_debug_list,
     "deepspeed": keep_config,
     "eval_delay": number_or_zero,
+    "eval_samples": keep_eval_samples,
     "fsdp": keep_bool,
     "fsdp_config": keep_config,
     "generation_config": keep_config,

@@ -84,3 +84,8 @@ REGULARIZERS = {
     "sam": "paceline.args.regularizers:SAM",
     "dp_sgd": "paceline.args.regularizers:DPSGD",
 }
+
+# option -> function that makes the callback of its value
+OPTION_CALLBACKS = {
+    "eval_samples": "paceline.pytorch.evaluation.samples:samples_of",
+}

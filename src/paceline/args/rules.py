@@ -362,6 +362,12 @@ def check_passes(options: Options) -> None:
         importlib.import_module("paceline.args.regularizers").check_regularizers(options)
 
 
+def check_samples(options: Options) -> None:
+    """Checks the option of samples at evaluation, if it is set."""
+    if options.eval_samples:
+        importlib.import_module("paceline.args.eval_samples").check_eval_samples(options)
+
+
 CHECKS = (
     check_limits,
     check_precision,
@@ -383,6 +389,7 @@ CHECKS = (
     check_accumulation,
     check_average,
     check_passes,
+    check_samples,
 )
 
 

@@ -616,6 +616,12 @@ class PacelineSection(AverageSection):
         "memory, stacks and shapes in addition: 'steps=10-15,memory,stacks', a dict, or JSON. True: the steps 10-12.",
         is_switch=True,
     )
+    eval_samples: int | dict[str, Any] | str = option(
+        0,
+        "Rows of the evaluation set, fixed by a seed, whose generated text or predictions are written as a table at "
+        "each evaluation, in the log, the report and the trackers; images also as a figure. Or a dict or JSON with "
+        "some of num, seed, max_new_tokens, prompt_tokens, generation, picture_shape.",
+    )
     log_resources: bool = option(
         False,
         "Add the use of CPU, memory, disk, network and NVIDIA GPUs to the rows that trackers get, sampled each second "

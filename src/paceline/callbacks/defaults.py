@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.args.profiling import read_profiling
+from paceline.args.registry import OPTION_CALLBACKS
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.notebook import NotebookProgressCallback
@@ -15,7 +16,7 @@ from paceline.callbacks.report import ReportCallback
 from paceline.callbacks.reporters import find_reporters
 from paceline.callbacks.xla_metrics import XlaMetricsCallback
 from paceline.core.events import EVENTS
-from paceline.core.optional import LateModule
+from paceline.core.optional import LateModule, load
 
 if TYPE_CHECKING:
     from paceline.callbacks import profile
@@ -31,7 +32,8 @@ def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any
 
     Args:
         callbacks: the user's callbacks, instances or classes.
-        args: the arguments, of which `report_to`, `disable_tqdm`, `debug` and `profile` are read.
+        args: the arguments, of which `report_to`, `disable_tqdm`, `debug`, `profile` and those that ask for a
+            callback are read.
 
     Raises:
         TypeError: `callbacks` is not a list, or an element has no event method.
@@ -55,6 +57,8 @@ def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any
         everyone.append(XlaMetricsCallback)
     if isinstance(args.profile, dict):
         everyone.append(profile.ProfileCallback(read_profiling(args.profile)))
+    asked = {name: getattr(args, name, None) for name in OPTION_CALLBACKS}
+    everyone += [load(OPTION_CALLBACKS[name])(value) for name, value in asked.items() if value]
     return everyone
 
 

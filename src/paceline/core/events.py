@@ -576,6 +576,11 @@ def close_run(handler: object, args: TrainingArguments, state: TrainerState, con
     call_own_event(handler, "on_run_closed", args, state, control)
 
 
+def has_listener(handler: object, event: str) -> bool:
+    """True if a callback has an event that is not one of the reference's."""
+    return any(hasattr(callback, event) for callback in getattr(handler, "callbacks", ()))
+
+
 def call_own_event(
     handler: object, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **values: Any
 ) -> None:

@@ -22,7 +22,7 @@ from paceline.args.sharding import wants_shards
 from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint.retention import Retention, retention_of
-from paceline.core.events import CallbackHandler, TrainerCallback, close_run
+from paceline.core.events import CallbackHandler, TrainerCallback, close_run, has_listener
 from paceline.core.log_text import LogText
 from paceline.core.methods import is_ours
 from paceline.core.optional import LateModule
@@ -36,7 +36,7 @@ from paceline.pytorch.checkpoint.items import Contents, Format
 from paceline.pytorch.checkpoint.model_files import ModelFiles, load_weights
 from paceline.pytorch.checkpoint.saves import Saves
 from paceline.pytorch.data.lengths import length_of
-from paceline.pytorch.data.loading import make_loader
+from paceline.pytorch.data.loading import loader_length, make_loader
 from paceline.pytorch.evaluation import predictor
 from paceline.pytorch.evaluation.batch_predictor import BatchPredictor
 from paceline.pytorch.evaluation.prediction_buffer import EvaluationOptions, expected_bytes
@@ -147,16 +147,13 @@ def closed_after_error(trainer: Trainer) -> Iterator[None]:
         raise
 
 
-def warn_of_gaps(trainer: Trainer, output: EvalLoopOutput, prefix: str) -> None:
-    """Warns about results that the Trainer's options request and the evaluation does not return."""
-    args = trainer.args
-    streams = args.batch_eval_metrics or streaming.is_streaming(trainer.compute_metrics)
-    wants_metrics = trainer.compute_metrics is not None and not args.prediction_loss_only and not streams
-    predictor.warn_of_gaps(output, prefix, trainer.label_names or trainer.objective.label_names, wants_metrics)
+def evaluation_loop_of(trainer: Trainer, **changes: Any) -> EvaluationLoop:
+    """Returns the loop over the batches of an evaluation, with hooks bound to the instance's current methods.
 
-
-def evaluation_loop_of(trainer: Trainer) -> EvaluationLoop:
-    """Returns the loop over the batches of an evaluation, with hooks bound to the instance's current methods."""
+    Args:
+        trainer: the Trainer.
+        changes: arguments of the loop that replace the Trainer's.
+    """
     options = evaluation_options_of(trainer)
     generates = getattr(trainer.args, "predict_with_generate", False)
     keeps_logits = is_ours(trainer.prediction_step) and not generates and trainer.preprocess_logits_for_metrics is None
@@ -173,21 +170,45 @@ def evaluation_loop_of(trainer: Trainer) -> EvaluationLoop:
         name = "PipelineEvaluation" if trainer.strategy.runs_windows else "DistributedEvaluation"
         own = {"world": trainer.world, "signals": signals, "compute_loss": trainer.compute_loss}
         kind = partial(getattr(distributed, name), **own)
-    return kind(
-        model=trainer.strategy.evaluation_model(trainer.model_wrapped),
-        strategy=trainer.strategy,
-        rule=trainer.loss_normalizer,
-        prediction_step=trainer.prediction_step,
-        count_items=item_counter_of(trainer),
-        compute_metrics=trainer.compute_metrics,
-        preprocess_logits=trainer.preprocess_logits_for_metrics,
-        options=options,
-        name_inputs=trainer.objective.name_inputs,
-        on_step=on_step,
-        is_stopping=lambda: signals is not None and signals.requested is not None,
-        expect=expect if keeps_logits else None,
-        augmented=trainer.augmented,
-    )
+    given = {
+        "model": trainer.strategy.evaluation_model(trainer.model_wrapped),
+        "strategy": trainer.strategy,
+        "rule": trainer.loss_normalizer,
+        "prediction_step": trainer.prediction_step,
+        "count_items": item_counter_of(trainer),
+        "compute_metrics": trainer.compute_metrics,
+        "preprocess_logits": trainer.preprocess_logits_for_metrics,
+        "options": options,
+        "name_inputs": trainer.objective.name_inputs,
+        "on_step": on_step,
+        "is_stopping": lambda: signals is not None and signals.requested is not None,
+        "expect": expect if keeps_logits else None,
+        "augmented": trainer.augmented,
+    }
+    return kind(**{**given, **changes})
+
+
+def metrics_of(
+    trainer: Trainer, output: EvalLoopOutput, prefix: str, start: float, loader: object, dataset: object
+) -> dict[str, float]:
+    """Returns the metrics of an evaluation, with those that callbacks add, and warns of missing ones.
+
+    See `paceline.pytorch.within_evaluation.fire`.
+
+    Args:
+        output: the result of the loop.
+        prefix: prefix of the metric names.
+        start: the time at which it began.
+        loader: its batches.
+        dataset: its dataset, or a name; None: the Trainer's.
+    """
+    computes, label_names = trainer.compute_metrics, trainer.label_names or trainer.objective.label_names
+    streams = trainer.args.prediction_loss_only or trainer.args.batch_eval_metrics or streaming.is_streaming(computes)
+    predictor.warn_of_gaps(output, prefix, label_names, computes is not None and not streams)
+    metrics = predictor.timed_metrics(output, prefix, start, loader_length(loader))
+    if has_listener(trainer.callback_handler, "on_within_evaluation"):
+        importlib.import_module("paceline.pytorch.within_evaluation").fire(trainer, loader, dataset, prefix, metrics)
+    return metrics
 
 
 def augmented_call(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +17,16 @@ from paceline.core.events import TrainerCallback
 from paceline.core.optional import LateModule
 from paceline.core.outputs import PredictionOutput, TrainOutput
 from paceline.pytorch import parts
-from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.data.sampling import make_train_sampler
-from paceline.pytorch.distributed.precision import narrow
 from paceline.pytorch.model import generation
 from paceline.pytorch.trainer import Trainer
 
 if TYPE_CHECKING:
+    from paceline.pytorch import within_evaluation
     from paceline.pytorch.evaluation import augmentation as test_time
 else:
     test_time = LateModule("paceline.pytorch.evaluation.augmentation")
+    within_evaluation = LateModule("paceline.pytorch.within_evaluation")
 
 logger = logging.getLogger(__name__)
 
@@ -272,15 +271,7 @@ class Seq2SeqTrainer(Trainer):
     def _generate(self, inputs: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
         """Returns the token ids that the model generates for a batch on the device."""
         given = generation.select_inputs(inputs, self.label_names or self.objective.label_names)
-        if self.args.fp16_full_eval or self.args.bf16_full_eval:
-            # `generate` calls a model's encoder directly, without the model's `forward` that would cast the inputs
-            given = narrow(given, torch.float16 if self.args.fp16_full_eval else torch.bfloat16, kept=())
-        if self.strategy.in_step:
-            settings = generation.go_on_together(self.model, settings)
-        call = partial(generation.call_generate, self.model, given, settings)
-        with self.compute_loss_context_manager():
-            generated = self.strategy.run_within(self.model, call)
-        return generation.read_rows(generated, batch_size_of(inputs))
+        return within_evaluation.generate(self, given, settings)
 
     def _pad_tensors_to_max_len(self, tensor: Any, max_length: int) -> Any:
         """Pads rows of token ids; unchanged if they are long enough."""

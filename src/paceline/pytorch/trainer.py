@@ -627,8 +627,7 @@ class Trainer(HubNames, ForSubclasses):
         # evaluation mode lasts until the row is logged, because an overridden `log` may use the model
         with self.memory_stages.measuring("eval"), predictor.in_evaluation_mode(self.model):
             output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, prefix)
-            parts.warn_of_gaps(self, output, prefix)
-            metrics = predictor.timed_metrics(output, prefix, start, loader_length(loader))
+            metrics = parts.metrics_of(self, output, prefix, start, loader, dataset)
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             metrics.update(self.memory_stages.stop("eval"))

@@ -25,7 +25,7 @@ PLACES |= {"compile_cache_dir", "tpu_name", "tpu_zone"}
 _NEUTRAL = {
     "batch_eval_metrics", "bf16_full_eval", "checkpoint_format", "dataloader_persistent_workers",
     "dataloader_pin_memory", "dataloader_prefetch_factor", "ddp_timeout", "disable_tqdm", "do_eval", "do_predict",
-    "do_train", "eval_accumulation_steps", "eval_batch_size", "eval_do_concat_batches", "eval_spill_gb",
+    "do_train", "eval_accumulation_steps", "eval_batch_size", "eval_do_concat_batches", "eval_samples", "eval_spill_gb",
     "eval_use_gather_object", "fp16_full_eval", "gradient_noise_scale", "include_for_metrics",
     "include_num_input_tokens_seen", "keep_best", "keep_best_metric", "keep_every_hours", "keep_every_steps",
     "load_best_model_at_end", "log_flops", "log_level", "log_level_replica", "log_on_each_node", "log_resources",

@@ -48,6 +48,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "deepspeed": (is_off, ONE_PROGRAM),
     "eval_use_gather_object": (is_off, "each worker evaluates every sample, and nothing is gathered; leave it out"),
+    "eval_samples": (is_off, "call trainer.log_table in on_evaluate; leave it out"),
     "ema_decay": (is_default(None), NO_AVERAGES),
     "ema_warmup": (bool, NO_AVERAGES),
     "fp8": (is_off, "torchao is of torch; leave it out"),

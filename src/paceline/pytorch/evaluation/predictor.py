@@ -72,6 +72,7 @@ class EvaluationLoop:
         is_stopping: returns True if the run was asked to stop.
         expect: `(batch) -> expected bytes of its predictions`, or None if unknown.
         augmented: predicts each batch in several ways; None: once.
+        probes: find out the reduction of the loss by further passes.
     """
 
     waits_for_others = False  # True if passes run collectives, so that all processes must make the same number
@@ -89,6 +90,7 @@ class EvaluationLoop:
     is_stopping: Callable[[], bool]
     expect: Callable[[Any], int | None] | None = None
     augmented: AugmentedSteps | None = None
+    probes: bool = True
 
     def __post_init__(self) -> None:
         self.metric: Any = self.compute_metrics if streaming.is_streaming(self.compute_metrics) else None
@@ -216,7 +218,7 @@ class EvaluationLoop:
         """Returns True if the loss of this batch and of parts of it must be probed."""
         rule = self.rule
         is_said = rule.declared not in (None, "samples") or rule.is_scaled
-        if is_said or (is_last and rule.num_updates == 0):
+        if not self.probes or is_said or (is_last and rule.num_updates == 0):
             return False  # the reduction is decided, or there is a single batch, whose weight does not matter
         counts = [part.counts for part in self._parts(batch, rule.count(batch))]
         is_done = rule.is_confirmed and not rule.is_open_for(counts, True, rule.candidates)
