@@ -362,6 +362,12 @@ def check_passes(options: Options) -> None:
         importlib.import_module("paceline.args.regularizers").check_regularizers(options)
 
 
+def check_training_phases(options: Options) -> None:
+    """Checks the phases of the run, if there are any."""
+    if options.phases:
+        importlib.import_module("paceline.args.phases").check_phases(options)
+
+
 CHECKS = (
     check_limits,
     check_precision,
@@ -383,6 +389,7 @@ CHECKS = (
     check_accumulation,
     check_average,
     check_passes,
+    check_training_phases,
 )
 
 
