@@ -417,6 +417,10 @@ def check_others(options: Options, phases: Sequence[Phase]) -> None:
             options.label_smoothing_factor > 0 and any(phase.loss is not None for phase in phases),
             "smooth the targets in that loss",
         ),
+        "regularizers and other data or losses": (
+            bool(options.regularizers) and (has_data or any(phase.loss is not None for phase in phases)),
+            "leave regularizers out",
+        ),
         "deepspeed": (bool(options.deepspeed), "set parallel='fsdp'"),
         "half_precision_backend='apex'": (options.half_precision_backend == "apex", "leave it out"),
         "ddp_static_graph=True": (bool(options.ddp_static_graph), "leave it out"),
