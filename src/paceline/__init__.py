@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         Mixup as Mixup,
         Regularizer as Regularizer,
     )
+    from paceline.args.phases import Phase as Phase
     from paceline.args.seq2seq import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
     from paceline.args.training import TrainingArguments as TrainingArguments
     from paceline.callbacks.early_stopping import EarlyStoppingCallback as EarlyStoppingCallback
@@ -232,6 +233,7 @@ _HOMES = {
     "PredictionOutput": "paceline.core.outputs",
     "PrinterCallback": "paceline.callbacks.printer",
     "ProgressCallback": "paceline.callbacks.progress",
+    "Phase": "paceline.args.phases",
     "Pruning": "paceline.pytorch.pruning",
     "PushToHubCallback": "paceline.tensorflow.keras_callbacks",
     "Regularizer": "paceline.args.regularizers",

@@ -323,6 +323,11 @@ def keep_eval_samples(name: str, value: object) -> Any:
     return importlib.import_module("paceline.args.eval_samples").keep_samples(name, value)
 
 
+def to_phases(name: str, value: object) -> Any:
+    """Converts training phases; their module is imported only if there are any."""
+    return None if value is None else importlib.import_module("paceline.args.phases").keep_phases(name, value)
+
+
 SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "accelerator_config": to_accelerator_config,
     "batch_size_warmup": keep_warmup,
@@ -345,6 +350,7 @@ SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "output_store": to_store,
     "parallel": read_parallel,
     "parallelism_config": read_parallelism,
+    "phases": to_phases,
     "pipeline_config": keep_pipelining,
     "profile": keep_profile,
     "regularizers": to_regularizers,

@@ -368,6 +368,12 @@ def check_samples(options: Options) -> None:
         importlib.import_module("paceline.args.eval_samples").check_eval_samples(options)
 
 
+def check_training_phases(options: Options) -> None:
+    """Checks the phases of the run, if there are any."""
+    if options.phases:
+        importlib.import_module("paceline.args.phases").check_phases(options)
+
+
 CHECKS = (
     check_limits,
     check_precision,
@@ -390,6 +396,7 @@ CHECKS = (
     check_average,
     check_passes,
     check_samples,
+    check_training_phases,
 )
 
 

@@ -676,6 +676,11 @@ class PacelineSection(AverageSection):
         "steps}, a line in multiples of 8 tokens ('multiple'), and whole after that; or to a list of [step, tokens], "
         "where None means whole. Unset: whole samples.",
     )
+    phases: list[Any] | str | None = option(
+        None,
+        "Train in phases, one after the other: a list of Phase(name, until=..., freeze=[patterns], learning_rate=..., "
+        "train_dataset=..., ...), or of dicts with these settings; see docs/phases.md. Unset: the run is one phase.",
+    )
     optimizer_in_backward: bool = option(
         False,
         "Step each parameter inside the backward pass and free its gradient, so that gradients are never all in "

@@ -224,7 +224,7 @@ class ProgressCallback(TrainerCallback):
             bar.seconds_left = left
         elif _is_terminal_bar(bar):
             bar.bar_format = self._format(bar, state, speed, left)
-        parts = [self._loss, self._rate, speed, self._memory]
+        parts = [state.phase, self._loss, self._rate, speed, self._memory]
         bar.set_postfix_str(", ".join(part for part in parts if part), refresh=False)
         bar.update(state.global_step - self.current_step)
         self.current_step = state.global_step
@@ -237,6 +237,8 @@ class ProgressCallback(TrainerCallback):
         pace = self._speed.steps_per_second
         curve = ""
         epoch = "" if state.epoch is None else f"epoch {state.epoch:.3g}"
+        if state.phase is not None:
+            epoch = f"{state.phase}, {epoch}"
         shown = {  # in the order of the line
             "epoch": epoch,
             "pace": "" if pace is None else f"{pace:.3g} step/s",

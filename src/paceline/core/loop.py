@@ -94,9 +94,13 @@ class Loop:
         self._snapshot: Any = None  # the last good state, if the policy is rollback
         self._ends_epoch = False  # the epoch was to end at the snapshot
         self.micro_batches = MicroBatchSize(plan)
-        # micro-batches of the loader per epoch of `state.epoch`; a stream of unknown length counts as one epoch
-        known = plan.micro_batches_per_epoch
-        self.batches_per_epoch = max(known if known is not None else plan.num_micro_batches(state.max_steps), 1)
+        self.batches_per_epoch = micro_batches_in(plan, state.max_steps)
+
+    def follow(self, plan: Plan) -> None:
+        """Takes over the plan of a later part of the run, between two epochs; its length and intervals stay."""
+        self.plan, self.micro_batches = plan, MicroBatchSize(plan)
+        self.resize()
+        self.batches_per_epoch = micro_batches_in(plan, self.state.max_steps)
 
     def resume(
         self, unlogged: UpdateSummary, skipped: set[tuple[int, int]], micro_batches: Mapping[str, Any] | None = None
@@ -392,3 +396,9 @@ class Loop:
         asked = [self.args.enable_jit_checkpoint, *(getattr(c, "saves_on_signal", 0) for c in self.handler.callbacks)]
         self.control.should_save = self.plan.save_strategy != "no" or True in asked
         self.control.should_training_stop = True
+
+
+def micro_batches_in(plan: Plan, max_steps: int) -> int:
+    """Returns the micro-batches of an epoch of `state.epoch`; a stream of unknown length counts as one epoch."""
+    known = plan.micro_batches_per_epoch
+    return max(known if known is not None else plan.num_micro_batches(max_steps), 1)

@@ -331,6 +331,9 @@ class TrainerState:
     trial_params: dict[str, Any] | None = None
     stateful_callbacks: dict[str, Any] = None  # type: ignore[assignment]  # as above
 
+    # name of the training phase in progress; no field, since other libraries read the file of the fields
+    phase = None  # type: str | None
+
     def __post_init__(self) -> None:
         if self.log_history is None:
             self.log_history = []

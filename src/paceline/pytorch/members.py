@@ -24,7 +24,9 @@ class TrainerMembers(Facade, Protocol):
     Attributes:
         objective: computes the loss of a batch, and knows the parameters of `forward`.
         train_dataset: the training data.
+        data_collator: makes its batches.
         eval_dataset: the evaluation data, or a dict of several.
+        compute_loss_func: the user's loss; None: that of the model.
         model_init: makes a fresh model for each run; None: each run continues to train the same model.
         loss_is_scaled_for_ga: declared by a subclass; None: inferred.
         remote_sync: uploads the output folder; None without an `output_store`.
@@ -33,8 +35,10 @@ class TrainerMembers(Facade, Protocol):
 
     objective: Objective
     train_dataset: Any
+    data_collator: Any
     eval_dataset: Any
     model_init: Callable[..., nn.Module] | None
+    compute_loss_func: Callable[..., Tensor] | None
     loss_is_scaled_for_ga: bool | None
     place_model: Callable[[], None]
     call_model_init: Callable[..., nn.Module]
@@ -42,6 +46,8 @@ class TrainerMembers(Facade, Protocol):
     get_eval_dataloader: Callable[..., Any]
     get_batch_samples: Callable[..., Any]
     create_optimizer_and_scheduler: Callable[..., None]
+    create_scheduler: Callable[..., Any]
+    get_decay_parameter_names: Callable[[nn.Module], list[str]]
     get_num_trainable_parameters: Callable[[], int]
     training_step: Callable[..., Tensor]
     compute_loss: Callable[..., Any]

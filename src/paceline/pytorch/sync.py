@@ -156,6 +156,9 @@ class LocalSync:
         """
         return measure(batches)
 
+    def expect(self, accumulation: int) -> None:
+        """Does nothing: windows of any size are drawn."""
+
     def enter(self, stage: str) -> None:
         """Does nothing: no other process waits for this one."""
 
@@ -227,6 +230,10 @@ class ProcessSync:
         self._gate: Any = None  # the `MemoryGate` of a sharded model with `auto_find_batch_size`
 
     # ---- before a window
+
+    def expect(self, accumulation: int) -> None:
+        """Sets the maximum number of micro-batches in the windows to come."""
+        self.accumulation = accumulation
 
     def synchronize(self, window: AccumulationWindow, num_samples: int) -> tuple[AccumulationWindow, int, int]:
         """Agrees on the next window with the other processes.
@@ -519,7 +526,7 @@ def synchronized_control(handler: CallbackHandler, sync: Sync) -> Iterator[None]
     """Shares control flags while entered: a flag that a user's callback sets on one process is set on all."""
     last = sync.make_control()
     heard = [*handler.listening("on_step_end"), *handler.listening("on_epoch_end")]
-    is_needed = any(not type(callback).__module__.startswith("paceline.") for callback in heard)
+    is_needed = any(not type(each).__module__.startswith("paceline.") or hears_later(each) for each in heard)
     if last is None or not is_needed:
         yield
         return
@@ -528,3 +535,8 @@ def synchronized_control(handler: CallbackHandler, sync: Sync) -> Iterator[None]
         yield
     finally:
         handler.remove_callback(last)
+
+
+def hears_later(callback: object) -> bool:
+    """True if a callback of ours adds the user's callbacks during the run."""
+    return getattr(callback, "adds_callbacks", False) is True

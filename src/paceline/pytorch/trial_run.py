@@ -32,6 +32,7 @@ OPTIONS: dict[str, Any] = {
     "average_device": "model",
     "batch_size_warmup": None,
     "sequence_length_warmup": None,
+    "phases": None,
     "disable_tqdm": True,
     "push_to_hub": False,
     "resume_from_checkpoint": None,

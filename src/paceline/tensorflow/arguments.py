@@ -75,6 +75,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "parallel": (is_off, ONE_PROGRAM),
     "per_device_train_tokens": (is_off, "set per_device_train_batch_size; leave it out"),
     "parallelism_config": (is_off, ONE_PROGRAM),
+    "phases": (is_off, "set layer.trainable, and train once for each phase; leave it out"),
     "pipeline_config": (is_off, ONE_PROGRAM),
     "profile": (is_off, "call tf.profiler.experimental.start and stop in a callback; leave it out"),
     "regularizers": (is_off, "these are passes of torch; write them into the model or the tf.data pipeline"),

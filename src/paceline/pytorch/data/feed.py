@@ -329,10 +329,12 @@ class StatefulDataIterator:
         batches: largest number of micro-batches of this epoch that a process consumed.
         synchronize: `(window, samples in it) -> (window, samples, micro-batches)`: agrees on the accumulation window
             with other processes. None with a single process.
+        before_epoch: called before an epoch starts; it may replace the loader.
         meters: add entries to the log rows.
     """
 
     synchronize: Synchronize | None = None
+    before_epoch: Callable[[], None] | None = None
     meters: tuple[Any, ...] = ()
 
     def __init__(
@@ -390,6 +392,8 @@ class StatefulDataIterator:
             ValueError: the loaded position cannot be reached with this loader; the message names the option and the
                 remedy.
         """
+        if self.before_epoch is not None:
+            self.before_epoch()
         saved, self._saved = self._saved, None
         if saved is not None and saved["epoch"] != epoch:
             saved = None
@@ -407,6 +411,17 @@ class StatefulDataIterator:
         self._reader = open_reader(self.loader, own, batches, saved)
         # batches is negative if the rest of the restored order has more micro-batches than an epoch
         self.consumed, self.batches, self._num_read = consumed, max(batches, 0), own
+
+    def replace_loader(self, loader: Any, accumulation: int) -> None:
+        """Reads from another loader from the next epoch on.
+
+        Args:
+            loader: see the class.
+            accumulation: micro-batches per optimizer step.
+        """
+        self.close()
+        self.loader, self.accumulation = loader, accumulation
+        self._saved = None  # between two epochs: a position of the old loader
 
     def draw(self) -> tuple[list[Any], Any]:
         """Returns the next accumulation window: (micro-batches, `num_items_in_batch`).

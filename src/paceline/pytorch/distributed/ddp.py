@@ -66,6 +66,21 @@ class DistributedData(SingleDevice):
         register_comm_hook(self._wrapped, self.args.ddp_comm_hook)
         return Prepared(self._wrapped, prepared.optimizer)
 
+    def follow_trainable(self, model: nn.Module) -> None:
+        """Makes the buckets of gradients again, for the parameters that are trained now.
+
+        The wrapper stays the same object, which others hold; it drops its hooks on the parameters with its reducer.
+        """
+        if self._wrapped is not None:
+            self._wrap_again(self._wrapped)
+
+    def _wrap_again(self, wrapped: DistributedDataParallel) -> None:
+        is_training, hooks = wrapped.training, (wrapped._forward_hooks, wrapped._forward_pre_hooks)
+        type(wrapped).__init__(wrapped, wrapped.module, device_ids=wrapped.device_ids, **ddp_options(self.args))
+        wrapped._forward_hooks, wrapped._forward_pre_hooks = hooks
+        wrapped.training = is_training
+        register_comm_hook(wrapped, self.args.ddp_comm_hook)
+
     def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
         """Delays gradient synchronization until the last micro-batch of an optimizer step.
 

@@ -90,6 +90,17 @@ class FullyShardedData(SingleDevice):
         if self._model is not None:
             memory_gate.recover(self._model)
 
+    def follow_trainable(self, model: nn.Module) -> None:
+        """Gives the gathered parameters, which torch keeps from step to step, the `requires_grad` of the shards."""
+        flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        for prefix, unit in model.named_modules():
+            if not isinstance(unit, FSDPModule):
+                continue
+            unit.unshard()
+            for name, parameter in model.get_submodule(prefix).named_parameters(prefix):
+                parameter.requires_grad_(flags[name])
+            unit.reshard()
+
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """Returns the model itself, sharded first if its values or dtypes depend on sharding."""
         if self.sharding.from_first or self.sharding.precision is not None:

@@ -99,6 +99,9 @@ class SingleDevice:
     def shard(self, model: nn.Module) -> None:
         """Shards a model in place before it is prepared; does nothing if this process holds all of it."""
 
+    def follow_trainable(self, model: nn.Module) -> None:
+        """Adapts to parameters whose `requires_grad` has changed between two optimizer steps; nothing to do here."""
+
     def forward_context(self) -> AbstractContextManager[Any]:
         """Returns the autocast context, or an empty one."""
         return self.precision.context()

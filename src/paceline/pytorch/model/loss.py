@@ -114,6 +114,11 @@ class LossNormalizer:
         self.num_updates = self.num_looks = self.num_extra = 0
         return self
 
+    def take_over(self, other: LossNormalizer) -> None:
+        """Becomes the normalizer of another loss: takes its declarations over and resets the observations."""
+        vars(self).update({name: value for name, value in vars(other).items() if name != "_said"})
+        self.begin(self.last_probe)
+
     def declare(self, name: str, is_averaged_by_author: bool = False) -> None:
         """Sets a declared reduction, which probes do not replace.
 

@@ -60,6 +60,10 @@ class Objective:
         by_model = self.compute_loss_func is None and self.smoother is None and signature.takes_num_items
         self.wants_num_items = self._func_takes_num_items or by_model
 
+    def report_to(self, rule: LossNormalizer) -> None:
+        """Sets what records if `num_items_in_batch` was passed."""
+        self.rule = rule
+
     def __call__(self, model: nn.Module, inputs: Any, num_items: Any = None) -> tuple[Tensor | None, Any]:
         """Returns the loss and the model's outputs; the loss is None only if no gradient is needed."""
         if self.linear_loss is not None and not self.linear_loss.is_entered:

@@ -1,0 +1,1 @@
+"""Training phases (`phases`): what is trained, with which settings and data, and until when."""

@@ -1,0 +1,400 @@
+"""The session of a Trainer with training phases: it begins each phase between two epochs.
+
+A phase differs from the one before it in the parameters that are trained, in the optimizer's settings and in the data.
+It is one run nevertheless: one loop, one log, one optimizer. The last epoch of a phase ends with it, and the next phase
+begins before the next epoch. The position among the phases is the state of a callback, so that a checkpoint has it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.args import phases as options
+from paceline.args.errors import UnsupportedOption
+from paceline.args.phases import Phase
+from paceline.args.plan import Plan, resolve_update
+from paceline.core import session as core
+from paceline.core.contracts import Hooks, Notifying
+from paceline.core.loop import Loop
+from paceline.core.methods import is_ours
+from paceline.core.outputs import TrainOutput
+from paceline.pytorch import session
+from paceline.pytorch.checkpoint.resume_state import read_progress
+from paceline.pytorch.data.loading import StatefulDataIterator, loader_length
+from paceline.pytorch.distributed.collectives import gather_objects
+from paceline.pytorch.optim import phased
+from paceline.pytorch.optim.schedulers import get_scheduler
+from paceline.pytorch.phases.progress import STATE, PhaseProgress
+from paceline.pytorch.session import Run
+from paceline.pytorch.validation import read_model
+
+logger = logging.getLogger(__name__)
+
+PARALLEL = (None, "ddp", "fsdp")
+
+
+class PhasedSession(session.Session):
+    """The session of a Trainer with `phases`."""
+
+    progress: PhaseProgress | None = None
+    loop: Loop | None = None
+    plan: Plan
+    optimizer_phases: phased.PhasedOptimizer | None = None
+    schedule: phased.PhasedSchedule
+    members: Sequence[phased.Member] = ()
+    lengths: Sequence[int | None] = ()  # optimizer steps in an epoch of each phase
+    max_steps = 0
+    changes_loss = False
+
+    def train(
+        self, folder: Path, resume: str | bool | None, trial: object = None, ignore_keys: list[str] | None = None
+    ) -> TrainOutput:
+        try:
+            return super().train(folder, resume, trial, ignore_keys)
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Ends the phases: parameters, optimizer and callbacks are as before the run."""
+        progress, self.progress = self.progress, None
+        if progress is None:
+            return
+        for callback in self.active:
+            self.callback_handler.remove_callback(callback)
+        self.callback_handler.remove_callback(progress)
+        for member in self.members:
+            member.parameter.requires_grad_(True)
+        if self.optimizer_phases is not None:
+            self.optimizer_phases.end()
+        if self.changes_loss:
+            self.use_loss(self.own_loss)
+        self.state.phase = None
+
+    # ---- before the first step
+
+    def start(self, trial: object) -> None:
+        super().start(trial)
+        facade = self.facade
+        is_own = self.created_lr_scheduler or self.lr_scheduler is None
+        if not is_own or not is_ours(facade.create_scheduler):
+            raise UnsupportedOption(
+                "phases with a learning-rate schedule of your own are not supported: set lr_scheduler_type of each "
+                "phase, and leave optimizers=(..., scheduler) and create_scheduler out."
+            )
+        self.phases = [loaded(phase) for phase in self.args.phases]
+        for phase in self.phases:
+            if phase.changes_data and not is_ours(facade.get_train_dataloader):
+                raise UnsupportedOption(
+                    f"phases[{phase.name!r}] has data or a batch size of its own, and get_train_dataloader is "
+                    "overridden, which decides both: leave one of them out."
+                )
+            if phase.loss is not None and not is_ours(facade.compute_loss):
+                raise UnsupportedOption(
+                    f"phases[{phase.name!r}] has a loss of its own, and compute_loss is overridden, which computes it: "
+                    "leave one of them out."
+                )
+        self.changes_loss = any(phase.loss is not None for phase in self.phases)
+        self.own_loss = facade.compute_loss_func
+        self.makes_optimizer = self.optimizer is None
+        phased.find_members(self.model, self.phases)  # wrong patterns raise before anything is read
+        self.active: list[Any] = []
+        self.progress = PhaseProgress(self.phases)
+        self.callback_handler.add_callback(self.progress)
+
+    @contextmanager
+    def as_in(self, index: int) -> Iterator[None]:
+        """Gives the facade the arguments and the data of a phase, while entered."""
+        facade, phase = self.facade, self.phases[index]
+        before = self.args, facade.train_dataset, facade.data_collator
+        changes: dict[str, Any] = {**phase.options(), "phases": None}
+        if self.max_steps:
+            changes["max_steps"] = self.max_steps
+        self.args = replace(self.args, **changes)
+        if phase.train_dataset is not None:
+            facade.train_dataset = phase.train_dataset
+        if phase.data_collator is not None:
+            facade.data_collator = phase.data_collator
+        try:
+            yield
+        finally:
+            self.args, facade.train_dataset, facade.data_collator = before
+
+    def open_data(self, checkpoint: Path | None) -> tuple[StatefulDataIterator, Plan]:
+        progress = self.running_progress
+        saved = (read_progress(checkpoint) or {}) if checkpoint is not None else {}
+        if STATE in (saved.get("callbacks") or {}):
+            progress.load_state_dict(saved["callbacks"][STATE])
+        elif checkpoint is not None:
+            logger.warning("%s was written without phases: the run goes on in its first phase.", checkpoint)
+        self.check_processes(saved)
+        self.max_steps = 0
+        self.lengths = [self.epoch_length(index) for index in range(len(self.phases))]
+        self.max_steps = self.run_length()
+        progress.last_step = self.last_step()
+        with self.as_in(progress.index):
+            feed, plan = super().open_data(checkpoint)
+        if plan.parallel not in PARALLEL:
+            raise UnsupportedOption(f"phases with parallel={plan.parallel!r} are not supported: set 'ddp' or 'fsdp'.")
+        feed.before_epoch = self.turn
+        self.feed, self.plan = feed, self.described(plan)
+        return feed, self.plan
+
+    @property
+    def running_progress(self) -> PhaseProgress:
+        """The progress of the run in progress."""
+        assert self.progress is not None
+        return self.progress
+
+    def check_processes(self, saved: Mapping[str, Any]) -> None:
+        """Refuses to resume on another number of processes if the batch size differs between the phases."""
+        before = saved.get("data_size")
+        if before not in (None, self.strategy.mesh.data_size) and any(phase.changes_batch for phase in self.phases):
+            raise UnsupportedOption(
+                f"The checkpoint was written by {before} data-parallel processes, and there are "
+                f"{self.strategy.mesh.data_size} now: with phases of different batch sizes, resume on {before}."
+            )
+
+    def epoch_length(self, index: int) -> int | None:
+        """Returns the optimizer steps in an epoch of a phase; None if the data has no length."""
+        with self.as_in(index):
+            lengths = gather_objects(self.world, loader_length(self.facade.get_train_dataloader()))
+            accumulation = resolve_update(self.args, self.strategy.mesh.data_size, None)[0]
+        return None if None in lengths else math.ceil(max(lengths) / accumulation)
+
+    def run_length(self) -> int:
+        """Returns the optimizer steps of the run.
+
+        Raises:
+            ValueError: it is unknown, or a phase would begin after it.
+        """
+        args = self.args
+        last = self.phases[-1].end.kind
+        if args.max_steps > 0:
+            length = args.max_steps
+        elif last in (options.STEPS, options.OWN_STEPS, options.OWN_EPOCHS):
+            length = self.planned_ends(math.inf)[-1]
+        elif self.lengths[0] is None:
+            raise ValueError("phases: the training data has no length: set max_steps.")
+        else:
+            length = math.ceil(round(args.num_train_epochs * self.lengths[0], 6))
+        began = 0
+        for phase, end in zip(self.phases, self.planned_ends(length), strict=True):
+            if began >= length or end > length or end <= began:
+                raise ValueError(
+                    f"phases[{phase.name!r}].until={phase.until!r}: the phase would take the optimizer steps "
+                    f"{began + 1} to {end}, and the run has {length}: change until, max_steps or num_train_epochs."
+                )
+            began = end if not phase.end.is_measured else began
+        return int(length)
+
+    def planned_ends(self, length: float) -> list[Any]:
+        """Returns the last optimizer step of each phase, the latest possible one if a metric ends it."""
+        ends: list[Any] = []
+        began = 0
+        for index in range(len(self.phases)):
+            began = self.end_of(index, began, length)
+            ends.append(began)
+        return ends
+
+    def end_of(self, index: int, began: int, length: float) -> Any:
+        """Returns the last optimizer step of a phase that begins after `began` steps of `length`."""
+        phase = self.phases[index]
+        end, epoch = phase.end, self.lengths[index]
+        if end.kind == options.OWN_EPOCHS and epoch is None:
+            raise ValueError(
+                f"phases[{phase.name!r}].until={phase.until!r}: the training data has no length: count steps instead."
+            )
+        own = end.number if epoch is None else end.number * epoch
+        return {
+            options.STEPS: lambda: int(end.number),
+            options.FRACTION: lambda: round(end.number * length),
+            options.OWN_STEPS: lambda: began + int(end.number),
+            options.OWN_EPOCHS: lambda: began + math.ceil(round(own, 6)),
+        }.get(end.kind, lambda: length if phase.max_steps is None else min(began + phase.max_steps, length))()
+
+    def last_step(self) -> int:
+        """Returns the last possible optimizer step of the phase in progress."""
+        progress = self.running_progress
+        return min(int(self.end_of(progress.index, progress.began, self.max_steps)), self.max_steps)
+
+    def described(self, plan: Plan) -> Plan:
+        """Returns a plan with a note for each phase, and the number of epochs of all phases."""
+        notes, began, num_epochs = [], 0, 0
+        for index, (phase, end) in enumerate(zip(self.phases, self.planned_ends(self.max_steps), strict=True)):
+            until = f" (until {phase.until})" if phase.end.is_measured else ""
+            frozen = f", freezes {', '.join(phase.freeze)}" if phase.freeze else ""
+            notes.append(f"phase {phase.name}: steps {began + 1:,} to {end:,}{until}{frozen}")
+            epoch = self.lengths[index]
+            # a phase that ends early leaves steps to those after it
+            num_epochs += sys.maxsize if epoch is None else math.ceil((self.max_steps - began) / epoch)
+            began = began if phase.end.is_measured else end
+        return replace(plan, notes=(*plan.notes, *notes), num_epochs=min(num_epochs, sys.maxsize))
+
+    def restore_position(self, feed: StatefulDataIterator, plan: Plan, checkpoint: Path) -> Plan:
+        with self.as_in(self.running_progress.index):
+            return super().restore_position(feed, plan, checkpoint)
+
+    def prepare_model(self, plan: Plan) -> None:
+        super().prepare_model(plan)
+        model = self.strategy.unwrap(self.model)
+        self.members = phased.find_members(model, self.phases)
+        phased.check_optimizer(self.optimizer)
+        decayed = self.facade.get_decay_parameter_names(model)
+        phased.split_groups(self.optimizer, self.members, decayed, self.makes_optimizer)
+        self.optimizer_phases = made = phased.PhasedOptimizer(self.optimizer, self.members, self.phases)
+        self.schedule = phased.PhasedSchedule(self.optimizer, self.make_schedule, made.live)
+        self.lr_scheduler, self.created_lr_scheduler = self.schedule, True
+        self.callback_handler.lr_scheduler = self.schedule
+        index = self.running_progress.index
+        self.begin_training(index)
+        self.add_callbacks(index)
+        if self.changes_loss:
+            self.use_loss(self.phases[index].loss or self.own_loss)
+        self.state.phase = self.phases[index].name
+
+    def make_loop(self, run: Run, hooks: Hooks, saves: Notifying) -> Loop:
+        self.loop, self.sync = super().make_loop(run, hooks, saves), run.sync
+        return self.loop
+
+    # ---- from phase to phase
+
+    def turn(self) -> None:
+        """Begins the next phase before an epoch, if the one in progress has ended."""
+        progress, feed = self.running_progress, self.feed
+        is_within = feed.is_restored and feed.consumed > 0  # resumed in the last epoch of a phase, which must end first
+        if progress.is_ended and not is_within and not progress.is_last:
+            self.begin_phase(progress.index + 1)
+
+    def begin_phase(self, index: int) -> None:
+        """Begins a phase: what is trained, the optimizer's settings, the data, the callbacks."""
+        progress, state = self.running_progress, self.state
+        self.remove_callbacks()
+        progress.begin(index, state.global_step)
+        progress.last_step = self.last_step()
+        self.begin_training(index)
+        if self.phases[index].changes_data or self.phases[index - 1].changes_data:
+            self.replace_data(index)
+        if self.changes_loss:
+            self.use_loss(self.phases[index].loss or self.own_loss)
+        state.phase = progress.phase.name
+        for callback in self.add_callbacks(index):
+            fire_alone(callback, "on_train_begin", self)
+        logger.info(
+            "Phase %s begins after step %d: %s parameters are trained, at a learning rate of up to %g.",
+            progress.phase.name,
+            state.global_step,
+            f"{self.facade.get_num_trainable_parameters():,}",
+            self.schedule.get_last_lr()[0],
+        )
+
+    def begin_training(self, index: int) -> None:
+        """Freezes and thaws parameters, and sets the optimizer's settings."""
+        for member in self.members:
+            member.parameter.requires_grad_(member.is_trained[index])
+        self.strategy.follow_trainable(self.strategy.unwrap(self.model))
+        assert self.optimizer_phases is not None
+        self.optimizer_phases.begin(index)
+        self.schedule.begin(index)
+
+    def make_schedule(self, index: int) -> Any:
+        """Returns the schedule of a phase, over its own length."""
+        progress, phase = self.running_progress, self.phases[index]
+        assert progress.last_step is not None
+        length = progress.last_step - progress.began
+        args = replace(self.args, **{**phase.options(), "phases": None})
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=self.optimizer,
+            num_warmup_steps=args.get_warmup_steps(length),
+            num_training_steps=length,
+            scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}),
+        )
+
+    def replace_data(self, index: int) -> None:
+        """Makes the loader of a phase, which the next epoch reads."""
+        assert self.loop is not None
+        with self.as_in(index):
+            loader = self.facade.get_train_dataloader()
+            plan = self.make_plan(loader)
+        self.plan = replace(plan, notes=self.plan.notes, num_epochs=self.plan.num_epochs)
+        self.feed.replace_loader(loader, plan.accumulation_steps)
+        self.sync.expect(plan.accumulation_steps)
+        self.loop.follow(self.plan)
+        self.callback_handler.train_dataloader = loader
+
+    def use_loss(self, function: Callable[..., Any] | None) -> None:
+        """Computes the loss by another function, whose reduction is inferred anew; None: the model's own loss."""
+        facade, args = self.facade, self.args
+        facade.compute_loss_func = function
+        facts = read_model(
+            self.model,
+            compute_loss=facade.compute_loss,
+            compute_loss_func=function,
+            label_names=args.label_names,
+            loss_weight=args.loss_weight,
+            smoothing=args.label_smoothing_factor,
+            loss_is_scaled=facade.loss_is_scaled_for_ga,
+            linear_cross_entropy=args.linear_cross_entropy,
+        )
+        self.loss_normalizer.take_over(facts.loss_normalizer)
+        facts.objective.report_to(self.loss_normalizer)
+        facade.objective = facts.objective
+
+    def add_callbacks(self, index: int) -> list[Any]:
+        """Adds the callbacks of a phase before the progress, and returns them."""
+        callbacks = self.callback_handler.callbacks
+        self.active = [each() if isinstance(each, type) else each for each in self.phases[index].callbacks]
+        place = next(number for number, each in enumerate(callbacks) if each is self.progress)
+        for offset, callback in enumerate(self.active):
+            callbacks.insert(place + offset, callback)
+        return self.active
+
+    def remove_callbacks(self) -> None:
+        """Ends the callbacks of the phase in progress, and removes them."""
+        for callback in self.active:
+            fire_alone(callback, "on_train_end", self)
+            self.callback_handler.remove_callback(callback)
+        self.active = []
+
+
+def fire_alone(callback: Any, event: str, of: core.Session[Any, Any]) -> None:
+    """Calls an event of one callback, as the handler would."""
+    method = getattr(callback, event, None)
+    if method is not None:
+        method(of.args, of.state, of.control, **of.callback_handler.kwargs)
+
+
+def loaded(phase: Phase) -> Phase:
+    """Returns a phase with the objects that it names as `package.module:name`."""
+    found = {name: load(phase, name, getattr(phase, name)) for name in ("train_dataset", "data_collator", "loss")}
+    callbacks = [load(phase, "callbacks", callback) for callback in phase.callbacks]
+    return replace(phase, **found, callbacks=callbacks)
+
+
+def load(phase: Phase, setting: str, value: Any) -> Any:
+    """Returns the object that a text names; a class, and a function for a dataset, is called without arguments.
+
+    Raises:
+        ValueError: there is no such module or name.
+    """
+    if not isinstance(value, str):
+        return value
+    module, _, path = value.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(f"phases[{phase.name!r}].{setting}: {value!r} cannot be imported: {error}") from error
+    is_factory = isinstance(found, type) or (setting == "train_dataset" and callable(found))
+    return found() if is_factory and not isinstance(found, torch.utils.data.Dataset) else found
