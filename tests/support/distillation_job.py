@@ -16,7 +16,8 @@ SOURCE = Path(__file__).resolve().parent.parent / "pytorch" / "trainer" / "test_
 def main() -> None:
     folder = Path(sys.argv[1])
     spec = importlib.util.spec_from_file_location("test_distillation", SOURCE)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     cases: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(cases)
     found: dict[str, Any] = {}

@@ -131,7 +131,8 @@ def test_classes_without_mass_cost_no_nan() -> None:
             loss = divergence(student, target, 1.0).sum()
             loss.backward()
             assert loss.isfinite()
-            assert student.grad is not None and student.grad.isfinite().all()
+            assert student.grad is not None
+            assert student.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("unit", ["tokens", "samples", "all_samples", "sum"])
@@ -233,7 +234,8 @@ def test_evaluation_has_the_hard_loss_and_the_teacher_is_left_as_it_was(tmp_path
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
     trainer, _ = run(tmp_path, teacher=teacher)
     assert all(value.equal(before[name]) for name, value in teacher.state_dict().items())
-    assert teacher.training and not teacher.body.training
+    assert teacher.training
+    assert not teacher.body.training
     assert all(parameter.grad is None and parameter.requires_grad for parameter in teacher.parameters())
     batch = {name: torch.stack([row[name] for row in rows()]) for name in ("x", "labels")}
     with torch.no_grad():
@@ -292,10 +294,11 @@ class Doubled(Trainer):
 
 
 def test_an_overridden_loss_without_the_teacher_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedOption, match="super\\(\\).compute_loss"):
-        make = make_trainer(tmp_path, Net(0), rows(), cls=Deaf, max_steps=2)
-        Deaf(Net(0), make.args, train_dataset=rows(), teacher=Net(1)).train()
-    Doubled(Net(0), make.args, train_dataset=rows(), teacher=Net(1)).train()
+    args = make_trainer(tmp_path, Net(0), rows(), max_steps=2).args
+    deaf = Deaf(Net(0), args, train_dataset=rows(), teacher=Net(1))
+    with pytest.raises(UnsupportedOption, match="without the teacher: call super"):
+        deaf.train()
+    Doubled(Net(0), args, train_dataset=rows(), teacher=Net(1)).train()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
