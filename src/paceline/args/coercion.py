@@ -328,11 +328,17 @@ def to_phases(name: str, value: object) -> Any:
     return None if value is None else importlib.import_module("paceline.args.phases").keep_phases(name, value)
 
 
+def to_layers(name: str, value: object) -> Any:
+    """Converts a map of modules, or its JSON."""
+    return None if value is None else importlib.import_module("paceline.args.distillation").keep_layers(name, value)
+
+
 SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "accelerator_config": to_accelerator_config,
     "batch_size_warmup": keep_warmup,
     "debug": to_debug_list,
     "deepspeed": keep_config,
+    "distillation_layers": to_layers,
     "eval_delay": number_or_zero,
     "eval_samples": keep_eval_samples,
     "fsdp": keep_bool,

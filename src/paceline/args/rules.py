@@ -15,7 +15,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import check_mesh
 from paceline.args.packing import check_packing, check_tokens
 from paceline.args.places import is_url, staging_folder
-from paceline.args.sections import Options
+from paceline.args.sections import DistillationSection, Options
 from paceline.args.sharding import is_asked, is_xla_asked, read_sharding, shard_precision_of, wants_shards
 from paceline.args.warmups import check_warmups
 
@@ -374,6 +374,13 @@ def check_training_phases(options: Options) -> None:
         importlib.import_module("paceline.args.phases").check_phases(options)
 
 
+def check_teacher(options: Options) -> None:
+    """Checks the options of distillation, if any is set."""
+    unset = {name: field.default for name, field in DistillationSection.__dataclass_fields__.items()}
+    if any(getattr(options, name) != default for name, default in unset.items()):
+        importlib.import_module("paceline.args.distillation").check_distillation(options)
+
+
 CHECKS = (
     check_limits,
     check_precision,
@@ -397,6 +404,7 @@ CHECKS = (
     check_passes,
     check_samples,
     check_training_phases,
+    check_teacher,
 )
 
 

@@ -18,6 +18,7 @@ from paceline.args.choices import (
     APEX_LEVELS,
     AVERAGE_DEVICES,
     BACKENDS,
+    LAYER_LOSSES,
     LOG_LEVELS,
     LOSS_WEIGHTS,
     METRIC_INPUTS,
@@ -484,7 +485,39 @@ class AverageSection:
 
 
 @dataclass(init=False, repr=False, eq=False)
-class PacelineSection(AverageSection):
+class DistillationSection:
+    """Knowledge distillation: training with the outputs of a teacher."""
+
+    teacher: str | None = option(
+        None,
+        "Folder of a model of transformers whose outputs the model is trained on, too; Trainer(teacher=...) takes a "
+        "module. Unset: no distillation.",
+    )
+    distillation_temperature: float = option(
+        2.0,
+        "Temperature of the soft loss: the logits of both models are divided by it, the loss multiplied by its square.",
+    )
+    distillation_alpha: float = option(
+        0.5, "Weight of the soft loss, the divergence from the teacher, from 0 to 1; the hard loss has the rest."
+    )
+    distillation_top_k: int | None = option(
+        None,
+        "Classes of the teacher that the soft loss distinguishes, the likeliest ones; all others count as one class. "
+        "Unset: all classes.",
+    )
+    distillation_layers: dict[str, str] | str | None = option(
+        None,
+        "Modules of the model whose outputs are compared with those of the teacher's modules, as {'model.layer': "
+        "'teacher.layer'}; a dict or JSON. Where widths differ, a linear projection is trained.",
+    )
+    distillation_layer_loss: str = option(
+        "mse", "Loss of the hidden states: mean squared error, or one minus the cosine.", LAYER_LOSSES
+    )
+    distillation_layer_weight: float = option(1.0, "Weight of the loss of the hidden states.")
+
+
+@dataclass(init=False, repr=False, eq=False)
+class PacelineSection(AverageSection, DistillationSection):
     """Options of paceline only."""
 
     loss_weight: str | None = option(

@@ -14,6 +14,7 @@ from paceline.pytorch.sync import Measure
 
 if TYPE_CHECKING:
     from paceline.checkpoint.remote_sync import RemoteSync
+    from paceline.pytorch.distillation import Distillation
     from paceline.pytorch.model.objective import Objective
     from paceline.pytorch.packing import Packing
 
@@ -23,6 +24,7 @@ class TrainerMembers(Facade, Protocol):
 
     Attributes:
         objective: computes the loss of a batch, and knows the parameters of `forward`.
+        distillation: the losses of a teacher; None without one.
         train_dataset: the training data.
         data_collator: makes its batches.
         eval_dataset: the evaluation data, or a dict of several.
@@ -34,6 +36,7 @@ class TrainerMembers(Facade, Protocol):
     """
 
     objective: Objective
+    distillation: Distillation | None
     train_dataset: Any
     data_collator: Any
     eval_dataset: Any

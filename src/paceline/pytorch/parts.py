@@ -83,6 +83,9 @@ def model_facts_of(trainer: Trainer) -> ModelFacts:
     """Returns the facts of the model, and the parts that depend on them."""
     return read_model(
         trainer.model,
+        options=trainer.args,
+        teacher=trainer.teacher,
+        processor=trainer.processing_class,
         compute_loss=trainer.compute_loss,
         compute_loss_func=trainer.compute_loss_func,
         label_names=trainer.args.label_names,

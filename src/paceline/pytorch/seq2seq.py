@@ -73,6 +73,7 @@ class Seq2SeqTrainer(Trainer):
         *,
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         tokenizer: Any = None,
+        teacher: Any = None,
     ) -> None:
         # locals() contains exactly the parameters above, as long as nothing else is assigned before
         options = {name: value for name, value in locals().items() if name not in ("self", "args", "__class__")}

@@ -307,11 +307,17 @@ class Session(core.Session[Run, TrainerMembers]):
             )
             meters.append(self.noise_scale)
             training_step = self.noise_scale.training_step
+        distillation = self.facade.distillation
+        if distillation is not None:
+            distillation.begin(self.model, self.strategy)
+            meters.append(distillation)
         engine = self.make_engine(plan, sync, ledger, training_step)
         self.regularizers = self.make_regularizers(plan, feed)
         if self.regularizers is not None:
             self.regularizers.join(engine)
             meters.append(self.regularizers)
+        if distillation is not None:
+            distillation.follow(engine)
         if self.noise_scale is not None:
             self.noise_scale.follow(engine)
         self.callback_handler.train_dataloader = feed.loader
@@ -383,6 +389,7 @@ class Session(core.Session[Run, TrainerMembers]):
             with (
                 synchronized_control(self.callback_handler, run.sync),
                 self.averaging(run),
+                self.distilling(),
                 self.regularizers.applied() if self.regularizers is not None else nullcontext(),
             ):
                 yield
@@ -414,6 +421,13 @@ class Session(core.Session[Run, TrainerMembers]):
         if self.averages is None:
             return nullcontext()
         return averages.averaging(self.averages, run.engine, self.callback_handler)
+
+    def distilling(self) -> AbstractContextManager[None]:
+        """Returns a context in which the teacher, if any, is asked in the training passes."""
+        distillation = self.facade.distillation
+        if distillation is None:
+            return nullcontext()
+        return distillation.applied(self.model, self.callback_handler)
 
     def close(self, run: Run) -> None:
         run.loaders.close()
@@ -584,6 +598,7 @@ class Session(core.Session[Run, TrainerMembers]):
             names.AVERAGES: self.averages,
             names.NOISE_SCALE: self.noise_scale,
             names.REGULARIZERS: self.regularizers if self.regularizers and self.regularizers.is_stateful else None,
+            names.DISTILLATION: self.facade.distillation,
             names.RNG: RandomStates(),
             names.DATA: run.feed if run is not None else None,
             names.PROGRESS: LoopProgress(run.loop) if run is not None and run.loop is not None else None,
@@ -660,6 +675,8 @@ class Session(core.Session[Run, TrainerMembers]):
         """Saves a checkpoint; returns True if it is complete, False if it is still being written asynchronously."""
         run.sync.enter("saving a checkpoint")
         run.saves.expect()
+        if self.facade.distillation is not None:
+            self.facade.distillation.share()
         self.facade._save_checkpoint(self.model_wrapped, run.trial)
         if self.args.should_save and run.saves.is_published:
             self.claim(run)

@@ -107,6 +107,8 @@ class Trainer(HubNames, ForSubclasses):
         optimizer_cls_and_kwargs: an optimizer class and its arguments, used with the default parameter groups.
         preprocess_logits_for_metrics: `(logits, labels) -> input of the metrics`, called for each batch.
         tokenizer: the older name of `processing_class`.
+        teacher: a module, or the folder of a model of transformers, whose outputs are learned too; see
+            docs/distillation.md.
 
     Raises:
         ValueError, TypeError: an argument contradicts another; the message says what to change.
@@ -154,17 +156,17 @@ class Trainer(HubNames, ForSubclasses):
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         *,
         tokenizer: Any = None,
+        teacher: nn.Module | str | Path | None = None,
     ) -> None:
         self.args = adopt(args) if args is not None else TrainingArguments(output_dir="tmp_trainer")
         apply_log_level(self.args)
         self.processing_class = validation.choose_processor(processing_class, tokenizer)
-        self.train_dataset = train_dataset
-        self.eval_dataset = eval_dataset
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.model_init = model_init
         self.compute_loss_func = compute_loss_func
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
-        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.optimizer_cls_and_kwargs, self.teacher = optimizer_cls_and_kwargs, teacher
         self.world = current_world(self.args)
         self.memory_stages = MemoryStages(not self.args.skip_memory_metrics, self.world.device.type)
         self.memory_stages.start("init")
@@ -224,7 +226,7 @@ class Trainer(HubNames, ForSubclasses):
         self.can_return_loss = facts.signature.can_return_loss
         self.loss_normalizer = facts.loss_normalizer
         self.label_smoother = facts.label_smoother
-        self.objective = facts.objective
+        self.objective, self.distillation = facts.objective, facts.distillation
 
     def _plan(self) -> Plan:
         return self._make_session().plan_without_data()
@@ -307,7 +309,8 @@ class Trainer(HubNames, ForSubclasses):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            names = [*(self.label_names or self.objective.label_names), *self._named_by_loss()]
+            labels = self.label_names or self.objective.label_names
+            names = [*labels, *self._named_by_loss(), *self.objective.further_names]
             self._signature_columns = columns.signature_columns(innermost(self.model), names)
 
     def _named_by_loss(self) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from paceline.args.sections import DistillationSection
 from paceline.core.methods import is_ours
 from paceline.core.optional import LateModule
 from paceline.pytorch.data.columns import find_labels
@@ -25,8 +26,12 @@ from paceline.pytorch.model.signature import (
 )
 
 if TYPE_CHECKING:
+    from paceline.args.sections import Options
+    from paceline.pytorch import distillation
+    from paceline.pytorch.distillation import Distillation
     from paceline.pytorch.model import linear_loss
 else:
+    distillation = LateModule("paceline.pytorch.distillation")
     linear_loss = LateModule("paceline.pytorch.model.linear_loss")
 
 logger = logging.getLogger(__name__)
@@ -115,6 +120,7 @@ class ModelFacts:
         loss_normalizer: knows or infers the reduction of the loss.
         label_smoother: smooths the targets; None: `label_smoothing_factor` is 0.
         objective: computes the default loss.
+        distillation: the losses of a teacher; None without one.
     """
 
     signature: ForwardSignature
@@ -122,11 +128,15 @@ class ModelFacts:
     loss_normalizer: LossNormalizer
     label_smoother: LabelSmoother | None
     objective: Objective
+    distillation: Distillation | None = None
 
 
 def read_model(
     model: nn.Module,
     *,
+    options: Options | None = None,
+    teacher: object = None,
+    processor: object = None,
     compute_loss: Callable[..., Any],
     compute_loss_func: Callable[..., Any] | None,
     label_names: Sequence[str] | None,
@@ -139,6 +149,9 @@ def read_model(
 
     Args:
         model: as the user gave it.
+        options: the arguments; None: those of a teacher are not set.
+        teacher: the argument of the Trainer, or None.
+        processor: `processing_class`, or None.
         compute_loss: the Trainer's, bound; an override may not compute the loss of the model's class.
         compute_loss_func: the user's loss, or None.
         label_names, loss_weight: the options of these names.
@@ -175,7 +188,18 @@ def read_model(
             linear_cross_entropy,
         )
     objective = Objective(signature, names or ["labels"], normalizer, compute_loss_func, smoother, by_chunks)
-    return ModelFacts(signature, names, normalizer, smoother, objective)
+    taught = distillation_of(teacher, options, student=model, rule=normalizer, tokenizer=processor)
+    if taught is not None:
+        objective = distillation.DistilledObjective(objective, taught)
+    return ModelFacts(signature, names, normalizer, smoother, objective, taught)
+
+
+def distillation_of(teacher: object, options: Options | None, **facts: Any) -> Distillation | None:
+    """Returns the losses of a teacher; None without one. Loads nothing if no option of distillation is set."""
+    fields = DistillationSection.__dataclass_fields__
+    if options is None or (teacher is None and all(getattr(options, n) == each.default for n, each in fields.items())):
+        return None
+    return distillation.make_distillation(teacher, options, **facts)
 
 
 def linear_loss_of(model: nn.Module, option: str | bool) -> linear_loss.LinearLoss | None:

@@ -17,6 +17,7 @@ from paceline.args.training import TrainingArguments
 ONE_PROGRAM = "TensorFlow shares the work through tf.distribute: hand a strategy to TFTrainer; leave it out"
 NO_WORKERS = "TensorFlow loads data in threads: use tf.data with num_parallel_calls and prefetch; leave it out"
 NO_COMPILE = "TensorFlow compiles with XLA: set xla=True; leave it out"
+NO_TEACHER = "distillation is of the torch Trainer; compute its loss in the model; leave it out"
 NO_AVERAGES = "Keras' optimizers average: pass one with use_ema=True; leave it out"
 NO_CHECKPOINTING = "wrap layers in tf.recompute_grad; leave it out"
 # name: (True if the value is the neutral one, the replacement)
@@ -47,6 +48,12 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "these are counters of torch_xla, and tf.profiler shows what a TPU does; leave tpu_metrics_debug out",
     ),
     "deepspeed": (is_off, ONE_PROGRAM),
+    "distillation_alpha": (is_default(0.5), NO_TEACHER),
+    "distillation_layer_loss": (is_default("mse"), NO_TEACHER),
+    "distillation_layer_weight": (is_default(1.0), NO_TEACHER),
+    "distillation_layers": (is_off, NO_TEACHER),
+    "distillation_temperature": (is_default(2.0), NO_TEACHER),
+    "distillation_top_k": (is_off, NO_TEACHER),
     "eval_use_gather_object": (is_off, "each worker evaluates every sample, and nothing is gathered; leave it out"),
     "eval_samples": (is_off, "call trainer.log_table in on_evaluate; leave it out"),
     "ema_decay": (is_default(None), NO_AVERAGES),
@@ -83,6 +90,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "swa_anneal_steps": (is_off, NO_AVERAGES),
     "swa_lr": (is_default(None), NO_AVERAGES),
     "swa_start": (is_default(None), NO_AVERAGES),
+    "teacher": (is_off, NO_TEACHER),
     "torch_compile": (is_off, NO_COMPILE),
     "torch_compile_dynamic": (is_default(None), NO_COMPILE),
     "torch_empty_cache_steps": (is_off, "TensorFlow keeps its own memory; leave it out"),

@@ -30,8 +30,11 @@ class Objective:
         linear_loss: computes cross-entropies over the model's head in chunks; None disables it.
 
     Attributes:
+        further_names: names of inputs that others than the model take.
         loss_place: distinguishes an unnamed loss from a prediction, over all evaluated batches.
     """
+
+    further_names: tuple[str, ...] = ()
 
     def __init__(
         self,
