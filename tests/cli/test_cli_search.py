@@ -66,6 +66,10 @@ def test_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert (tmp_path / "run" / "plots" / "optimization_history.html").stat().st_size > 1000
     assert main(["search", str(path), "--n_trials", "4"]) == 0
     assert len(study_of(tmp_path).trials) == 4
+    wide = next(trial.number for trial in study.trials if trial.params["model.width"] != 4)  # not that of the file
+    capsys.readouterr()
+    assert main(["replay", str(tmp_path / "run" / f"run-{wide}"), "--step", "3", "--trust"]) == 0
+    assert "bit-exact      yes" in capsys.readouterr().out
 
 
 @pytest.mark.slow

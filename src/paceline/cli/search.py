@@ -21,10 +21,11 @@ from paceline.cli.config import JobConfig
 from paceline.cli.display import say
 from paceline.cli.errors import UsageError, need
 from paceline.cli.job_model import build_model
+from paceline.cli.jobs import Job, kept
 from paceline.cli.references import REFERENCE, put_on_path, read_reference
 from paceline.cli.search_options import OF_MODEL, SearchConfig, read_function, suggested
 from paceline.cli.search_table import Beginning, TrialsDisplay, shown
-from paceline.cli.train import check_references, check_splits, make_arguments
+from paceline.cli.train import COMMANDS, IDENTITY, check_references, check_splits, make_arguments
 from paceline.cli.train_torch import build_trainer
 from paceline.core.events import TrainerCallback
 from paceline.core.metrics import best_metric_value
@@ -50,6 +51,34 @@ class Orphaned(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if os.getppid() != self.parent:
             raise KeyboardInterrupt
+
+
+class TrialJobs(TrainerCallback):
+    """Writes `job.json` to the folder of each trial, so that `paceline replay` can run its steps again.
+
+    Args:
+        job: the configuration of the search.
+        args: its arguments, which those of a trial are compared with.
+    """
+
+    def __init__(self, job: JobConfig, args: TrainingArguments) -> None:
+        self.job, self.before = job, args.to_dict()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not state.is_hyper_param_search:
+            return
+        sections = sections_of_trial(self.job, state.trial_params or {})
+        changed = {name: value for name, value in args.to_dict().items() if value != self.before.get(name)}
+        given = {**kept(self.job.arguments), **changed}
+        Job(
+            Path(str(args.output_dir)),
+            COMMANDS["torch"],
+            {name: sections[name] for name in IDENTITY if sections.get(name) is not None},
+            {
+                "arguments": args.to_sanitized_dict(),
+                "given": {"path": str(self.job.path), "sections": sections, "arguments": given},
+            },
+        ).write()
 
 
 def run(config: SearchConfig) -> int:
@@ -79,6 +108,7 @@ def run_here(config: SearchConfig, args: TrainingArguments) -> None:
     trainer, splits = build_trainer(config.job, args, partial(model_of_trial, config.job))
     check_splits(splits, args, ("do_train", "do_eval"), {"do_eval": True})
     display = None if config.is_worker else TrialsDisplay(Path(str(args.output_dir)).absolute())
+    trainer.add_callback(TrialJobs(config.job, args))
     if display is None:
         trainer.add_callback(Orphaned)
     else:
@@ -112,15 +142,20 @@ def model_of_trial(job: JobConfig, tokenizer: object, trial: Any) -> nn.Module:
     Raises:
         UsageError: the section `model` names a finished module, which all trials would share.
     """
-    section = job.get("model")
-    reference = read_reference("model", section)
+    reference = read_reference("model", job.get("model"))
     if reference is not None and not reference.options and isinstance(reference.load(), nn.Module):
         raise UsageError(f"model: {reference.name} is a finished module, which all trials would train: name a function")
-    changed = {name[len(OF_MODEL) :]: value for name, value in params_of(trial).items() if name.startswith(OF_MODEL)}
+    sections = sections_of_trial(job, params_of(trial))
+    return build_model(JobConfig(job.path, sections, job.arguments, job.framework), tokenizer)
+
+
+def sections_of_trial(job: JobConfig, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sections of a job with the `model.KEY` among a trial's hyperparameters set."""
+    section = job.get("model")
+    changed = {name[len(OF_MODEL) :]: value for name, value in params.items() if name.startswith(OF_MODEL)}
     if isinstance(section, str):
         section = {"factory" if REFERENCE.fullmatch(section) else "path": section}
-    sections = {**job.sections, "model": {**(section or {}), **changed}}
-    return build_model(JobConfig(job.path, sections, job.arguments, job.framework), tokenizer)
+    return {**job.sections, "model": {**(section or {}), **changed}}
 
 
 def space_of(config: SearchConfig) -> Callable[[Any], dict[str, Any]]:
