@@ -114,6 +114,7 @@ if TYPE_CHECKING:
         enable_full_determinism as enable_full_determinism,
         set_seed as set_seed,
     )
+    from paceline.pytorch.distributed.simulated import simulated_processes as simulated_processes
     from paceline.pytorch.ensemble import ensemble_predict as ensemble_predict
     from paceline.pytorch.members_trainer import MembersTrainer as MembersTrainer
     from paceline.pytorch.evaluation.augmentation import TestTimeAugmentation as TestTimeAugmentation
@@ -291,6 +292,7 @@ _HOMES = {
     "replay": "paceline.pytorch.replay",
     "rotate_checkpoints": "paceline.checkpoint.folders",
     "set_seed": "paceline.pytorch.distributed.random",
+    "simulated_processes": "paceline.pytorch.distributed.simulated",
     "sort_checkpoints": "paceline.checkpoint.folders",
     "speed_metrics": "paceline.core.metrics",
 }

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from paceline.args import yaml_text
 from paceline.cli.display import say
-from paceline.cli.errors import UsageError
+from paceline.cli.errors import UsageError, load_part
 from paceline.cli.preview import built, read_words
 from paceline.core.metrics import jsonable
 
 FLAGS = ("--time", "--print-config", "--json")
+PROCESSES = "--processes"
 
 
 def run(words: Sequence[str]) -> int:
@@ -22,8 +24,11 @@ def run(words: Sequence[str]) -> int:
     Raises:
         UsageError: the configuration is invalid.
     """
-    config, given = read_words("plan", words, FLAGS)
-    with built(config) as (trainer, args):
+    number, rest = take_processes(words)
+    config, given = read_words("plan", rest, FLAGS)
+    if number is not None and "--time" in given:
+        raise UsageError(f"{PROCESSES} {number} and --time: the other processes are not started; leave one of them out")
+    with processes_of(number), built(config) as (trainer, args):
         try:
             found = trainer.plan(time="--time" in given)
         except ValueError as error:
@@ -32,6 +37,8 @@ def run(words: Sequence[str]) -> int:
     defaults = type(args)(output_dir=str(args.output_dir)).to_sanitized_dict()
     changed = tuple(name for name in options if name == "output_dir" or options[name] != defaults.get(name))
     found = replace(found, options=options, changed=changed)
+    if number is None and not trainer.is_world_process_zero():
+        return 0
     if "--json" in given:
         say(json.dumps(jsonable(found.to_dict()), default=str))
         return 0
@@ -39,6 +46,35 @@ def run(words: Sequence[str]) -> int:
     if "--print-config" in given:
         say("\n" + print_options(found.options, found.changed))
     return 0
+
+
+def take_processes(words: Sequence[str]) -> tuple[int | None, list[str]]:
+    """Returns the number of `--processes N`, or None, and the other words.
+
+    Raises:
+        UsageError: it is no number from 1 on.
+    """
+    rest = list(words)
+    for index, word in enumerate(rest):
+        name, _, value = word.partition("=")
+        if name != PROCESSES:
+            continue
+        length = 1 if "=" in word else 2
+        value = value if length == 1 else "".join(rest[index + 1 : index + 2])
+        if not value.isdecimal() or int(value) < 1:
+            raise UsageError(f"{PROCESSES} {value}".rstrip() + ": expected a number of processes from 1 on")
+        return int(value), rest[:index] + rest[index + length :]
+    return None, rest
+
+
+def processes_of(number: int | None) -> AbstractContextManager[None]:
+    """Returns the context in which this process is the first of `number`; one that changes nothing for None."""
+    if number is None:
+        return nullcontext()
+    found: AbstractContextManager[None] = load_part("paceline.pytorch.distributed.simulated").simulated_processes(
+        number
+    )
+    return found
 
 
 def print_options(options: Mapping[str, Any], changed: Sequence[str]) -> str:

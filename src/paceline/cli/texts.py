@@ -113,11 +113,13 @@ language models of transformers only. Everything else is the same.
 "paceline train --help WORD" lists the options that contain WORD."""
 
 PLAN = """\
-paceline plan CONFIG.yaml [--time] [--print-config] [--json] [--option value ...] [--section.key value ...]
+paceline plan CONFIG.yaml [--processes N] [--time] [--print-config] [--json] [--option value ...]
+                          [--section.key value ...]
 
 Says what `paceline train` with the same words will take, before its first step: memory of an optimizer step, disk,
 steps, samples and tokens, evaluations. The step is traced on tensors without data. Trains nothing, and writes nothing.
 
+  --processes N   plan a run of N processes (data, shards, mesh) on this one: nothing is sent, no GPU is needed
   --time          run two optimizer steps in memory, and state the time of the second
   --print-config  also print every option as YAML; those that differ from their defaults are marked
   --json          print all of it as one JSON object"""

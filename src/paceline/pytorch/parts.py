@@ -37,6 +37,7 @@ from paceline.pytorch.checkpoint.model_files import ModelFiles, load_weights
 from paceline.pytorch.checkpoint.saves import Saves
 from paceline.pytorch.data.lengths import length_of
 from paceline.pytorch.data.loading import loader_length, make_loader
+from paceline.pytorch.distributed.simulated import check_real
 from paceline.pytorch.evaluation import predictor
 from paceline.pytorch.evaluation.batch_predictor import BatchPredictor
 from paceline.pytorch.evaluation.prediction_buffer import EvaluationOptions, expected_bytes
@@ -157,6 +158,7 @@ def evaluation_loop_of(trainer: Trainer, **changes: Any) -> EvaluationLoop:
         trainer: the Trainer.
         changes: arguments of the loop that replace the Trainer's.
     """
+    check_real("An evaluation")
     options = evaluation_options_of(trainer)
     generates = getattr(trainer.args, "predict_with_generate", False)
     keeps_logits = is_ours(trainer.prediction_step) and not generates and trainer.preprocess_logits_for_metrics is None

@@ -6,7 +6,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from paceline.pytorch import trial_run
 from paceline.pytorch.batch_search import StepClock
 from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.data.lengths import length_of
+from paceline.pytorch.distributed.simulated import is_simulated
 from paceline.pytorch.doctor.findings import Case, Diagnosis
 from paceline.pytorch.doctor.registry import examine
 from paceline.pytorch.forecast.rehearsal import CannotRehearse, StepMemoryEstimate, rehearse
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from paceline.args.plan import Plan
     from paceline.pytorch.trainer import Trainer
 
+TRACED = (None, "ddp")  # strategies whose processes hold all of the model
+SIMULATED = ("fsdp", "mesh")  # those whose collective calls are traced where they move nothing
 QUIET: dict[str, Any] = {**WITHOUT_OUTPUT, "disable_tqdm": True, "push_to_hub": False, "torch_compile": False}
 
 
@@ -78,9 +81,17 @@ class CopiedStage:
             loss: Tensor = self.trainer.compute_loss(model, copy.copy(inputs), **counts)
         return loss
 
+    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
+        """Returns the strategy's context of a micro-batch; gradients are exchanged in the last one."""
+        return self.trainer.strategy.micro_step(last)
+
     def backward(self, loss: Tensor) -> None:
         """Runs the backward pass."""
         self.trainer.strategy.backward(loss)
+
+    def bucket_bytes(self, gradients: int) -> int:
+        """Returns the bytes that the strategy holds besides gradients, to exchange them."""
+        return gradients if self.plan.parallel == "ddp" else 0
 
     def finish(self) -> None:
         """Clips the gradients, steps the optimizer and clears the gradients."""
@@ -113,7 +124,7 @@ def plan_of(trainer: Trainer, times_step: bool) -> Forecast:
         batches = first_batches(trainer, loader, min(plan.accumulation_steps, 2))
         memory, note = memory_of(trainer, plan, batches)
     args = trainer.args
-    state = None if memory is None else memory.optimizer
+    state = None if memory is None else memory.optimizer_of_all
     weights = {id(value): value for value in saved_tensors(trainer.model)}.values()
     disk = disk_of(
         plan,
@@ -160,8 +171,8 @@ def first_batches(trainer: Trainer, loader: Any, number: int) -> list[Any]:
 
 def memory_of(trainer: Trainer, plan: Plan, batches: list[Any]) -> tuple[StepMemoryEstimate | None, str]:
     """Returns the memory of a step, or None, and what it leaves out or why it is unknown."""
-    if trainer.world.is_distributed and plan.parallel != "ddp":
-        return None, f"with parallel={plan.parallel!r} each process holds a part of the model; plan on one process."
+    if reason := cannot_trace(plan):
+        return None, reason
     if not is_ours(trainer.training_step):
         return None, "training_step is overridden; measure_memory() measures it."
     counts = trainer.objective.wants_num_items
@@ -175,9 +186,21 @@ def memory_of(trainer: Trainer, plan: Plan, batches: list[Any]) -> tuple[StepMem
         notes.append("The optimizer's step reads values: tensors that exist only during it are not included.")
     if trainer.args.torch_compile:
         notes.append("Of the model without torch_compile, which may keep other tensors.")
-    if trainer.world.is_distributed:
-        notes.append("Buckets of DistributedDataParallel, as large as the gradients, come on top.")
     return found, " ".join(notes)
+
+
+def cannot_trace(plan: Plan) -> str:
+    """Returns why the memory of a run of several processes cannot be found; empty if it can."""
+    if plan.parallel in TRACED:
+        return ""
+    if plan.parallel not in SIMULATED:
+        return f"with parallel={plan.parallel!r} the step runs in an engine that cannot be traced."
+    if is_simulated():
+        return ""
+    return (
+        f"with parallel={plan.parallel!r} each process holds a part of the model. Plan it on one process: "
+        f"paceline plan CONFIG.yaml --processes {plan.world_size}, or trainer.plan() under simulated_processes."
+    )
 
 
 def saved_tensors(model: nn.Module) -> list[Tensor]:

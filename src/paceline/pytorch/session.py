@@ -50,6 +50,7 @@ from paceline.pytorch.distributed.collectives import gather_objects
 from paceline.pytorch.distributed.memory import count_memory
 from paceline.pytorch.distributed.precision import make_precision, warn_of_emulation
 from paceline.pytorch.distributed.random import seed_everything, set_seed
+from paceline.pytorch.distributed.simulated import check_real
 from paceline.pytorch.distributed.strategy import SingleDevice, choose_strategy
 from paceline.pytorch.distributed.watchdog import Watchdog, watching
 from paceline.pytorch.distributed.world import World, device_text
@@ -287,6 +288,7 @@ class Session(core.Session[Run, TrainerMembers]):
         watchdog: Watchdog | None,
         folder: Path,
     ) -> Run:
+        check_real("train()")
         self.prepare_model(plan)
         ledger = device_clock.make_ledger(self.world.device)
         sync = self.make_sync(plan, feed, signals, watchdog, ledger)

@@ -32,6 +32,7 @@ from paceline.pytorch.distributed.context_link import context_of, set_context
 from paceline.pytorch.distributed.last_stage import Looking
 from paceline.pytorch.distributed.parts_check import IGNORED, Sample, difference, formats_within
 from paceline.pytorch.distributed.sequence_masks import is_plain, mask_of, narrowest_window, with_itself, within
+from paceline.pytorch.distributed.simulated import is_simulated
 from paceline.pytorch.distributed.ulysses import attend_by_heads
 
 GATHER = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
@@ -139,7 +140,7 @@ class ContextParallel:
         """
         inputs = {**dict(zip(self.names, args, strict=False)), **kwargs}
         has_mask = isinstance(inputs.get("attention_mask"), Tensor)
-        if self.is_whole or has_mask in self._compared:
+        if self.is_whole or has_mask in self._compared or is_simulated():  # a plan has no values to compare
             return
         self._compared.add(has_mask)
         found = next((value for name in INPUTS if isinstance(value := inputs.get(name), Tensor)), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from paceline.core.optional import LateModule
-from paceline.pytorch.distributed.memory import count_state
+from paceline.pytorch.distributed.memory import count_state, total
+from paceline.pytorch.distributed.tensor_parts import is_dtensor
 from paceline.pytorch.memory_report import recording, tensors_of
 from paceline.pytorch.module_memory import KINDS, TOTAL, make_tracker, on_device
 
@@ -40,8 +41,14 @@ class Stage(Protocol):
     def compute_loss(self, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
         """Returns the loss of a micro-batch under the precision context."""
 
+    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
+        """Returns the strategy's context of a micro-batch; gradients are exchanged in the last one."""
+
     def backward(self, loss: Tensor) -> None:
         """Runs the backward pass."""
+
+    def bucket_bytes(self, gradients: int) -> int:
+        """Returns the bytes that the strategy holds besides gradients, to exchange them."""
 
     def finish(self) -> None:
         """Clips the gradients, steps the optimizer and clears the gradients."""
@@ -54,11 +61,14 @@ class Stage(Protocol):
 class StepMemoryEstimate:
     """The memory of an optimizer step of one process, in bytes, found without running it.
 
+    Of a sharded model the process's own shards are counted; the first process has the largest ones.
+
     Attributes:
         peak: the largest total of all tensors.
         by_kind: what it consists of at that moment, as in `StepMemory.by_kind`.
         parameters, buffers, gradients: of the model.
         optimizer: state of the optimizer after its first step; None if it cannot be found without a step.
+        optimizer_of_all: the same over all shards, as a checkpoint holds it.
         activations: kept by the forward pass of one micro-batch for its backward pass.
         logits: the largest floating-point output of the model.
         has_optimizer_step: False if the optimizer's step reads values: `peak` then holds its state, but not the tensors
@@ -71,6 +81,7 @@ class StepMemoryEstimate:
     buffers: int
     gradients: int
     optimizer: int | None
+    optimizer_of_all: int | None
     activations: int
     logits: int
     has_optimizer_step: bool
@@ -123,12 +134,16 @@ def measure(
     state = state_bytes(optimizer) if steps else count_state(optimizer)
     activations, logits = trace_forward(stage, model, batches[0], num_items, mode)
     held = [model, *([optimizer] if isinstance(optimizer, Optimizer) and steps else [])]
+    if any(map(is_dtensor, trained)):
+        # the first call of an operation on DTensors infers its layout on tensors of the whole size, which are no memory
+        with mode:
+            run_passes(stage, model, batches, num_items)
+        for parameter in trained:
+            parameter.grad = None
     passes = make_tracker(model)
     passes.track_external(*held)
     with mode, passes:
-        for batch in batches:
-            stage.backward(stage.compute_loss(model, batch, num_items))
-            passes.reset_mod_stats()  # it keeps the statistics of one call of each module
+        run_passes(stage, model, batches, num_items, passes.reset_mod_stats)
     trackers = [passes]
     if steps:  # not under the mode: optimizers read their step counts, which are real tensors
         step = make_tracker(model)
@@ -138,21 +153,35 @@ def measure(
         trackers.append(step)
     peaks = [dict(on_device(tracker.get_tracker_snapshot("peak"), device)) for tracker in trackers]
     peak = max(peaks, key=lambda found: int(found.get(TOTAL, 0)))
-    total = peak.pop(TOTAL, 0)
+    whole = peak.pop(TOTAL, 0)
     by_kind = {KINDS[kind.value]: size for kind, size in peak.items()}
     if not steps and state is not None:  # held during the passes
-        by_kind["optimizer"], total = state, total + state
+        by_kind["optimizer"], whole = state, whole + state
+    if buckets := stage.bucket_bytes(total(trained)):
+        by_kind["buckets"], whole = buckets, whole + buckets
     return StepMemoryEstimate(
-        peak=total,
+        peak=whole,
         by_kind=by_kind,
-        parameters=bytes_of(model.parameters()),
-        buffers=bytes_of(model.buffers()),
-        gradients=bytes_of(trained),
+        parameters=total(model.parameters()),
+        buffers=total(model.buffers()),
+        gradients=total(trained),
         optimizer=state,
+        optimizer_of_all=state_bytes(optimizer, of_all=True) if steps or not any(map(is_dtensor, trained)) else None,
         activations=activations,
         logits=logits,
         has_optimizer_step=steps,
     )
+
+
+def run_passes(
+    stage: Stage, model: nn.Module, batches: Sequence[Any], num_items: Any, after_each: Callable[[], None] | None = None
+) -> None:
+    """Runs forward and backward of each micro-batch; a tracker keeps the statistics of one call of each module."""
+    for index, batch in enumerate(batches):
+        with stage.micro_step(index == len(batches) - 1):
+            stage.backward(stage.compute_loss(model, batch, num_items))
+        if after_each is not None:
+            after_each()
 
 
 def begin_optimizer(stage: Stage, trained: Sequence[nn.Parameter]) -> bool:
@@ -205,18 +234,12 @@ def float_bytes(value: object) -> int:
     return value.numel() * value.element_size() if is_output and isinstance(value, Tensor) else 0
 
 
-def state_bytes(optimizer: Any) -> int | None:
-    """Returns the bytes of an optimizer's state; None if it has no `state`."""
+def state_bytes(optimizer: Any, of_all: bool = False) -> int | None:
+    """Returns the bytes of an optimizer's state, or of all shards of it; None if it has no `state`."""
     state = getattr(optimizer, "state", None)
     if state is None:
         return None
     values: list[Tensor] = []
     for entry in list(state.values()):
         tree_map(lambda value: values.append(value) if isinstance(value, Tensor) else None, entry)
-    return bytes_of(values)
-
-
-def bytes_of(tensors: Any) -> int:
-    """Returns the bytes of tensors; each is counted once."""
-    held = {id(tensor): tensor for tensor in tensors}
-    return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+    return sum(value.numel() * value.element_size() for value in values) if of_all else total(values)
