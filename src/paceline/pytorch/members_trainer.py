@@ -25,7 +25,7 @@ from paceline.core.events import TrainerCallback
 from paceline.core.metrics import StartTime, is_better
 from paceline.core.outputs import PredictionOutput, TrainOutput
 from paceline.pytorch import parts
-from paceline.pytorch.data.loading import is_stream, loader_length
+from paceline.pytorch.data.loading import is_stream
 from paceline.pytorch.distributed.random import preserved_rng, set_seed
 from paceline.pytorch.evaluation import predictor
 from paceline.pytorch.optim import optimizers as optimizer_registry
@@ -442,9 +442,8 @@ class MembersTrainer(Trainer):
                 with self._shown(module), predictor.in_evaluation_mode(module):
                     output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, prefix)
                 each.append(dict(output.metrics or {}))
-            parts.warn_of_gaps(self, output, prefix)
             metrics = self._together(each, prefix)
-            metrics |= predictor.timed_metrics(output._replace(metrics={}), prefix, start, loader_length(loader))
+            metrics |= parts.metrics_of(self, output._replace(metrics={}), prefix, start, loader, dataset)
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             metrics.update(self.memory_stages.stop("eval"))
