@@ -53,7 +53,9 @@ TOP_PACKAGES = {"args", "core", "checkpoint", "report", "predictions", "callback
 DOORS = {"__init__", "__main__", "drop_in"}
 OTHER_FRAMEWORK = {"pytorch": "paceline.tensorflow", "tensorflow": "paceline.pytorch"}
 # the classes that users name; all else is below them
-FACADES = {"paceline.pytorch.trainer", "paceline.pytorch.seq2seq", "paceline.tensorflow.trainer"}
+FACADES = {"paceline.pytorch.trainer", "paceline.pytorch.seq2seq", "paceline.tensorflow.trainer"} | {
+    "paceline.pytorch.members_trainer"
+}
 
 # give each part of a facade what it works on: a second file of the facade
 ASSEMBLIES = {"paceline.pytorch.parts", "paceline.pytorch.previews", "paceline.tensorflow.parts"}
@@ -116,6 +118,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("one owner", "compat/trial_runs.py:TrialWatch.*"): "a callback answers through the control",
     ("one owner", "pytorch/parts.py:*"): "a second file of the facade",
     ("one owner", "pytorch/lr_search.py:*"): "a callback answers through the control",
+    ("one owner", "pytorch/stacked/watch.py:*"): "a callback answers through the control",
     ("one owner", "pytorch/replay.py:StopAfter.*"): "a callback answers through the control",
     ("one owner", "pytorch/batch_search.py:StepClock.*"): "a callback answers through the control",
     ("one owner", "tensorflow/adapters.py:*"): "a callback answers through the control",
@@ -138,6 +141,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("the plan decides", "core/loop.py"): "max_steps and the JIT checkpoint are live: a callback may change them",
     ("the plan decides", "core/state.py"): "a public method of the Hugging Face library's state",
     ("the plan decides", "pytorch/pruning.py"): "a callback is given the arguments",
+    ("the plan decides", "pytorch/stacked/checks.py"): "refuses options before there is a plan, in one place",
     ("the plan decides", "checkpoint/retention.py"): "makes a Retention of them, in one place",
     ("the plan decides", "pytorch/data/loading.py"): "makes the options of the workers of them, in one place",
     ("the plan decides", "pytorch/distributed/*"): "a strategy is made of the options that configure it alone",

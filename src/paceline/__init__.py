@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         SaveStrategy as SaveStrategy,
         SchedulerType as SchedulerType,
     )
+    from paceline.args.members import Member as Member
     from paceline.args.parser import HfArg as HfArg, HfArgumentParser as HfArgumentParser
     from paceline.args.plan import Plan as Plan, UnsupportedOption as UnsupportedOption
     from paceline.args.regularizers import (
@@ -113,6 +114,7 @@ if TYPE_CHECKING:
         set_seed as set_seed,
     )
     from paceline.pytorch.ensemble import ensemble_predict as ensemble_predict
+    from paceline.pytorch.members_trainer import MembersTrainer as MembersTrainer
     from paceline.pytorch.evaluation.augmentation import TestTimeAugmentation as TestTimeAugmentation
     from paceline.pytorch.model.check_targets import check_targets as check_targets
     from paceline.pytorch.model.loss import LabelSmoother as LabelSmoother
@@ -212,6 +214,8 @@ _HOMES = {
     "LabelSmoother": "paceline.pytorch.model.loss",
     "LengthGroupedSampler": "paceline.pytorch.data.samplers",
     "MLflowCallback": "paceline.callbacks.reporters.mlflow",
+    "Member": "paceline.args.members",
+    "MembersTrainer": "paceline.pytorch.members_trainer",
     "MixedDataset": "paceline.pytorch.data.mixing",
     "MixedStream": "paceline.pytorch.data.mixing",
     "Mixup": "paceline.args.regularizers",
