@@ -141,6 +141,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("the plan decides", "core/loop.py"): "max_steps and the JIT checkpoint are live: a callback may change them",
     ("the plan decides", "core/state.py"): "a public method of the Hugging Face library's state",
     ("the plan decides", "pytorch/pruning.py"): "a callback is given the arguments",
+    ("the plan decides", "pytorch/snapshots.py"): "a callback is given the arguments",
     ("the plan decides", "pytorch/stacked/checks.py"): "refuses options before there is a plan, in one place",
     ("the plan decides", "checkpoint/retention.py"): "makes a Retention of them, in one place",
     ("the plan decides", "pytorch/data/loading.py"): "makes the options of the workers of them, in one place",

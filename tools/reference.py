@@ -16,7 +16,10 @@ paceline: Any = importlib.import_module("paceline")
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
 OPTIONS = ROOT / "docs" / "options.md"
-TRAINING = ("paceline.pytorch.trainer", "paceline.pytorch.seq2seq", "paceline.pytorch.replay")
+TRAINING = (
+    *("paceline.pytorch.trainer", "paceline.pytorch.seq2seq", "paceline.pytorch.members_trainer"),
+    "paceline.pytorch.replay",
+)
 # title, file, what its modules begin with; a name goes to the first that fits
 GROUPS = (
     ("Training", "training", (*TRAINING, "paceline.core.outputs")),

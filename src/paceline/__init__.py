@@ -139,6 +139,7 @@ if TYPE_CHECKING:
     )
     from paceline.pytorch.pruning import Pruning as Pruning
     from paceline.pytorch.replay import replay as replay
+    from paceline.pytorch.snapshots import SnapshotEnsemble as SnapshotEnsemble
     from paceline.pytorch.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
     from paceline.pytorch.trainer import Trainer as Trainer
     from paceline.search.spaces import (
@@ -238,6 +239,7 @@ _HOMES = {
     "Seq2SeqTrainingArguments": "paceline.args.seq2seq",
     "ShardSampler": "paceline.pytorch.data.samplers",
     "ShuffleBuffer": "paceline.pytorch.data.shuffle",
+    "SnapshotEnsemble": "paceline.pytorch.snapshots",
     "StreamingMetric": "paceline.core.contracts",
     "SwanLabCallback": "paceline.callbacks.reporters.swanlab",
     "TFTrainer": "paceline.tensorflow.trainer",

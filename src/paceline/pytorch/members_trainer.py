@@ -128,6 +128,7 @@ class MembersTrainer(Trainer):
         checks.check_arguments(args, self.members)
         methods = (self.compute_loss, self.training_step, self.create_optimizer, self.create_scheduler)
         checks.check_methods(methods, optimizers)
+        checks.check_callbacks(callbacks or [])
         self._check_seeds(model_init, train_dataset)
         self._watch = MemberWatch(self.members)
         super().__init__(

@@ -14,6 +14,7 @@ from paceline.args.members import Member
 from paceline.args.sections import Options
 from paceline.core.methods import is_ours
 from paceline.pytorch.distributed.random import preserved_rng
+from paceline.pytorch.pruning import Pruning
 from paceline.pytorch.stacked.stack import REMEDY, MemberStack
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ REFUSED = {
             *("gradient_checkpointing", "activation_checkpointing", "activation_offload", "torch_compile", "fp8"),
             *("neftune_noise_alpha", "use_liger_kernel", "linear_cross_entropy", "optimizer_in_backward"),
             *("optimizer_state_dtype", "gradient_noise_scale", "log_flops", "batch_size_warmup"),
-            *("sequence_length_warmup", "packing", "predict_with_generate"),
+            *("sequence_length_warmup", "packing", "predict_with_generate", "regularizers"),
         ),
         "leave it out",
     ),
@@ -50,6 +51,16 @@ def check_arguments(args: Options, members: Sequence[Member]) -> None:
         if value and value != defaults.get(name):
             raise UnsupportedOption(f"{NAMES}: {name}={value!r} is not supported: {remedy}.")
     check_own_data(args, members)
+
+
+def check_callbacks(callbacks: Iterable[object]) -> None:
+    """Checks that no callback changes the weights of one model.
+
+    Raises:
+        UnsupportedOption: one does.
+    """
+    if any(issubclass(each if isinstance(each, type) else type(each), Pruning) for each in callbacks):
+        raise UnsupportedOption(f"{NAMES}: the callback Pruning chooses weights of one model: leave it out.")
 
 
 def check_own_data(args: Options, members: Sequence[Member]) -> None:
