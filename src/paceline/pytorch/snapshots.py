@@ -30,8 +30,8 @@ FOLDER = "snapshots"
 class SnapshotEnsemble(TrainerCallback):
     """Saves the model at the end of each cosine cycle of `lr_scheduler_type="cosine_with_restarts"`.
 
-    The number of cycles is `num_cycles` in `lr_scheduler_kwargs`. The folders `snapshots/snapshot-1`, `snapshot-2` ... in
-    the output folder are written by the main process, are not deleted with checkpoints, and are members for
+    The number of cycles is `num_cycles` in `lr_scheduler_kwargs`. The folders `snapshots/snapshot-1`, `snapshot-2` ...
+    in the output folder are written by the main process, are not deleted with checkpoints, and are members for
     `ensemble_predict`. A run that is resumed writes the same ones again from its step on.
 
     Args:
@@ -63,7 +63,8 @@ class SnapshotEnsemble(TrainerCallback):
         """Checks that the run has whole cycles, and finds the snapshots of a resumed run.
 
         Raises:
-            UnsupportedOption: the schedule has no cycles, the model is sharded, or the optimizer keeps two sets of weights.
+            UnsupportedOption: the schedule has no cycles, the model is sharded, or the optimizer keeps two sets of
+                weights.
             ValueError: there are fewer than two cycles, a part of one, or more cycles than steps.
         """
         name = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.small_models import Classifier
 
 from paceline import SnapshotEnsemble, Trainer, TrainerCallback, TrainingArguments, ensemble_predict
-from tests.support.small_models import Classifier
 
 torch.manual_seed(0)
 DATA = [{"x": torch.randn(8), "labels": torch.tensor(k % 4)} for k in range(24)]
@@ -58,7 +58,7 @@ def test_a_snapshot_is_the_model_at_the_lowest_rate_of_each_cycle(tmp_path: Path
     snapshots, weights = SnapshotEnsemble(), Weights()
     trainer = train(tmp_path, snapshots, weights, warmup_steps=warmup)
     steps = sorted(weights.rates)
-    ends = [s for s in steps if s == 12 or weights.rates[s + 1] > weights.rates[s] and s > warmup]
+    ends = [s for s in steps if s == 12 or (weights.rates[s + 1] > weights.rates[s] and s > warmup)]
     assert len(ends) == len(snapshots.folders) == 3
     for folder, step in zip(snapshots.folders, ends, strict=True):
         assert torch.equal(weight(folder), weights.after[step])
