@@ -689,8 +689,8 @@ class PacelineSection(AverageSection, DistillationSection):
     )
     packing_length: int | None = option(
         None,
-        "Tokens of a row for packing='pack'. Unset: per_device_train_tokens, else the longest sample of each "
-        "micro-batch.",
+        "Tokens of a row for packing='pack'. Unset: per_device_train_tokens, else rows of nearly the same length in "
+        "each micro-batch.",
     )
     per_device_train_tokens: int | None = option(
         None,

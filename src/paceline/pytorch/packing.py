@@ -27,7 +27,7 @@ class Packing:
 
     Attributes:
         kind: "pack" or "flatten".
-        length: maximum tokens per row; None: the length of the longest document of each batch.
+        length: maximum tokens per row; None: rows of nearly the same length in each batch.
         model: the model that was probed.
         isolation: how documents of a row are isolated from each other.
         form: the format of packed batches.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged import pad, texts
 
-from paceline.pytorch.data.packing import PackedForm, PackingCollator, best_fit_decreasing
+from paceline.pytorch.data.packing import PackedForm, PackingCollator, balanced_rows, best_fit_decreasing
 
 
 def documents_in(batch: dict[str, torch.Tensor], name: str = "input_ids") -> list[list[int]]:
@@ -37,6 +38,27 @@ def test_rows_hold_each_document_once_and_no_more_than_their_length(lengths: lis
         assert all(used + lengths[row[0]] > capacity for used in fill[:later])
 
 
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40))
+def test_rows_without_a_length_hold_each_document_once_and_are_short(lengths: list[int]) -> None:
+    rows = balanced_rows(lengths)
+    assert sorted(place for row in rows for place in row) == list(range(len(lengths)))
+    assert all(rows)
+    # the most even filling is at most the mean and a document above it
+    assert max(sum(lengths[place] for place in row) for row in rows) < 3 * max(lengths)
+
+
+def test_rows_without_a_length_are_even() -> None:
+    """Rows as long as the longest document would have 10 % of padding."""
+    generator = random.Random(0)
+    num_tokens = num_slots = 0
+    for _ in range(50):
+        lengths = [min(round(90 * generator.lognormvariate(-0.32, 0.8)) + 1, 476) for _ in range(16)]
+        rows = balanced_rows(lengths)
+        num_tokens += sum(lengths)
+        num_slots += len(rows) * max(sum(lengths[place] for place in row) for row in rows)
+    assert num_tokens > 0.97 * num_slots
+
+
 def test_a_document_longer_than_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match=r"packing_length=8: a sample has 9 tokens\. Raise packing_length"):
         best_fit_decreasing([3, 9], 8)
@@ -52,7 +74,10 @@ def test_all_documents_are_in_the_batch(kind: str, inner: Any) -> None:
     if kind == "flatten":
         assert batch["input_ids"].shape == (1, sum(len(sample["input_ids"]) for sample in samples))
     else:
-        assert batch["input_ids"].shape[1] == max(len(sample["input_ids"]) for sample in samples)
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        num_rows, width = batch["input_ids"].shape
+        assert num_rows > 1
+        assert max(lengths) <= width < 2 * max(lengths)
     found = [row for row in documents_in(batch) if any(row)]
     assert sorted(found) == sorted(sample["input_ids"] for sample in samples)
     targets = [row for row in documents_in(batch, "labels") if any(each != -100 for each in row)]

@@ -8,6 +8,7 @@ description of the documents, so its rows can be split, moved and counted like t
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,30 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     return rows
 
 
+def balanced_rows(lengths: Sequence[int]) -> list[list[int]]:
+    """Returns rows of indices into `lengths` of nearly the same number of tokens, for rows without a given length.
+
+    As many rows as the longest document fits into the tokens, or down to three quarters of them if that leaves less
+    padding: a row is at most about twice as long as the longest document.
+    """
+    most = max(sum(lengths) // max(lengths, default=1), 1)
+    candidates = [fill_evenly(lengths, number) for number in range(most, round(0.75 * most) - 1, -1)]
+    return min(candidates, key=lambda rows: len(rows) * max(sum(lengths[place] for place in row) for row in rows))
+
+
+def fill_evenly(lengths: Sequence[int], number: int) -> list[list[int]]:
+    """Returns a number of rows of indices into `lengths`: from the longest to the shortest, each goes into the
+    emptiest row (longest processing time first; Graham, 1969).
+    """
+    rows: list[list[int]] = [[] for _ in range(number)]
+    fill = [(0, row) for row in range(number)]  # (tokens, row), a heap
+    for place in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
+        tokens, row = fill[0]
+        rows[row].append(place)
+        heapq.heapreplace(fill, (tokens + lengths[place], row))
+    return rows
+
+
 class PackingCollator:
     """Collates samples into rows of whole documents.
 
@@ -76,7 +101,7 @@ class PackingCollator:
             mappings with `input_ids`, are packed.
         form: the format that the model takes.
         kind: "pack": rows of at most `length` tokens, padded to the fullest row; "flatten": one row.
-        length: maximum tokens per row; None: the length of the longest document of each batch.
+        length: maximum tokens per row; None: rows of nearly the same length, at least that of the longest document.
 
     Raises:
         ValueError: samples have columns without exactly one value per token, or are already packed.
@@ -97,7 +122,7 @@ class PackingCollator:
             lengths, columns = read_padded(self.inner(features), features)
         rows = [list(range(len(lengths)))]
         if self.kind == "pack":
-            rows = best_fit_decreasing(lengths, self.length or max(lengths, default=0))
+            rows = best_fit_decreasing(lengths, self.length) if self.length else balanced_rows(lengths)
         return self.fill(rows, lengths, columns)
 
     def fill(self, rows: list[list[int]], lengths: list[int], columns: Mapping[str, Column]) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from paceline.core.optional import require
 
 NAME = "paceline_documents"
 LAYOUT = "paceline_layout"  # attribute of the mask that stands for the documents
-SPREAD = 0.6  # minimum length of a document relative to the longest document of its group
+SPREAD = 0.8  # minimum length of a document relative to the longest document of its group
 
 
 @dataclass(frozen=True)
