@@ -224,8 +224,7 @@ class Trainer(HubNames, ForSubclasses):
         self.signature = facts.signature
         self.label_names = facts.label_names
         self.can_return_loss = facts.signature.can_return_loss
-        self.loss_normalizer = facts.loss_normalizer
-        self.label_smoother = facts.label_smoother
+        self.loss_normalizer, self.label_smoother = facts.loss_normalizer, facts.label_smoother
         self.objective, self.distillation = facts.objective, facts.distillation
 
     def _plan(self) -> Plan:
