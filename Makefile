@@ -86,6 +86,7 @@ docs:
 	@$(VENV)/python tools/docs.py
 	@$(VENV)/python tools/parity_page.py
 	@$(VENV)/python tools/optimizers.py
+	@$(VENV)/python tools/notebooks.py --pages
 
 site:
 	@$(SETUP) --extras dev,site
