@@ -77,6 +77,7 @@ def main() -> None:
             few, test = rest[seed * NUM_FEW : (seed + 1) * NUM_FEW], rest[400:]
             digits_first = paceline.Phase("digits", until="500 steps", train_dataset=known)
             all_at_once = paceline.Phase("odd or even", until="120 steps", train_dataset=few)
+            few_steps = {"until": "40 steps", "train_dataset": few}
             ways = {
                 "odd or even alone": [all_at_once],
                 "digits, then all layers": [digits_first, all_at_once],
@@ -92,7 +93,7 @@ def main() -> None:
                     paceline.Phase(
                         "top", until="40 steps", freeze=["layers.[01].*"], layer_decay=0.3, train_dataset=few
                     ),
-                    paceline.Phase("all", until="40 steps", layer_decay=0.3, train_dataset=few),
+                    paceline.Phase("all", **few_steps, layer_decay=0.3),
                 ],
             }
             for name, phases in ways.items():

@@ -245,7 +245,7 @@ def is_amount(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Returns a setting in JSON types."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
@@ -254,7 +254,7 @@ def plain(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-def describe(value: Any) -> Any:
+def describe(value: object) -> Any:
     """Returns a reference as it is, and the class of any other object in angle brackets, which cannot be read again."""
     if isinstance(value, list | tuple) and all(isinstance(each, str) or callable(each) for each in value):
         return [describe(each) for each in value]

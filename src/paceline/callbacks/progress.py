@@ -237,10 +237,8 @@ class ProgressCallback(TrainerCallback):
         pace = self._speed.steps_per_second
         curve = ""
         epoch = "" if state.epoch is None else f"epoch {state.epoch:.3g}"
-        if state.phase is not None:
-            epoch = f"{state.phase}, {epoch}"
         shown = {  # in the order of the line
-            "epoch": epoch,
+            "epoch": ", ".join(filter(None, (state.phase, epoch))),
             "pace": "" if pace is None else f"{pace:.3g} step/s",
             "loss": self._loss,
             "curve": curve,

@@ -29,6 +29,7 @@ class TrainerMembers(Facade, Protocol):
         data_collator: makes its batches.
         eval_dataset: the evaluation data, or a dict of several.
         compute_loss_func: the user's loss; None: that of the model.
+        teacher: the model or path that is distilled from, or None.
         model_init: makes a fresh model for each run; None: each run continues to train the same model.
         loss_is_scaled_for_ga: declared by a subclass; None: inferred.
         remote_sync: uploads the output folder; None without an `output_store`.
@@ -42,6 +43,7 @@ class TrainerMembers(Facade, Protocol):
     eval_dataset: Any
     model_init: Callable[..., nn.Module] | None
     compute_loss_func: Callable[..., Tensor] | None
+    teacher: Any
     loss_is_scaled_for_ga: bool | None
     place_model: Callable[[], None]
     call_model_init: Callable[..., nn.Module]

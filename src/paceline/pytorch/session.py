@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -688,3 +689,11 @@ class Session(core.Session[Run, TrainerMembers]):
 def step_by_metric(scheduler: Any, metrics: dict[str, float], name: str | None) -> None:
     """Steps a schedule that follows a metric (plateau, greedy)."""
     scheduler.step(best_metric_value(metrics, name or "loss"))
+
+
+def session_of(facade: object, phases: object) -> Session:
+    """Returns the session of a call: that of training phases, whose module is imported only if there are any."""
+    if not phases:
+        return Session(facade)
+    made: Session = importlib.import_module("paceline.pytorch.phases.session").PhasedSession(facade)
+    return made

@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from paceline.pytorch.noise_scale import NoiseScale
     from paceline.pytorch.optim import optimizers as optimizer_registry
     from paceline.pytorch.optim.averages import AveragedWeights
-    from paceline.pytorch.phases import session as phased
     from paceline.pytorch.regularizers.passes import Passes
 else:
     batch_search = LateModule("paceline.pytorch.batch_search")
@@ -76,7 +75,6 @@ else:
     optimizer_registry = LateModule("paceline.pytorch.optim.optimizers")
     packing = LateModule("paceline.pytorch.packing")
     parts = LateModule("paceline.pytorch.parts")
-    phased = LateModule("paceline.pytorch.phases.session")
     previews = LateModule("paceline.pytorch.previews")
     predictor = LateModule("paceline.pytorch.evaluation.predictor")
     result = LateModule("paceline.pytorch.forecast.result")
@@ -137,7 +135,7 @@ class Trainer(HubNames, ForSubclasses):
     _resumed_batch_size: int | None = None  # global batch size, if a run is resumed on another number of processes
 
     def _make_session(self) -> session.Session:
-        return session.Session(self) if self.args.phases is None else phased.PhasedSession(self)
+        return session.session_of(self, self.args.phases)
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -492,6 +493,14 @@ def test_overridden_methods_that_would_not_listen_are_refused(tmp_path: Path) ->
         trainer = make_trainer(tmp_path, Classifier(), rows(), cls=kind, num_train_epochs=3, phases=[phase])
         with pytest.raises(UnsupportedOption, match=name):
             trainer.train()
+
+
+@pytest.mark.parametrize("phase", [Phase("a", loss=double), RICH[1]])
+def test_a_teacher_of_one_dataset_is_refused(tmp_path: Path, phase: Phase) -> None:
+    trainer = make(tmp_path, [replace(phase, until=None)])
+    trainer.teacher = Classifier(seed=1)
+    with pytest.raises(UnsupportedOption, match="leave teacher out"):
+        trainer.train()
 
 
 @pytest.mark.slow

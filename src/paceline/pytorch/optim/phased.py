@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.phases import Phase
@@ -126,7 +127,7 @@ def depth_factors(
     return found
 
 
-def split_groups(optimizer: Any, members: Sequence[Member], decayed: Collection[str], is_own: bool) -> None:
+def split_groups(optimizer: Optimizer, members: Sequence[Member], decayed: Collection[str], is_own: bool) -> None:
     """Splits the groups of an optimizer so that the parameters of each are treated alike in every phase.
 
     Args:
@@ -152,7 +153,7 @@ def split_groups(optimizer: Any, members: Sequence[Member], decayed: Collection[
     optimizer.param_groups[:] = groups
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: Optimizer) -> None:
     """Refuses optimizers whose state cannot be dropped for single parameters.
 
     Raises:
@@ -177,7 +178,7 @@ class PhasedOptimizer:
         phases: the phases.
     """
 
-    def __init__(self, optimizer: Any, members: Sequence[Member], phases: Sequence[Phase]) -> None:
+    def __init__(self, optimizer: Optimizer, members: Sequence[Member], phases: Sequence[Phase]) -> None:
         self.optimizer, self.phases = optimizer, phases
         known = {id(member.parameter): member for member in members}
         self.members = [known.get(id(group["params"][0])) if group["params"] else None for group in self.groups]
@@ -231,7 +232,7 @@ class PhasedSchedule:
 
     shows_rates = True  # the first group of the optimizer may be frozen: the log asks for `get_last_lr`
 
-    def __init__(self, optimizer: Any, make: Callable[[int], Any], live: Callable[[int], list[int]]) -> None:
+    def __init__(self, optimizer: Optimizer, make: Callable[[int], Any], live: Callable[[int], list[int]]) -> None:
         self.optimizer, self._make, self._live = optimizer, make, live
         self.index = 0
         self.schedule: Any = None

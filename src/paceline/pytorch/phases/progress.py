@@ -8,7 +8,9 @@ from typing import Any
 
 from paceline.args import phases as options
 from paceline.args.phases import Phase
+from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
+from paceline.core.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class PhaseProgress(TrainerCallback):
         self.index, self.began, self.is_ended = index, step, False
         self._best, self._num_stale, self._is_missed = None, 0, False
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ends the epoch after the last step of the phase.
 
         Raises:
@@ -70,14 +72,15 @@ class PhaseProgress(TrainerCallback):
         if self.last_step is not None and state.global_step >= self.last_step:
             self._end(state, control)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ends the phase if its metric is reached, or has not improved for `patience` evaluations."""
         end = self.phase.end
+        metrics: Mapping[str, float] = kwargs.get("metrics") or {}
         if not end.is_measured or self.is_ended or state.global_step == self.began:
             return
-        name = end.metric if end.metric in (metrics or {}) else f"eval_{end.metric}"
-        self._is_missed = name not in (metrics or {}) and self._last_seen != state.global_step
-        if name not in (metrics or {}):
+        name = end.metric if end.metric in metrics else f"eval_{end.metric}"
+        self._is_missed = name not in metrics and self._last_seen != state.global_step
+        if name not in metrics:
             return
         self._last_seen = state.global_step
         if self._is_over(float(metrics[name])):
@@ -94,7 +97,7 @@ class PhaseProgress(TrainerCallback):
         self._num_stale += 1
         return self._num_stale >= self.phase.patience
 
-    def _end(self, state: Any, control: Any) -> None:
+    def _end(self, state: TrainerState, control: TrainerControl) -> None:
         self.is_ended = True
         if not self.is_last:
             control.should_epoch_stop = True

@@ -98,6 +98,11 @@ class PhasedSession(session.Session):
                     f"phases[{phase.name!r}] has data or a batch size of its own, and get_train_dataloader is "
                     "overridden, which decides both: leave one of them out."
                 )
+            if (phase.loss is not None or phase.changes_data) and facade.teacher is not None:
+                raise UnsupportedOption(
+                    f"phases[{phase.name!r}] has a loss or data of its own, and a teacher's loss and stored logits "
+                    "are those of one dataset: leave teacher out, or the loss and the data of the phase."
+                )
             if phase.loss is not None and not is_ours(facade.compute_loss):
                 raise UnsupportedOption(
                     f"phases[{phase.name!r}] has a loss of its own, and compute_loss is overridden, which computes it: "
@@ -367,7 +372,7 @@ class PhasedSession(session.Session):
         self.active = []
 
 
-def fire_alone(callback: Any, event: str, of: core.Session[Any, Any]) -> None:
+def fire_alone(callback: object, event: str, of: core.Session[Any, Any]) -> None:
     """Calls an event of one callback, as the handler would."""
     method = getattr(callback, event, None)
     if method is not None:
@@ -381,7 +386,7 @@ def loaded(phase: Phase) -> Phase:
     return replace(phase, **found, callbacks=callbacks)
 
 
-def load(phase: Phase, setting: str, value: Any) -> Any:
+def load(phase: Phase, setting: str, value: object) -> Any:
     """Returns the object that a text names; a class, and a function for a dataset, is called without arguments.
 
     Raises:
