@@ -23,5 +23,7 @@ def run(words: Sequence[str]) -> int:
             found = trainer.doctor()
         except ValueError as error:
             raise UsageError(str(error)) from error
-    say(json.dumps(jsonable(found.to_dict()), default=str) if given else str(found))
+        is_first = trainer.is_world_process_zero()
+    if is_first:
+        say(json.dumps(jsonable(found.to_dict()), default=str) if given else str(found))
     return int(found.has_errors)

@@ -128,7 +128,8 @@ DOCTOR = """\
 paceline doctor CONFIG.yaml [--json] [--option value ...] [--section.key value ...]
 
 Checks what `paceline train` with the same words would train, on copies: targets, leaks, padding, inputs, rows in both
-sets, vocabulary, gradients, modes, learning rate, one batch, accumulation. Writes nothing. Exit code 1 if an error was
+sets, vocabulary, gradients, modes, learning rate, one batch, accumulation. Writes nothing. Started by torchrun on
+several processes, it also compares their gradient of a step with that of one process. Exit code 1 if an error was
 found.
 
   --json  print the findings as one JSON object"""

@@ -19,7 +19,7 @@ from paceline.checkpoint.retention import retention_of
 from paceline.core.events import TrainerCallback
 from paceline.core.fingerprint import hash_value
 from paceline.core.methods import is_ours
-from paceline.pytorch import trial_run
+from paceline.pytorch import parallel_check, trial_run
 from paceline.pytorch.batch_search import StepClock
 from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.data.lengths import length_of
@@ -281,10 +281,11 @@ class GradientOfStep(TrainerCallback):
 
 def diagnosis_of(trainer: Trainer) -> Diagnosis:
     """Returns the diagnosis of `Trainer.doctor`."""
-    trial_run.check_one_process("doctor", trainer.strategy)
     data = trainer.train_dataset
     check_rereadable("doctor", data)
     with trial_run.unchanged(trainer.model, trainer.optimizer, data), undoing([trainer, trainer.model]):
+        if trainer.world.is_distributed:
+            return parallel_check.diagnosis_of_processes(trainer, lambda single: examine(case_of(single)))
         return examine(case_of(trainer))
 
 
