@@ -58,7 +58,12 @@ FACADES = {"paceline.pytorch.trainer", "paceline.pytorch.seq2seq", "paceline.ten
 }
 
 # give each part of a facade what it works on: a second file of the facade
-ASSEMBLIES = {"paceline.pytorch.parts", "paceline.pytorch.previews", "paceline.tensorflow.parts"}
+ASSEMBLIES = {
+    "paceline.pytorch.parallel_check",
+    "paceline.pytorch.parts",
+    "paceline.pytorch.previews",
+    "paceline.tensorflow.parts",
+}
 ASSEMBLIES |= {"paceline.pytorch.within_evaluation"}
 
 # what a layer may import beside the standard library, when it is imported itself; all else goes through
