@@ -537,8 +537,6 @@ class Trainer(HubNames, ForSubclasses):
     def doctor(self) -> findings.Diagnosis:
         """Checks model, data, loss and options for usual mistakes, on copies; see docs/before_a_run.md.
 
-        With several processes it is collective: the gradient of a step is also compared with that of one process.
-
         Raises:
             UnsupportedOption: the training data can be read only once, or the model is sharded already.
         """
