@@ -188,6 +188,30 @@ def sizes_between(lowest: int, highest: int) -> Iterator[int]:
     yield highest
 
 
+def trial_runs(
+    train: Callable[[dict[str, Any], StepClock], None], num_steps: int, plan: Plan
+) -> Callable[[int, StepClock], None]:
+    """Returns the function that `search` calls.
+
+    Args:
+        train: `(options, clock)`: trains with other options, and undoes the effects.
+        num_steps: optimizer steps with each size.
+        plan: the plan of the Trainer.
+    """
+
+    def run(size: int, clock: StepClock) -> None:
+        options = {
+            "max_steps": num_steps,
+            "per_device_train_batch_size": size,
+            "gradient_accumulation_steps": 1,
+            "dataloader_drop_last": True,  # a smaller batch at the end of an epoch would take less time
+            "auto_find_batch_size": plan.world_size > 1,  # processes tell each other of an out-of-memory
+        }
+        train(options, clock)
+
+    return run
+
+
 def search(
     run: Callable[[int, StepClock], None], world: World, lowest: int, highest: int, is_leader: bool = True
 ) -> BatchSearch:

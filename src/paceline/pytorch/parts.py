@@ -525,21 +525,10 @@ def try_run(trainer: Trainer, options: dict[str, Any], callback: TrainerCallback
 
 def search_batch_size(trainer: Trainer, lowest: int, highest: int, num_steps: int) -> BatchSearch:
     """Searches for a micro-batch size; the arguments are those of `Trainer.find_batch_size`."""
-    world, plan = trainer.world, trainer._plan()
+    plan, count = trainer._plan(), length_of(trainer.train_dataset)
     # a run would shard the model in place: shards are what is restored afterwards
     trainer._make_session().make_strategy(plan).shard(trainer.model)
-
-    def run(size: int, clock: TrainerCallback) -> None:
-        options = {
-            "max_steps": num_steps,
-            "per_device_train_batch_size": size,
-            "gradient_accumulation_steps": 1,
-            "dataloader_drop_last": True,  # a smaller batch at the end of an epoch would take less time
-            "auto_find_batch_size": world.is_distributed,  # processes tell each other of an out-of-memory
-        }
-        try_run(trainer, options, clock)
-
-    count = length_of(trainer.train_dataset)
+    run = batch_search.trial_runs(lambda options, clock: try_run(trainer, options, clock), num_steps, plan)
     most = highest if count is None else max(min(highest, count // plan.mesh.data_size), 1)
-    is_leader = plan.mesh.is_data_leader(world.process_index)
-    return batch_search.search(run, world, min(lowest, most), most, is_leader)
+    is_leader = plan.mesh.is_data_leader(trainer.world.process_index)
+    return batch_search.search(run, trainer.world, min(lowest, most), most, is_leader)
