@@ -1,0 +1,92 @@
+"""Eight learning rates at once against eight runs: seconds of each, and their ratio.
+
+    python benchmarks/members.py [--steps 300] [--rounds 5] [--members 8] [--hidden 64]
+
+A two-layer classifier of 64 inputs is trained with AdamW on one CPU thread in batches of 32. Both contenders take turns
+in one process, and the ratio is one of neighbours. Time includes everything from the call of `train` to its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import statistics
+import tempfile
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import Member, MembersTrainer, Trainer, TrainingArguments
+
+
+class Classifier(nn.Module):
+    """Two linear layers."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layers(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def arguments(folder: str, steps: int, **options: Any) -> TrainingArguments:
+    """Returns the arguments of both contenders."""
+    return TrainingArguments(
+        folder,
+        max_steps=steps,
+        per_device_train_batch_size=32,
+        logging_steps=100,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
+
+
+def seconds_of(trainer: Trainer) -> float:
+    """Returns the seconds of a training."""
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Prints the median of both, and of their ratio with its range."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, value in (("steps", 300), ("rounds", 5), ("members", 8), ("hidden", 64)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    data = [{"x": torch.randn(64), "labels": torch.randint(10, ())} for _ in range(1000)]
+    rates = [10 ** (-4 + 2 * k / (given.members - 1)) for k in range(given.members)]
+    model_init = partial(Classifier, given.hidden)
+
+    def at_once(folder: str, steps: int) -> float:
+        members = [Member(learning_rate=rate) for rate in rates]
+        args = arguments(folder, steps)
+        return seconds_of(MembersTrainer(model_init=model_init, args=args, train_dataset=data, members=members))
+
+    def one_by_one(folder: str, steps: int) -> float:
+        each = [arguments(folder, steps, learning_rate=rate) for rate in rates]
+        return sum(seconds_of(Trainer(model_init=model_init, args=args, train_dataset=data)) for args in each)
+
+    with tempfile.TemporaryDirectory() as folder:
+        at_once(folder, 5), one_by_one(folder, 5)  # warm caches
+        pairs = [(at_once(folder, given.steps), one_by_one(folder, given.steps)) for _ in range(given.rounds)]
+    ratios = [first / second for first, second in pairs]
+    for name, index in (("at once", 0), (f"{given.members} runs", 1)):
+        print(f"{name:10} {statistics.median(pair[index] for pair in pairs):8.3f} s")
+    print(f"ratio      {statistics.median(ratios):8.3f}   ({min(ratios):.3f} to {max(ratios):.3f})")
+
+
+if __name__ == "__main__":
+    main()
