@@ -110,6 +110,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("parts never see the Trainer", "core/state.py:TrainerState.init_training_references"): "a public name, as there",
     ("parts never see the Trainer", "pytorch/replay.py:*"): "a public function that is given a Trainer",
     ("parts never see the Trainer", "pytorch/ensemble.py:*"): "a public function that is given a Trainer",
+    ("parts never see the Trainer", "pytorch/members_search.py:*"): "a public function that is given a Trainer",
     ("one owner", "pytorch/ensemble.py:in_place"): "the Trainer's model, put back after each member",
     ("file lines", "pytorch/session.py"): "makes every part for torch, one function each",
     ("one owner", "args/secrets.py:*"): "a log record, which is masked for those who read it next",

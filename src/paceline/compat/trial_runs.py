@@ -69,6 +69,10 @@ def search(
     options: Mapping[str, Any],
 ) -> BestRun | list[BestRun]:
     """Searches; the arguments are those of `Trainer.hyperparameter_search`."""
+    if backend == "members":
+        together = load("paceline.pytorch.members_search:search")
+        found: BestRun = together(trainer, hp_space, compute_objective, n_trials, direction, options)
+        return found
     chosen = backends.choose(backend)
     run = chosen.load()
     directions = check_directions(direction)

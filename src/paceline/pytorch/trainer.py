@@ -808,7 +808,8 @@ class Trainer(HubNames, ForSubclasses):
                 `compute_metrics`' values, else `eval_loss`.
             n_trials: number of trials.
             direction: "minimize" or "maximize", or a list with one of them for each objective.
-            backend: "optuna", "ray" or "wandb"; None: the first that is installed.
+            backend: "optuna", "ray" or "wandb"; None: the first that is installed. "members" trains random trials at
+                once, with `hp_space(trial)` as for optuna; see docs/ensembles.md.
             hp_name: `(trial) -> name` of the trial and its folder.
             kwargs: options of the backend: of `optuna.create_study` and `Study.optimize`, of `ray.tune.run`, or of a
                 sweep.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from paceline import (
+    BestRun,
     EarlyStoppingCallback,
     Member,
     MembersTrainer,
@@ -377,3 +378,47 @@ def test_bert_and_gpt2_members_equal_their_runs_alone(tmp_path: Path, caplog: py
             folder = trainer.results()[number].folder
             loaded = type(module).from_pretrained(folder)
             assert_same(module, loaded, 0.0)
+
+
+def test_a_search_trains_its_trials_at_once(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=6, optim="sgd")
+    trainer = Trainer(model_init=Fresh, args=args, train_dataset=DATA, eval_dataset=DATA[:12])
+
+    def space(trial: Any) -> dict[str, Any]:
+        seed = trial.suggest_int("seed", 1, 9)
+        return {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1.0, log=True), "seed": seed}
+
+    losses: list[float] = []
+
+    def objective(metrics: dict[str, float]) -> float:
+        losses.append(metrics["eval_loss"])
+        return losses[-1]
+
+    options = {"hp_space": space, "compute_objective": objective, "n_trials": 5, "backend": "members"}
+    best = trainer.hyperparameter_search(members_at_once=2, **options)
+    assert isinstance(best, BestRun)
+    assert len(losses) == 5
+    assert best.objective == min(losses) == losses[int(best.run_id)]
+    alone = Trainer(
+        model_init=Fresh,
+        args=arguments(tmp_path / "alone", max_steps=6, optim="sgd", data_seed=42, **best.hyperparameters),
+        train_dataset=DATA,
+        eval_dataset=DATA[:12],
+    )
+    alone.train()
+    assert alone.evaluate()["eval_loss"] == pytest.approx(best.objective, rel=1e-5)
+    again = trainer.hyperparameter_search(**options)
+    assert again.hyperparameters == best.hyperparameters  # type: ignore[union-attr]
+    for wrong in ("per_device_train_batch_size", "num_hidden_layers", "num_train_epochs"):
+        with pytest.raises(ValueError, match=f"{wrong}' cannot differ between members"):
+            trainer.hyperparameter_search(backend="members", n_trials=2, hp_space=lambda trial, name=wrong: {name: 8})
+    with pytest.raises(ValueError, match="n_jobs"):
+        trainer.hyperparameter_search(n_jobs=2, **options)
+
+    class Other(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    other = Other(model_init=Fresh, args=args, train_dataset=DATA, eval_dataset=DATA[:12])
+    with pytest.raises(ValueError, match="compute_loss of Other is overridden"):
+        other.hyperparameter_search(**options)

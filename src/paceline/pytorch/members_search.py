@@ -1,0 +1,192 @@
+"""Hyperparameter search whose trials are trained at once, as members of a `MembersTrainer`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.args.members import Member
+from paceline.callbacks.early_stopping import EarlyStoppingCallback
+from paceline.core.methods import is_ours
+from paceline.core.metrics import default_compute_objective
+from paceline.core.optional import load
+from paceline.core.outputs import BestRun
+from paceline.search.trials import (
+    SearchError,
+    check_directions,
+    check_objective,
+    check_space,
+    check_trials,
+    is_better,
+)
+
+if TYPE_CHECKING:
+    from paceline.pytorch.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+SEARCHABLE = tuple(field.name for field in fields(Member) if field.name != "name")
+
+
+class RandomTrial:
+    """Draws hyperparameters at random, with the methods of a trial of optuna.
+
+    Args:
+        number: number of the trial.
+        seed: of the search.
+
+    Attributes:
+        params: the drawn values by name.
+    """
+
+    def __init__(self, number: int, seed: int) -> None:
+        self.number = number
+        self.params: dict[str, Any] = {}
+        self._random = random.Random(f"{seed}/{number}")
+
+    def suggest_float(self, name: str, low: float, high: float, *, log: bool = False) -> float:
+        """Returns a number between two bounds; with `log`, uniform in its logarithm."""
+        if not low <= high or (log and low <= 0):
+            raise SearchError(f"hp_space: {name} from {low} to {high} (log={log}) is no range.")
+        drawn = self._random.random()
+        value = math.exp(math.log(low) + drawn * math.log(high / low)) if log else low + drawn * (high - low)
+        self.params[name] = value
+        return value
+
+    def suggest_int(self, name: str, low: int, high: int) -> int:
+        """Returns a whole number between two bounds, which are included."""
+        self.params[name] = value = self._random.randint(low, high)
+        return value
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        """Returns one of several values."""
+        self.params[name] = value = self._random.choice(list(choices))
+        return value
+
+
+def search(
+    trainer: Trainer,
+    hp_space: Callable[[Any], dict[str, Any]] | None,
+    compute_objective: Callable[[dict[str, float]], Any] | None,
+    n_trials: int,
+    direction: str | Sequence[str],
+    options: Mapping[str, Any],
+) -> BestRun:
+    """Searches by random trials; the arguments are those of `Trainer.hyperparameter_search`.
+
+    The trials are trained in groups of `members_at_once` (all of them by default), which write to `members-0`,
+    `members-1` ... in the output folder. The Trainer is not changed.
+
+    Raises:
+        SearchError: an argument is invalid, or a hyperparameter is not one that members may differ in.
+        RuntimeError: there is no `model_init`, or no trial has a number as its objective.
+    """
+    directions = check_directions(direction)
+    check_trials(n_trials, has_other_end=False)
+    at_once = options.get("members_at_once", n_trials)
+    check_call(options, directions, n_trials, at_once)
+    check_trainer(trainer)
+    if hp_space is None:
+        raise SearchError("backend='members' has no default space: give hp_space.")
+    trials = [RandomTrial(number, trainer.args.seed) for number in range(n_trials)]
+    params = [check_params(hp_space(trial)) for trial in trials]
+    best: BestRun | None = None
+    for group, start in enumerate(range(0, n_trials, at_once)):
+        drawn = params[start : start + at_once]
+        each = train_group(trainer, drawn, start, group)
+        for offset, metrics in enumerate(each[: len(drawn)]):
+            value = check_objective((compute_objective or default_compute_objective)(metrics), 1)
+            assert isinstance(value, float)
+            logger.info("Trial %d: %s, objective %s", start + offset, drawn[offset], value)
+            known = None if best is None else float(best.objective)  # type: ignore[arg-type]
+            if is_better(value, known, directions[0]):
+                best = BestRun(str(start + offset), value, drawn[offset])
+    if best is None:
+        raise RuntimeError("hyperparameter_search: no trial has a number as its objective.")
+    return best
+
+
+def check_call(options: Mapping[str, Any], directions: Sequence[str], n_trials: int, at_once: object) -> None:
+    """Raises SearchError if an argument of a search is invalid."""
+    unknown = sorted(set(options) - {"members_at_once"})
+    if unknown or len(directions) > 1 or n_trials < 2:
+        wrong = f"option {unknown[0]!r}" if unknown else "several directions, or less than two trials"
+        raise SearchError(f"backend='members' does not take {wrong}.")
+    if isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 2:
+        raise SearchError(f"members_at_once={at_once!r}: give a whole number, 2 or more.")
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Checks that trials can be trained as members.
+
+    Raises:
+        RuntimeError: there is no `model_init`.
+        SearchError: there is no evaluation data, or a method is overridden.
+    """
+    if trainer.model_init is None:
+        raise RuntimeError("To use hyperparameter search, you need to pass your model through a model_init function.")
+    if trainer.eval_dataset is None:
+        raise SearchError("hyperparameter_search compares evaluations: give the Trainer an eval_dataset.")
+    own = next((each for each in methods_of(trainer) if not is_ours(each)), None)
+    if own is not None:
+        raise SearchError(
+            f"backend='members': {own.__name__} of {type(trainer).__name__} is overridden, and members do not call it: "
+            "use backend='optuna'."
+        )
+
+
+def methods_of(trainer: Trainer) -> list[Callable[..., object]]:
+    """Returns the methods of a Trainer that its members would not call."""
+    names = ("compute_loss", "training_step", "create_optimizer", "create_scheduler", "evaluate", "prediction_step")
+    return [getattr(trainer, name) for name in (*names, "get_train_dataloader", "get_eval_dataloader", "log")]
+
+
+def check_params(params: object) -> dict[str, Any]:
+    """Returns the hyperparameters of a trial.
+
+    Raises:
+        SearchError: one changes the architecture or the batches, which members share.
+    """
+    found = check_space(params)
+    for name in found:
+        if name not in SEARCHABLE:
+            raise SearchError(
+                f"hp_space: {name!r} cannot differ between members that are trained at once, which share architecture, "
+                f"batches and steps; they differ in {', '.join(SEARCHABLE)}. Use backend='optuna' for {name!r}."
+            )
+    return found
+
+
+def train_group(trainer: Trainer, params: Sequence[dict[str, Any]], start: int, group: int) -> list[dict[str, float]]:
+    """Trains trials at once, and returns the evaluation of each after training."""
+    members = [Member(**each, name=f"run-{start + offset}") for offset, each in enumerate(params)]
+    if len(members) == 1:  # a stack has two or more
+        members.append(replace(members[0], name="unused"))
+    kind = load("paceline.pytorch.members_trainer:MembersTrainer")
+    run = kind(
+        args=replace(trainer.args, output_dir=str(Path(str(trainer.args.output_dir), f"members-{group}"))),
+        members=members,
+        model_init=trainer.model_init,
+        train_dataset=trainer.train_dataset,
+        eval_dataset=trainer.eval_dataset,
+        data_collator=trainer.data_collator,
+        processing_class=trainer.processing_class,
+        compute_loss_func=trainer.compute_loss_func,
+        compute_metrics=trainer.compute_metrics,
+        optimizer_cls_and_kwargs=trainer.optimizer_cls_and_kwargs,
+        preprocess_logits_for_metrics=trainer.preprocess_logits_for_metrics,
+        callbacks=[each for each in trainer.callback_handler.callbacks if is_given(each)],
+    )
+    run.train()
+    run.evaluate()
+    return [result.metrics for result in run.results()]
+
+
+def is_given(callback: object) -> bool:
+    """True for a callback of the user; a Trainer makes the others itself."""
+    return isinstance(callback, EarlyStoppingCallback) or not type(callback).__module__.startswith("paceline.")
