@@ -16,7 +16,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from paceline import Member, MembersTrainer, SnapshotEnsemble, Trainer, TrainingArguments, ensemble_predict
+import paceline
 
 STEPS = 600
 
@@ -38,9 +38,9 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
-def arguments(folder: Path, **options: Any) -> TrainingArguments:
+def arguments(folder: Path, **options: Any) -> paceline.TrainingArguments:
     """Returns the arguments of both runs."""
-    return TrainingArguments(
+    return paceline.TrainingArguments(
         str(folder),
         max_steps=STEPS,
         learning_rate=1e-2,
@@ -61,8 +61,8 @@ def main() -> None:
     samples = [{"pixels": x, "labels": torch.tensor(int(y))} for x, y in zip(inputs, digits, strict=True)]
     train, test = samples[:600], samples[1000:]
     with tempfile.TemporaryDirectory() as folder:
-        members = [Member(seed=seed, data_seed=seed) for seed in range(5)]
-        trainer = MembersTrainer(
+        members = [paceline.Member(seed=seed, data_seed=seed) for seed in range(5)]
+        trainer = paceline.MembersTrainer(
             model_init=Classifier,
             args=arguments(Path(folder, "members")),
             train_dataset=train,
@@ -70,12 +70,12 @@ def main() -> None:
             members=members,
         )
         trainer.train()
-        ensemble = ensemble_predict(trainer.modules(), test, trainer)
+        ensemble = paceline.ensemble_predict(trainer.modules(), test, trainer)
         alone = [each["test_accuracy"] for each in ensemble.members]
 
-        snapshots = SnapshotEnsemble(last=3)
+        snapshots = paceline.SnapshotEnsemble(last=3)
         cyclic = {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 5}}
-        single = Trainer(
+        single = paceline.Trainer(
             model_init=Classifier,
             args=arguments(Path(folder, "snapshots"), **cyclic),
             train_dataset=train,
@@ -83,7 +83,7 @@ def main() -> None:
             callbacks=[snapshots],
         )
         single.train()
-        combined = ensemble_predict(snapshots.folders, test, single)
+        combined = paceline.ensemble_predict(snapshots.folders, test, single)
     print(f"members alone        {', '.join(f'{value:.4f}' for value in alone)}, mean {sum(alone) / len(alone):.4f}")
     print(f"ensemble of members  {ensemble.metrics['test_accuracy']:.4f}")
     print(f"last snapshot        {combined.members[-1]['test_accuracy']:.4f}")
