@@ -323,6 +323,13 @@ def keep_eval_samples(name: str, value: object) -> Any:
     return importlib.import_module("paceline.args.eval_samples").keep_samples(name, value)
 
 
+def to_pruning(name: str, value: object) -> Any:
+    """Converts the settings of pruning; their module is imported only if there are any."""
+    if value is None or value is False or value in ("", "none"):
+        return None
+    return importlib.import_module("paceline.args.pruning").keep_pruning(name, value)
+
+
 def to_phases(name: str, value: object) -> Any:
     """Converts training phases; their module is imported only if there are any."""
     return None if value is None else importlib.import_module("paceline.args.phases").keep_phases(name, value)
@@ -359,6 +366,7 @@ SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "phases": to_phases,
     "pipeline_config": keep_pipelining,
     "profile": keep_profile,
+    "pruning": to_pruning,
     "regularizers": to_regularizers,
     "report_to": to_report_list,
     "resume_from_checkpoint": keep_bool,

@@ -88,4 +88,5 @@ REGULARIZERS = {
 # option -> function that makes the callback of its value
 OPTION_CALLBACKS = {
     "eval_samples": "paceline.pytorch.evaluation.samples:samples_of",
+    "pruning": "paceline.pytorch.pruning:pruning_of",
 }

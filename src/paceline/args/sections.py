@@ -649,6 +649,12 @@ class PacelineSection(AverageSection, DistillationSection):
         "memory, stacks and shapes in addition: 'steps=10-15,memory,stacks', a dict, or JSON. True: the steps 10-12.",
         is_switch=True,
     )
+    pruning: float | dict[str, Any] | str | None = option(
+        None,
+        "Prune linear and convolutional layers to this sparsity while the model trains; or a dict or JSON with the "
+        "arguments of the callback Pruning: sparsity, method, unit, scope, schedule, start, end, every, modules, "
+        "exclude, heads. Unset: no pruning.",
+    )
     eval_samples: int | dict[str, Any] | str = option(
         0,
         "Rows of the evaluation set, fixed by a seed, whose generated text or predictions are written as a table at "

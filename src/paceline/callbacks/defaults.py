@@ -58,8 +58,21 @@ def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any
     if isinstance(args.profile, dict):
         everyone.append(profile.ProfileCallback(read_profiling(args.profile)))
     asked = {name: getattr(args, name, None) for name in OPTION_CALLBACKS}
-    everyone += [load(OPTION_CALLBACKS[name])(value) for name, value in asked.items() if value]
-    return everyone
+    return [*everyone, *(callback_of(name, value, callbacks) for name, value in asked.items() if value)]
+
+
+def callback_of(name: str, value: object, callbacks: Sequence[Any]) -> Any:
+    """Returns the callback that an option asks for.
+
+    Raises:
+        ValueError: the option's value is invalid, or `callbacks` has one of this class too.
+    """
+    made = load(OPTION_CALLBACKS[name])(value)
+    if any(type(made) in (callback, type(callback)) for callback in callbacks):
+        raise ValueError(
+            f"{name}={value!r} and a {type(made).__name__} in callbacks ask for the same: leave one of them out."
+        )
+    return made
 
 
 def check_trackio(args: TrainingArguments, callbacks: Sequence[Any]) -> None:

@@ -402,3 +402,8 @@ def to_semi_structured(model: nn.Module, names: Iterable[str]) -> nn.Module:
     layers = {name.removesuffix(".weight") for name in names}
     sparsity.sparsify_(model, sparsity.semi_sparse_weight(), filter_fn=lambda _, name: name in layers)
     return model
+
+
+def pruning_of(settings: Mapping[str, Any]) -> Pruning:
+    """Returns the callback of the option `pruning`, from the callback's arguments."""
+    return Pruning(**settings)

@@ -86,6 +86,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "pipeline_config": (is_off, ONE_PROGRAM),
     "profile": (is_off, "call tf.profiler.experimental.start and stop in a callback; leave it out"),
     "regularizers": (is_off, "these are passes of torch; write them into the model or the tf.data pipeline"),
+    "pruning": (is_off, "only the torch Trainer has it; leave it out"),
     "sequence_length_warmup": (is_off, "cut the samples in the tf.data pipeline; leave it out"),
     "swa_anneal_steps": (is_off, NO_AVERAGES),
     "swa_lr": (is_default(None), NO_AVERAGES),

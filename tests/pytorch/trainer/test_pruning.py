@@ -52,7 +52,7 @@ class Watch(TrainerCallback):
 
 
 def make(
-    folder: Path, pruning: Pruning | None, model: nn.Module | None = None, stop: int | None = None, **options: Any
+    folder: Path, callback: Pruning | None, model: nn.Module | None = None, stop: int | None = None, **options: Any
 ) -> Any:
     defaults: dict[str, Any] = {
         "max_steps": STEPS,
@@ -65,7 +65,7 @@ def make(
         "use_cpu": True,
     }
     args = TrainingArguments(str(folder), **{**defaults, **options})
-    callbacks = [pruning, Watch(pruning, stop)] if pruning is not None else []
+    callbacks = [callback, Watch(callback, stop)] if callback is not None else []
     return Trainer(
         model if model is not None else Classifier(dropout=0.1),
         args,
@@ -315,3 +315,30 @@ def test_replicas_and_shards(tmp_path: Path) -> None:
         assert torch.equal(first[f"{way} straight"], second[f"{way} straight"])
         assert int((first[f"{way} straight"] == 0).sum()) >= 6 * 256 // 2
     torch.testing.assert_close(first["ddp straight"], first["fsdp straight"], rtol=1e-4, atol=1e-5)
+
+
+# ---- the option
+
+
+def test_the_option_prunes_as_the_callback_does(tmp_path: Path) -> None:
+    found = []
+    for place, options in enumerate(({"pruning": {"sparsity": 0.5, "start": 1, "end": 6, "every": 2}}, {})):
+        given = None if options else Pruning(0.5, start=1, end=6, every=2)
+        trainer = make(tmp_path / str(place), given, **options)
+        trainer.train()
+        found.append(trainer.model.state_dict())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert not found[0]["first.weight"].all()
+
+
+def test_the_option_refuses_what_it_cannot_read(tmp_path: Path) -> None:
+    assert TrainingArguments(str(tmp_path), pruning="0.25").pruning == {"sparsity": 0.25}
+    assert TrainingArguments(str(tmp_path), pruning='{"unit": "2:4", "schedule": "one_shot"}').pruning["unit"] == "2:4"
+    assert TrainingArguments(str(tmp_path)).pruning is None
+    for value in (0, 1, 1.5, "much", True, {}, {"method": "movement"}, {"sparsity": 0.5, "modul": []}, [0.5]):
+        with pytest.raises(ValueError, match="pruning="):
+            TrainingArguments(str(tmp_path), pruning=value)
+    with pytest.raises(ValueError, match=r"pruning=.*Pruning in callbacks"):
+        make(tmp_path, Pruning(0.5), pruning=0.5)
+    with pytest.raises(ValueError, match=r"Pruning\(method\)"):
+        make(tmp_path, None, pruning={"sparsity": 0.5, "method": "size"})
