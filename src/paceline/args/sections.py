@@ -649,13 +649,13 @@ class PacelineSection(AverageSection, DistillationSection):
         "memory, stacks and shapes in addition: 'steps=10-15,memory,stacks', a dict, or JSON. True: the steps 10-12.",
         is_switch=True,
     )
-    pruning: float | dict[str, Any] | str | None = option(
+    pruning: dict[str, Any] | str | float | None = option(
         None,
         "Prune linear and convolutional layers to this sparsity while the model trains; or a dict or JSON with the "
         "arguments of the callback Pruning: sparsity, method, unit, scope, schedule, start, end, every, modules, "
         "exclude, heads. Unset: no pruning.",
     )
-    eval_samples: int | dict[str, Any] | str = option(
+    eval_samples: int | str | dict[str, Any] = option(
         0,
         "Rows of the evaluation set, fixed by a seed, whose generated text or predictions are written as a table at "
         "each evaluation, in the log, the report and the trackers; images also as a figure. Or a dict or JSON with "
