@@ -684,6 +684,11 @@ class PacelineSection(AverageSection, DistillationSection):
         "cutmix, sam, dp_sgd. In Python also Mixup(0.2), CutMix(1.0), SAM(0.05), DPSGD(...), or a subclass of "
         "Regularizer. See docs/regularizers.md.",
     )
+    data_map: bool = option(
+        False,
+        "Record loss, confidence, margin and forgetting events of each training sample, and write data_map.csv, "
+        "data_map.svg and the likely label errors at the end of the run.",
+    )
     logging_dir: str | None = option(
         None, "Folder of the TensorBoard files. Unset: TENSORBOARD_LOGGING_DIR, else output_dir/runs/<date>_<host>."
     )

@@ -18,6 +18,7 @@ NOISE_SCALE = "noise_scale"
 AVERAGES = "averages"
 REGULARIZERS = "regularizers"
 DISTILLATION = "distillation"
+DATA_MAP = "data_map"
 
 METADATA_NAME = ".metadata"  # the index of a folder of torch.distributed.checkpoint
 MODEL_FOLDER = "pytorch_model_fsdp_0"  # accelerate's name, as is the next one

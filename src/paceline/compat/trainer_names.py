@@ -36,6 +36,7 @@ class TrainerNames:
         is_in_train: True while a run is in progress.
         time_spent: seconds of the last run by activity: data, forward, backward, optimizer, evaluate, save, ...; they
             add up to its wall time.
+        data_map: the recorder of the last run with `data_map=True`; its `result` is the map.
         world: rank, world size and device of this process.
     """
 
@@ -49,6 +50,7 @@ class TrainerNames:
     is_in_train: bool = False
     time_spent: Mapping[str, float] = MappingProxyType({})
     world: Any
+    data_map: Any = None
 
     def _get_output_dir(self, trial: object) -> str:
         return str(self.args.output_dir)

@@ -59,6 +59,8 @@ class TrainerMembers(Facade, Protocol):
     store_flos: Callable[[], None]
     floating_point_ops: Callable[[Any], int]
     remote_sync: RemoteSync | None
+    log_table: Callable[..., None]
+    log_figure: Callable[..., None]
     _trial_name: str | None
     _meet_trial: Callable[[object], None]
     _make_checkpointer: Callable[[], Checkpointer]

@@ -72,6 +72,7 @@ from paceline.pytorch.sync import LocalSync, ProcessSync, Sync, synchronized_con
 from paceline.pytorch.validation import check_evaluation, check_optimizer, declare_loss
 
 if TYPE_CHECKING:
+    from paceline.pytorch import data_map as maps
     from paceline.pytorch import device_clock, flops, memory_report, missing_labels, noise_scale, rollback
     from paceline.pytorch.checkpoint import sharded_format
     from paceline.pytorch.noise_scale import NoiseScale
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
 else:
     averages = LateModule("paceline.pytorch.optim.averages")
     device_clock = LateModule("paceline.pytorch.device_clock")
+    maps = LateModule("paceline.pytorch.data_map")
     flops = LateModule("paceline.pytorch.flops")
     memory_report = LateModule("paceline.pytorch.memory_report")
     missing_labels = LateModule("paceline.pytorch.missing_labels")
@@ -127,6 +129,7 @@ class Session(core.Session[Run, TrainerMembers]):
         is_prepared: True once training or an evaluation has prepared the model, so that its memory is known.
         reports_changes: log the arguments that have changed since the checkpoint.
         averages: the average of the weights in this run; None without one.
+        data_map: records a data map; None if disabled.
         noise_scale: measures the gradient noise scale; None if disabled.
         regularizers: the passes of the regularizers in this run; None without any.
         created_lr_scheduler: the session created the schedule, for the length of one run.
@@ -145,6 +148,7 @@ class Session(core.Session[Run, TrainerMembers]):
     edits: Kept[PreparedModel | None] = Kept()
     averages: Kept[AveragedWeights | None] = Kept()
     noise_scale: Kept[NoiseScale | None] = Kept()
+    data_map: Kept[maps.DataMapRecorder | None] = Kept()
     regularizers: Kept[Passes | None] = Kept()
     is_prepared: Kept[bool] = Kept()
     reports_changes: Kept[bool] = Kept()
@@ -207,6 +211,8 @@ class Session(core.Session[Run, TrainerMembers]):
             ignore_data_skip=self.args.ignore_data_skip,
             step=lambda: self.state.global_step,
         )
+        if self.args.data_map:
+            feed.ids = maps.follow_ids(self.args, feed)
         return feed, plan
 
     def make_plan(self, loader: object) -> Plan:
@@ -310,6 +316,11 @@ class Session(core.Session[Run, TrainerMembers]):
             )
             meters.append(self.noise_scale)
             training_step = self.noise_scale.training_step
+        self.data_map = None
+        if self.args.data_map:
+            rule, is_compiled = self.loss_normalizer, self.args.torch_compile
+            recorder = maps.make_recorder(adapted(training_step, 3), feed, self.strategy, rule, is_compiled)
+            self.data_map, training_step = recorder, recorder.training_step
         distillation = self.facade.distillation
         if distillation is not None:
             distillation.begin(self.model, self.strategy)
@@ -323,6 +334,8 @@ class Session(core.Session[Run, TrainerMembers]):
             distillation.follow(engine)
         if self.noise_scale is not None:
             self.noise_scale.follow(engine)
+        if self.data_map is not None:
+            self.data_map.follow(engine)
         self.callback_handler.train_dataloader = feed.loader
         assert self.run_mark is not None
         parts = (plan, feed, engine, signals, self.run_mark, folder)
@@ -393,6 +406,7 @@ class Session(core.Session[Run, TrainerMembers]):
                 synchronized_control(self.callback_handler, run.sync),
                 self.averaging(run),
                 self.distilling(),
+                self.data_map.recording(self.callback_handler) if self.data_map is not None else nullcontext(),
                 self.regularizers.applied() if self.regularizers is not None else nullcontext(),
             ):
                 yield
@@ -441,6 +455,8 @@ class Session(core.Session[Run, TrainerMembers]):
         return train_loss
 
     def complete_saves(self, run: Run) -> None:
+        if self.data_map is not None and self.args.should_save:
+            self.data_map.write(run.folder, self.facade.log_table, self.facade.log_figure)
         self.facade._make_checkpointer().finish(run.folder)
         switch_optimizer(self.optimizer, "eval")
         if self.averages is not None:
@@ -602,6 +618,7 @@ class Session(core.Session[Run, TrainerMembers]):
             names.NOISE_SCALE: self.noise_scale,
             names.REGULARIZERS: self.regularizers if self.regularizers and self.regularizers.is_stateful else None,
             names.DISTILLATION: self.facade.distillation,
+            names.DATA_MAP: self.data_map,
             names.RNG: RandomStates(),
             names.DATA: run.feed if run is not None else None,
             names.PROGRESS: LoopProgress(run.loop) if run is not None and run.loop is not None else None,
@@ -680,6 +697,8 @@ class Session(core.Session[Run, TrainerMembers]):
         run.saves.expect()
         if self.facade.distillation is not None:
             self.facade.distillation.share()
+        if self.data_map is not None:
+            self.data_map.merge()
         self.facade._save_checkpoint(self.model_wrapped, run.trial)
         if self.args.should_save and run.saves.is_published:
             self.claim(run)

@@ -23,6 +23,7 @@ OPTIONS: dict[str, Any] = {
     "logging_strategy": "no",
     "log_flops": False,
     "gradient_noise_scale": False,
+    "data_map": False,
     "ema_decay": None,
     "ema_warmup": True,
     "swa_start": None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -104,7 +105,8 @@ class IndexReader(Reader):
             with generators_at(self.generators, own):
                 indices.set_position(consumed)
         self.iterator = iter(loader)
-        self.sizes = indices.sizes  # the sizes of this pass, even if other code starts another pass
+        # the sizes and indices of this pass, even if other code starts another pass
+        self.sizes, self.indices = indices.sizes, indices.indices
 
     def __next__(self) -> Any:  # duplicates the base class to save a call on the hot path
         try:
@@ -330,9 +332,11 @@ class StatefulDataIterator:
         synchronize: `(window, samples in it) -> (window, samples, micro-batches)`: agrees on the accumulation window
             with other processes. None with a single process.
         before_epoch: called before an epoch starts; it may replace the loader.
+        ids: the sample ids of the last window, if something follows them.
         meters: add entries to the log rows.
     """
 
+    ids: Any = None
     synchronize: Synchronize | None = None
     before_epoch: Callable[[], None] | None = None
     meters: tuple[Any, ...] = ()
@@ -360,6 +364,12 @@ class StatefulDataIterator:
     def is_restored(self) -> bool:
         """Returns True if `start_epoch` still has to apply a loaded position."""
         return self._saved is not None
+
+    @property
+    def indices(self) -> deque[list[int]]:
+        """Returns the indices of the batches that an indexed loader has read and `draw` has not taken."""
+        found: deque[list[int]] = getattr(self._reader, "indices", deque())
+        return found
 
     @property
     def is_common(self) -> bool:

@@ -96,6 +96,8 @@ class IndexBatches(Sampler[list[int]]):
         self.is_seeded = is_seeded
         self.data_shard = data_shard
         self.sizes: deque[int] = deque()  # sizes of the batches that the latest iteration yielded
+        self.keeps_indices = False
+        self.indices: deque[list[int]] = deque()  # indices of these batches, with `keeps_indices`
         self._epoch = 0
         self._start = 0
         self._opened: Iterator[Any] | None = None
@@ -145,6 +147,7 @@ class IndexBatches(Sampler[list[int]]):
         # keep `_opened`: a DataLoader with workers opens two iterators and reads the second
         source = self._opened if self._opened is not None else iter(self.sampler)
         self.sizes = sizes = deque[int]()
+        self.indices = deque[list[int]]()
         if self.data_shard is not None and self.batch_size is not None:
             return self._walk_share(self.data_shard, source, sizes, self._start)
         return self._walk(source if self._opened is not None else self._own_batches(source), sizes, self._start)
@@ -169,12 +172,14 @@ class IndexBatches(Sampler[list[int]]):
         position: int,
     ) -> Iterator[list[int]]:
         """Yields this process's shard of each slot; a small last slot may have no shard for this process."""
-        epoch = self._epoch
+        epoch, indices = self._epoch, self.indices
         while slot := list(itertools.islice(source, length := data_shard.left_in_slot(position))):
             if self.drop_last and len(slot) < length:
                 return
             for start, own in data_shard.cut(slot):
                 sizes.append(len(own))
+                if self.keeps_indices:
+                    indices.append(list(own))
                 batch = SeededIndices(own) if self.is_seeded else own
                 if isinstance(batch, SeededIndices):
                     batch.key = (epoch, position + start)
@@ -182,7 +187,7 @@ class IndexBatches(Sampler[list[int]]):
             position += len(slot)
 
     def _walk(self, source: Iterator[Any], sizes: deque[int], position: int) -> Iterator[list[int]]:
-        epoch, batch_size = self._epoch, self.batch_size
+        epoch, batch_size, indices = self._epoch, self.batch_size, self.indices
         while True:
             batch: list[int]
             if batch_size is None:
@@ -194,6 +199,8 @@ class IndexBatches(Sampler[list[int]]):
             if not batch:
                 return
             sizes.append(len(batch))
+            if self.keeps_indices:
+                indices.append(list(batch))
             if self.is_seeded:
                 seeded = SeededIndices(batch)
                 seeded.key = (epoch, getattr(batch, "position", position))

@@ -88,13 +88,13 @@ def hidden_distance(student: Tensor, teacher: Tensor, kind: str) -> Tensor:
     return 1 - functional.cosine_similarity(one, other, dim=-1)
 
 
-def find_logits(outputs: Any, labels: Tensor | None, owner: str) -> Tensor:
+def find_logits(outputs: Any, labels: Tensor | None, owner: str, purpose: str = "distillation") -> Tensor:
     """Returns the logits of a model's outputs, classes last.
 
     Args:
         outputs: a tensor, tuple, dict or object with logits.
         labels: the targets; the logits are `(*labels.shape, num_classes)`. None: they are `(samples, num_classes)`.
-        owner: "student" or "teacher", for the error message.
+        owner, purpose: for the error message: whose outputs they are, and what needs them.
 
     Raises:
         ModelOutputError: no output has this shape.
@@ -112,8 +112,8 @@ def find_logits(outputs: Any, labels: Tensor | None, owner: str) -> Tensor:
             return found
     shape = "(samples, num_classes)" if labels is None else f"(*{tuple(labels.shape)}, num_classes)"
     raise ModelOutputError(
-        f"The {owner} returned no logits of the shape {shape} for distillation, but {describe(outputs)}. Return them "
-        "under the name `logits`, or leave the teacher out."
+        f"The {owner} returned no logits of the shape {shape}, which {purpose} needs, but {describe(outputs)}. Return "
+        "them under the name `logits`, or leave that out."
     )
 
 

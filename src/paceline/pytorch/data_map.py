@@ -1,0 +1,359 @@
+"""Records a data map from the logits of the training passes; see `paceline.predictions.data_map`.
+
+Logits of small outputs wait on the device and are evaluated many passes at a time, so that a pass costs little more
+than the look-up of its sample ids.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.args.errors import UnsupportedOption
+from paceline.args.packing import JOINING, packing_of
+from paceline.args.sections import Options
+from paceline.core.events import CallbackHandler, TrainerCallback
+from paceline.core.optional import is_installed
+from paceline.predictions.data_map import COLUMNS, DataMap
+from paceline.pytorch.data.feed import StatefulDataIterator
+from paceline.pytorch.data.indexed import IndexedLoader
+from paceline.pytorch.data.loading import batch_size_of
+from paceline.pytorch.distributed.collectives import gather_objects
+from paceline.pytorch.distributed.strategy import SingleDevice
+from paceline.pytorch.engine import Engine
+from paceline.pytorch.model.loss import LossNormalizer
+from paceline.pytorch.model.soft_targets import find_logits, kept_items, widen
+
+logger = logging.getLogger(__name__)
+
+FIELDS = ("step", "sample", "loss", "confidence", "margin", "correct")
+MOST_BYTES = 2**24  # of logits that wait on the device
+MOST_ROWS = 8192  # samples whose logits wait
+NUM_SHOWN = 50  # likely label errors in the report
+TABLE, PICTURE = "data_map.csv", "data_map.svg"
+
+
+class WindowIds:
+    """The sample ids of an accumulation window, taken where the loader draws its batches.
+
+    Args:
+        feed: its loader is told to keep the ids of batches that are not yet taken.
+
+    Attributes:
+        current: the indices of this process's samples in the window that was drawn last, in their order.
+    """
+
+    def __init__(self, feed: StatefulDataIterator) -> None:
+        self.current: list[int] = []
+        self._feed, self._collect = feed, feed.collect
+        feed.loader.batches.keeps_indices = True
+        feed.collect = self.collect
+
+    def collect(self, batches: Iterator[Any], number: int) -> Any:
+        """Draws a window, and takes the ids of its batches."""
+        found: list[int] = []
+        taken = self._taking(batches, found)
+        window = self._collect(taken, number)
+        self.current = found
+        return window
+
+    def _taking(self, batches: Iterator[Any], found: list[int]) -> Iterator[Any]:
+        for batch in batches:
+            waiting: deque[list[int]] = self._feed.indices
+            found += waiting.popleft()
+            yield batch
+
+
+def find_obstacle(options: Options, loader: object) -> str | None:
+    """Returns the reason why samples or their logits are not known, with the remedy; None if they are."""
+    if not isinstance(loader, IndexedLoader):
+        return "needs a dataset with an index and a loader of the Trainer's, which know the samples of a batch."
+    if packing_of(options) in JOINING:
+        return f"is not possible with packing={options.packing!r}, which joins samples into rows: leave one out."
+    if options.linear_cross_entropy is not False:
+        return f"needs logits, and linear_cross_entropy={options.linear_cross_entropy!r} saves them: set it to False."
+    if not options.dataloader_in_order:
+        return "needs batches in the order of the sampler: set dataloader_in_order=True."
+    for name in ("auto_find_batch_size", "deepspeed", "regularizers"):
+        if getattr(options, name):
+            return f"is not supported with {name}, whose passes are not one of each sample: leave one of them out."
+    return None
+
+
+def follow_ids(options: Options, feed: StatefulDataIterator) -> WindowIds:
+    """Returns the ids of a run's windows.
+
+    Raises:
+        UnsupportedOption: samples or their logits are not known.
+    """
+    obstacle = find_obstacle(options, feed.loader)
+    if obstacle is not None:
+        raise UnsupportedOption(f"data_map=True {obstacle}")
+    return WindowIds(feed)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The outputs of a pass that are not evaluated yet.
+
+    Attributes:
+        step: number of the optimizer step in this run.
+        samples: the indices of its samples.
+        logits: classes last, on the device.
+        labels: on the host.
+        is_shifted: the collator has shifted the labels.
+    """
+
+    step: int
+    samples: list[int]
+    logits: Tensor
+    labels: Tensor
+    is_shifted: bool
+
+
+class DataMapRecorder:
+    """Records a data map during a run; an item of checkpoints.
+
+    Args:
+        training_step: the Trainer's, bound: forward and backward of one micro-batch.
+        ids: of the windows.
+        strategy: of the run.
+        rule: knows the shift of the targets.
+        num_samples: of the dataset.
+        copies: copy the logits, since compiled code may write to their memory again.
+
+    Raises:
+        UnsupportedOption: the logits of a sample are not whole on one process.
+    """
+
+    def __init__(
+        self,
+        training_step: Callable[..., Tensor],
+        ids: WindowIds,
+        strategy: SingleDevice,
+        rule: LossNormalizer,
+        num_samples: int,
+        copies: bool,
+    ) -> None:
+        if strategy.runs_windows or strategy.is_lazy or not strategy.mesh.is_data_only:
+            raise UnsupportedOption(
+                "data_map=True needs the logits of whole samples on each process: run it on one process, or with "
+                "parallel='ddp' or 'fsdp'."
+            )
+        self._training_step, self._ids, self._strategy, self._rule = training_step, ids, strategy, rule
+        self._copies = copies
+        self._engine: Engine | None = None
+        self._outputs: Any = None
+        self._waiting: list[Waiting] = []
+        self._num_bytes = self._num_rows = 0
+        self._rows: list[dict[str, Any]] = []  # of this process, not merged with those of others yet
+        self.result = DataMap(num_samples)
+
+    def follow(self, engine: Engine) -> None:
+        """Sets the engine whose passes are recorded."""
+        self._engine = engine
+
+    # ---- a pass
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Runs the Trainer's `training_step`, and keeps the model's last outputs."""
+        handle = model.register_forward_hook(self._see)
+        try:
+            loss = self._training_step(model, inputs, num_items_in_batch)
+        finally:
+            handle.remove()
+        outputs, self._outputs = self._outputs, None
+        engine = self._engine
+        if engine is not None and engine.current is not None and not engine.current.is_dummy:
+            self._keep(engine, engine.current, outputs)
+        return loss
+
+    def _see(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        self._outputs = outputs
+
+    def _keep(self, engine: Engine, current: Any, outputs: Any) -> None:
+        """Keeps the logits of a pass until they are evaluated."""
+        labels = current.counts.labels
+        if labels is None or labels.is_floating_point():
+            raise UnsupportedOption(
+                "data_map=True needs integer classes as targets in the batches, under one of the names "
+                f"{', '.join(self._rule.label_names)}: leave it out."
+            )
+        first = sum(map(batch_size_of, engine.batches[: current.index]))
+        samples = self._ids.current[first : first + len(labels)]
+        if len(samples) != len(labels):
+            raise UnsupportedOption(
+                f"data_map=True: a batch has {len(labels)} samples, and the loader drew {len(samples)} for it; do not "
+                "change the number of samples in a collator or get_batch_samples."
+            )
+        logits = find_logits(outputs, labels, "model", "data_map=True").detach()
+        self._waiting.append(
+            Waiting(
+                engine.num_steps,
+                samples,
+                logits.clone() if self._copies else logits,
+                labels,
+                current.counts.is_shifted,
+            )
+        )
+        self._num_bytes += logits.numel() * logits.element_size()
+        self._num_rows += len(samples)
+        if self._num_bytes > MOST_BYTES or self._num_rows > MOST_ROWS:
+            self.flush()
+
+    # ---- evaluation of the logits
+
+    def flush(self) -> None:
+        """Evaluates the logits that wait. Synchronizes with the device."""
+        waiting, self._waiting = self._waiting, []
+        self._num_bytes = self._num_rows = 0
+        group: list[Waiting] = []
+        for each in waiting:
+            if group and (group[0].logits.shape[1:] != each.logits.shape[1:] or each.labels.dim() > 1):
+                self._evaluate(group)
+                group = []
+            group.append(each)
+        if group:
+            self._evaluate(group)
+        if self._strategy.world.world_size == 1:
+            self._apply()
+
+    @torch.no_grad()
+    def _evaluate(self, group: Sequence[Waiting]) -> None:
+        logits = torch.cat([each.logits for each in group])
+        labels = torch.cat([each.labels for each in group]).to(logits.device, non_blocking=True)
+        kept, shifts = kept_items(labels, self._rule.reduction, group[0].is_shifted)
+        if shifts:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        values, has_target = evaluate_samples(widen(logits), labels, kept)
+        numbers = torch.cat([values, has_target[None]]).cpu().numpy()
+        samples = np.array([sample for each in group for sample in each.samples], dtype=np.int64)
+        steps = np.repeat([each.step for each in group], [len(each.samples) for each in group])
+        seen = numbers[-1] > 0
+        fields = [steps, samples, *numbers[:-1]]
+        self._rows.append({name: field[seen] for name, field in zip(FIELDS, fields, strict=True)})
+
+    def _apply(self) -> None:
+        """Adds the rows of all processes to the map."""
+        parts, self._rows = self._rows, []
+        gathered = gather_objects(self._strategy.world, parts)
+        everyone = [part for own in gathered for part in own]
+        if not everyone:
+            return
+        rows = {name: np.concatenate([part[name] for part in everyone]) for name in FIELDS}
+        order = np.argsort(rows["step"], kind="stable")
+        self.result.add(
+            *(rows[name][order] for name in ("sample", "loss", "confidence", "margin", "correct")),
+        )
+
+    def merge(self) -> None:
+        """Brings the map up to date on all processes; collective."""
+        self.flush()
+        self._apply()
+
+    # ---- the run
+
+    @contextmanager
+    def recording(self, handler: CallbackHandler) -> Iterator[None]:
+        """Merges the rows of the processes at the end of each epoch while entered, and at the end of the run."""
+        listener = EpochEnds(self)
+        handler.callbacks.insert(0, listener)
+        try:
+            yield
+            self.merge()
+        finally:
+            handler.pop_callback(listener)
+            self._waiting, self._outputs = [], None
+
+    def write(self, folder: Path, log_table: Callable[..., None], log_figure: Callable[..., None]) -> None:
+        """Writes table and picture, and records likely label errors and the picture for report and trackers.
+
+        Args:
+            folder: the output folder.
+            log_table, log_figure: the Trainer's, bound.
+        """
+        try:
+            self.result.write_table(folder / TABLE)
+            self.result.write_map(folder / PICTURE)
+        except OSError as error:  # a full disk costs the files, and not the run
+            logger.warning("The data map could not be written: %s", error)
+        shown = self.result.rows(self.result.label_errors(NUM_SHOWN))
+        if shown:
+            log_table("data map, likely label errors", COLUMNS, shown)
+        if shown and is_installed("PIL"):
+            log_figure("data map", self.result.pixels())
+
+    # ---- an item of checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the sums, and this process's rows that are not merged."""
+        self.flush()
+        return {"sums": self.result.state_dict(), "rows": [dict(part) for part in self._rows]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the map, and drops what was recorded since.
+
+        Raises:
+            ValueError: it is of another number of samples.
+        """
+        self.result.load_state_dict({name: np.asarray(values) for name, values in state["sums"].items()})
+        self._rows = [{name: np.asarray(values) for name, values in part.items()} for part in state["rows"]]
+        self._waiting, self._num_bytes, self._num_rows = [], 0, 0
+
+
+class EpochEnds(TrainerCallback):
+    """Merges a data map at the end of each epoch, so that the memory of the rows is bounded."""
+
+    def __init__(self, recorder: DataMapRecorder) -> None:
+        self._recorder = recorder
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Merges the rows."""
+        self._recorder.merge()
+
+
+def evaluate_samples(logits: Tensor, labels: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns loss, confidence, margin and correctness of samples, `(4, n)`, and 1 for those with a target, `(n,)`.
+
+    A sample of several targets has their mean loss, confidence and margin, and is correct if all of them are.
+
+    Args:
+        logits: `(n, ..., num_classes)`.
+        labels: `(n, ...)`.
+        kept: mask of the labels that count.
+    """
+    targets = labels.masked_fill(~kept, 0).unsqueeze(-1)
+    own = logits.gather(-1, targets).squeeze(-1)
+    loss = logits.logsumexp(-1) - own
+    other = logits.scatter(-1, targets, float("-inf")).amax(-1)
+    margin = own - other
+    counts = kept.reshape(len(kept), -1).sum(1)
+    values = []
+    for each in (loss, (-loss).exp(), margin, (margin > 0).to(loss.dtype)):
+        total = torch.where(kept, each, torch.zeros_like(each)).reshape(len(each), -1).sum(1)
+        values.append(total / counts.clamp(min=1))
+    values[3] = (values[3] == 1).to(loss.dtype)
+    return torch.stack(values), (counts > 0).to(loss.dtype)
+
+
+def make_recorder(
+    training_step: Callable[..., Tensor],
+    feed: StatefulDataIterator,
+    strategy: SingleDevice,
+    rule: LossNormalizer,
+    copies: bool,
+) -> DataMapRecorder:
+    """Returns the recorder of a run; see `DataMapRecorder` for the arguments."""
+    return DataMapRecorder(training_step, feed.ids, strategy, rule, len(feed.loader.dataset), copies)
+
+
+__all__ = ["DataMapRecorder", "WindowIds", "follow_ids", "make_recorder"]
