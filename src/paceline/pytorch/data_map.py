@@ -83,7 +83,7 @@ def find_obstacle(options: Options, loader: object) -> str | None:
         return f"needs logits, and linear_cross_entropy={options.linear_cross_entropy!r} saves them: set it to False."
     if not options.dataloader_in_order:
         return "needs batches in the order of the sampler: set dataloader_in_order=True."
-    for name in ("auto_find_batch_size", "deepspeed", "regularizers"):
+    for name in ("auto_find_batch_size", "deepspeed", "phases", "regularizers"):
         if getattr(options, name):
             return f"is not supported with {name}, whose passes are not one of each sample: leave one of them out."
     return None
