@@ -7,7 +7,6 @@ than the look-up of its sample ids.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,17 +45,28 @@ class WindowIds:
     """The sample ids of an accumulation window, taken where the loader draws its batches.
 
     Args:
-        feed: its loader is told to keep the ids of batches that are not yet taken.
+        collect: draws the batches of a window.
 
     Attributes:
         current: the indices of this process's samples in the window that was drawn last, in their order.
     """
 
-    def __init__(self, feed: StatefulDataIterator) -> None:
+    def __init__(self, collect: Callable[..., Any]) -> None:
         self.current: list[int] = []
-        self._feed, self._collect = feed, feed.collect
-        feed.loader.batches.keeps_indices = True
-        feed.collect = self.collect
+        self._collect = collect
+        self._feed: StatefulDataIterator | None = None
+
+    def follow(self, options: Options, feed: StatefulDataIterator) -> None:
+        """Sets the feed whose windows are drawn, before its first pass.
+
+        Raises:
+            UnsupportedOption: samples or their logits are not known.
+        """
+        obstacle = find_obstacle(options, feed.loader)
+        if obstacle is not None:
+            raise UnsupportedOption(f"data_map=True {obstacle}")
+        self._feed = feed
+        feed.loader.batches.keep_indices()
 
     def collect(self, batches: Iterator[Any], number: int) -> Any:
         """Draws a window, and takes the ids of its batches."""
@@ -67,9 +77,10 @@ class WindowIds:
         return window
 
     def _taking(self, batches: Iterator[Any], found: list[int]) -> Iterator[Any]:
+        assert self._feed is not None
         for batch in batches:
-            waiting: deque[list[int]] = self._feed.indices
-            found += waiting.popleft()
+            reader: Any = self._feed._reader  # it has the indices of its own pass
+            found += reader.indices.popleft()
             yield batch
 
 
@@ -87,18 +98,6 @@ def find_obstacle(options: Options, loader: object) -> str | None:
         if getattr(options, name):
             return f"is not supported with {name}, whose passes are not one of each sample: leave one of them out."
     return None
-
-
-def follow_ids(options: Options, feed: StatefulDataIterator) -> WindowIds:
-    """Returns the ids of a run's windows.
-
-    Raises:
-        UnsupportedOption: samples or their logits are not known.
-    """
-    obstacle = find_obstacle(options, feed.loader)
-    if obstacle is not None:
-        raise UnsupportedOption(f"data_map=True {obstacle}")
-    return WindowIds(feed)
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,8 @@ class DataMapRecorder:
                 "data_map=True needs the logits of whole samples on each process: run it on one process, or with "
                 "parallel='ddp' or 'fsdp'."
             )
-        self._training_step, self._ids, self._strategy, self._rule = training_step, ids, strategy, rule
+        self._training_step, self._ids = training_step, ids
+        self._strategy, self._rule = strategy, rule
         self._copies = copies
         self._engine: Engine | None = None
         self._outputs: Any = None
@@ -157,10 +157,6 @@ class DataMapRecorder:
         self._num_bytes = self._num_rows = 0
         self._rows: list[dict[str, Any]] = []  # of this process, not merged with those of others yet
         self.result = DataMap(num_samples)
-
-    def follow(self, engine: Engine) -> None:
-        """Sets the engine whose passes are recorded."""
-        self._engine = engine
 
     # ---- a pass
 
@@ -263,8 +259,9 @@ class DataMapRecorder:
     # ---- the run
 
     @contextmanager
-    def recording(self, handler: CallbackHandler) -> Iterator[None]:
-        """Merges the rows of the processes at the end of each epoch while entered, and at the end of the run."""
+    def recording(self, engine: Engine, handler: CallbackHandler) -> Iterator[None]:
+        """Records the passes of an engine while entered; merges the rows of the processes at the end of each epoch."""
+        self._engine = engine
         listener = EpochEnds(self)
         handler.callbacks.insert(0, listener)
         try:
@@ -343,17 +340,3 @@ def evaluate_samples(logits: Tensor, labels: Tensor, kept: Tensor) -> tuple[Tens
         values.append(total / counts.clamp(min=1))
     values[3] = (values[3] == 1).to(loss.dtype)
     return torch.stack(values), (counts > 0).to(loss.dtype)
-
-
-def make_recorder(
-    training_step: Callable[..., Tensor],
-    feed: StatefulDataIterator,
-    strategy: SingleDevice,
-    rule: LossNormalizer,
-    copies: bool,
-) -> DataMapRecorder:
-    """Returns the recorder of a run; see `DataMapRecorder` for the arguments."""
-    return DataMapRecorder(training_step, feed.ids, strategy, rule, len(feed.loader.dataset), copies)
-
-
-__all__ = ["DataMapRecorder", "WindowIds", "follow_ids", "make_recorder"]

@@ -138,6 +138,7 @@ class Session(core.Session[Run, TrainerMembers]):
     """
 
     data_remedy = "raise dataloader_num_workers, or let the dataset do less for each sample"
+    sample_ids: maps.WindowIds | None = None  # of the windows of this run, with data_map=True
     world: Kept[World] = Kept()
     model: Kept[torch.nn.Module] = Kept()
     model_wrapped: Kept[torch.nn.Module] = Kept()
@@ -203,16 +204,21 @@ class Session(core.Session[Run, TrainerMembers]):
         packing, plan = self.facade._find_packing(), self.make_plan(loader)
         check_train_loader(loader, type(self.facade).__name__, packing, plan.micro_batch_tokens)
         collect, device = adapted(self.facade.get_batch_samples, 3), self.world.device
+
+        def draw(batches: Iterator[Any], number: int) -> Any:
+            return collect(batches, number, device)
+
+        self.sample_ids = maps.WindowIds(draw) if self.args.data_map else None
         feed = make_feed(
             loader,
             plan,
             self.model,
-            collect=lambda batches, number: collect(batches, number, device),
+            collect=draw if self.sample_ids is None else self.sample_ids.collect,
             ignore_data_skip=self.args.ignore_data_skip,
             step=lambda: self.state.global_step,
         )
-        if self.args.data_map:
-            feed.ids = maps.follow_ids(self.args, feed)
+        if self.sample_ids is not None:
+            self.sample_ids.follow(self.args, feed)
         return feed, plan
 
     def make_plan(self, loader: object) -> Plan:
@@ -316,11 +322,7 @@ class Session(core.Session[Run, TrainerMembers]):
             )
             meters.append(self.noise_scale)
             training_step = self.noise_scale.training_step
-        self.data_map = None
-        if self.args.data_map:
-            rule, is_compiled = self.loss_normalizer, self.args.torch_compile
-            recorder = maps.make_recorder(adapted(training_step, 3), feed, self.strategy, rule, is_compiled)
-            self.data_map, training_step = recorder, recorder.training_step
+        training_step = self.recorded(feed, training_step)
         distillation = self.facade.distillation
         if distillation is not None:
             distillation.begin(self.model, self.strategy)
@@ -334,8 +336,6 @@ class Session(core.Session[Run, TrainerMembers]):
             distillation.follow(engine)
         if self.noise_scale is not None:
             self.noise_scale.follow(engine)
-        if self.data_map is not None:
-            self.data_map.follow(engine)
         self.callback_handler.train_dataloader = feed.loader
         assert self.run_mark is not None
         parts = (plan, feed, engine, signals, self.run_mark, folder)
@@ -406,7 +406,9 @@ class Session(core.Session[Run, TrainerMembers]):
                 synchronized_control(self.callback_handler, run.sync),
                 self.averaging(run),
                 self.distilling(),
-                self.data_map.recording(self.callback_handler) if self.data_map is not None else nullcontext(),
+                self.data_map.recording(run.engine, self.callback_handler)
+                if self.data_map is not None
+                else nullcontext(),
                 self.regularizers.applied() if self.regularizers is not None else nullcontext(),
             ):
                 yield
@@ -438,6 +440,16 @@ class Session(core.Session[Run, TrainerMembers]):
         if self.averages is None:
             return nullcontext()
         return averages.averaging(self.averages, run.engine, self.callback_handler)
+
+    def recorded(self, feed: StatefulDataIterator, training_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Returns the training step of a run; with `data_map`, one whose passes are recorded."""
+        self.data_map = None
+        if self.sample_ids is None:
+            return training_step
+        step, size = adapted(training_step, 3), len(feed.loader.dataset)
+        parts = (step, self.sample_ids, self.strategy, self.loss_normalizer, size, self.args.torch_compile)
+        self.data_map = maps.DataMapRecorder(*parts)
+        return self.data_map.training_step
 
     def distilling(self) -> AbstractContextManager[None]:
         """Returns a context in which the teacher, if any, is asked in the training passes."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -332,11 +331,9 @@ class StatefulDataIterator:
         synchronize: `(window, samples in it) -> (window, samples, micro-batches)`: agrees on the accumulation window
             with other processes. None with a single process.
         before_epoch: called before an epoch starts; it may replace the loader.
-        ids: the sample ids of the last window, if something follows them.
         meters: add entries to the log rows.
     """
 
-    ids: Any = None
     synchronize: Synchronize | None = None
     before_epoch: Callable[[], None] | None = None
     meters: tuple[Any, ...] = ()
@@ -364,12 +361,6 @@ class StatefulDataIterator:
     def is_restored(self) -> bool:
         """Returns True if `start_epoch` still has to apply a loaded position."""
         return self._saved is not None
-
-    @property
-    def indices(self) -> deque[list[int]]:
-        """Returns the indices of the batches that an indexed loader has read and `draw` has not taken."""
-        found: deque[list[int]] = getattr(self._reader, "indices", deque())
-        return found
 
     @property
     def is_common(self) -> bool:

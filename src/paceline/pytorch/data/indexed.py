@@ -107,6 +107,10 @@ class IndexBatches(Sampler[list[int]]):
         """Returns True if the sampler can start anywhere, and saves the settings that its order depends on."""
         return all(hasattr(self.sampler, name) for name in ("set_position", "state_dict", "load_state_dict"))
 
+    def keep_indices(self) -> None:
+        """Keeps the indices of each batch from the next pass on, until a reader takes them."""
+        self.keeps_indices = True
+
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of an epoch."""
         self._epoch, self._start, self._opened = epoch, 0, None
