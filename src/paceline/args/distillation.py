@@ -122,7 +122,7 @@ def check_with_teacher(options: Options) -> None:
             "loss_weight=<function> with a teacher is not supported, whose soft loss is a mean over the same items as "
             "the hard one: name them, as in loss_weight='samples'."
         )
-    for name in ("deepspeed", "phases", "regularizers", "use_liger_kernel"):
+    for name in ("deepspeed", "regularizers", "use_liger_kernel"):
         if getattr(options, name):
             raise UnsupportedOption(f"{name} with a teacher is not supported: leave one of them out.")
 
