@@ -143,10 +143,10 @@ class DataMapRecorder:
         num_samples: int,
         copies: bool,
     ) -> None:
-        if strategy.runs_windows or strategy.is_lazy or not strategy.mesh.is_data_only:
+        if strategy.world.is_distributed or strategy.runs_windows or strategy.is_lazy:
             raise UnsupportedOption(
-                "data_map=True needs the logits of whole samples on each process: run it on one process, or with "
-                "parallel='ddp' or 'fsdp'."
+                "data_map=True is not supported on several processes or XLA devices: run it on one process, or leave "
+                "it out."
             )
         self._training_step, self._ids = training_step, ids
         self._strategy, self._rule = strategy, rule

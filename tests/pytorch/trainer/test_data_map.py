@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
 import torch
 from torch import Tensor, nn
@@ -176,14 +175,3 @@ def test_refused(tmp_path: Path) -> None:
     silent = Trainer(Silent(), args, train_dataset=rows())
     with pytest.raises(ValueError, match="which data_map=True needs"):
         silent.train()
-
-
-@pytest.mark.slow
-def test_two_processes_have_the_map_of_one(tmp_path: Path) -> None:
-    processes.run("data_map_job.py", 2, str(tmp_path))
-    one = run(tmp_path / "alone", per_device_train_batch_size=6, gradient_accumulation_steps=1).data_map.result
-    for rank in range(2):
-        found = torch.load(tmp_path / f"{rank}.pt")
-        for name in SUMS:
-            np.testing.assert_allclose(found["straight"][name], one.sums[name], rtol=1e-4, atol=1e-5, err_msg=name)
-            assert found["straight"][name].equal(found["resumed"][name])
