@@ -8,6 +8,7 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -191,7 +192,8 @@ def distance(one: Gradients, other: Gradients) -> tuple[float, str]:
 
     A gradient that only one of them has counts as zero in the other.
     """
-    squares = {name: float((one.get(name, 0) - other.get(name, 0)).square().sum()) for name in {**one, **other}}  # type: ignore[operator]
+    zero = torch.zeros(())
+    squares = {name: float((one.get(name, zero) - other.get(name, zero)).square().sum()) for name in {**one, **other}}
     if not squares:
         return 0.0, ""
     size = sum(float(each.square().sum()) for each in other.values())
