@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from paceline.callbacks.memory_stages import MemoryStages
+from paceline.checkpoint import layout
 from paceline.checkpoint.resuming import STATE_FILE
 from paceline.core.events import CallbackHandler, TrainerCallback, call_own_event
 from paceline.core.lineage import RunMark
@@ -36,7 +37,7 @@ class TrainerNames:
         is_in_train: True while a run is in progress.
         time_spent: seconds of the last run by activity: data, forward, backward, optimizer, evaluate, save, ...; they
             add up to its wall time.
-        data_map: the recorder of the last run with `data_map=True`; its `result` is the map.
+        step_parts: the optional parts of the optimizer steps of the last run.
         world: rank, world size and device of this process.
     """
 
@@ -50,7 +51,25 @@ class TrainerNames:
     is_in_train: bool = False
     time_spent: Mapping[str, float] = MappingProxyType({})
     world: Any
-    data_map: Any = None
+    step_parts: Any = None
+
+    def _step_part(self, name: str) -> Any:
+        return None if self.step_parts is None else self.step_parts.find(name)
+
+    @property
+    def noise_scale(self) -> Any:
+        """Returns the gradient noise scale of the last run with `gradient_noise_scale=True`."""
+        return self._step_part(layout.NOISE_SCALE)
+
+    @property
+    def data_map(self) -> Any:
+        """Returns the recorder of the last run with `data_map=True`; its `result` is the map."""
+        return self._step_part(layout.DATA_MAP)
+
+    @property
+    def regularizers(self) -> Any:
+        """Returns the passes of the last run with `regularizers`."""
+        return self._step_part(layout.REGULARIZERS)
 
     def _get_output_dir(self, trial: object) -> str:
         return str(self.args.output_dir)

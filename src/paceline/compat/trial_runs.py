@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 # attributes of the Trainer that a run replaces
 REPLACED = (
     "args", "model", "model_wrapped", "optimizer", "lr_scheduler", "strategy", "state", "control", "signature",
-    "label_names", "can_return_loss", "loss_normalizer", "label_smoother", "objective", "noise_scale", "is_prepared",
+    "label_names", "can_return_loss", "loss_normalizer", "label_smoother", "objective", "step_parts", "is_prepared",
     "time_spent", "run_mark", "current_flos", "_signature_columns", "_packing", "_created_lr_scheduler",
     "_resumed_batch_size", "_view", "_trial_name", "edits", "is_in_train", "run",
 )  # fmt: skip

@@ -68,27 +68,22 @@ from paceline.pytorch.optim.modes import switch_optimizer
 from paceline.pytorch.optim.schedulers import follows_metrics
 from paceline.pytorch.output_store import finished_uploads
 from paceline.pytorch.padding_meter import PaddingMeter
+from paceline.pytorch.step_parts import Setup, StepParts, make_step_parts
 from paceline.pytorch.sync import LocalSync, ProcessSync, Sync, synchronized_control
 from paceline.pytorch.validation import check_evaluation, check_optimizer, declare_loss
 
 if TYPE_CHECKING:
     from paceline.pytorch import data_map as maps
-    from paceline.pytorch import device_clock, flops, memory_report, missing_labels, noise_scale, rollback
+    from paceline.pytorch import device_clock, memory_report, missing_labels, rollback
     from paceline.pytorch.checkpoint import sharded_format
-    from paceline.pytorch.noise_scale import NoiseScale
     from paceline.pytorch.optim import averages, steered
     from paceline.pytorch.optim.averages import AveragedWeights
-    from paceline.pytorch.regularizers import passes
-    from paceline.pytorch.regularizers.passes import Passes
 else:
     averages = LateModule("paceline.pytorch.optim.averages")
     device_clock = LateModule("paceline.pytorch.device_clock")
     maps = LateModule("paceline.pytorch.data_map")
-    flops = LateModule("paceline.pytorch.flops")
     memory_report = LateModule("paceline.pytorch.memory_report")
     missing_labels = LateModule("paceline.pytorch.missing_labels")
-    noise_scale = LateModule("paceline.pytorch.noise_scale")
-    passes = LateModule("paceline.pytorch.regularizers.passes")
     rollback = LateModule("paceline.pytorch.rollback")
     sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
     steered = LateModule("paceline.pytorch.optim.steered")
@@ -129,9 +124,7 @@ class Session(core.Session[Run, TrainerMembers]):
         is_prepared: True once training or an evaluation has prepared the model, so that its memory is known.
         reports_changes: log the arguments that have changed since the checkpoint.
         averages: the average of the weights in this run; None without one.
-        data_map: records a data map; None if disabled.
-        noise_scale: measures the gradient noise scale; None if disabled.
-        regularizers: the passes of the regularizers in this run; None without any.
+        step_parts: the optional parts of the optimizer steps of the last run; None before the first one.
         created_lr_scheduler: the session created the schedule, for the length of one run.
         resumed_batch_size: global batch size of a run that is resumed on another number of processes; else None.
         current_flos: operations since `state.total_flos` was last updated.
@@ -148,9 +141,7 @@ class Session(core.Session[Run, TrainerMembers]):
     loss_normalizer: Kept[LossNormalizer] = Kept()
     edits: Kept[PreparedModel | None] = Kept()
     averages: Kept[AveragedWeights | None] = Kept()
-    noise_scale: Kept[NoiseScale | None] = Kept()
-    data_map: Kept[maps.DataMapRecorder | None] = Kept()
-    regularizers: Kept[Passes | None] = Kept()
+    step_parts: Kept[StepParts] = Kept()
     is_prepared: Kept[bool] = Kept()
     reports_changes: Kept[bool] = Kept()
     current_flos: Kept[float] = Kept()
@@ -309,33 +300,10 @@ class Session(core.Session[Run, TrainerMembers]):
         padding = PaddingMeter()
         edit_meters = self.edits.meters if self.edits is not None else ()
         meters: list[core.Meter] = [padding, *feed.meters, *edit_meters, *meters_in(self.callback_handler)]
-        training_step = self.facade.training_step
-        if self.args.log_flops:
-            meter = flops.meter_of(self.facade, self.strategy, plan, self.model)
-            meters.append(meter)
-            training_step = meter.training_step
-        self.noise_scale = None
-        if self.args.gradient_noise_scale:
-            step = adapted(training_step, 3)
-            self.noise_scale = noise_scale.make_noise_scale(
-                self.strategy, plan, self.optimizer, self.args.packing, step
-            )
-            meters.append(self.noise_scale)
-            training_step = self.noise_scale.training_step
-        training_step = self.recorded(feed, training_step)
-        distillation = self.facade.distillation
-        if distillation is not None:
-            distillation.begin(self.model, self.strategy)
-            meters.append(distillation)
-        engine = self.make_engine(plan, sync, ledger, training_step)
-        self.regularizers = self.make_regularizers(plan, feed)
-        if self.regularizers is not None:
-            self.regularizers.join(engine)
-            meters.append(self.regularizers)
-        if distillation is not None:
-            distillation.follow(engine)
-        if self.noise_scale is not None:
-            self.noise_scale.follow(engine)
+        self.step_parts = made = self.make_step_parts(plan, feed)
+        meters += made.meters
+        engine = self.make_engine(plan, sync, ledger, made.training_step)
+        made.join(engine)
         self.callback_handler.train_dataloader = feed.loader
         assert self.run_mark is not None
         parts = (plan, feed, engine, signals, self.run_mark, folder)
@@ -391,7 +359,7 @@ class Session(core.Session[Run, TrainerMembers]):
             device=device_text(self.world.device),
             record={
                 "parameter_dtypes": sorted({str(parameter.dtype) for parameter in self.model.parameters()}),
-                **(self.regularizers.facts() if self.regularizers is not None else {}),
+                **self.step_parts.facts(),
             },
             lines=tuple(lines),
         )
@@ -405,11 +373,7 @@ class Session(core.Session[Run, TrainerMembers]):
             with (
                 synchronized_control(self.callback_handler, run.sync),
                 self.averaging(run),
-                self.distilling(),
-                self.data_map.recording(run.engine, self.callback_handler)
-                if self.data_map is not None
-                else nullcontext(),
-                self.regularizers.applied() if self.regularizers is not None else nullcontext(),
+                self.step_parts.active(run.engine, self.callback_handler),
             ):
                 yield
         except Exception as error:
@@ -441,23 +405,6 @@ class Session(core.Session[Run, TrainerMembers]):
             return nullcontext()
         return averages.averaging(self.averages, run.engine, self.callback_handler)
 
-    def recorded(self, feed: StatefulDataIterator, training_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Returns the training step of a run; with `data_map`, one whose passes are recorded."""
-        self.data_map = None
-        if self.sample_ids is None:
-            return training_step
-        step, size = adapted(training_step, 3), len(feed.loader.dataset)
-        parts = (step, self.sample_ids, self.strategy, self.loss_normalizer, size, self.args.torch_compile)
-        self.data_map = maps.DataMapRecorder(*parts)
-        return self.data_map.training_step
-
-    def distilling(self) -> AbstractContextManager[None]:
-        """Returns a context in which the teacher, if any, is asked in the training passes."""
-        distillation = self.facade.distillation
-        if distillation is None:
-            return nullcontext()
-        return distillation.applied(self.model, self.callback_handler)
-
     def close(self, run: Run) -> None:
         run.loaders.close()
         run.saves.close(run.folder if self.args.should_save else None)
@@ -467,8 +414,8 @@ class Session(core.Session[Run, TrainerMembers]):
         return train_loss
 
     def complete_saves(self, run: Run) -> None:
-        if self.data_map is not None and self.args.should_save:
-            self.data_map.write(run.folder, self.facade.log_table, self.facade.log_figure)
+        if self.args.should_save:
+            self.step_parts.finish(run.folder)
         self.facade._make_checkpointer().finish(run.folder)
         switch_optimizer(self.optimizer, "eval")
         if self.averages is not None:
@@ -534,21 +481,21 @@ class Session(core.Session[Run, TrainerMembers]):
         model = self.strategy.unwrap(self.model)
         return averages.make_averages(model, settings, self.strategy, refresh, run.feed.loader)
 
-    def make_regularizers(self, plan: Plan, feed: StatefulDataIterator) -> Passes | None:
-        """Returns the passes of the regularizers in a run; None without any."""
-        if not self.args.regularizers:
-            return None
-        return passes.make_passes(
-            passes.Context(
-                settings=passes.regularizers_of(self.args),
-                model=self.strategy.unwrap(self.model),
+    def make_step_parts(self, plan: Plan, feed: StatefulDataIterator) -> StepParts:
+        """Returns the optional parts of a run's optimizer steps."""
+        return make_step_parts(
+            Setup(
+                options=self.args,
+                facade=self.facade,
                 strategy=self.strategy,
+                model=self.model,
                 optimizer=self.optimizer,
-                objective=self.facade.objective,
+                rule=self.loss_normalizer,
                 plan=plan,
+                feed=feed,
+                sample_ids=self.sample_ids,
                 num_steps=lambda: self.state.global_step,
-                num_samples=sample_count(feed.loader),
-                owns_loss=is_ours(self.facade.compute_loss),
+                training_step=self.facade.training_step,
             )
         )
 
@@ -627,10 +574,7 @@ class Session(core.Session[Run, TrainerMembers]):
             names.CALLBACKS: CallbackStates(self.callback_handler),
             names.LOSS: self.loss_normalizer,
             names.AVERAGES: self.averages,
-            names.NOISE_SCALE: self.noise_scale,
-            names.REGULARIZERS: self.regularizers if self.regularizers and self.regularizers.is_stateful else None,
-            names.DISTILLATION: self.facade.distillation,
-            names.DATA_MAP: self.data_map,
+            **(self.step_parts.items() if self.step_parts is not None else {}),
             names.RNG: RandomStates(),
             names.DATA: run.feed if run is not None else None,
             names.PROGRESS: LoopProgress(run.loop) if run is not None and run.loop is not None else None,
@@ -707,10 +651,7 @@ class Session(core.Session[Run, TrainerMembers]):
         """Saves a checkpoint; returns True if it is complete, False if it is still being written asynchronously."""
         run.sync.enter("saving a checkpoint")
         run.saves.expect()
-        if self.facade.distillation is not None:
-            self.facade.distillation.share()
-        if self.data_map is not None:
-            self.data_map.merge()
+        self.step_parts.before_save()
         self.facade._save_checkpoint(self.model_wrapped, run.trial)
         if self.args.should_save and run.saves.is_published:
             self.claim(run)

@@ -61,10 +61,9 @@ if TYPE_CHECKING:
     from paceline.pytorch.evaluation import augmentation as test_time
     from paceline.pytorch.evaluation import predictor
     from paceline.pytorch.forecast import result
-    from paceline.pytorch.noise_scale import NoiseScale
     from paceline.pytorch.optim import optimizers as optimizer_registry
     from paceline.pytorch.optim.averages import AveragedWeights
-    from paceline.pytorch.regularizers.passes import Passes
+    from paceline.pytorch.step_parts import StepParts
 else:
     batch_search = LateModule("paceline.pytorch.batch_search")
     checkpointer = LateModule("paceline.pytorch.checkpoint.checkpointer")
@@ -124,8 +123,7 @@ class Trainer(HubNames, ForSubclasses):
     loss_normalizer: LossNormalizer
     edits: PreparedModel | None = None  # changes that training made to the model; None outside of training
     averages: AveragedWeights | None = None  # of the training in progress, with ema_decay or swa_start
-    regularizers: Passes | None = None  # of the last training
-    noise_scale: NoiseScale | None = None  # of the last training, with gradient_noise_scale=True
+    step_parts: StepParts | None = None  # the optional parts of the last training
     is_prepared = False  # training or an evaluation has prepared the model: its memory is known
     reports_changes = True  # log arguments that changed since the checkpoint that a run is resumed from
     current_flos = 0.0
