@@ -241,7 +241,7 @@ def test_their_parser_on_every_option_of_ours() -> None:
         mine, other = (outcome(type(parser), Seq2SeqTrainingArguments, line) for parser in (ours, theirs))
         assert mine == other, line
         refused += [item.name] if isinstance(mine, str) else []
-    assert len(refused) < 45
+    assert len(refused) < 50
 
 
 # ---- the boolean options of training arguments, on every command line that a script may have
