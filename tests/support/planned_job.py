@@ -1,4 +1,4 @@
-"""Peak memory of the third optimizer step on several processes, by torch's allocator: `planned_job.py FOLDER`.
+"""Peak memory of optimizer steps on several processes, by torch's allocator: `planned_job.py FOLDER`.
 
 The first process writes the bytes of each case into `FOLDER/peaks.json`.
 """
@@ -50,27 +50,29 @@ CASES: dict[str, dict[str, Any]] = {
 def build(folder: Path, name: str) -> Any:
     torch.manual_seed(0)
     data = [{"x": torch.randn(256), "labels": index % 10} for index in range(2048)]
-    options = {"per_device_train_batch_size": 64, "max_steps": 3, "logging_strategy": "no", **CASES[name]}
+    options = {"per_device_train_batch_size": 64, "max_steps": 8, "logging_strategy": "no", **CASES[name]}
     return make_trainer(folder, Perceptron(), data, loss_weight="samples", **options)
 
 
 class Allocated(TrainerCallback):
-    """Records what the allocator gives and takes back during the third step."""
+    """Records what the allocator gives and takes back during each step from the third on.
+
+    gloo frees a buffer after the other process has read it, so a step that waits holds more than it needs; the step with
+    the lowest peak waited least.
+    """
 
     def __init__(self) -> None:
-        self.profiler: Any = None
-        self.is_seen = False
+        self.profilers: list[Any] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step == 2:
+        if state.global_step >= 2:
             kinds = [torch.profiler.ProfilerActivity.CPU]
-            self.profiler = torch.profiler.profile(activities=kinds, profile_memory=True)
-            self.profiler.__enter__()
+            self.profilers.append(torch.profiler.profile(activities=kinds, profile_memory=True))
+            self.profilers[-1].__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 3 and not self.is_seen:
-            self.profiler.__exit__(None, None, None)
-            self.is_seen = True
+        if state.global_step >= 3:
+            self.profilers[-1].__exit__(None, None, None)
 
 
 def held_before(trainer: Any, optimizer: Any) -> int:
@@ -99,7 +101,7 @@ def main(folder: Path) -> None:
             watch = Allocated()
             trainer.add_callback(watch)
             trainer.train()
-            peaks[name] = held_before(trainer, trainer.optimizer) + rise(watch.profiler)
+            peaks[name] = held_before(trainer, trainer.optimizer) + min(map(rise, watch.profilers))
     if os.environ.get("RANK", "0") == "0":
         (folder / "peaks.json").write_text(json.dumps(peaks))
 
