@@ -40,10 +40,11 @@ def test_the_table_is_what_both_have() -> None:
     assert {"Trainer", "TrainingArguments", "TrainerCallback", "EvalPrediction", "set_seed"} <= PAIRS.keys()
     assert {"get_linear_schedule_with_warmup", "DataCollatorWithPadding", "IntervalStrategy"} <= PAIRS.keys()
     assert set(paceline.__all__) - PAIRS.keys() == {
-        "DataCollatorForSOP", "DataCollatorForWholeWordMask", "MixedDataset", "MixedStream",
-        "NotebookProgressCallback", "Plan", "Pruning", "ReportCallback",
-        "ShuffleBuffer", "StreamingMetric", "TestTimeAugmentation", "UnsupportedOption",
-        "check_targets", "ensemble_predict", "replay",
+        "CutMix", "DPSGD", "DataCollatorForSOP", "DataCollatorForWholeWordMask", "EvaluationSamples",
+        "EvaluationTools", "Member", "MembersTrainer", "MixedDataset", "MixedStream", "Mixup",
+        "NotebookProgressCallback", "Phase", "Plan", "Pruning", "Regularizer", "ReportCallback", "SAM",
+        "ShuffleBuffer", "SnapshotEnsemble", "StreamingMetric", "TestTimeAugmentation", "UnsupportedOption",
+        "check_targets", "ensemble_predict", "replay", "simulated_processes",
     }  # fmt: skip
     for name, (theirs, ours) in PAIRS.items():
         assert ours is getattr(paceline, name)

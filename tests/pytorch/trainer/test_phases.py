@@ -431,13 +431,17 @@ def refused() -> Iterator[tuple[Any, dict[str, Any], str]]:
     yield [end], {"optimizer_in_backward": True}, "optimizer_in_backward"
     yield [end], {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "reduce_lr_on_plateau"
     yield [end], {"packing": "group", "phases": [Phase("one", train_dataset=rows())]}, "packing='group'"
-    yield [end], {"optim": "schedule_free_adamw"}, "two sets of weights"
     yield [end], {"optimizers": (None, "schedule")}, "schedule of your own"
     yield [{"name": "one", "freze": ["*"]}], {}, "did you mean 'freeze'"
     yield [{"until": 5}], {}, "needs a name"
 
 
-@pytest.mark.parametrize(("phases", "options", "message"), list(refused()))
+SLOW = pytest.param(  # schedulefree is installed for the slow tests
+    [{"name": "one"}], {"optim": "schedule_free_adamw"}, "two sets of weights", marks=pytest.mark.slow
+)
+
+
+@pytest.mark.parametrize(("phases", "options", "message"), [*refused(), SLOW])
 def test_contradictions_are_refused_before_the_first_step(
     tmp_path: Path, phases: Any, options: Any, message: str
 ) -> None:
