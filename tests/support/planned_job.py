@@ -57,8 +57,8 @@ def build(folder: Path, name: str) -> Any:
 class Allocated(TrainerCallback):
     """Records what the allocator gives and takes back during each step from the third on.
 
-    gloo frees a buffer after the other process has read it, so a step that waits holds more than it needs; the step with
-    the lowest peak waited least.
+    gloo frees a buffer after the other process has read it, so a step that waits holds more than it needs; the step
+    with the lowest peak waited least.
     """
 
     def __init__(self) -> None:
