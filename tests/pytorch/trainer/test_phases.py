@@ -514,3 +514,26 @@ def test_replicas_and_shards(tmp_path: Path) -> None:
         assert first[f"{way} losses"] == pytest.approx(first["ddp losses"], rel=1e-5)
         for step in (3, 7):
             assert torch.equal(first[f"{way} straight"], first[f"{way} resumed at {step}"])
+
+
+# ---- forecasts
+
+
+def test_the_forecast_counts_the_steps_of_all_phases(tmp_path: Path) -> None:
+    phases = [Phase("head", until="2 epochs", **HEAD), Phase("all", until="3 epochs")]
+    trainer = make_trainer(tmp_path, Classifier(), rows(), phases=phases, num_train_epochs=3)
+    forecast = trainer.plan()
+    assert (forecast.plan.max_steps, forecast.samples) == (40, 160)
+    assert forecast.memory is not None
+    assert "phase all: steps 17 to 40" in str(forecast)
+    trainer.train()
+    assert trainer.state.global_step == 40
+    with pytest.raises(UnsupportedOption, match="time of a step"):
+        trainer.plan(time=True)
+
+
+def test_a_forecast_of_phases_with_other_data_is_refused(tmp_path: Path) -> None:
+    phases = [Phase("small", until=4, per_device_train_batch_size=2), Phase("all", until=8)]
+    trainer = make_trainer(tmp_path, Classifier(), rows(), phases=phases, num_train_epochs=3)
+    with pytest.raises(UnsupportedOption, match="'small'"):
+        trainer.plan()
