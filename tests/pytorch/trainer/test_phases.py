@@ -342,6 +342,17 @@ def test_ends(tmp_path: Path, until: Any, series: list[float], ends: int) -> Non
     assert rates[-1] == pytest.approx(0.05 / (10 - ends))
 
 
+def test_a_plateau_follows_greater_is_better(tmp_path: Path) -> None:
+    falls = [0.9, 0.8, 0.7, 0.6, 0.65, 0.7]  # as an error rate that improves four times
+    trainer = make(
+        tmp_path, [Phase("head", until="plateau of eval_score", patience=2, **HEAD), Phase("all")],
+        compute_metrics=Metrics(falls + [0.0] * 20), eval_strategy="steps", eval_steps=1, save_strategy="no",
+        metric_for_best_model="score", greater_is_better=False,
+    )  # fmt: skip
+    trainer.train()
+    assert [row["phase"] for row in log_of(trainer) if "loss" in row] == ["head"] * 6 + ["all"] * 4
+
+
 def test_a_metric_ends_the_run(tmp_path: Path) -> None:
     phases = [Phase("head", until=2, **HEAD), Phase("all", until="eval_score >= 0.5")]
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no"}
