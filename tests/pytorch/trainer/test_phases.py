@@ -285,6 +285,22 @@ def test_the_best_model_and_rotation(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric)
 
 
+def test_epochs_keep_their_steps_on_fewer_processes(tmp_path: Path) -> None:
+    phases = [Phase("head", until="1 epochs", **HEAD), Phase("all", until="2 epochs")]
+    options = {"phases": phases, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 3}
+    make_trainer(tmp_path, Classifier(), rows(), gradient_accumulation_steps=2, **options).train()
+    checkpoint = tmp_path / "checkpoint-3"
+    (checkpoint / "manifest.json").unlink()
+    progress = json.loads((checkpoint / "progress.json").read_text())
+    progress |= {"world_size": 2, "data_size": 2}  # as if two processes had written it, without accumulation
+    progress["arguments"]["gradient_accumulation_steps"] = 1
+    (checkpoint / "progress.json").write_text(json.dumps(progress))
+    resumed = make_trainer(tmp_path, Classifier(), rows(), **options)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.state.global_step == resumed.state.max_steps == 12
+    assert [row["phase"] for row in log_of(resumed)] == ["head"] * 4 + ["all"] * 8
+
+
 def test_a_checkpoint_of_other_phases_is_refused(tmp_path: Path) -> None:
     make(tmp_path, [Phase("head", until=5, **HEAD), Phase("all")], [Watch(7)]).train()
     with pytest.raises(ValueError, match="written in phase 2, 'all'"):

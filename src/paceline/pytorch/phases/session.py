@@ -143,6 +143,8 @@ class PhasedSession(session.Session):
         elif checkpoint is not None:
             logger.warning("%s was written without phases: the run goes on in its first phase.", checkpoint)
         self.check_processes(saved)
+        # the epochs of all phases are counted in steps of this size, before the data of one of them is opened
+        self.resumed_batch_size = super().find_batch_size(checkpoint)
         self.find_lengths()
         progress.last_step = self.last_step()
         with self.as_in(progress.index):
@@ -178,6 +180,9 @@ class PhasedSession(session.Session):
             plan = super().make_plan(self.facade.get_train_dataloader() if self.phases[0].changes_data else loader)
         return self.described(plan)
 
+    def find_batch_size(self, checkpoint: Path | None) -> int | None:
+        return self.resumed_batch_size
+
     def find_lengths(self) -> None:
         """Finds the optimizer steps of the run, and of an epoch of each phase."""
         self.max_steps = 0
@@ -188,7 +193,7 @@ class PhasedSession(session.Session):
         """Returns the optimizer steps in an epoch of a phase; None if the data has no length."""
         with self.as_in(index):
             lengths = gather_objects(self.world, loader_length(self.facade.get_train_dataloader()))
-            accumulation = resolve_update(self.args, self.strategy.mesh.data_size, None)[0]
+            accumulation = resolve_update(self.args, self.strategy.mesh.data_size, self.resumed_batch_size)[0]
         return None if None in lengths else math.ceil(max(lengths) / accumulation)
 
     def run_length(self) -> int:
