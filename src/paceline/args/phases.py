@@ -155,6 +155,8 @@ class Phase:
         self._check_length()
         if isinstance(self.callbacks, str) or not isinstance(self.callbacks, Sequence):
             raise self.wrong("callbacks", "expected a list of callbacks")
+        if not (self.loss is None or isinstance(self.loss, str) or callable(self.loss)):
+            raise self.wrong("loss", "expected a function (outputs, labels, num_items_in_batch=None) -> loss")
 
     def wrong(self, setting: str, expected: str) -> ValueError:
         """Returns the error for an invalid setting."""

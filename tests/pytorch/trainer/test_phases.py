@@ -497,6 +497,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_steps": 5}, "bounds a phase"),
     ({"gradient_accumulation_steps": 0}, "whole"),
     ({"callbacks": Watch()}, "list of callbacks"),
+    ({"loss": 3}, "expected a function"),
 ]
 
 
