@@ -499,8 +499,7 @@ class Distillation:
 
     def _close(self) -> None:
         """Ends a window."""
-        if self._window:
-            self._sizes.append(len(self._window))
+        self._sizes += [len(self._window)] if self._window else []
         self._pending += self._window
         self._window = []
         if len(self._pending) >= MOST_PENDING:
@@ -556,7 +555,8 @@ class Distillation:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the projections and the losses since the last row."""
-        self._window, self._pending, self._sizes, self._step = [], [], [], -1
+        self._window, self._pending, self._sizes = [], [], []
+        self._step = -1
         self.projections.load_state_dict(state["projections"])
         self._sums, self._num_steps = [float(value) for value in state["sums"]], int(state["steps"])
 
