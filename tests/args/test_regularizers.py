@@ -89,6 +89,11 @@ CONFLICTS: dict[str, dict[str, Any]] = {
     "sam and fp16=True": {"regularizers": "sam", "fp16": True},
     "sam and deepspeed=": {"regularizers": "sam", "deepspeed": {"zero_optimization": {"stage": 1}}},
     "mixup and linear_cross_entropy=True": {"regularizers": "mixup", "linear_cross_entropy": True},
+    "dp_sgd and phases=": {
+        "regularizers": [DPSGD(noise_multiplier=1.0, delta=1e-5)],
+        "phases": [{"name": "head", "until": 2, "freeze": ["body.*"]}, {"name": "all"}],
+        "max_steps": 4,
+    },
     "dp_sgd and mixup": {"regularizers": [Mixup(), DPSGD(noise_multiplier=1.0, delta=1e-5)]},
     "dp_sgd and sam": {"regularizers": [SAM(), DPSGD(noise_multiplier=1.0, delta=1e-5)]},
     "dp_sgd and nonfinite_policy='rollback'": {

@@ -64,13 +64,32 @@ class Until:
             "<": value < self.number,
         }[self.comparison]
 
-    def is_better(self, value: float, best: float | None, least: float) -> bool:
-        """True if a value improves on the best so far by more than `least`; names in "loss" are minimized."""
+    def rises(self, options: Options) -> bool:
+        """True if larger values of the metric are better: `greater_is_better`, if it is about this metric.
+
+        Other metrics are maximized, except those whose names end in "loss".
+        """
+        best_metric = str(options.metric_for_best_model or "")
+        if options.greater_is_better is not None and best_metric.removeprefix("eval_") == self.metric.removeprefix(
+            "eval_"
+        ):
+            return bool(options.greater_is_better)
+        return not self.metric.endswith("loss")
+
+    def is_better(self, value: float, best: float | None, least: float, rises: bool) -> bool:
+        """True if a value improves on the best so far by more than `least`.
+
+        Args:
+            value: of the metric.
+            best: so far; None: there is none.
+            least: the change that counts.
+            rises: larger values are better.
+        """
         if math.isnan(value):
             return False
         if best is None:
             return True
-        return value < best - least if self.metric.endswith("loss") else value > best + least
+        return value > best + least if rises else value < best - least
 
 
 @dataclass(frozen=True)
@@ -96,7 +115,8 @@ class Phase:
         loss: `compute_loss_func` of the phase: `(outputs, labels, num_items_in_batch=None) -> loss`.
         per_device_train_batch_size, gradient_accumulation_steps: the batch size.
         callbacks: receive events during the phase only, `on_train_begin` at its start and `on_train_end` at its end.
-        patience: evaluations in a row without an improvement that make a plateau.
+        patience: evaluations in a row without an improvement that make a plateau. Metrics are maximized, except those
+            whose names end in "loss", and `metric_for_best_model` where `greater_is_better` is False.
         min_delta: change of the metric that counts as an improvement.
         max_steps: largest length of a phase that ends by a metric, in optimizer steps, and the length of its schedule.
 
@@ -135,6 +155,8 @@ class Phase:
         self._check_length()
         if isinstance(self.callbacks, str) or not isinstance(self.callbacks, Sequence):
             raise self.wrong("callbacks", "expected a list of callbacks")
+        if not (self.loss is None or isinstance(self.loss, str) or callable(self.loss)):
+            raise self.wrong("loss", "expected a function (outputs, labels, num_items_in_batch=None) -> loss")
 
     def wrong(self, setting: str, expected: str) -> ValueError:
         """Returns the error for an invalid setting."""

@@ -198,6 +198,7 @@ class DPSGD(Regularizer):
         "auto_find_batch_size": "a pass that runs out of memory is repeated, and may count twice",
         "ignore_data_skip": "a sample may then be used twice in an epoch",
         "rollback": "steps that are undone have spent privacy too",
+        "phases": "modules that a later phase trains would have no gradients of single samples",
     }
 
     def check(self) -> None:

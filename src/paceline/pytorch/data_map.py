@@ -234,7 +234,8 @@ class DataMapRecorder:
         numbers = torch.cat([values, has_target[None]]).cpu().numpy()
         samples = np.array([sample for each in group for sample in each.samples], dtype=np.int64)
         steps = np.repeat([each.step for each in group], [len(each.samples) for each in group])
-        seen = numbers[-1] > 0
+        # one presentation that is not finite (a step that nonfinite_policy="skip" skips) would spoil a sample's sums
+        seen = (numbers[-1] > 0) & np.isfinite(numbers).all(axis=0)
         fields = [steps, samples, *numbers[:-1]]
         self._rows.append({name: field[seen] for name, field in zip(FIELDS, fields, strict=True)})
 

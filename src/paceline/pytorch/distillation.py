@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -265,6 +266,7 @@ class Distillation:
         self._switches = {"use_cache": False} if "use_cache" in signature.names else {}
         self._captures: tuple[Captures, Captures] | None = None
         self._engine: Engine | None = None
+        self._skips = False  # steps that are not finite are not applied
         self._strategy: SingleDevice | None = None
         self._shifts: bool | None = None  # of a loss of unknown reduction
         self._is_examined = False
@@ -272,6 +274,7 @@ class Distillation:
         self._was_used = False
         self._window: list[tuple[Tensor, ...]] = []  # contributions of the passes of the window in progress
         self._pending: list[tuple[Tensor, ...]] = []  # those of complete windows
+        self._sizes: list[int] = []  # passes of each of these windows
         self._sums = [0.0, 0.0, 0.0]
         self._num_steps = 0
 
@@ -282,12 +285,15 @@ class Distillation:
 
     # ---- the life of a run
 
-    def begin(self, student: nn.Module, strategy: SingleDevice) -> None:
-        """Prepares for a run: moves the teacher to the device, and begins with new projections.
+    def begin(self, options: Options, strategy: SingleDevice) -> None:
+        """Prepares for a run: reads the options, moves the teacher to the device, begins with new projections.
 
         Raises:
-            UnsupportedOption: the strategy splits a batch or a model in a way that the losses do not follow.
+            UnsupportedOption: an option is not supported with a teacher, or the strategy splits a batch or a model in
+                a way that the losses do not follow.
         """
+        check_with_teacher(options)
+        self.settings = settings_of(options)  # they may have been set since the Trainer was made
         mesh_obstacle = not strategy.mesh.is_data_only or strategy.runs_windows or strategy.is_lazy
         if mesh_obstacle:
             raise UnsupportedOption(
@@ -302,13 +308,13 @@ class Distillation:
         self.teacher.to(strategy.device)
         self._strategy, self._was_used, self._step = strategy, False, -1
         self._shifts, self._is_examined = None, False
-        self._window, self._pending = [], []
+        self._window, self._pending, self._sizes = [], [], []
         self._sums, self._num_steps = [0.0, 0.0, 0.0], 0
         self.projections = Projections(self.projections.seed)
 
     def follow(self, engine: Engine) -> None:
         """Sets the engine whose passes the losses belong to."""
-        self._engine = engine
+        self._engine, self._skips = engine, engine.skips_non_finite
 
     @contextmanager
     def applied(self, student: nn.Module, handler: CallbackHandler) -> Iterator[None]:
@@ -493,7 +499,7 @@ class Distillation:
 
     def _close(self) -> None:
         """Ends a window."""
-        self._num_steps += bool(self._window)
+        self._sizes += [len(self._window)] if self._window else []
         self._pending += self._window
         self._window = []
         if len(self._pending) >= MOST_PENDING:
@@ -501,10 +507,15 @@ class Distillation:
 
     def _read(self) -> None:
         """Adds up the contributions that wait on the device. Synchronizes with it."""
-        pending, self._pending = self._pending, []
-        values = to_floats([loss for losses in pending for loss in losses])
-        for place in range(len(LOSSES)):
-            self._sums[place] += sum(values[place :: len(LOSSES)])
+        (pending, sizes), self._pending, self._sizes = (self._pending, self._sizes), [], []
+        values = iter(to_floats([loss for losses in pending for loss in losses]))
+        for size in sizes:
+            passes = [[next(values) for _ in LOSSES] for _ in range(size)]
+            losses = list(map(sum, zip(*passes, strict=True)))
+            if self._skips and not all(map(math.isfinite, losses)):  # left out of the log, as their step's loss is
+                continue
+            self._sums = [total + loss for total, loss in zip(self._sums, losses, strict=True)]
+            self._num_steps += 1
 
     def row(self, times: Mapping[str, float]) -> dict[str, float]:
         """Returns the mean losses of the optimizer steps since the last row; collective.
@@ -544,7 +555,8 @@ class Distillation:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the projections and the losses since the last row."""
-        self._window, self._pending, self._step = [], [], -1
+        self._window, self._pending, self._sizes = [], [], []
+        self._step = -1
         self.projections.load_state_dict(state["projections"])
         self._sums, self._num_steps = [float(value) for value in state["sums"]], int(state["steps"])
 

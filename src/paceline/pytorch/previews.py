@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,13 @@ if TYPE_CHECKING:
 
 TRACED = (None, "ddp")  # strategies whose processes hold all of the model
 SIMULATED = ("fsdp", "mesh")  # those whose collective calls are traced where they move nothing
-QUIET: dict[str, Any] = {**WITHOUT_OUTPUT, "disable_tqdm": True, "push_to_hub": False, "torch_compile": False}
+QUIET: dict[str, Any] = {
+    **WITHOUT_OUTPUT,
+    "disable_tqdm": True,
+    "phases": None,
+    "push_to_hub": False,
+    "torch_compile": False,
+}
 
 
 class CopiedStage:
@@ -118,6 +124,7 @@ def plan_of(trainer: Trainer, times_step: bool) -> Forecast:
     """Returns the forecast of `Trainer.plan`."""
     data = trainer.train_dataset
     check_rereadable("plan", data)
+    check_phases(trainer.args.phases or (), times_step)
     with trial_run.unchanged(trainer.model, trainer.optimizer, data), undoing([trainer, trainer.model]):
         loader = trainer.get_train_dataloader()
         plan = trainer._make_session().make_plan(loader)
@@ -157,6 +164,25 @@ def check_rereadable(method: str, data: object) -> None:
         )
 
 
+def check_phases(phases: Sequence[Any], times_step: bool) -> None:
+    """Refuses a forecast that would hold for some of the phases only.
+
+    Raises:
+        UnsupportedOption: a phase has other data or another batch size, or the time is asked for.
+    """
+    changed = next((phase.name for phase in phases if phase.changes_data), None)
+    if changed is not None:
+        raise UnsupportedOption(
+            f"plan: phases[{changed!r}] has data or a batch size of its own, and the forecast is of one loader: plan "
+            "each phase by itself, without phases."
+        )
+    if phases and times_step:
+        raise UnsupportedOption(
+            "plan: the time of a step differs between phases, which train different parameters: leave time=True "
+            "(--time) out, or plan each phase by itself, without phases."
+        )
+
+
 def first_batches(trainer: Trainer, loader: Any, number: int) -> list[Any]:
     """Returns the first micro-batches of a loader, named by the parameters of forward.
 
@@ -184,6 +210,8 @@ def memory_of(trainer: Trainer, plan: Plan, batches: list[Any]) -> tuple[StepMem
     notes = []
     if not found.has_optimizer_step:
         notes.append("The optimizer's step reads values: tensors that exist only during it are not included.")
+    if trainer.args.phases:
+        notes.append("Of a step that trains every parameter; phases that freeze some need less.")
     if trainer.args.torch_compile:
         notes.append("Of the model without torch_compile, which may keep other tensors.")
     return found, " ".join(notes)

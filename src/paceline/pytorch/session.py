@@ -180,16 +180,8 @@ class Session(core.Session[Run, TrainerMembers]):
         return find_for_all(self.world, wanted, str(self.args.output_dir), self.args.output_store)
 
     def open_data(self, checkpoint: Path | None) -> tuple[StatefulDataIterator, Plan]:
-        self.resumed_batch_size = None
+        self.resumed_batch_size = self.find_batch_size(checkpoint)
         if checkpoint is not None:
-            data_size = self.strategy.mesh.data_size
-            self.resumed_batch_size = resumed_batch_size(
-                checkpoint,
-                data_size=data_size,
-                global_batch_size=resolve_update(self.args, data_size, None)[1],
-                arguments=self.args.to_sanitized_dict(),
-                reads_stream=is_stream(self.facade.train_dataset),
-            )
             self.facade._load_from_checkpoint(str(checkpoint))
         loader = self.facade.get_train_dataloader()
         packing, plan = self.facade._find_packing(), self.make_plan(loader)
@@ -211,6 +203,19 @@ class Session(core.Session[Run, TrainerMembers]):
         if self.sample_ids is not None:
             self.sample_ids.follow(self.args, feed)
         return feed, plan
+
+    def find_batch_size(self, checkpoint: Path | None) -> int | None:
+        """Returns the global batch size of a run that is resumed on another number of processes; else None."""
+        if checkpoint is None:
+            return None
+        data_size = self.strategy.mesh.data_size
+        return resumed_batch_size(
+            checkpoint,
+            data_size=data_size,
+            global_batch_size=resolve_update(self.args, data_size, None)[1],
+            arguments=self.args.to_sanitized_dict(),
+            reads_stream=is_stream(self.facade.train_dataset),
+        )
 
     def make_plan(self, loader: object) -> Plan:
         """Returns the plan of a run over a loader; all ranks use the length of the longest loader."""

@@ -165,7 +165,7 @@ def distil(setup: Setup) -> StepPart | None:
     made = setup.facade.distillation
     if made is None:
         return None
-    made.begin(setup.model, setup.strategy)
+    made.begin(setup.options, setup.strategy)
     return StepPart(
         names.DISTILLATION,
         made,

@@ -269,3 +269,19 @@ def test_the_opacus_optimizer_makes_the_same_step(tmp_path: Path) -> None:
     module(**batch)[0].backward()
     optimizer.step()
     torch.testing.assert_close(weights(model), weights(twin), rtol=1e-5, atol=1e-7)
+
+
+def test_a_run_that_was_begun_without_privacy_is_refused(tmp_path: Path) -> None:
+    settings = DPSGD(noise_multiplier=1.0, delta=1e-3)
+    make_trainer(tmp_path, Classifier(), DATA, save_strategy="steps", save_steps=2, max_steps=2, **OPTIONS).train()
+    trainer = make_trainer(tmp_path, Classifier(), DATA, regularizers=[settings], max_steps=4, **OPTIONS)
+    with pytest.raises(UnsupportedOption, match="first 2 steps of this run were made without it"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_another_run_says_that_its_epsilon_is_its_own(tmp_path: Path, caplog: Any) -> None:
+    options = {**OPTIONS, "optim": "adamw_torch", "max_steps": 1}
+    trainer = train(tmp_path, Classifier(), [DPSGD(noise_multiplier=1.0, delta=1e-3)], **options)
+    assert "before it" not in caplog.text
+    trainer.train()
+    assert "does not include the steps that the optimizer has made before it" in caplog.text

@@ -10,8 +10,9 @@ import torch
 from small_models import Classifier, RecordGradient, classification, losses, make_trainer, weights
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from paceline import CutMix, Mixup, TrainerCallback, UnsupportedOption
+from paceline import CutMix, Mixup, Trainer, TrainerCallback, UnsupportedOption
 
 DATA = classification(22)  # micro-batches of 4: the last one has 2
 CLASSES = 4
@@ -358,3 +359,55 @@ def test_an_image_classifier_of_transformers(tmp_path: Path, regularizers: str) 
         found.append(losses(trainer))
         assert all(np.isfinite(found[-1]))
     assert found[0][0] != found[1][0]
+
+
+def test_a_training_step_without_the_mixing_is_refused(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss: Tensor = self.compute_loss(model, self._prepare_inputs(inputs))
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+
+    trainer = make_trainer(tmp_path, Classifier(), DATA, cls=Own, regularizers="mixup")
+    with pytest.raises(UnsupportedOption, match="mixup would have no effect"):
+        trainer.train()
+
+
+class Tokens(nn.Module):
+    """Embeds tokens in a part that may be run again in the backward pass."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.body, self.head = nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.use_reentrant = use_reentrant
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def encode(self, tokens: Tensor, anchor: Tensor) -> Tensor:
+        return torch.tanh(self.body(self.embedding(tokens))).mean(1) + 0 * anchor
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        anchor = torch.zeros((), requires_grad=True)  # reentrant checkpoints need an input with a gradient
+        if self.use_reentrant is None:
+            states = self.encode(input_ids, anchor)
+        else:
+            states = checkpoint(self.encode, input_ids, anchor, use_reentrant=self.use_reentrant)
+        logits = self.head(states)
+        return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_embeddings_that_are_computed_again_are_mixed_again(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = [{"input_ids": torch.randint(10, (5,), generator=generator), "labels": index % 3} for index in range(22)]
+    trained = []
+    for use_reentrant in (None, False, True):
+        model = Tokens(use_reentrant)
+        trainer = make_trainer(
+            tmp_path, model, data, regularizers=[Mixup(1.0, on="embeddings")], gradient_accumulation_steps=2, **SGD
+        )
+        trainer.train()
+        trained.append(weights(model))
+    assert torch.equal(trained[0], trained[1])
+    assert torch.equal(trained[0], trained[2])

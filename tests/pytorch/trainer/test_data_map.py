@@ -70,6 +70,29 @@ def run(folder: Path, stop: int | None = None, resume: bool = False, data: Any =
     return trainer
 
 
+class NanOnce(Linear):
+    """Gives NaN in its third training pass."""
+
+    passes = 0
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.passes += 1
+        found = super().forward(x, labels)
+        return {name: value * float("nan") for name, value in found.items()} if self.passes == 3 else found
+
+
+def test_a_presentation_that_is_not_finite_does_not_count(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        str(tmp_path), num_train_epochs=2, per_device_train_batch_size=3, data_map=True, nonfinite_policy="skip",
+        save_strategy="no", use_cpu=True, disable_tqdm=True, loss_weight="samples",
+    )  # fmt: skip
+    trainer: Any = Trainer(NanOnce(), args, train_dataset=rows())
+    trainer.train()
+    times = trainer.data_map.result.sums["times"]
+    assert sorted(times.tolist()) == [1.0] * 3 + [2.0] * 23
+    assert all(np.isfinite(values).all() for values in trainer.data_map.result.columns().values())
+
+
 def test_each_sample_has_the_numbers_of_its_presentations(tmp_path: Path) -> None:
     trainer = run(tmp_path)
     found, expected = trainer.data_map.result, trainer.watch.expected

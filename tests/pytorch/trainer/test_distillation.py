@@ -243,6 +243,39 @@ def test_evaluation_has_the_hard_loss_and_the_teacher_is_left_as_it_was(tmp_path
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_options_that_are_set_after_the_trainer_count(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True, save_strategy="no", max_steps=1)
+    watch = Rows()
+    trainer = Trainer(Net(0), args, train_dataset=rows(), callbacks=[watch], teacher=Net(1, 12))
+    trainer.args.distillation_alpha = 1.0
+    trainer.train()
+    row = next(row for row in watch.rows if "hard_loss" in row)
+    assert row["loss"] == pytest.approx(row["distillation_loss"], rel=1e-3)
+
+
+class NanOnce(Net):
+    """Gives NaN in its second training pass."""
+
+    passes = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.passes += self.training
+        found = super().forward(*args, **kwargs)
+        is_bad = self.training and self.passes == 2
+        return {name: value * float("nan") for name, value in found.items()} if is_bad else found
+
+
+def test_a_step_that_is_skipped_is_not_in_the_logged_losses(tmp_path: Path) -> None:
+    _, watch = run(
+        tmp_path, model=NanOnce(0), max_steps=4, logging_steps=4, nonfinite_policy="skip", save_strategy="no",
+        loss_weight="samples",
+    )  # fmt: skip
+    row = next(row for row in watch.rows if "hard_loss" in row)
+    assert row["nonfinite_steps"] == 1
+    parts = 0.5 * row["hard_loss"] + 0.5 * row["distillation_loss"] + row["hidden_loss"]
+    assert row["loss"] == pytest.approx(parts, rel=1e-3)
+
+
 def test_projections_learn(tmp_path: Path) -> None:
     trainer, watch = run(tmp_path, max_steps=60, logging_steps=10, save_strategy="no", distillation_layer_loss="cosine")
     found = [row["hidden_loss"] for row in watch.rows if "hidden_loss" in row]

@@ -285,6 +285,22 @@ def test_the_best_model_and_rotation(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric)
 
 
+def test_epochs_keep_their_steps_on_fewer_processes(tmp_path: Path) -> None:
+    phases = [Phase("head", until="1 epochs", **HEAD), Phase("all", until="2 epochs")]
+    options = {"phases": phases, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 3}
+    make_trainer(tmp_path, Classifier(), rows(), gradient_accumulation_steps=2, **options).train()
+    checkpoint = tmp_path / "checkpoint-3"
+    (checkpoint / "manifest.json").unlink()
+    progress = json.loads((checkpoint / "progress.json").read_text())
+    progress |= {"world_size": 2, "data_size": 2}  # as if two processes had written it, without accumulation
+    progress["arguments"]["gradient_accumulation_steps"] = 1
+    (checkpoint / "progress.json").write_text(json.dumps(progress))
+    resumed = make_trainer(tmp_path, Classifier(), rows(), **options)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.state.global_step == resumed.state.max_steps == 12
+    assert [row["phase"] for row in log_of(resumed)] == ["head"] * 4 + ["all"] * 8
+
+
 def test_a_checkpoint_of_other_phases_is_refused(tmp_path: Path) -> None:
     make(tmp_path, [Phase("head", until=5, **HEAD), Phase("all")], [Watch(7)]).train()
     with pytest.raises(ValueError, match="written in phase 2, 'all'"):
@@ -340,6 +356,17 @@ def test_ends(tmp_path: Path, until: Any, series: list[float], ends: int) -> Non
     rates = [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
     assert rates[ends] == 0.05  # the schedule of the second phase is over its own steps
     assert rates[-1] == pytest.approx(0.05 / (10 - ends))
+
+
+def test_a_plateau_follows_greater_is_better(tmp_path: Path) -> None:
+    falls = [0.9, 0.8, 0.7, 0.6, 0.65, 0.7]  # as an error rate that improves four times
+    trainer = make(
+        tmp_path, [Phase("head", until="plateau of eval_score", patience=2, **HEAD), Phase("all")],
+        compute_metrics=Metrics(falls + [0.0] * 20), eval_strategy="steps", eval_steps=1, save_strategy="no",
+        metric_for_best_model="score", greater_is_better=False,
+    )  # fmt: skip
+    trainer.train()
+    assert [row["phase"] for row in log_of(trainer) if "loss" in row] == ["head"] * 6 + ["all"] * 4
 
 
 def test_a_metric_ends_the_run(tmp_path: Path) -> None:
@@ -474,6 +501,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_steps": 5}, "bounds a phase"),
     ({"gradient_accumulation_steps": 0}, "whole"),
     ({"callbacks": Watch()}, "list of callbacks"),
+    ({"loss": 3}, "expected a function"),
 ]
 
 
@@ -518,3 +546,26 @@ def test_replicas_and_shards(tmp_path: Path) -> None:
         assert first[f"{way} losses"] == pytest.approx(first["ddp losses"], rel=1e-5)
         for step in (3, 7):
             assert torch.equal(first[f"{way} straight"], first[f"{way} resumed at {step}"])
+
+
+# ---- forecasts
+
+
+def test_the_forecast_counts_the_steps_of_all_phases(tmp_path: Path) -> None:
+    phases = [Phase("head", until="2 epochs", **HEAD), Phase("all", until="3 epochs")]
+    trainer = make_trainer(tmp_path, Classifier(), rows(), phases=phases, num_train_epochs=3)
+    forecast = trainer.plan()
+    assert (forecast.plan.max_steps, forecast.samples) == (40, 160)
+    assert forecast.memory is not None
+    assert "phase all: steps 17 to 40" in str(forecast)
+    trainer.train()
+    assert trainer.state.global_step == 40
+    with pytest.raises(UnsupportedOption, match="time of a step"):
+        trainer.plan(time=True)
+
+
+def test_a_forecast_of_phases_with_other_data_is_refused(tmp_path: Path) -> None:
+    phases = [Phase("small", until=4, per_device_train_batch_size=2), Phase("all", until=8)]
+    trainer = make_trainer(tmp_path, Classifier(), rows(), phases=phases, num_train_epochs=3)
+    with pytest.raises(UnsupportedOption, match="'small'"):
+        trainer.plan()

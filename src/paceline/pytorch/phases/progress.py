@@ -83,15 +83,15 @@ class PhaseProgress(TrainerCallback):
         if name not in metrics:
             return
         self._last_seen = state.global_step
-        if self._is_over(float(metrics[name])):
+        if self._is_over(float(metrics[name]), end.rises(args)):
             logger.info("Phase %s ends at step %d: %s is %g.", self.phase.name, state.global_step, name, metrics[name])
             self._end(state, control)
 
-    def _is_over(self, value: float) -> bool:
+    def _is_over(self, value: float, rises: bool) -> bool:
         end = self.phase.end
         if end.kind == options.METRIC:
             return end.is_reached(value)
-        if end.is_better(value, self._best, self.phase.min_delta):
+        if end.is_better(value, self._best, self.phase.min_delta, rises):
             self._best, self._num_stale = value, 0
             return False
         self._num_stale += 1

@@ -48,6 +48,7 @@ class PhasedSession(session.Session):
 
     progress: PhaseProgress | None = None
     loop: Loop | None = None
+    phases: Sequence[Phase] = ()
     plan: Plan
     optimizer_phases: phased.PhasedOptimizer | None = None
     schedule: phased.PhasedSchedule
@@ -142,9 +143,9 @@ class PhasedSession(session.Session):
         elif checkpoint is not None:
             logger.warning("%s was written without phases: the run goes on in its first phase.", checkpoint)
         self.check_processes(saved)
-        self.max_steps = 0
-        self.lengths = [self.epoch_length(index) for index in range(len(self.phases))]
-        self.max_steps = self.run_length()
+        # the epochs of all phases are counted in steps of this size, before the data of one of them is opened
+        self.resumed_batch_size = super().find_batch_size(checkpoint)
+        self.find_lengths()
         progress.last_step = self.last_step()
         with self.as_in(progress.index):
             feed, plan = super().open_data(checkpoint)
@@ -169,11 +170,30 @@ class PhasedSession(session.Session):
                 f"{self.strategy.mesh.data_size} now: with phases of different batch sizes, resume on {before}."
             )
 
+    def make_plan(self, loader: object) -> Plan:
+        """Returns the plan of a run over a loader; outside of a run, with all phases."""
+        if not self.args.phases:  # those of one phase
+            return super().make_plan(loader)
+        self.phases = [loaded(phase) for phase in self.args.phases]
+        self.find_lengths()
+        with self.as_in(0):
+            plan = super().make_plan(self.facade.get_train_dataloader() if self.phases[0].changes_data else loader)
+        return self.described(plan)
+
+    def find_batch_size(self, checkpoint: Path | None) -> int | None:
+        return self.resumed_batch_size
+
+    def find_lengths(self) -> None:
+        """Finds the optimizer steps of the run, and of an epoch of each phase."""
+        self.max_steps = 0
+        self.lengths = [self.epoch_length(index) for index in range(len(self.phases))]
+        self.max_steps = self.run_length()
+
     def epoch_length(self, index: int) -> int | None:
         """Returns the optimizer steps in an epoch of a phase; None if the data has no length."""
         with self.as_in(index):
             lengths = gather_objects(self.world, loader_length(self.facade.get_train_dataloader()))
-            accumulation = resolve_update(self.args, self.strategy.mesh.data_size, None)[0]
+            accumulation = resolve_update(self.args, self.strategy.mesh.data_size, self.resumed_batch_size)[0]
         return None if None in lengths else math.ceil(max(lengths) / accumulation)
 
     def run_length(self) -> int:

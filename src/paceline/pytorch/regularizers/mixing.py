@@ -21,10 +21,12 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.regularizers import CutMix, Mixup
 from paceline.pytorch.data.batches import rebuild_mapping
 from paceline.pytorch.distributed.window import Pass
+from paceline.pytorch.engine import Engine
 from paceline.pytorch.model.loss import IGNORE_INDEX, align
 from paceline.pytorch.model.outputs import candidate_logits
 from paceline.pytorch.model.prepare import input_embedding
 from paceline.pytorch.regularizers.passes import Context, LossCall, RegularizerPass
+from paceline.pytorch.sync import RunWindow
 
 PURPOSE = "mixing"
 
@@ -58,6 +60,9 @@ class Mixing(RegularizerPass):
         self._place, self._num_mixers = mixers.index(settings.name), len(mixers)
         self._own_loss = OwnLoss(settings.name)
         self._draw: Draw | None = None  # of the pass in progress, for the hook of the embedding
+        self._is_forward = False
+        self._pass: Pass | None = None  # that the draw is for
+        self._engine: Engine | None = None
         self.mixes_embeddings = isinstance(settings, Mixup) and settings.on == "embeddings"
 
     @contextmanager
@@ -70,13 +75,26 @@ class Mixing(RegularizerPass):
 
         def mix(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
             draw = self._draw
-            return output if draw is None else mix_by_share(output, draw)
+            if draw is None or not (self._is_forward or self._is_recomputing()):
+                return output
+            return mix_by_share(output, draw)
 
         handle = embedding.register_forward_hook(mix)
         try:
             yield
         finally:
             handle.remove()
+            self._draw = self._pass = self._engine = None
+
+    def _is_recomputing(self) -> bool:
+        """Returns True in the backward pass of the draw's micro-batch, where checkpointed modules run once more."""
+        is_own = self._engine is not None and self._pass is not None and self._engine.current is self._pass
+        return is_own and torch.is_grad_enabled()
+
+    def run_window(self, call: RunWindow, engine: Engine, passes: list[Pass]) -> list[Tensor]:
+        """Runs the passes, and knows the one in progress."""
+        self._engine = engine
+        return call(engine, passes)
 
     def compute_loss(
         self, call: LossCall, model: nn.Module, inputs: Any, num_items: Any, current: Pass | None
@@ -98,13 +116,14 @@ class Mixing(RegularizerPass):
         first = next(iter(labels.values()))
         draw = self.draw(first, current.index if current is not None else 0)
         if draw is None:
+            self._draw = None
             return call(model, inputs, num_items)
         draw, mixed = self.mixed(inputs, labels, draw, first.shape[0])
-        self._draw = draw if self.mixes_embeddings else None
+        self._draw, self._pass, self._is_forward = draw if self.mixes_embeddings else None, current, True
         try:
             loss, outputs = call(model, mixed, num_items)
         finally:
-            self._draw = None
+            self._is_forward = False
         if all(each.is_floating_point() for each in labels.values()):
             return loss, outputs  # the loss is linear in the targets, which are mixed
         others = {key: mixed[key] if each.is_floating_point() else each[draw.partners] for key, each in labels.items()}

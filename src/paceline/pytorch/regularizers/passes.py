@@ -145,6 +145,7 @@ class Passes:
 
     def __init__(self, passes: Mapping[str, RegularizerPass]) -> None:
         self.passes = dict(passes)
+        self._was_called = False  # a pass has computed a loss in the window in progress
 
     @property
     def is_stateful(self) -> bool:
@@ -155,11 +156,10 @@ class Passes:
         """Lets the engine compute losses and run windows through the passes that change them."""
         losses = [each for each in self.passes.values() if overrides(each, "compute_loss")]
         windows = [each for each in self.passes.values() if overrides(each, "run_window")]
-        engine.wrap(partial(self._loss_of, losses, engine), partial(self._window_of, windows))
+        engine.wrap(partial(self._loss_of, losses, engine), partial(self._window_of, losses, windows))
 
-    @staticmethod
     def _loss_of(
-        passes: Sequence[RegularizerPass], engine: Engine, compute_loss: Callable[..., Tensor]
+        self, passes: Sequence[RegularizerPass], engine: Engine, compute_loss: Callable[..., Tensor]
     ) -> Callable[..., Tensor]:
         if not passes:
             return compute_loss
@@ -168,15 +168,35 @@ class Passes:
             call = partial(chained, each, call, engine)
 
         def loss_of(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            self._was_called = True
             return call(model, inputs, num_items_in_batch)[0]
 
         return loss_of
 
-    @staticmethod
-    def _window_of(passes: Sequence[RegularizerPass], run_window: RunWindow) -> RunWindow:
-        for each in reversed(passes):
+    def _window_of(
+        self, losses: Sequence[RegularizerPass], windows: Sequence[RegularizerPass], run_window: RunWindow
+    ) -> RunWindow:
+        for each in reversed(windows):
             run_window = partial(each.run_window, run_window)
-        return run_window
+        return partial(self._run_checked, losses, run_window) if losses else run_window
+
+    def _run_checked(
+        self, losses: Sequence[RegularizerPass], run_window: RunWindow, engine: Engine, passes: list[Pass]
+    ) -> list[Tensor]:
+        """Runs a window, and checks that its losses were computed by the passes.
+
+        Raises:
+            UnsupportedOption: user code computes them by itself.
+        """
+        self._was_called = False
+        losses_of_window = run_window(engine, passes)
+        if not self._was_called:
+            names = ", ".join(each.settings.name for each in losses)
+            raise UnsupportedOption(
+                f"regularizers: {names} would have no effect, because the overridden training_step computes its loss "
+                "by itself: call super().training_step(...) there, or leave it out."
+            )
+        return losses_of_window
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -115,6 +115,10 @@ class PrivateGradients(RegularizerPass):
                 settings.delta,
                 context.num_samples,
             )
+        if context.optimizer.state and not context.num_steps():
+            logger.warning(
+                "%s: the epsilon of this run does not include the steps that the optimizer has made before it.", NAME
+            )
 
     def _find_noise(self) -> float:
         """Returns the noise multiplier that is given, or that reaches the target epsilon at the end of the run."""
@@ -170,7 +174,16 @@ class PrivateGradients(RegularizerPass):
     # ---- an optimizer step
 
     def run_window(self, call: RunWindow, engine: Engine, passes: list[Pass]) -> list[Tensor]:
-        """Runs the passes, and sets the private gradient of the window."""
+        """Runs the passes, and sets the private gradient of the window.
+
+        Raises:
+            UnsupportedOption: the run was begun without privacy.
+        """
+        if self.context.num_steps() and not self.account.steps:
+            raise UnsupportedOption(
+                f"{NAME}: the first {self.context.num_steps()} steps of this run were made without it, and no epsilon "
+                "holds for them: start a new run, or resume without it."
+            )
         self._sums, self._passes = {}, passes
         with warnings.catch_warnings():
             # inputs of the first layer need no gradient
