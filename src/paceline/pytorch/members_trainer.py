@@ -132,7 +132,7 @@ class MembersTrainer(Trainer):
         self._check_seeds(model_init, train_dataset)
         self._watch = MemberWatch(self.members)
         super().__init__(
-            model=None if model is None else self._stack_of([model, *self._copies(model)]),
+            model=None if model is None else self._stack_of(self._copies(model)),
             args=replace(args, max_grad_norm=0.0),  # the optimizer clips each member
             data_collator=data_collator,
             train_dataset=train_dataset,
@@ -162,9 +162,9 @@ class MembersTrainer(Trainer):
             raise UnsupportedOption("Member(data_seed, bootstrap) with a stream: give a dataset with a length.")
 
     def _copies(self, model: nn.Module) -> list[nn.Module]:
-        """Returns copies of a model for the other members, whose frozen parameters are the model's own."""
+        """Returns a copy of a model for each member; the frozen parameters are the model's own."""
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        return [copy.deepcopy(model, {id(each): each for each in frozen}) for _ in self.members[1:]]
+        return [copy.deepcopy(model, {id(each): each for each in frozen}) for _ in self.members]
 
     def _stack_of(self, members: Sequence[nn.Module]) -> MemberStack:
         stack = MemberStack(members, self.vectorize)
@@ -198,6 +198,7 @@ class MembersTrainer(Trainer):
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Adds a callback; early stopping applies to each member."""
+        checks.check_callbacks([callback])
         if not self._take_stopping(callback):
             super().add_callback(callback)
 
@@ -442,8 +443,8 @@ class MembersTrainer(Trainer):
                 with self._shown(module), predictor.in_evaluation_mode(module):
                     output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, prefix)
                 each.append(dict(output.metrics or {}))
-            metrics = self._together(each, prefix)
-            metrics |= parts.metrics_of(self, output._replace(metrics={}), prefix, start, loader, dataset)
+            output = output._replace(metrics=self._together(each, prefix))
+            metrics = parts.metrics_of(self, output, prefix, start, loader, dataset)
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             metrics.update(self.memory_stages.stop("eval"))
@@ -455,6 +456,9 @@ class MembersTrainer(Trainer):
         self._last_metrics = each
         plan = self._plan()
         criterion = (plan.metric_for_best_model or "loss").removeprefix(f"{PREFIX}_")
+        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
+        named = [f"{name}_" for name in sets if criterion.startswith(f"{name}_")]
+        criterion = criterion.removeprefix(max(named, key=len, default=""))  # of one of several sets
         key = f"{prefix}_{criterion}"
         best = 0
         for number, metrics in enumerate(each):
