@@ -70,7 +70,11 @@ def make(
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    parts = {name: given.pop(name) for name in ("callbacks", "processing_class", "compute_loss_func", "data_collator") if name in given}
+    parts = {
+        name: given.pop(name)
+        for name in ("callbacks", "processing_class", "compute_loss_func", "data_collator")
+        if name in given
+    }
     args = (arguments or TrainingArguments)(str(folder), **{**options, **given})
     return kind(model, args, train_dataset=train, eval_dataset=evaluation, **parts)
 

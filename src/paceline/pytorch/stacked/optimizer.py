@@ -49,7 +49,9 @@ class MemberOptimizer(Optimizer):
         UnsupportedOption: the optimizer's update depends on more than the gradients of an element.
     """
 
-    def __init__(self, inner: Optimizer, settings: Sequence[Sequence[tuple[float, float]]], max_grad_norm: float) -> None:
+    def __init__(
+        self, inner: Optimizer, settings: Sequence[Sequence[tuple[float, float]]], max_grad_norm: float
+    ) -> None:
         check_inner(inner)
         self.inner, self.max_grad_norm = inner, max_grad_norm
         self.num_members = len(settings)
