@@ -194,6 +194,21 @@ def test_a_causal_model_continues_each_prompt_as_it_would_alone(tmp_path: Path, 
         assert reference == decode(row["input_ids"][length:end], skip_special_tokens=True)
 
 
+def test_texts_end_where_the_positions_of_a_model_do(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    data = samples_job.texts(12, False)
+    longest = max(len(row["input_ids"]) for row in data)
+    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 64, "n_positions": longest}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+    trainer = make(tmp_path, model, data, data, eval_samples={"num": 12, "prompt_tokens": longest})
+    trainer.data_collator = samples_job.collate
+    trainer.train()
+    found = table(tmp_path)
+    assert all(0 < len(each.split()) < longest for each in column(found, "prompt"))
+    assert any(column(found, "generated"))
+
+
 def test_generation_that_draws_is_the_same_each_time_and_leaves_training_alone(tmp_path: Path) -> None:
     data, found = samples_job.texts(20), []
     for place, generation in enumerate(({"do_sample": True, "max_new_tokens": 9}, {"do_sample": True}, None)):

@@ -174,7 +174,8 @@ class EvaluationSamples(TrainerCallback):
                 "samples out."
             )
         settings = sample_text.settings_of(evaluation.model, self.generation, self.max_new_tokens)
-        split = sample_text.Splitter(kind, evaluation.label_names, self.prompt_tokens, self.max_new_tokens)
+        positions = sample_text.num_positions(evaluation.model)
+        split = sample_text.Splitter(kind, evaluation.label_names, self.prompt_tokens, self.max_new_tokens, positions)
         step: Step | None = None
         if kind != sample_text.ENCODER_DECODER or not evaluation.generates:
             step = self._generating(evaluation, settings, split)
