@@ -193,6 +193,7 @@ class MembersTrainer(Trainer):
         if is_stopping(callback):
             made = callback() if isinstance(callback, type) else callback
             assert isinstance(made, EarlyStoppingCallback)
+            checks.check_stopping(made, self._watch.stopping)
             self._watch.stop_by(made)
         return is_stopping(callback)
 
@@ -483,11 +484,16 @@ class MembersTrainer(Trainer):
         Args:
             test_dataset, ignore_keys, metric_key_prefix, augmentation: as for `Trainer.predict`.
             member: its number; None: the best member.
+
+        Raises:
+            ValueError: there is no such member, or none has been evaluated.
         """
         predict = partial(super().predict, test_dataset, ignore_keys, metric_key_prefix, augmentation=augmentation)
         if not isinstance(self.model, MemberStack):
             return predict()
         chosen = self.best_member() if member is None else member
+        if not 0 <= chosen < len(self.members):
+            raise ValueError(f"predict(member={member!r}): expected a number from 0 to {len(self.members) - 1}.")
         with self._shown(self.stack.member(chosen, shares=True)):
             return predict()
 

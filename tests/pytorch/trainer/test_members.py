@@ -367,6 +367,44 @@ def test_a_changed_clipping_norm_is_that_of_each_member_also_after_a_resume(tmp_
         assert_same(own, other, 0.0)
 
 
+SIZES: list[int] = []  # of the micro-batches
+
+
+class Full(Fresh):
+    """Runs out of memory with 4 samples from a later micro-batch of a window on."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        SIZES.append(len(x))
+        if len(SIZES) > 8 and len(x) == 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().forward(x, labels)
+
+
+def test_a_step_that_runs_again_counts_once_in_the_logged_losses(tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 3, "logging_steps": 1, "max_steps": 3, "auto_find_batch_size": True}
+    rows = []
+    for model_init in (Fresh, Full):
+        trainer = members_of(tmp_path, options=options, model_init=model_init)
+        trainer.train()
+        rows.append([row["loss/fast"] for row in trainer.state.log_history if "loss/fast" in row])
+    assert SIZES[-1] == 2
+    assert rows[0] == pytest.approx(rows[1], rel=1e-5)
+
+
+class OwnStopping(EarlyStoppingCallback):
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+def test_early_stopping_that_cannot_be_that_of_each_member_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedOption, match="on_evaluate of OwnStopping"):
+        members_of(tmp_path, callbacks=[OwnStopping()])
+    with pytest.raises(UnsupportedOption, match="one EarlyStoppingCallback"):
+        members_of(tmp_path, callbacks=[EarlyStoppingCallback(1), EarlyStoppingCallback(9)])
+    with pytest.raises(ValueError, match="from 0 to 2"):
+        members_of(tmp_path).predict(DATA, member=3)
+
+
 def test_a_given_model_is_left_as_it_is(tmp_path: Path) -> None:
     model = Classifier()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -12,6 +12,7 @@ import torch
 from paceline.args.errors import UnsupportedOption
 from paceline.args.members import Member
 from paceline.args.sections import Options
+from paceline.callbacks.early_stopping import EarlyStoppingCallback
 from paceline.core.methods import is_ours
 from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.evaluation.samples import EvaluationSamples
@@ -73,6 +74,25 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
         for kind, use in OF_ONE_MODEL.items():
             if issubclass(given, kind):
                 raise UnsupportedOption(f"{NAMES}: the callback {given.__name__} {use} of one model: leave it out.")
+
+
+def check_stopping(stopping: EarlyStoppingCallback, former: EarlyStoppingCallback | None) -> None:
+    """Checks early stopping, of which patience and threshold are applied to each member.
+
+    Args:
+        stopping: the callback.
+        former: the one that was given before, or None.
+
+    Raises:
+        UnsupportedOption: it is the second one, or a subclass with methods of its own.
+    """
+    own = [name for name in ("on_evaluate", "check_metric_value") if not is_ours(getattr(stopping, name))]
+    if own:
+        raise UnsupportedOption(
+            f"{NAMES}: {own[0]} of {type(stopping).__name__} is not called for each member: use EarlyStoppingCallback."
+        )
+    if former is not None:
+        raise UnsupportedOption(f"{NAMES}: members stop by one EarlyStoppingCallback: leave the others out.")
 
 
 def check_own_data(args: Options, members: Sequence[Member]) -> None:

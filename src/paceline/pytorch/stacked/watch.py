@@ -93,6 +93,13 @@ class MemberWatch(TrainerCallback):
         tensors = self._stack.stacked()
         self.best = {name: tensor.to(tensors[name].device) for name, tensor in saved["best"].items()}
 
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Notes the losses so far, if an out-of-memory may repeat the passes of this step."""
+        if args.auto_find_batch_size and self._stack is not None:
+            self._stack.note_sums()
+
     def on_evaluate(
         self,
         args: TrainingArguments,
