@@ -410,6 +410,7 @@ class MembersTrainer(Trainer):
         watch, metric = self._watch, plan.metric_for_best_model or "loss"
         name = metric if metric.startswith(f"{PREFIX}_") else f"{PREFIX}_{metric}"
         watch.compare_by(name, bool(plan.greater_is_better), keeps_best=bool(self.args.load_best_model_at_end))
+        watch.repeats_steps = plan.auto_find_batch_size
         self._is_checked = False
         output = super().train(*args, **kwargs)
         if self.args.save_strategy != "no":

@@ -200,7 +200,7 @@ def continuations(tools: Any, batch: Mapping[str, Any], settings: Mapping[str, A
 
 def num_positions(model: nn.Module) -> int | None:
     """Returns the number of tokens that a model of transformers has positions for; None if it is not known."""
-    config = getattr(find_generator(model), "config", None)
+    config: Any = getattr(find_generator(model), "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     found = getattr(text, "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 1 else None
@@ -213,6 +213,7 @@ def within_positions(settings: Mapping[str, Any], model: nn.Module, length: int)
     if most is None or asked is None or length + asked <= most:
         return settings
     config = copy.deepcopy(config)
+    assert config is not None
     config.max_new_tokens = max(most - length, 1)
     return {**settings, "generation_config": config}
 
