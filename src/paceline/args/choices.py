@@ -29,6 +29,7 @@ class HPSearchBackend(StrEnum):
     OPTUNA = "optuna"
     RAY = "ray"
     WANDB = "wandb"
+    MEMBERS = "members"
 
 
 class HubStrategy(StrEnum):

@@ -83,9 +83,14 @@ def make_table(folder: Path, name: str, step: int, columns: Sequence[str], rows:
     for index, row in enumerate(rows):
         if len(row) != len(heads):
             raise ValueError(f"log_table: row {index} of {name!r} has {len(row)} cells, for {len(heads)} columns.")
-    cells = masked(jsonable(rows))
+    cells = masked(jsonable([[encodable(cell) for cell in row] for row in rows]))
     write(path, json.dumps({"columns": heads, "rows": cells}, ensure_ascii=False).encode())
     return Media(name, step, path, heads, cells)
+
+
+def encodable(cell: object) -> object:
+    """Returns a cell; in a text, halves of characters (surrogates), which no file can hold, become "?"."""
+    return cell.encode("utf-8", "replace").decode("utf-8") if isinstance(cell, str) else cell
 
 
 def path_of(folder: Path, name: str, step: int, suffix: str) -> Path:

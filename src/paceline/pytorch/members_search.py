@@ -10,8 +10,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.args.errors import UnsupportedOption
 from paceline.args.members import Member
-from paceline.callbacks.early_stopping import EarlyStoppingCallback
+from paceline.callbacks.defaults import with_defaults
+from paceline.core.events import TrainerCallback
 from paceline.core.methods import is_ours
 from paceline.core.metrics import default_compute_objective
 from paceline.core.optional import load
@@ -75,6 +77,7 @@ def search(
     compute_objective: Callable[[dict[str, float]], Any] | None,
     n_trials: int,
     direction: str | Sequence[str],
+    hp_name: object,
     options: Mapping[str, Any],
 ) -> BestRun:
     """Searches by random trials; the arguments are those of `Trainer.hyperparameter_search`.
@@ -93,6 +96,8 @@ def search(
     check_trainer(trainer)
     if hp_space is None:
         raise SearchError("backend='members' has no default space: give hp_space.")
+    if hp_name is not None:
+        raise SearchError("backend='members' names its trials run-0, run-1 ...: leave hp_name out.")
     trials = [RandomTrial(number, trainer.args.seed) for number in range(n_trials)]
     params = [check_params(hp_space(trial)) for trial in trials]
     best: BestRun | None = None
@@ -126,12 +131,21 @@ def check_trainer(trainer: Trainer) -> None:
 
     Raises:
         RuntimeError: there is no `model_init`.
-        SearchError: there is no evaluation data, or a method is overridden.
+        SearchError: there is no evaluation data, the output folder is a URL, or a method is overridden.
+        UnsupportedOption: there is a teacher, or a callback of one model.
     """
     if trainer.model_init is None:
         raise RuntimeError("To use hyperparameter search, you need to pass your model through a model_init function.")
     if trainer.eval_dataset is None:
         raise SearchError("hyperparameter_search compares evaluations: give the Trainer an eval_dataset.")
+    if trainer.args.output_store is not None:
+        raise SearchError(
+            f"output_dir={trainer.args.output_store!r}: the folders of trials are not uploaded. Search with a local "
+            "output_dir, and train the best trial with the URL."
+        )
+    if trainer.teacher is not None:
+        raise UnsupportedOption("backend='members': members do not learn from a teacher: use backend='optuna'.")
+    load("paceline.pytorch.stacked.checks:check_callbacks")(trainer.callback_handler.callbacks)
     own = next((each for each in methods_of(trainer) if not is_ours(each)), None)
     if own is not None:
         raise SearchError(
@@ -180,13 +194,14 @@ def train_group(trainer: Trainer, params: Sequence[dict[str, Any]], start: int, 
         compute_metrics=trainer.compute_metrics,
         optimizer_cls_and_kwargs=trainer.optimizer_cls_and_kwargs,
         preprocess_logits_for_metrics=trainer.preprocess_logits_for_metrics,
-        callbacks=[each for each in trainer.callback_handler.callbacks if is_given(each)],
+        callbacks=given_callbacks(trainer),
     )
     run.train()
     run.evaluate()
     return [result.metrics for result in run.results()]
 
 
-def is_given(callback: object) -> bool:
-    """True for a callback of the user; a Trainer makes the others itself."""
-    return isinstance(callback, EarlyStoppingCallback) or not type(callback).__module__.startswith("paceline.")
+def given_callbacks(trainer: Trainer) -> list[TrainerCallback]:
+    """Returns the callbacks of the user; a Trainer makes the others itself."""
+    made = {each if isinstance(each, type) else type(each) for each in with_defaults([], trainer.args)}
+    return [each for each in trainer.callback_handler.callbacks if type(each) not in made]

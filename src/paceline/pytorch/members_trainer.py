@@ -132,7 +132,7 @@ class MembersTrainer(Trainer):
         self._check_seeds(model_init, train_dataset)
         self._watch = MemberWatch(self.members)
         super().__init__(
-            model=None if model is None else self._stack_of([model, *self._copies(model)]),
+            model=None if model is None else self._stack_of(self._copies(model)),
             args=replace(args, max_grad_norm=0.0),  # the optimizer clips each member
             data_collator=data_collator,
             train_dataset=train_dataset,
@@ -162,9 +162,9 @@ class MembersTrainer(Trainer):
             raise UnsupportedOption("Member(data_seed, bootstrap) with a stream: give a dataset with a length.")
 
     def _copies(self, model: nn.Module) -> list[nn.Module]:
-        """Returns copies of a model for the other members, whose frozen parameters are the model's own."""
+        """Returns a copy of a model for each member; the frozen parameters are the model's own."""
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        return [copy.deepcopy(model, {id(each): each for each in frozen}) for _ in self.members[1:]]
+        return [copy.deepcopy(model, {id(each): each for each in frozen}) for _ in self.members]
 
     def _stack_of(self, members: Sequence[nn.Module]) -> MemberStack:
         stack = MemberStack(members, self.vectorize)
@@ -193,11 +193,13 @@ class MembersTrainer(Trainer):
         if is_stopping(callback):
             made = callback() if isinstance(callback, type) else callback
             assert isinstance(made, EarlyStoppingCallback)
+            checks.check_stopping(made, self._watch.stopping)
             self._watch.stop_by(made)
         return is_stopping(callback)
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Adds a callback; early stopping applies to each member."""
+        checks.check_callbacks([callback])
         if not self._take_stopping(callback):
             super().add_callback(callback)
 
@@ -408,6 +410,7 @@ class MembersTrainer(Trainer):
         watch, metric = self._watch, plan.metric_for_best_model or "loss"
         name = metric if metric.startswith(f"{PREFIX}_") else f"{PREFIX}_{metric}"
         watch.compare_by(name, bool(plan.greater_is_better), keeps_best=bool(self.args.load_best_model_at_end))
+        watch.repeats_steps = plan.auto_find_batch_size
         self._is_checked = False
         output = super().train(*args, **kwargs)
         if self.args.save_strategy != "no":
@@ -442,8 +445,8 @@ class MembersTrainer(Trainer):
                 with self._shown(module), predictor.in_evaluation_mode(module):
                     output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, prefix)
                 each.append(dict(output.metrics or {}))
-            metrics = self._together(each, prefix)
-            metrics |= parts.metrics_of(self, output._replace(metrics={}), prefix, start, loader, dataset)
+            output = output._replace(metrics=self._together(each, prefix))
+            metrics = parts.metrics_of(self, output, prefix, start, loader, dataset)
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             metrics.update(self.memory_stages.stop("eval"))
@@ -455,6 +458,9 @@ class MembersTrainer(Trainer):
         self._last_metrics = each
         plan = self._plan()
         criterion = (plan.metric_for_best_model or "loss").removeprefix(f"{PREFIX}_")
+        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
+        named = [f"{name}_" for name in sets if criterion.startswith(f"{name}_")]
+        criterion = criterion.removeprefix(max(named, key=len, default=""))  # of one of several sets
         key = f"{prefix}_{criterion}"
         best = 0
         for number, metrics in enumerate(each):
@@ -479,11 +485,16 @@ class MembersTrainer(Trainer):
         Args:
             test_dataset, ignore_keys, metric_key_prefix, augmentation: as for `Trainer.predict`.
             member: its number; None: the best member.
+
+        Raises:
+            ValueError: there is no such member, or none has been evaluated.
         """
         predict = partial(super().predict, test_dataset, ignore_keys, metric_key_prefix, augmentation=augmentation)
         if not isinstance(self.model, MemberStack):
             return predict()
         chosen = self.best_member() if member is None else member
+        if not 0 <= chosen < len(self.members):
+            raise ValueError(f"predict(member={member!r}): expected a number from 0 to {len(self.members) - 1}.")
         with self._shown(self.stack.member(chosen, shares=True)):
             return predict()
 

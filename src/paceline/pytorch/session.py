@@ -335,11 +335,13 @@ class Session(core.Session[Run, TrainerMembers]):
 
     def settings(self, run: Run) -> steered.TorchSettings:
         engine = run.engine
+        # an optimizer of several models clips the gradients of each
+        clipper: Any = engine.optimizer if hasattr(engine.optimizer, "limit_norm") else engine
         return steered.TorchSettings(
             engine.optimizer,
             engine.scheduler,
-            read_norm=lambda: engine.max_grad_norm,
-            limit_norm=engine.limit_norm,
+            read_norm=lambda: float(clipper.max_grad_norm),
+            limit_norm=clipper.limit_norm,
             clips_itself=self.strategy.clips_itself,
         )
 

@@ -81,10 +81,11 @@ class SnapshotEnsemble(TrainerCallback):
                 f"SnapshotEnsemble: lr_scheduler_kwargs={{'num_cycles': {cycles}}} is invalid: expected a whole number "
                 f"from 2 to the {state.max_steps - warmup} steps after the warm-up."
             )
-        if args.output_store is not None or args.ema_decay is not None or args.swa_start is not None:
-            raise UnsupportedOption(
-                "SnapshotEnsemble with output_store, ema_decay or swa_start is not supported: leave one of them out."
-            )
+        for option in ("output_store", "ema_decay", "swa_start", "phases"):  # a phase has a schedule of its own
+            if getattr(args, option) not in (None, []):
+                raise UnsupportedOption(
+                    f"SnapshotEnsemble with {option}={getattr(args, option)!r} is not supported: leave one of them out."
+                )
         sharded = args.deepspeed or any(is_dtensor(each) for each in (model.parameters() if model is not None else ()))
         optimizer = getattr(kwargs.get("optimizer"), "optimizer", kwargs.get("optimizer"))
         if sharded or callable(getattr(optimizer, "eval", None)):

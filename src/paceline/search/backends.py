@@ -79,8 +79,9 @@ def choose(name: str | None) -> Backend:
     if key == "sigopt":
         raise UnsupportedOption("backend='sigopt': the service SigOpt has ended; use backend='optuna'.")
     if key not in BACKENDS:
-        known = ", ".join(repr(other) for other in BACKENDS)
-        raise ValueError(f"backend={name!r} is not valid: choose one of {known}{did_you_mean(key, BACKENDS)}")
+        names = [each.value for each in HPSearchBackend]
+        known = ", ".join(map(repr, names))
+        raise ValueError(f"backend={name!r} is not valid: choose one of {known}{did_you_mean(key, names)}")
     return BACKENDS[key]
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged import pad, texts
 
+from paceline.pytorch.data import packing
 from paceline.pytorch.data.packing import PackedForm, PackingCollator, balanced_rows, best_fit_decreasing
 
 
@@ -57,6 +58,21 @@ def test_rows_without_a_length_are_even() -> None:
         num_tokens += sum(lengths)
         num_slots += len(rows) * max(sum(lengths[place] for place in row) for row in rows)
     assert num_tokens > 0.97 * num_slots
+
+
+def test_rows_without_a_length_are_found_for_empty_documents_and_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert balanced_rows([0, 0]) == [[0, 1]]
+    calls: list[int] = []
+    fill = packing.fill_evenly
+
+    def counted(lengths: list[int], number: int) -> list[list[int]]:
+        calls.append(number)
+        return fill(lengths, number)
+
+    monkeypatch.setattr(packing, "fill_evenly", counted)
+    rows = balanced_rows([90 + index % 7 for index in range(512)])
+    assert len(calls) <= packing.MOST_CANDIDATES + 1
+    assert sorted(place for row in rows for place in row) == list(range(512))
 
 
 def test_a_document_longer_than_a_row_is_refused() -> None:

@@ -70,7 +70,11 @@ def make(
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    parts = {name: given.pop(name) for name in ("callbacks", "processing_class", "compute_loss_func") if name in given}
+    parts = {
+        name: given.pop(name)
+        for name in ("callbacks", "processing_class", "compute_loss_func", "data_collator")
+        if name in given
+    }
     args = (arguments or TrainingArguments)(str(folder), **{**options, **given})
     return kind(model, args, train_dataset=train, eval_dataset=evaluation, **parts)
 
@@ -188,6 +192,21 @@ def test_a_causal_model_continues_each_prompt_as_it_would_alone(tmp_path: Path, 
         decode = Tokens().decode
         assert prompt == decode(row["input_ids"][:length], skip_special_tokens=True)
         assert reference == decode(row["input_ids"][length:end], skip_special_tokens=True)
+
+
+def test_texts_end_where_the_positions_of_a_model_do(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    data = samples_job.texts(12, False)
+    longest = max(len(row["input_ids"]) for row in data)
+    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 64, "n_positions": longest}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+    trainer = make(tmp_path, model, data, data, eval_samples={"num": 12, "prompt_tokens": longest})
+    trainer.data_collator = samples_job.collate
+    trainer.train()
+    found = table(tmp_path)
+    assert all(0 < len(each.split()) < longest for each in column(found, "prompt"))
+    assert any(column(found, "generated"))
 
 
 def test_generation_that_draws_is_the_same_each_time_and_leaves_training_alone(tmp_path: Path) -> None:
@@ -321,3 +340,23 @@ def test_text_forms_of_the_option(tmp_path: Path) -> None:
     assert TrainingArguments(str(tmp_path), eval_samples="6").eval_samples == 6
     assert TrainingArguments(str(tmp_path), eval_samples='{"num": 3, "seed": 1}').eval_samples == {"num": 3, "seed": 1}
     assert TrainingArguments(str(tmp_path)).eval_samples == 0
+
+
+class Nested(Classifier):
+    def forward(self, inputs: Any, edges: Tensor, labels: Tensor | None = None) -> Any:
+        return super().forward(inputs["x"], labels)
+
+
+def test_inputs_that_are_no_rows_of_samples_and_texts_that_no_file_can_hold_are_shown(tmp_path: Path) -> None:
+    data = [{"x": torch.randn(8), "labels": torch.tensor(index % 4), "text": "\ud83d <b>é"} for index in range(6)]
+
+    def collate(rows: list[Any]) -> dict[str, Any]:
+        labels = torch.stack([row["labels"] for row in rows])
+        return {"inputs": {"x": torch.stack([row["x"] for row in rows])}, "edges": torch.zeros(2, 9), "labels": labels}
+
+    trainer = make(tmp_path, Nested(), data, data, eval_samples=3, remove_unused_columns=False, data_collator=collate)
+    trainer.train()
+    found = table(tmp_path)
+    assert column(found, "input") == ["? <b>é"] * 3
+    assert column(found, "label") == [index % 4 for index in column(found, "row")]
+    assert "<b>é" not in (tmp_path / "report.html").read_text(encoding="utf-8")

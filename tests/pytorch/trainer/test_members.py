@@ -17,15 +17,18 @@ from torch.utils.data import Subset
 from paceline import (
     BestRun,
     EarlyStoppingCallback,
+    HPSearchBackend,
     Member,
     MembersTrainer,
     Pruning,
+    SnapshotEnsemble,
     Trainer,
     TrainerCallback,
     TrainingArguments,
     UnsupportedOption,
     ensemble_predict,
 )
+from paceline.pytorch.evaluation.samples import EvaluationSamples
 from paceline.pytorch.stacked.data import bootstrap_places
 
 torch.manual_seed(0)
@@ -310,6 +313,9 @@ class OwnLoss(MembersTrainer):
         (None, {"torch_compile": True}, {}, "torch_compile=True"),
         (None, {"ema_decay": 0.9}, {}, "ema_decay=0.9"),
         (None, {}, {"callbacks": [Pruning(0.5)]}, "Pruning chooses weights of one model"),
+        (None, {}, {"callbacks": [SnapshotEnsemble]}, "SnapshotEnsemble saves the weights of one model"),
+        (None, {}, {"callbacks": [EvaluationSamples()]}, "EvaluationSamples shows the predictions of one model"),
+        (None, {"pruning": 0.5}, {}, "pruning"),
         (None, {"regularizers": "sam(0.05)"}, {}, "regularizers"),
         (None, {"nonfinite_policy": "rollback"}, {}, "nonfinite_policy='rollback'"),
         (None, {"optim": "adafactor"}, {}, "Adafactor does not update element by element"),
@@ -338,6 +344,87 @@ def test_settings_and_overrides_are_checked(tmp_path: Path) -> None:
     other = iter([Classifier(), Classifier(features=9)])
     with pytest.raises(UnsupportedOption, match="differ in their architecture"):
         members_of(tmp_path, [Member(), Member()], model_init=lambda: next(other))
+
+
+class Limit(TrainerCallback):
+    """Changes the norm to which gradients are clipped after step 3."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            assert control.max_grad_norm == pytest.approx(0.5)
+            control.max_grad_norm = 0.02
+
+
+def test_a_changed_clipping_norm_is_that_of_each_member_also_after_a_resume(tmp_path: Path) -> None:
+    options = {"max_grad_norm": 0.5, "optim": "sgd", "save_strategy": "steps", "save_steps": 5}
+    trainer = members_of(tmp_path, options=options, callbacks=[Limit()])
+    trainer.train()
+    for number, module in enumerate(trainer.modules()):
+        assert_same(module, alone(trainer, number, tmp_path, callbacks=[Limit()]).model)
+    resumed = members_of(tmp_path, options=options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    for own, other in zip(resumed.modules(), trainer.modules(), strict=True):
+        assert_same(own, other, 0.0)
+
+
+SIZES: list[int] = []  # of the micro-batches
+
+
+class Full(Fresh):
+    """Runs out of memory with 4 samples from a later micro-batch of a window on."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        SIZES.append(len(x))
+        if len(SIZES) > 8 and len(x) == 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().forward(x, labels)
+
+
+def test_a_step_that_runs_again_counts_once_in_the_logged_losses(tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 3, "logging_steps": 1, "max_steps": 3, "auto_find_batch_size": True}
+    rows = []
+    for model_init in (Fresh, Full):
+        trainer = members_of(tmp_path, options=options, model_init=model_init)
+        trainer.train()
+        rows.append([row["loss/fast"] for row in trainer.state.log_history if "loss/fast" in row])
+    assert SIZES[-1] == 2
+    assert rows[0] == pytest.approx(rows[1], rel=1e-5)
+
+
+class OwnStopping(EarlyStoppingCallback):
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+def test_early_stopping_that_cannot_be_that_of_each_member_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedOption, match="on_evaluate of OwnStopping"):
+        members_of(tmp_path, callbacks=[OwnStopping()])
+    with pytest.raises(UnsupportedOption, match="one EarlyStoppingCallback"):
+        members_of(tmp_path, callbacks=[EarlyStoppingCallback(1), EarlyStoppingCallback(9)])
+    with pytest.raises(ValueError, match="from 0 to 2"):
+        members_of(tmp_path).predict(DATA, member=3)
+
+
+def test_a_given_model_is_left_as_it_is(tmp_path: Path) -> None:
+    model = Classifier()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for folder in ("one", "two"):
+        members = [Member(learning_rate=0.1), Member(learning_rate=0.01)]
+        members_of(tmp_path / folder, members, {"max_steps": 1}, model=model, model_init=None).train()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_best_member_is_logged_for_one_of_several_evaluation_sets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 8, "metric_for_best_model": "a_loss"}
+    trainer = members_of(tmp_path, options=options, eval_dataset={"a": DATA, "b": DATA[:10]})
+    trainer.train()
+    assert "no eval_a_loss" not in caplog.text
+    metrics = trainer.evaluate()
+    for name in ("eval_a_loss", "eval_b_loss"):
+        assert metrics[name] == min(metrics[f"{name}/{member.name}"] for member in trainer.members)
+    assert trainer.state.best_metric == metrics["eval_a_loss"]
 
 
 def test_early_stopping_that_is_added_later_applies_to_each_member(tmp_path: Path) -> None:
@@ -394,7 +481,7 @@ def test_a_search_trains_its_trials_at_once(tmp_path: Path) -> None:
         losses.append(metrics["eval_loss"])
         return losses[-1]
 
-    options = {"hp_space": space, "compute_objective": objective, "n_trials": 5, "backend": "members"}
+    options = {"hp_space": space, "compute_objective": objective, "n_trials": 5, "backend": HPSearchBackend.MEMBERS}
     best = trainer.hyperparameter_search(members_at_once=2, **options)
     assert isinstance(best, BestRun)
     assert len(losses) == 5
@@ -419,6 +506,12 @@ def test_a_search_trains_its_trials_at_once(tmp_path: Path) -> None:
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
 
+    for given, wrong in (({"teacher": Fresh()}, "teacher"), ({"callbacks": [Pruning(0.5)]}, "Pruning chooses")):
+        limited = Trainer(model_init=Fresh, args=args, train_dataset=DATA, eval_dataset=DATA[:12], **given)
+        with pytest.raises(ValueError, match=wrong):
+            limited.hyperparameter_search(**options)
+    with pytest.raises(ValueError, match="hp_name"):
+        trainer.hyperparameter_search(hp_name=str, **options)
     other = Other(model_init=Fresh, args=args, train_dataset=DATA, eval_dataset=DATA[:12])
     with pytest.raises(ValueError, match="compute_loss of Other is overridden"):
         other.hyperparameter_search(**options)

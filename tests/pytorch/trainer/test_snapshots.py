@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from tests.support.small_models import Classifier
 
-from paceline import SnapshotEnsemble, Trainer, TrainerCallback, TrainingArguments, ensemble_predict
+from paceline import Phase, SnapshotEnsemble, Trainer, TrainerCallback, TrainingArguments, ensemble_predict
 
 torch.manual_seed(0)
 DATA = [{"x": torch.randn(8), "labels": torch.tensor(k % 4)} for k in range(24)]
@@ -92,6 +92,7 @@ def test_only_the_last_snapshots_are_kept(tmp_path: Path) -> None:
         ({"lr_scheduler_kwargs": {"num_cycles": 2.5}}, "num_cycles"),
         ({"lr_scheduler_kwargs": {"num_cycles": 13}}, "num_cycles"),
         ({"ema_decay": 0.9}, "ema_decay"),
+        ({"phases": [Phase("first", until=6), Phase("second")]}, "phases"),
     ],
 )
 def test_runs_without_cycles_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -19,9 +19,9 @@ from paceline.core.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 
-# metrics of the whole run, which services keep beside the rows of steps
 CARD_FILE = "README.md"  # the name of a model card on the hub and in artifacts
 CARD_MARK = "<!-- paceline: model card -->"  # of descriptions that a later training may replace
+# metrics of the whole run, which services keep beside the rows of steps
 OF_THE_WHOLE_RUN = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
 
 

@@ -72,13 +72,14 @@ def input_of(row: object) -> str:
     return shortened(" | ".join(each for each in values if isinstance(each, str)))
 
 
-def main_inputs(batch: object, label_names: Sequence[str]) -> list[np.ndarray | None]:
-    """Returns the main input of each sample of a batch; None if it is no tensor."""
+def main_inputs(batch: object, label_names: Sequence[str], count: int) -> list[np.ndarray | None]:
+    """Returns the main input of each of `count` samples of a batch; None without a tensor of one row per sample."""
     values = batch if isinstance(batch, Mapping) else {}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.ndim}
+    tensors = {name: value for name, value in tensors.items() if len(value) == count}
     names = [*(name for name in MAIN_INPUTS if name in tensors), *(name for name in tensors if name not in label_names)]
     if not names:
-        return [None] * (len(batch) if hasattr(batch, "__len__") and not isinstance(batch, Mapping) else 0)
+        return [None] * count
     chosen = tensors[names[0]].detach().cpu()
     return list((chosen.float() if chosen.is_floating_point() else chosen).numpy())  # numpy has no bfloat16
 

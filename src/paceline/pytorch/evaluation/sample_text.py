@@ -105,12 +105,14 @@ class Splitter:
         label_names: names of the labels in a batch.
         prompt_tokens: length of a prompt in tokens; None: half of the row.
         most: tokens of a reference to a row without a masked prompt.
+        positions: tokens that the model has positions for, of which prompts leave one at least; None: not known.
     """
 
     kind: str
     label_names: Sequence[str]
     prompt_tokens: int | None
     most: int
+    positions: int | None = None
 
     def rows(self, batch: Mapping[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
         """Yields the token ids of prompt and reference of each sample."""
@@ -125,7 +127,8 @@ class Splitter:
             if self.kind == ENCODER_DECODER:
                 yield list(picked(tokens, keep)), [each for each in targets if each != PADDING]
             else:
-                yield self._divided(list(picked(tokens, keep)), list(picked(targets, keep)))
+                prompt, reference = self._divided(list(picked(tokens, keep)), list(picked(targets, keep)))
+                yield prompt if self.positions is None else prompt[1 - self.positions :], reference
 
     def _divided(self, tokens: list[int], targets: list[int]) -> tuple[list[int], list[int]]:
         """Returns prompt and reference of a text; of an empty prompt, the first token."""
@@ -161,10 +164,12 @@ def continuations(tools: Any, batch: Mapping[str, Any], settings: Mapping[str, A
         UnsupportedOption: a sharded model takes no mask, and the processes would make different passes.
     """
     if split.kind == ENCODER_DECODER:
+        settings = within_positions(settings, tools.model, 1)
         tokens = first_of_each(tools.generate(select_inputs(batch, tools.label_names), settings))
         return torch.cat([tokens[:, :1], ended(tokens[:, 1:], tools)], 1)  # the first one starts the decoder
     ids: Tensor = batch[IDS]
     prompts = [torch.tensor(prompt, device=ids.device, dtype=ids.dtype) for prompt, _ in split.rows(batch)]
+    settings = within_positions(settings, tools.model, max(map(len, prompts)))
     others = {
         name: value
         for name, value in select_inputs(batch, tools.label_names).items()
@@ -191,6 +196,26 @@ def continuations(tools: Any, batch: Mapping[str, Any], settings: Mapping[str, A
         for index, each in enumerate(prompts)
     ]
     return ended(nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PADDING), tools)
+
+
+def num_positions(model: nn.Module) -> int | None:
+    """Returns the number of tokens that a model of transformers has positions for; None if it is not known."""
+    config: Any = getattr(find_generator(model), "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    found = getattr(text, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 1 else None
+
+
+def within_positions(settings: Mapping[str, Any], model: nn.Module, length: int) -> Mapping[str, Any]:
+    """Returns keyword arguments of `generate` that end before the model's positions do, after `length` tokens."""
+    config, most = settings.get("generation_config"), num_positions(model)
+    asked = getattr(config, "max_new_tokens", None)
+    if most is None or asked is None or length + asked <= most:
+        return settings
+    config = copy.deepcopy(config)
+    assert config is not None
+    config.max_new_tokens = max(most - length, 1)
+    return {**settings, "generation_config": config}
 
 
 def row_of(inputs: Mapping[str, Any], index: int) -> dict[str, Any]:

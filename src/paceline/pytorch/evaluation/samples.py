@@ -134,7 +134,7 @@ class EvaluationSamples(TrainerCallback):
             batches = [evaluation.collate([row for _, row in part]) for part in parts]
         kind = sample_text.kind_of(evaluation.model, batches[0], evaluation.label_names)
         if kind is None:
-            self._show_predictions(evaluation, state, rows, batches)
+            self._show_predictions(evaluation, state, parts, batches)
         else:
             self._show_texts(evaluation, state, rows, batches, kind)
 
@@ -174,7 +174,8 @@ class EvaluationSamples(TrainerCallback):
                 "samples out."
             )
         settings = sample_text.settings_of(evaluation.model, self.generation, self.max_new_tokens)
-        split = sample_text.Splitter(kind, evaluation.label_names, self.prompt_tokens, self.max_new_tokens)
+        positions = sample_text.num_positions(evaluation.model)
+        split = sample_text.Splitter(kind, evaluation.label_names, self.prompt_tokens, self.max_new_tokens, positions)
         step: Step | None = None
         if kind != sample_text.ENCODER_DECODER or not evaluation.generates:
             step = self._generating(evaluation, settings, split)
@@ -204,10 +205,15 @@ class EvaluationSamples(TrainerCallback):
     # ---- predictions
 
     def _show_predictions(
-        self, evaluation: EvaluationTools, state: TrainerState, rows: list[tuple[int, Any]], batches: list[Any]
+        self, evaluation: EvaluationTools, state: TrainerState, parts: list[list[tuple[int, Any]]], batches: list[Any]
     ) -> None:
         """Writes predictions beside labels, and pictures."""
-        inputs = [each for batch in batches for each in sample_cells.main_inputs(batch, evaluation.label_names)]
+        rows = [row for part in parts for row in part]
+        inputs = [
+            each
+            for part, batch in zip(parts, batches, strict=True)
+            for each in sample_cells.main_inputs(batch, evaluation.label_names, len(part))
+        ]
         output = evaluation.predict(batches, None)
         if not state.is_world_process_zero:
             return

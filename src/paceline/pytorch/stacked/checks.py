@@ -12,9 +12,12 @@ import torch
 from paceline.args.errors import UnsupportedOption
 from paceline.args.members import Member
 from paceline.args.sections import Options
+from paceline.callbacks.early_stopping import EarlyStoppingCallback
 from paceline.core.methods import is_ours
 from paceline.pytorch.distributed.random import preserved_rng
+from paceline.pytorch.evaluation.samples import EvaluationSamples
 from paceline.pytorch.pruning import Pruning
+from paceline.pytorch.snapshots import SnapshotEnsemble
 from paceline.pytorch.stacked.stack import REMEDY, MemberStack
 
 logger = logging.getLogger(__name__)
@@ -30,13 +33,19 @@ REFUSED = {
             *("neftune_noise_alpha", "use_liger_kernel", "linear_cross_entropy", "optimizer_in_backward"),
             *("optimizer_state_dtype", "gradient_noise_scale", "log_flops", "batch_size_warmup"),
             *("sequence_length_warmup", "packing", "predict_with_generate", "regularizers"),
-            *("teacher", "phases", "eval_samples", "data_map"),
+            *("teacher", "phases", "eval_samples", "data_map", "pruning"),
         ),
         "leave it out",
     ),
     "fp16": "its loss scale is one for all members; use bf16, or full precision",
     "nonfinite_policy": "set 'warn'; a member that diverges harms no other",
     "push_to_hub": "push the folder of a member after training",
+}
+
+OF_ONE_MODEL: dict[type, str] = {
+    Pruning: "chooses weights",
+    SnapshotEnsemble: "saves the weights",
+    EvaluationSamples: "shows the predictions",
 }
 
 
@@ -55,13 +64,35 @@ def check_arguments(args: Options, members: Sequence[Member]) -> None:
 
 
 def check_callbacks(callbacks: Iterable[object]) -> None:
-    """Checks that no callback changes the weights of one model.
+    """Checks that no callback needs a single model.
 
     Raises:
         UnsupportedOption: one does.
     """
-    if any(issubclass(each if isinstance(each, type) else type(each), Pruning) for each in callbacks):
-        raise UnsupportedOption(f"{NAMES}: the callback Pruning chooses weights of one model: leave it out.")
+    for each in callbacks:
+        given = each if isinstance(each, type) else type(each)
+        for kind, use in OF_ONE_MODEL.items():
+            if issubclass(given, kind):
+                raise UnsupportedOption(f"{NAMES}: the callback {given.__name__} {use} of one model: leave it out.")
+
+
+def check_stopping(stopping: EarlyStoppingCallback, former: EarlyStoppingCallback | None) -> None:
+    """Checks early stopping, of which patience and threshold are applied to each member.
+
+    Args:
+        stopping: the callback.
+        former: the one that was given before, or None.
+
+    Raises:
+        UnsupportedOption: it is the second one, or a subclass with methods of its own.
+    """
+    own = [name for name in ("on_evaluate", "check_metric_value") if not is_ours(getattr(stopping, name))]
+    if own:
+        raise UnsupportedOption(
+            f"{NAMES}: {own[0]} of {type(stopping).__name__} is not called for each member: use EarlyStoppingCallback."
+        )
+    if former is not None:
+        raise UnsupportedOption(f"{NAMES}: members stop by one EarlyStoppingCallback: leave the others out.")
 
 
 def check_own_data(args: Options, members: Sequence[Member]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ class MemberOptimizer(Optimizer):
     Args:
         inner: an optimizer over the stacked parameters.
         settings: for each member, the (learning rate, weight decay) of each group.
-        max_norm: the norm to which each member's gradients are clipped; 0 disables it.
+        max_grad_norm: the norm to which each member's gradients are clipped; 0 disables it.
 
     Attributes:
         stopped: members that are not stepped any more.
@@ -48,9 +49,11 @@ class MemberOptimizer(Optimizer):
         UnsupportedOption: the optimizer's update depends on more than the gradients of an element.
     """
 
-    def __init__(self, inner: Optimizer, settings: Sequence[Sequence[tuple[float, float]]], max_norm: float) -> None:
+    def __init__(
+        self, inner: Optimizer, settings: Sequence[Sequence[tuple[float, float]]], max_grad_norm: float
+    ) -> None:
         check_inner(inner)
-        self.inner, self.max_norm = inner, max_norm
+        self.inner, self.max_grad_norm = inner, max_grad_norm
         self.num_members = len(settings)
         self.stopped: list[int] = []
         self.norms: Tensor | None = None
@@ -78,6 +81,10 @@ class MemberOptimizer(Optimizer):
         """Restores the state of all members."""
         super().load_state_dict(state_dict)
         self.inner.state = self.state
+
+    def limit_norm(self, max_norm: float) -> None:
+        """Sets the norm to which each member's gradients are clipped in later steps; infinity disables clipping."""
+        self.max_grad_norm = 0.0 if math.isinf(max_norm) else max_norm
 
     def take_steps(self) -> int:
         """Returns the steps since the last call."""
@@ -125,8 +132,8 @@ class MemberOptimizer(Optimizer):
         gradients = [p.grad for p in parameters if p.grad is not None]
         each = [torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients]
         self.norms = torch.linalg.vector_norm(torch.stack(each), dim=0)
-        if self.max_norm > 0:
-            factors = (self.max_norm / (self.norms + 1e-6)).clamp_(max=1.0)
+        if self.max_grad_norm > 0:
+            factors = (self.max_grad_norm / (self.norms + 1e-6)).clamp_(max=1.0)
             torch._foreach_mul_(gradients, columns(factors, gradients))
 
     def _has_decay(self) -> bool:

@@ -101,6 +101,7 @@ class MemberStack(nn.Module):
         self.vectorize = vectorize
         self.per_member = False
         self.loss_of: LossOf | None = None
+        self._noted: Tensor | None = None
         check_alike(members)
         first = members[0]
         buffers = stacked_buffers(members)
@@ -124,6 +125,10 @@ class MemberStack(nn.Module):
         """Sets the function that computes the loss of a member."""
         self.loss_of = loss_of
 
+    def note_sums(self) -> None:
+        """Notes `sums` before an optimizer step; they are put back if its passes run again (out of memory)."""
+        self._noted = self.sums.clone()
+
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
         """Calls the members one after another for a while."""
@@ -145,6 +150,8 @@ class MemberStack(nn.Module):
             inputs: a batch, as the members take it; `(samples, members, ...)` if each has its own samples.
             num_items: the number of targets of the optimizer step, or one per member.
         """
+        if self._noted is not None and all(parameter.grad is None for parameter in self.parameters()):
+            self.sums.copy_(self._noted)
         loss: Tensor = Losses.apply(self.losses(inputs, num_items), self.active, self.sums)  # type: ignore[no-untyped-call]
         return loss
 

@@ -31,6 +31,7 @@ class MemberWatch(TrainerCallback):
         stopping: patience and threshold of the early stopping of each member; None without it.
         criterion: name of the metric that decides which evaluation is the best, with its prefix.
         greater_is_better: its direction.
+        repeats_steps: an out-of-memory may run the passes of a step again.
         keeps_best: the weights of each member's best evaluation are kept, and loaded at the end of training.
         best_metric: of each member, None before its first evaluation.
         best_step: the optimizer step of it.
@@ -42,6 +43,7 @@ class MemberWatch(TrainerCallback):
         self.members = list(members)
         self.stopping: EarlyStoppingCallback | None = None
         self.criterion, self.greater_is_better, self.keeps_best = "eval_loss", False, False
+        self.repeats_steps = False
         self._restored: Mapping[str, Any] | None = None
         self._stack: MemberStack | None = None
         self._optimizer: MemberOptimizer | None = None
@@ -92,6 +94,13 @@ class MemberWatch(TrainerCallback):
         self._optimizer.num_steps = int(saved["num_steps"])
         tensors = self._stack.stacked()
         self.best = {name: tensor.to(tensors[name].device) for name, tensor in saved["best"].items()}
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Notes the losses so far, if an out-of-memory may repeat the passes of this step."""
+        if self.repeats_steps and self._stack is not None:
+            self._stack.note_sums()
 
     def on_evaluate(
         self,
