@@ -101,7 +101,7 @@ class PhasedSession(session.Session):
                 )
             if (phase.loss is not None or phase.changes_data) and facade.teacher is not None:
                 raise UnsupportedOption(
-                    f"phases[{phase.name!r}] has a loss or data of its own, and a teacher's loss and stored logits "
+                    f"phases[{phase.name!r}] has a loss or data of its own, and the losses of a teacher "
                     "are those of one dataset: leave teacher out, or the loss and the data of the phase."
                 )
             if phase.loss is not None and not is_ours(facade.compute_loss):
