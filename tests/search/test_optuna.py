@@ -195,6 +195,39 @@ def test_a_failed_trial_is_recorded_and_the_search_goes_on(tmp_path: Path) -> No
     assert "per_device_train_batch_size" in trials[1].user_attrs["error"]
 
 
+@pytest.mark.parametrize(
+    ("of_trainer", "options"),
+    [
+        ({}, {"compute_objective": lambda metrics: metrics["eval_f1"]}),
+        pytest.param(
+            {"metric_for_best_model": "f1", "load_best_model_at_end": True, **SAVES}, {}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["of the objective", "of the best model"],
+)
+def test_a_missing_metric_ends_the_search_in_one_sentence(
+    tmp_path: Path, of_trainer: dict[str, Any], options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(SearchError, match="eval_f1"):
+        make_search(tmp_path, **of_trainer).hyperparameter_search(hp_space=rates, n_trials=3, **options)
+    assert "Traceback" not in caplog.text
+    assert len(study_of(tmp_path).trials) == 1
+    assert not logging.getLogger("optuna.study._optimize").filters
+
+
+def test_a_failed_trial_is_logged_with_its_own_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def space(trial: Any) -> dict[str, Any]:
+        if trial.number == 0:
+            raise OSError("no such model")
+        return rates(trial)
+
+    make_search(tmp_path).hyperparameter_search(hp_space=space, n_trials=2)
+    told = caplog.text
+    assert told.count("Traceback") == 1
+    assert "OSError: no such model" in told
+    assert "TrialFailed:" not in told.partition("Traceback")[2]
+
+
 def test_all_trials_fail(tmp_path: Path) -> None:
     def model_init(trial: Any) -> Classifier:
         if trial is not None:

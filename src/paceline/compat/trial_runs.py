@@ -287,6 +287,9 @@ class TrialRuns:
                 raise Pruned(f"at step {trainer.state.global_step}")
         except (Exception, Interrupted) as raised:
             error = raised
+            if isinstance(raised, MetricNotFound):  # every trial would end there
+                error = SearchError(str(raised))
+                error.__cause__ = raised
             self._has_failed = True
         finally:
             self.num_steps = trainer.state.global_step

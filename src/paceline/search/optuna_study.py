@@ -204,7 +204,8 @@ class OptunaSearch:
                     self.num_counted(),
                 )
             else:
-                self.study.optimize(self.objective, n_trials=remaining, catch=(TrialFailed,), **self.optimize)
+                with filtered_errors():
+                    self.study.optimize(self.objective, n_trials=remaining, catch=(TrialFailed,), **self.optimize)
             return self.best()
 
     def work_off(self) -> None:
@@ -318,6 +319,32 @@ class OptunaSearch:
             best = self.study.best_trial
             return BestRun(str(best.number), float(best.value or 0.0), dict(best.params))
         return [BestRun(str(one.number), list(one.values or ()), dict(one.params)) for one in self.study.best_trials]
+
+
+class ErrorFilter(logging.Filter):
+    """Replaces optuna's records of failed trials: of an error in a trial, its own traceback is enough.
+
+    That of an error of the search itself is dropped, because the search raises it.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, TrialFailed):
+            logger.warning("%s", record.getMessage(), exc_info=error.__cause__)
+        return not isinstance(error, SearchError | TrialFailed) and not record.getMessage().endswith(
+            "failed with value None."
+        )
+
+
+@contextmanager
+def filtered_errors() -> Iterator[None]:
+    """Returns a context in which optuna's records of failed trials go through `ErrorFilter`."""
+    source, chosen = logging.getLogger("optuna.study._optimize"), ErrorFilter()
+    source.addFilter(chosen)
+    try:
+        yield
+    finally:
+        source.removeFilter(chosen)
 
 
 @contextmanager
