@@ -32,11 +32,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# arguments of backend="optuna" that need a study
+OF_STUDY = {"halving", "load_if_exists", "pruner", "sampler", "storage", "study_name", "timeout"}
 SEARCHABLE = tuple(field.name for field in fields(Member) if field.name != "name")
 
 
 class RandomTrial:
-    """Draws hyperparameters at random, with the methods of a trial of optuna.
+    """Draws hyperparameters at random, with the methods of a trial of optuna, their arguments and distributions.
+
+    A hyperparameter that is asked for again has the value that was drawn first.
 
     Args:
         number: number of the trial.
@@ -51,24 +55,45 @@ class RandomTrial:
         self.params: dict[str, Any] = {}
         self._random = random.Random(f"{seed}/{number}")
 
-    def suggest_float(self, name: str, low: float, high: float, *, log: bool = False) -> float:
-        """Returns a number between two bounds; with `log`, uniform in its logarithm."""
-        if not low <= high or (log and low <= 0):
-            raise SearchError(f"hp_space: {name} from {low} to {high} (log={log}) is no range.")
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> float:
+        """Returns a number between two bounds; with `log`, uniform in its logarithm; with `step`, `low + k * step`."""
+        check_range(name, low, high, step, log)
         drawn = self._random.random()
-        value = math.exp(math.log(low) + drawn * math.log(high / low)) if log else low + drawn * (high - low)
-        self.params[name] = value
-        return value
+        if step is not None:
+            value = low + math.floor(drawn * (math.floor((high - low) / step + 1e-9) + 1)) * step
+        elif log:
+            value = math.exp(math.log(low) + drawn * math.log(high / low))
+        else:
+            value = low + drawn * (high - low)
+        drawn_value: float = self.params.setdefault(name, float(min(value, high)))
+        return drawn_value
 
-    def suggest_int(self, name: str, low: int, high: int) -> int:
-        """Returns a whole number between two bounds, which are included."""
-        self.params[name] = value = self._random.randint(low, high)
-        return value
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+        """Returns a whole number between two bounds, which are included; see `suggest_float`."""
+        check_range(name, low, high, None if log and step == 1 else step, log)
+        if log:  # as optuna: the logarithm of a range in which each number has a unit
+            drawn = self._random.uniform(math.log(low - 0.5), math.log(high + 0.5))
+            value = min(max(round(math.exp(drawn)), low), high)
+        else:
+            value = self._random.randrange(low, high + 1, step)
+        drawn_value: int = self.params.setdefault(name, value)
+        return drawn_value
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
         """Returns one of several values."""
-        self.params[name] = value = self._random.choice(list(choices))
-        return value
+        if not choices:
+            raise SearchError(f"hp_space: {name} has no choices.")
+        return self.params.setdefault(name, self._random.choice(list(choices)))
+
+
+def check_range(name: str, low: float, high: float, step: float | None, log: bool) -> None:
+    """Raises SearchError if no number can be drawn."""
+    if not low <= high or (log and low <= 0):
+        raise SearchError(f"hp_space: {name} from {low} to {high} (log={log}) is no range.")
+    if step is not None and (step <= 0 or log):
+        raise SearchError(f"hp_space: {name} with step={step} and log={log}: a step is above 0, and goes without log.")
 
 
 def search(
@@ -83,7 +108,8 @@ def search(
     """Searches by random trials; the arguments are those of `Trainer.hyperparameter_search`.
 
     The trials are trained in groups of `members_at_once` (all of them by default), which write to `members-0`,
-    `members-1` ... in the output folder. The Trainer is not changed.
+    `members-1` ... in the output folder. The Trainer is not changed. There is no stored study: a search that died
+    starts again.
 
     Raises:
         SearchError: an argument is invalid, or a hyperparameter is not one that members may differ in.
@@ -98,6 +124,7 @@ def search(
         raise SearchError("backend='members' has no default space: give hp_space.")
     if hp_name is not None:
         raise SearchError("backend='members' names its trials run-0, run-1 ...: leave hp_name out.")
+    tell_of_earlier(Path(str(trainer.args.output_dir)))
     trials = [RandomTrial(number, trainer.args.seed) for number in range(n_trials)]
     params = [check_params(hp_space(trial)) for trial in trials]
     best: BestRun | None = None
@@ -118,12 +145,29 @@ def search(
 
 def check_call(options: Mapping[str, Any], directions: Sequence[str], n_trials: int, at_once: object) -> None:
     """Raises SearchError if an argument of a search is invalid."""
+    of_study = sorted(set(options) & OF_STUDY)
+    if of_study:
+        raise SearchError(
+            f"{of_study[0]}={options[of_study[0]]!r}: backend='members' draws its trials at random before the first is "
+            "trained, and stores no study: a search that died starts again. Use backend='optuna' for it."
+        )
     unknown = sorted(set(options) - {"members_at_once"})
     if unknown or len(directions) > 1 or n_trials < 2:
         wrong = f"option {unknown[0]!r}" if unknown else "several directions, or less than two trials"
         raise SearchError(f"backend='members' does not take {wrong}.")
     if isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 2:
         raise SearchError(f"members_at_once={at_once!r}: give a whole number, 2 or more.")
+
+
+def tell_of_earlier(folder: Path) -> None:
+    """Warns of the groups of an earlier search, which are trained again."""
+    found = sorted(path.name for path in folder.glob("members-*") if path.is_dir())
+    if found:
+        logger.warning(
+            "%s holds %s of an earlier search: backend='members' continues no search, so all trials start again.",
+            folder,
+            ", ".join(found),
+        )
 
 
 def check_trainer(trainer: Trainer) -> None:

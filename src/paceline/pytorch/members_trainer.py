@@ -417,6 +417,15 @@ class MembersTrainer(Trainer):
             self.save_members()
         return output
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Loads the weights of a checkpoint.
+
+        Raises:
+            CheckpointError: it is one of other members.
+        """
+        with checks.loading_explained(len(self.members)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs a row; one of training steps gets the values of each member."""
         if "loss" in logs and isinstance(self.model, MemberStack):

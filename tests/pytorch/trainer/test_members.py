@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from paceline import (
     ensemble_predict,
 )
 from paceline.pytorch.evaluation.samples import EvaluationSamples
+from paceline.pytorch.members_search import RandomTrial
 from paceline.pytorch.stacked.data import bootstrap_places
+from paceline.search.trials import SearchError
 
 torch.manual_seed(0)
 FEATURES = torch.randn(40, 8)
@@ -467,7 +470,43 @@ def test_bert_and_gpt2_members_equal_their_runs_alone(tmp_path: Path, caplog: py
             assert_same(module, loaded, 0.0)
 
 
-def test_a_search_trains_its_trials_at_once(tmp_path: Path) -> None:
+def test_a_resume_with_another_number_of_members_says_so(tmp_path: Path) -> None:
+    members = [Member(0.01, seed=seed) for seed in range(3)]
+    members_of(tmp_path, members, {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}).train()
+    for others in (members[:2], [*members, Member(0.01, seed=3)]):
+        fewer = members_of(tmp_path, others, {"max_steps": 4, "save_strategy": "no"})
+        with pytest.raises(
+            ValueError, match=f"resume with as many as the checkpoint has, here there are {len(others)}"
+        ):
+            fewer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_random_trials_have_the_methods_of_optuna() -> None:
+    optuna = pytest.importorskip("optuna")
+    for name in ("suggest_float", "suggest_int", "suggest_categorical"):
+        theirs, ours = (inspect.signature(getattr(kind, name)) for kind in (optuna.Trial, RandomTrial))
+        assert [(one.name, one.kind, one.default) for one in theirs.parameters.values()] == [
+            (one.name, one.kind, one.default) for one in ours.parameters.values()
+        ]
+    trials = [RandomTrial(number, 0) for number in range(300)]
+    assert {trial.suggest_int("steps", 2, 9, step=3) for trial in trials} == {2, 5, 8}
+    assert {round(trial.suggest_float("float steps", 0.1, 0.5, step=0.2), 9) for trial in trials} == {0.1, 0.3, 0.5}
+    small = sum(trial.suggest_int("log", 1, 1000, log=True) <= 31 for trial in trials)
+    assert 120 < small < 220  # half of the range of the logarithm
+    assert min(trial.params["log"] for trial in trials) >= 1
+    assert trials[0].suggest_int("log", 1, 1000, log=True) == trials[0].params["log"]
+    for wrong in (
+        lambda trial: trial.suggest_int("x", 3, 2),
+        lambda trial: trial.suggest_int("x", 1, 9, step=0),
+        lambda trial: trial.suggest_int("x", 1, 9, step=2, log=True),
+        lambda trial: trial.suggest_float("x", 0.0, 1.0, log=True),
+        lambda trial: trial.suggest_categorical("x", []),
+    ):
+        with pytest.raises(SearchError, match="hp_space: x"):
+            wrong(trials[0])
+
+
+def test_a_search_trains_its_trials_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     args = arguments(tmp_path, max_steps=6, optim="sgd")
     trainer = Trainer(model_init=Fresh, args=args, train_dataset=DATA, eval_dataset=DATA[:12])
 
@@ -495,12 +534,15 @@ def test_a_search_trains_its_trials_at_once(tmp_path: Path) -> None:
     alone.train()
     assert alone.evaluate()["eval_loss"] == pytest.approx(best.objective, rel=1e-5)
     again = trainer.hyperparameter_search(**options)
+    assert "members-0, members-1, members-2 of an earlier search" in caplog.text
     assert again.hyperparameters == best.hyperparameters  # type: ignore[union-attr]
     for wrong in ("per_device_train_batch_size", "num_hidden_layers", "num_train_epochs"):
         with pytest.raises(ValueError, match=f"{wrong}' cannot differ between members"):
             trainer.hyperparameter_search(backend="members", n_trials=2, hp_space=lambda trial, name=wrong: {name: 8})
     with pytest.raises(ValueError, match="n_jobs"):
         trainer.hyperparameter_search(n_jobs=2, **options)
+    with pytest.raises(ValueError, match=r"storage='x'.*a search that died starts again"):
+        trainer.hyperparameter_search(storage="x", **options)
 
     class Other(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

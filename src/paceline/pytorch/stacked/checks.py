@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 
 import torch
@@ -14,6 +14,7 @@ from paceline.args.members import Member
 from paceline.args.sections import Options
 from paceline.callbacks.early_stopping import EarlyStoppingCallback
 from paceline.core.methods import is_ours
+from paceline.pytorch.checkpoint.tensors import CheckpointError
 from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.evaluation.samples import EvaluationSamples
 from paceline.pytorch.pruning import Pruning
@@ -213,3 +214,22 @@ def hint(stack: MemberStack) -> str:
 def is_out_of_memory_text(error: BaseException) -> bool:
     """True for an out-of-memory of a device."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
+@contextmanager
+def loading_explained(number: int) -> Iterator[None]:
+    """Returns a context in which weights of members are loaded; their errors name the number of members.
+
+    Args:
+        number: of the members that are there.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. The first dimension counts the members: resume with as many as the checkpoint has, here there "
+            f"are {number}, in their order and of the same architecture."
+        ) from error
