@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.args.training import TrainingArguments
 from paceline.compat.trainer_names import TrainerNames
-from paceline.core.events import call_own_event
+from paceline.core.events import call_each
 from paceline.core.optional import LateModule
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ class HubNames(TrainerNames):
     def _tell_card(self, is_complete: bool) -> None:
         """Offers the text of the model card to the callbacks, before `on_train_end`; it is made if one asks for it.
 
+        A callback that raises is named in a warning: the training has its result, and the card is not part of it.
+
         Args:
             is_complete: False if a signal has stopped the training, which then has not loaded the best model.
         """
@@ -89,7 +91,7 @@ class HubNames(TrainerNames):
             run = replace(self._card_run(), is_training=False, is_best_loaded=is_best)
             return card.card_text(run, self._card_facts(), (self.hub_model_id or folder.name).rpartition("/")[2])
 
-        call_own_event(self.callback_handler, "on_model_card", self.args, self.state, self.control, make_card=make_card)
+        call_each(self.callback_handler, "on_model_card", self.args, self.state, self.control, make_card=make_card)
 
     def _absolute_output_dir(self) -> Path:
         return Path(self._get_output_dir(None)).absolute()

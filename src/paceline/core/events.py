@@ -590,3 +590,14 @@ def call_own_event(
     """
     if isinstance(handler, CallbackHandler):
         CallbackHandler.call_event(handler, event, args, state, control, **values)
+
+
+def call_each(
+    handler: object, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **values: Any
+) -> None:
+    """Calls an event like `call_own_event`; an exception of a callback is logged, and the next one is called."""
+    if not isinstance(handler, CallbackHandler):
+        return
+    for callback in handler.listening(event):
+        listener = _FaultBarrier(type(callback).__name__).wrap(event, handler._listener(callback, event))
+        listener(args, state, control, **{**handler.kwargs, **values})

@@ -254,3 +254,27 @@ def test_a_call_event_of_a_library_is_asked_for_the_events_of_the_reference_only
     handler.call_event = call_event  # type: ignore[method-assign]
     trainer.train()
     assert (tmp_path / "report.html").exists()
+
+
+def test_a_callback_that_fails_at_the_model_card_costs_the_training_no_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[str] = []
+
+    class Failing(TrainerCallback):
+        def on_model_card(self, *args: Any, **kwargs: Any) -> None:
+            raise OSError("no room for the card")
+
+    class Ending(TrainerCallback):
+        def on_model_card(self, *args: Any, make_card: Any, **kwargs: Any) -> None:
+            seen.append(make_card()[:1])
+
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            seen.append("end")
+
+    callbacks = [Failing(), Ending()]
+    output = make_trainer(tmp_path, Classifier(), classification(8), callbacks=callbacks, max_steps=1).train()
+    assert output.global_step == 1
+    assert seen == ["#", "end"]
+    assert "Failing failed in on_model_card" in caplog.text
+    assert "no room for the card" in caplog.text
