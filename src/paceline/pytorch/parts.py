@@ -158,7 +158,7 @@ def evaluation_loop_of(trainer: Trainer, **changes: Any) -> EvaluationLoop:
         trainer: the Trainer.
         changes: arguments of the loop that replace the Trainer's.
     """
-    check_real("An evaluation")
+    check_real("An evaluation", trainer.world)
     options = evaluation_options_of(trainer)
     generates = getattr(trainer.args, "predict_with_generate", False)
     keeps_logits = is_ours(trainer.prediction_step) and not generates and trainer.preprocess_logits_for_metrics is None

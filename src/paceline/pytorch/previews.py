@@ -23,7 +23,7 @@ from paceline.pytorch import parallel_check, trial_run
 from paceline.pytorch.batch_search import StepClock
 from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.data.lengths import length_of
-from paceline.pytorch.distributed.simulated import is_simulated
+from paceline.pytorch.distributed.simulated import check_group, is_simulated
 from paceline.pytorch.doctor.findings import Case, Diagnosis
 from paceline.pytorch.doctor.registry import examine
 from paceline.pytorch.forecast.rehearsal import CannotRehearse, StepMemoryEstimate, rehearse
@@ -122,6 +122,7 @@ def moved_to(optimizer: Any, before: nn.Module, after: nn.Module) -> Any:
 
 def plan_of(trainer: Trainer, times_step: bool) -> Forecast:
     """Returns the forecast of `Trainer.plan`."""
+    check_group("plan()", trainer.world)
     data = trainer.train_dataset
     check_rereadable("plan", data)
     check_phases(trainer.args.phases or (), times_step)

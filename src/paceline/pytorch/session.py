@@ -155,6 +155,7 @@ class Session(core.Session[Run, TrainerMembers]):
     # ---- the stages of a run, in order
 
     def lock(self, folder: Path) -> AbstractContextManager[FolderLock | None]:
+        check_real("train()", self.world)  # before the first collective call
         return locked(self.world, folder)
 
     def start(self, trial: object) -> None:
@@ -297,7 +298,6 @@ class Session(core.Session[Run, TrainerMembers]):
         watchdog: Watchdog | None,
         folder: Path,
     ) -> Run:
-        check_real("train()")
         self.prepare_model(plan)
         ledger = device_clock.make_ledger(self.world.device)
         sync = self.make_sync(plan, feed, signals, watchdog, ledger)

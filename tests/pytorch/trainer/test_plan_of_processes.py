@@ -76,6 +76,11 @@ def test_nothing_is_trained_there(tmp_path: Path) -> None:
             trainer.plan(time=True)
         with pytest.raises(RuntimeError, match="process group already"), simulated_processes(2):
             pass
+    for call in (trainer.train, trainer.evaluate, trainer.plan):
+        with pytest.raises(
+            UnsupportedOption, match=r"made for 2 processes, and their process group is gone.*Make another"
+        ):
+            call()
     with pytest.raises(ValueError, match="at least 1"), simulated_processes(0):
         pass
 

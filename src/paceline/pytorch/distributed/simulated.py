@@ -9,7 +9,7 @@ from torch import distributed
 
 from paceline.args.errors import UnsupportedOption
 from paceline.core.optional import LateModule
-from paceline.pytorch.distributed.world import has_group, leave_group
+from paceline.pytorch.distributed.world import World, has_group, leave_group
 
 fake_pg = LateModule("torch.testing._internal.distributed.fake_pg")  # registers the backend
 
@@ -46,10 +46,29 @@ def is_simulated() -> bool:
     return has_group() and distributed.get_backend() == BACKEND
 
 
-def check_real(method: str) -> None:
-    """Raises UnsupportedOption if the other processes do not exist; `method` is what was called."""
+def check_real(method: str, world: World) -> None:
+    """Checks that the other processes of a Trainer exist.
+
+    Args:
+        method: what was called.
+        world: the Trainer's.
+
+    Raises:
+        UnsupportedOption: they do not.
+    """
     if is_simulated():
         raise UnsupportedOption(
             f"{method} under simulated_processes is not supported: the other {distributed.get_world_size() - 1} "
             "processes do not exist, so sums over processes would be wrong. Only Trainer.plan() can be called there."
+        )
+    check_group(method, world)
+
+
+def check_group(method: str, world: World) -> None:
+    """Raises UnsupportedOption if a Trainer was made in a process group that is gone; `method` is what was called."""
+    if world.is_distributed and not has_group():
+        raise UnsupportedOption(
+            f"{method}: this Trainer was made for {world.world_size} processes, and their process group is gone: it "
+            "was made under simulated_processes, or the group was destroyed. Make another Trainer, outside of "
+            "simulated_processes; for several processes, in a script that torchrun starts."
         )
