@@ -190,3 +190,13 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert (picture.step, picture.width, picture.height) == (2, 8, 8)
     (text,) = events.Tensors("eval/samples/text_summary")
     assert b"| a | 1 |" in text.tensor_proto.string_val[0]
+
+
+def test_a_cell_without_a_value_is_empty(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Classifier(), DATA, max_steps=1)
+    trainer.log_table("samples", ["label", "confidence"], [["a", None], [None, 0.5]])
+    (found,) = read_media(tmp_path)
+    assert found.rows == [["a", ""], ["", "0.5"]]
+    table = make_table(tmp_path, "samples", 1, ["label", "confidence"], [["a", None]])
+    assert table.as_markdown().splitlines()[-1] == "| a |  |"
+    assert table.rows == [["a", None]]  # trackers that have tables get the value

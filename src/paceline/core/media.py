@@ -153,6 +153,11 @@ def pixels_of(array: np.ndarray) -> np.ndarray:
     return np.round(np.asarray(array, dtype=np.float64) * (255 / highest)).astype(np.uint8)
 
 
+def shown_cell(cell: object) -> str:
+    """Returns a cell of a table as text; None, a cell without a value, is empty."""
+    return "" if cell is None else str(cell)
+
+
 def in_markdown(cell: object) -> str:
     """Returns a cell of a Markdown table."""
-    return str(cell).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+    return shown_cell(cell).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
-from paceline.core.media import MEDIA_FOLDER, PNG_START
+from paceline.core.media import MEDIA_FOLDER, PNG_START, shown_cell
 
 FILE = re.compile(r"(?P<name>.+)-(?P<step>\d{1,18})\.(?P<kind>png|json)")
 MOST_BYTES = 2**20  # of one file that is shown
@@ -82,7 +82,7 @@ def table_of(name: str, step: int, num_earlier: int, content: bytes) -> Shown:
     try:
         table = json.loads(content)
         columns = [str(column) for column in table["columns"]]
-        rows = [[str(cell) for cell in row] for row in table["rows"]]
+        rows = [[shown_cell(cell) for cell in row] for row in table["rows"]]
     except (ValueError, TypeError, KeyError, RecursionError):
         return Shown(name, step, num_earlier, problem="the file is no table")
     return Shown(name, step, num_earlier, columns=columns, rows=rows)

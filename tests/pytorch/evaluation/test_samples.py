@@ -283,6 +283,26 @@ def test_cells_of_each_kind_of_prediction() -> None:
     assert results_of(None, None, 2, plain)[1].prediction is None
 
 
+@pytest.mark.parametrize("masks_prompt", [False, True])
+def test_a_causal_module_without_generate_is_compared_with_the_next_labels(masks_prompt: bool) -> None:
+    """Labels that are the input tokens are shifted in the loss; those that a collator has shifted are not."""
+    plain = Reader(None, nn.Linear(1, 1))
+    inputs = [np.array([3, 1, 2, 0]), np.array([2, 2, 1])]
+    outputs = np.zeros((2, 4, 4), dtype=np.float32)
+    outputs[0, [0, 1, 2, 3], [1, 2, 0, 3]] = 1.0  # the next token of each place
+    outputs[1, [0, 1, 2, 3], [2, 0, 3, 3]] = 1.0  # one of two right
+    labels = np.array([[3, 1, 2, 0], [2, 2, 1, -100]])
+    if masks_prompt:
+        labels[:, 0] = -100
+    first, second = results_of(outputs, labels, 2, plain, inputs)
+    assert (first.label, first.prediction, first.is_right) == ("1 2 0", "1 2 0", True)
+    assert (second.label, second.prediction, second.is_right) == ("2 1", "2 0", False)
+    shifted = np.array([[1, 2, 0, -100], [2, 1, -100, -100]])
+    first, second = results_of(outputs, shifted, 2, plain, inputs)
+    assert (first.label, first.is_right) == ("1 2 0", True)
+    assert (second.label, second.prediction) == ("2 1", "2 0")
+
+
 def test_pictures_are_shown_with_their_verdict(tmp_path: Path) -> None:
     from PIL import Image
 

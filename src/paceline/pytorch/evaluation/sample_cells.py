@@ -87,21 +87,44 @@ def main_inputs(batch: object, label_names: Sequence[str], count: int) -> list[n
 # ---- predictions
 
 
-def results_of(predictions: object, labels: object, count: int, reader: Words) -> list[Result]:
+def results_of(
+    predictions: object, labels: object, count: int, reader: Words, inputs: Sequence[np.ndarray | None] = ()
+) -> list[Result]:
     """Returns the cells of predictions and labels.
 
     Args:
         predictions, labels: of `count` samples: arrays, or nests of which the first array of so many rows is shown.
         count: number of samples.
         reader: names the classes, and decodes tokens; see `sample_text.Reader`.
+        inputs: the main input of each sample. Labels that repeat input tokens are those of a causal model, which
+            predicts at each place the label of the next.
     """
     outputs, targets = first_rows(predictions, count), first_rows(labels, count)
+    is_causal = targets is not None and repeats_inputs(targets, inputs)
     found = []
     for index in range(count):
         output = None if outputs is None else outputs[index]
         target = None if targets is None else targets[index]
-        found.append(result_of(output, target, reader))
+        found.append(result_of(output, target, reader, is_causal))
     return found
+
+
+def repeats_inputs(targets: np.ndarray, inputs: Sequence[np.ndarray | None]) -> bool:
+    """True if every label is the input token at its own place.
+
+    Args:
+        targets: (samples, length), with -100 for tokens without a label.
+        inputs: token ids of each sample, of lengths of their own.
+    """
+    num_labels = 0
+    for target, tokens in zip(targets, inputs, strict=False):
+        if target.ndim != 1 or tokens is None or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            return False
+        places = np.flatnonzero(target != PADDING)
+        num_labels += len(places)
+        if len(places) and (places[-1] >= len(tokens) or (target[places] != tokens[places]).any()):
+            return False
+    return num_labels > 0
 
 
 def first_rows(nest: object, count: int) -> np.ndarray | None:
@@ -116,8 +139,8 @@ def first_rows(nest: object, count: int) -> np.ndarray | None:
     return None
 
 
-def result_of(output: np.ndarray | None, target: np.ndarray | None, reader: Words) -> Result:
-    """Returns the cells of one sample."""
+def result_of(output: np.ndarray | None, target: np.ndarray | None, reader: Words, is_causal: bool = False) -> Result:
+    """Returns the cells of one sample; the outputs of a causal model are compared with the next labels."""
     if output is None:
         return Result(label=None if target is None else plain(target, reader))
     is_float = output.dtype.kind == "f"
@@ -125,8 +148,8 @@ def result_of(output: np.ndarray | None, target: np.ndarray | None, reader: Word
         return class_result(output, target, reader)
     if target is not None and is_float and output.shape == target.shape and is_choice(target):
         return choice_result(output, target, reader)
-    if target is not None and output.ndim == 2 and target.shape == output.shape[:1] and target.dtype.kind in "iu":
-        return tokens_result(output, target, reader)
+    if target is not None and is_tokens(output, target):
+        return tokens_result(output[:-1], target[1:], reader) if is_causal else tokens_result(output, target, reader)
     return Result(None if target is None else plain(target, reader), numbers(output))
 
 
@@ -138,6 +161,11 @@ def is_class(target: np.ndarray | None) -> bool:
 def is_choice(target: np.ndarray) -> bool:
     """True if labels are a 0 or 1 for each of several classes."""
     return target.ndim == 1 and len(target) > 1 and bool(np.isin(target, (0, 1)).all())
+
+
+def is_tokens(output: np.ndarray, target: np.ndarray) -> bool:
+    """True if there is a class for each token: outputs (length, classes), labels (length,)."""
+    return output.ndim == 2 and target.shape == output.shape[:1] and target.dtype.kind in "iu"
 
 
 def choice_result(output: np.ndarray, target: np.ndarray, reader: Words) -> Result:

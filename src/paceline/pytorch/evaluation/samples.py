@@ -20,6 +20,7 @@ from torch import nn
 from paceline.args.errors import UnsupportedOption
 from paceline.args.eval_samples import check_settings
 from paceline.core.events import TrainerCallback
+from paceline.core.media import shown_cell
 from paceline.core.optional import is_installed
 from paceline.core.state import TrainerState
 from paceline.pytorch.evaluation import sample_cells, sample_text
@@ -218,7 +219,7 @@ class EvaluationSamples(TrainerCallback):
         if not state.is_world_process_zero:
             return
         reader = sample_text.Reader(evaluation.processing_class, evaluation.model)
-        results = sample_cells.results_of(output.predictions, output.label_ids, len(rows), reader)
+        results = sample_cells.results_of(output.predictions, output.label_ids, len(rows), reader, inputs)
         pictures = [
             sample_cells.picture_of(row, each, self.picture_shape) for (_, row), each in zip(rows, inputs, strict=True)
         ]
@@ -247,7 +248,9 @@ class EvaluationSamples(TrainerCallback):
         filled = [place for place in range(len(columns)) if any(row[place] not in (None, "") for row in table)]
         heads = [columns[place] for place in filled]
         cells = [[row[place] for place in filled] for row in table]
-        lines = ["  ".join(f"{head}: {cell}" for head, cell in zip(heads, row, strict=True)) for row in cells]
+        lines = [
+            "  ".join(f"{head}: {shown_cell(cell)}" for head, cell in zip(heads, row, strict=True)) for row in cells
+        ]
         logger.info("Samples of %s at step %d:\n%s", evaluation.prefix, state.global_step, "\n".join(lines))
         evaluation.log_table(f"{evaluation.prefix}/samples", heads, cells)
 
