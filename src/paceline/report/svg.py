@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from html import escape
 from typing import Any
 
@@ -13,6 +14,7 @@ from paceline.report.curves import Chart, Series
 WIDTH, HEIGHT = 640, 260  # size of the view box
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 30  # margins
 _NUM_TICKS = 5
+LARGEST = sys.float_info.max
 
 
 def draw(chart: Chart, name: str) -> str:
@@ -65,7 +67,7 @@ def limits(arrays: list[np.ndarray], is_padded: bool = True) -> tuple[float, flo
         margin = abs(low) / 2 or 0.5
     else:
         margin = (high / 20 - low / 20) if is_padded else 0.0  # the difference itself may overflow
-    return low - margin, high + margin
+    return max(low - margin, -LARGEST), min(high + margin, LARGEST)
 
 
 def ticks(low: float, high: float, whole: bool = False) -> list[float]:
