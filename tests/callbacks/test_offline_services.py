@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import inspect
 import json
 import os
 import signal
@@ -46,7 +47,7 @@ def needs(module: str) -> Any:
 
 def run_job(name: str, module: str, folder: Path, **variables: str) -> dict[str, Any]:
     needs(module)
-    own = ("CLEARML_", "COMET_", "DVC", "SWANLAB_", "TRACKIO_", "CODECARBON_", "MLFLOW_")
+    own = ("CLEARML_", "COMET_", "DVC", "SWANLAB_", "TRACKIO_", "CODECARBON_", "MLFLOW_", "NEPTUNE_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(own)}
     path = os.pathsep.join([str(SUPPORT), *sys.path])
     done = subprocess.run(
@@ -257,6 +258,66 @@ def test_run_read_back(
     assert any(b"the model after 6 optimizer steps" in content for content in files)  # the card
     if name not in ("dvclive", "trackio"):  # they have no tags of runs
         assert any(TAG.encode() in content for content in files)
+
+
+def read_neptune(log: Path) -> dict[str, list[dict[str, Any]]]:
+    """Returns the operations of an offline run by the path of the field."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    decoder, text = json.JSONDecoder(), log.read_text()
+    while text := text.lstrip():
+        entry, end = decoder.raw_decode(text)
+        found.setdefault("/".join(entry["obj"]["path"]), []).append(entry["obj"])
+        text = text[end:]
+    return found
+
+
+def test_neptune(tmp_path: Path) -> None:
+    """Offline there is no id to continue a run by: the resumed training is a second one, which stays open."""
+    result = run_job("neptune", "neptune", tmp_path, NEPTUNE_MODE="offline", NEPTUNE_PROJECT="me/letters")
+    logs = sorted((tmp_path / ".neptune" / "offline").glob("*/data-1.log"), key=lambda file: file.stat().st_mtime_ns)
+    assert len(logs) == 2
+    for log, rows in zip(logs, result["rows"], strict=True):
+        fields = read_neptune(log)
+        for name, key in (("train/loss", "loss"), ("eval/loss", "eval_loss")):
+            points = [
+                (int(value["step"]), value["value"])
+                for entry in fields[f"finetuning/{name}"]
+                for value in entry.get("values", [])
+            ]
+            assert points == [(row["step"], row[key]) for row in rows if key in row]
+        assert fields["finetuning/trainer_parameters/max_steps"][0]["value"] in (4, 6)
+        assert set(fields["sys/tags"][0]["values"]) == {"paceline", TAG}
+        assert fields["sys/name"][0]["value"] == "first"
+        assert "first \\| sample" in json.dumps(fields["finetuning/eval/samples"]).replace("\\\\", "\\")
+        assert fields["finetuning/eval/picture"][-1]["type"] == "LogImages"
+        assert b"optimizer steps" in next(log.parent.glob("upload_path/*model_card*.md")).read_bytes()
+
+
+def test_a_task_of_flyte(tmp_path: Path) -> None:
+    """A task of flytekit on this machine: what it keeps is resumed, and its decks show the logs and the card."""
+    pytest.importorskip("flytekit", reason="needs flytekit")
+    done = subprocess.run(
+        [sys.executable, str(SUPPORT / "flyte_job.py"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path]), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=JOB_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    first, second = result["losses"]
+    assert (len(first), len(second)) == (4, 6)
+    assert second[:4] == first
+    assert "6 optimizer steps" in result["decks"]["Model Card"]
+    assert "learning_rate" in result["decks"]["Log History"]
+
+
+def test_azure_ml_outside_of_a_job(tmp_path: Path) -> None:
+    """Its client prints what it is given where there is no job; in a job, a metric takes a step."""
+    run = pytest.importorskip("azureml.core", reason="needs azureml-core").Run
+    assert "step" in inspect.signature(run.log).parameters
+    result = run_job("azure_ml", "azureml.core", tmp_path)
+    assert len(expected(result, "loss")) == 8
 
 
 def test_emissions(tmp_path: Path) -> None:

@@ -451,6 +451,21 @@ def test_all_takes_those_that_can_run_here(monkeypatch: pytest.MonkeyPatch) -> N
     assert names[2:] == ["DVCLiveCallback", "FlyteCallback", "KubeflowCallback"]
 
 
+def test_all_takes_neptune_with_a_project_and_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_services.install("neptune", monkeypatch)
+    (kind,) = find_reporters("neptune")
+    for name in ("NEPTUNE_PROJECT", "NEPTUNE_API_TOKEN", "NEPTUNE_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    assert not kind.is_ready()
+    monkeypatch.setenv("NEPTUNE_PROJECT", "me/letters")
+    assert not kind.is_ready()
+    monkeypatch.setenv("NEPTUNE_API_TOKEN", "x")
+    assert kind.is_ready()
+    monkeypatch.delenv("NEPTUNE_API_TOKEN")
+    monkeypatch.setenv("NEPTUNE_MODE", "offline")
+    assert kind.is_ready()
+
+
 def test_all_takes_azure_ml_without_mlflow_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_mlflow in (False, True):
         for module in ("paceline.callbacks.reporters", "paceline.callbacks.reporters.azure_ml"):

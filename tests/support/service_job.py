@@ -16,6 +16,7 @@ import numpy as np
 from small_models import Classifier, classification, make_trainer
 
 from paceline import TrainerCallback
+from paceline.callbacks.reporters import find_reporters
 from paceline.core.signals import StopSignals
 
 SECRET = "hf_" + "secret" * 5  # not in one piece, because some clients upload this file
@@ -65,22 +66,24 @@ def train(name: str, folder: Path, resume: str | None, **changes: Any) -> Any:
     return trainer
 
 
-def end(name: str) -> None:
+def end(name: str, trainer: Any) -> None:
     """Ends the runs that stay open after a training, as the end of a process does."""
     if name == "comet_ml":
         sys.modules["comet_ml"].get_running_experiment().end()
     elif name == "swanlab":
         sys.modules["swanlab"].finish()
+    elif name == "neptune":
+        find_reporters("neptune")[0].get_run(trainer).stop()
 
 
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     os.chdir(folder)
     first = train(name, folder / "out", None, max_steps=4)
-    end(name)
+    end(name, first)
     second = train(name, folder / "out", str(folder / "out" / "checkpoint-2"), max_steps=6)
     second.evaluate()
-    end(name)
+    end(name, second)
     rows = [first.state.log_history, [row for row in second.state.log_history if row["step"] > 2]]
     print(json.dumps({"rows": rows, "parameters": first.get_num_trainable_parameters()}), flush=True)
 

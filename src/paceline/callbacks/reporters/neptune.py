@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,17 @@ class NeptuneCallback(ServiceReporter):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_given": None}
+
+    @classmethod
+    def is_ready(cls) -> bool:
+        """True if a project and a token are configured, or runs are offline."""
+        is_offline = os.environ.get("NEPTUNE_MODE") == "offline"
+        return is_offline or all(os.environ.get(name) for name in ("NEPTUNE_PROJECT", "NEPTUNE_API_TOKEN"))
+
+    @property
+    def ends_with_training(self) -> bool:  # type: ignore[override]
+        """False offline, where a run cannot be continued: it stays open for what the script still logs."""
+        return self._identity.get("run_id") is not None
 
     @property
     def run(self) -> Any:
