@@ -28,7 +28,7 @@ from paceline.callbacks.reporters import find_reporters, kubeflow
 from paceline.callbacks.reporters.base import num_parameters
 from paceline.callbacks.reporters.dagshub import DagsHubCallback, repository_of
 from paceline.callbacks.reporters.kubeflow import KubeflowCallback, StatusSender
-from paceline.callbacks.reporters.service import Closing, ServiceReporter, signals_kept
+from paceline.callbacks.reporters.service import BackgroundCall, ServiceReporter, signals_kept
 from paceline.callbacks.reporters.trackio import static_space_name
 from paceline.core.events import CallbackHandler
 from paceline.core.media import Media
@@ -257,10 +257,10 @@ def test_a_close_in_a_thread_raises_and_changes_the_context() -> None:
         assert variable.get() == 1
         variable.set(2)
 
-    assert Closing(close).is_done_within(60)
+    assert BackgroundCall(close).is_done_within(60)
     assert variable.get() == 2
     with pytest.raises(ZeroDivisionError):
-        Closing(lambda: 1 / 0).is_done_within(60)  # type: ignore[arg-type,return-value]
+        BackgroundCall(lambda: 1 / 0).is_done_within(60)  # type: ignore[arg-type,return-value]
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -23,7 +23,7 @@ from paceline.core.state import TrainerControl, TrainerState
 
 MOST_MEASUREMENTS = 256  # rows that are kept for the report, about 100 bytes each; an even number
 MOST_MESSAGES = 200
-_MOST_LETTERS = 500  # of a message
+_MAX_CHARACTERS = 500  # of a message
 GB = 2**30
 MEMORY = {
     f"{RESOURCE_PREFIX}{name}_memory_gb": read
@@ -49,7 +49,7 @@ class Messages(logging.Handler):
         if os.getpid() != self._process:
             return
         try:
-            text = mask_text(record.getMessage())[:_MOST_LETTERS]
+            text = mask_text(record.getMessage())[:_MAX_CHARACTERS]
         except Exception:  # a message whose arguments do not fit it: other handlers report it
             return
         if text in self._found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ CARD_MARK = "<!-- paceline: model card -->"  # of descriptions that a later trai
 # metrics of the whole run, which services keep beside the rows of steps
 OF_THE_WHOLE_RUN = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
 
+MakeCard = Callable[[], str]  # returns the model card, in Markdown
+
 
 class Reporter(TrainerCallback):
     """Base class of callbacks that send logs to a tracker or file.
@@ -38,6 +40,34 @@ class Reporter(TrainerCallback):
     def is_ready(cls) -> bool:
         """True if `report_to="all"` takes this reporter once its package is installed."""
         return True
+
+
+class CardReporter(Reporter):
+    """Base class of reporters that record the model card."""
+
+    def on_model_card(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        make_card: MakeCard,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Records the model card, on the main process."""
+        if state.is_world_process_zero:
+            self.record_card(make_card, args, state, model)
+
+    def record_card(self, make_card: MakeCard, args: TrainingArguments, state: TrainerState, model: Any) -> None:
+        """Records the model card, if this reporter has a place for it now.
+
+        Args:
+            make_card: returns the card.
+            args: of the training.
+            state: of the training.
+            model: the model.
+        """
+        raise NotImplementedError
 
 
 class FileReporter(Reporter):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
 from paceline.args.training import TrainingArguments
-from paceline.callbacks.reporters.base import Reporter
+from paceline.callbacks.reporters.base import CardReporter, MakeCard
 from paceline.callbacks.reporters.service import checkpoint_of, require_installed
 from paceline.core.optional import is_installed, require
 from paceline.core.state import TrainerControl, TrainerState
@@ -19,7 +18,7 @@ DECK = "Log History"
 CARD_DECK = "Model Card"
 
 
-class FlyteCallback(Reporter):
+class FlyteCallback(CardReporter):
     """Saves every checkpoint as that of the Flyte task, and shows the history of logs as a deck at the end.
 
     An interrupted task continues with `trainer.train(resume_from_checkpoint=current_context().checkpoint.restore())`.
@@ -67,16 +66,9 @@ class FlyteCallback(Reporter):
         if self.sync_checkpoints and state.is_world_process_zero:
             self.cp.save(str(checkpoint_of(args, state)))
 
-    def on_model_card(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        make_card: Callable[[], str],
-        **kwargs: Any,
-    ) -> None:
+    def record_card(self, make_card: MakeCard, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Shows the model card as a deck."""
-        if self.save_log_history and state.is_world_process_zero:
+        if self.save_log_history:
             renderer = require("flytekit.deck", "flyte").MarkdownRenderer()
             require("flytekit", "flyte").Deck(CARD_DECK, renderer.to_html(make_card()))
 

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import (
     CARD_FILE,
+    CardReporter,
+    MakeCard,
     NumberFilter,
-    Reporter,
     as_description,
     changed_project,
     flat,
@@ -45,7 +46,7 @@ DESCRIPTION = "mlflow.note.content"  # the tag that MLflow's pages show as the d
 NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_\-. :/]")
 
 
-class MLflowCallback(Reporter):
+class MLflowCallback(CardReporter):
     """Logs rows as metrics by step, and the settings as parameters.
 
     Rows are sent by a background thread, so that a slow or dead server does not delay a step. An active run is used;
@@ -209,14 +210,7 @@ class MLflowCallback(Reporter):
                 self._run_id, str(media.path), artifact_path=media.path.parent.name
             )
 
-    def on_model_card(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        make_card: Callable[[], str],
-        **kwargs: Any,
-    ) -> None:
+    def record_card(self, make_card: MakeCard, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Adds the model card to the artifacts, and makes it the description unless that is the user's."""
         if self._sender is None or self._run_id is None:
             return

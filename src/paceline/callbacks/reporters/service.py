@@ -13,8 +13,9 @@ from typing import Any
 
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import (
+    CardReporter,
+    MakeCard,
     NumberFilter,
-    Reporter,
     changed_project,
     num_parameters,
     run_name_of,
@@ -34,7 +35,7 @@ CLOSE_SECONDS = 30.0  # the end of a training waits this long for a client to en
 LEFT_OPEN: dict[type[Any], ServiceReporter] = {}  # by service: the reporter whose run is open
 
 
-class ServiceReporter(Reporter):
+class ServiceReporter(CardReporter):
     """Base class of reporters that write a run of a tracking service, on the main process of a training.
 
     The life cycle: an active run of the user is used and left open; otherwise `open_run` starts one, or continues that
@@ -224,14 +225,7 @@ class ServiceReporter(Reporter):
         if self._num_trainings and not self._is_training and self.ends_with_training:
             self._close()
 
-    def on_model_card(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        make_card: Callable[[], str],
-        **kwargs: Any,
-    ) -> None:
+    def record_card(self, make_card: MakeCard, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Records the model card, if the service has a place for it."""
         if type(self).log_card is not ServiceReporter.log_card and self._run is not None:
             self._card = make_card()
@@ -299,9 +293,9 @@ class ServiceReporter(Reporter):
         if not self.closes_in_thread:
             self.close_run()
             return
-        closing = Closing(self.close_run)
-        if not closing.is_done_within(CLOSE_SECONDS):
-            self._closing = closing.thread
+        call = BackgroundCall(self.close_run)
+        if not call.is_done_within(CLOSE_SECONDS):
+            self._closing = call.thread
             logger.warning(
                 "%s did not end its run within %g s. The training ends without waiting for it: the client goes on in "
                 "the background until the process ends.",
@@ -321,7 +315,7 @@ class ServiceReporter(Reporter):
         return True
 
 
-class Closing:
+class BackgroundCall:
     """A call in a daemon thread, in the context of the caller; what it changes in the context is changed here too.
 
     Args:

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from paceline.args.secrets import mask_text
 from paceline.args.training import TrainingArguments
-from paceline.callbacks.reporters.base import Reporter, grouped, run_name_of
+from paceline.callbacks.reporters.base import CardReporter, MakeCard, grouped, run_name_of
 from paceline.callbacks.reporters.event_files import EventWriter
 from paceline.core.metrics import jsonable
 from paceline.core.optional import is_installed, require
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.core.media import Media
 
 
-class TensorBoardCallback(Reporter):
+class TensorBoardCallback(CardReporter):
     """Writes scalars (and strings as text) under `train/`, `eval/` and `test/`, and the arguments as text.
 
     The folder is `args.logging_dir` if set, else the environment variable TENSORBOARD_LOGGING_DIR, else
@@ -89,17 +88,9 @@ class TensorBoardCallback(Reporter):
             writer.add_text(media.name, media.as_markdown(), media.step)
         writer.flush()
 
-    def on_model_card(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        make_card: Callable[[], str],
-        **kwargs: Any,
-    ) -> None:
+    def record_card(self, make_card: MakeCard, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Writes the model card as text."""
-        if state.is_world_process_zero:
-            self._open(args, state).add_text("model_card", make_card(), state.global_step)
+        self._open(args, state).add_text("model_card", make_card(), state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import (
     CARD_FILE,
     OF_THE_WHOLE_RUN,
-    Reporter,
+    CardReporter,
+    MakeCard,
     as_description,
     grouped,
     is_set,
@@ -33,7 +34,7 @@ MAX_TAG = 64  # characters, the service's limit
 WATCH_CHOICES = ("all", "parameters", "gradients")
 
 
-class WandbCallback(Reporter):
+class WandbCallback(CardReporter):
     """Logs rows under `train/`, `eval/` and `test/` over `train/global_step`, and the settings as the config.
 
     An existing run (after `wandb.init`, or of a sweep) is used; otherwise one is created in the project WANDB_PROJECT
@@ -172,16 +173,9 @@ class WandbCallback(Reporter):
         aliases = [f"epoch_{round(state.epoch or 0, 2)}", f"checkpoint_global_step_{state.global_step}"]
         self._upload(run, args, Path(str(args.output_dir), f"checkpoint-{state.global_step}"), aliases)
 
-    def on_model_card(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        make_card: Callable[[], str],
-        **kwargs: Any,
-    ) -> None:
+    def record_card(self, make_card: MakeCard, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Makes the model card the notes of the run, unless it has some; the artifact of the model gets it too."""
-        run = self._run(args, state, kwargs.get("model"))
+        run = self._run(args, state, model)
         if run is None:
             return
         self._card = make_card()
