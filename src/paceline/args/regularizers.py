@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
@@ -362,8 +362,3 @@ def order_notes(options: Options) -> list[str]:
     """Returns the note of a plan on the order of the regularizers; empty without any."""
     order = describe_order(options)
     return [f"regularizers: {order}."] if order else []
-
-
-def names_of(passes: Iterable[Regularizer]) -> str:
-    """Returns the names of regularizers for a message."""
-    return ", ".join(each.name for each in passes)

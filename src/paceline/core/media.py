@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 MEDIA_FOLDER = "media"  # in the output folder
 PNG_START = b"\x89PNG\r\n\x1a\n"
-MOST_LETTERS = 100  # of a name
+MAX_CHARACTERS = 100  # of a name
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def path_of(folder: Path, name: str, step: int, suffix: str) -> Path:
     Raises:
         ValueError: the name is empty or too long.
     """
-    if not isinstance(name, str) or not 0 < len(name) <= MOST_LETTERS:
-        raise ValueError(f"name={name!r} is invalid: expected a text of 1 to {MOST_LETTERS} characters.")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_CHARACTERS:
+        raise ValueError(f"name={name!r} is invalid: expected a text of 1 to {MAX_CHARACTERS} characters.")
     return folder / MEDIA_FOLDER / f"{quote(name, safe=' ')}-{step}{suffix}"
 
 

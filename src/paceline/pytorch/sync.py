@@ -341,7 +341,7 @@ class ProcessSync:
         # a single micro-batch on a single data rank needs no weight
         is_shared = self.mesh.data_size > 1 or len(counts) > 1
         if self._gate is not None:  # a retried window has smaller micro-batches, and so more of them
-            self.num_batches = self._gate.largest(len(batches))
+            self.num_batches = self._gate.all_reduce_max(len(batches))
         self.is_look_due = is_shared and self.is_informative
         self.normalizer.num_updates += is_shared
         return self._make_passes(batches, strategy)
@@ -402,7 +402,7 @@ class ProcessSync:
         if not is_agreed:
             with self._waiting("waiting for the others after the backward passes", BACKWARD):
                 is_out = reason is not None
-                number = gate.count(is_out) if gate is not None else sum_ints(self.world, [int(is_out)])[0]
+                number = gate.num_out_of_memory(is_out) if gate is not None else sum_ints(self.world, [int(is_out)])[0]
         if number:
             strategy.recover()
             raise DistributedOutOfMemory(reason or f"{number} of the other processes ran out of memory")

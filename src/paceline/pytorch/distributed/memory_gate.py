@@ -77,17 +77,17 @@ class MemoryGate:
         if self._watchdog is None:
             return
         with self._watchdog.waiting(STAGE):
-            number = self.count(False)
+            number = self.num_out_of_memory(False)
         if number:
             raise DistributedOutOfMemory(f"{number} of the other processes ran out of memory")
 
-    def count(self, is_out: bool) -> int:
+    def num_out_of_memory(self, is_out: bool) -> int:
         """Returns the number of processes that have run out of memory. A collective."""
         number = torch.tensor(int(is_out))
         distributed.all_reduce(number, group=self._group)
         return int(number)
 
-    def largest(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         """Returns the largest of the processes' numbers. A collective."""
         largest = torch.tensor(number)
         distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=self._group)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.core.rows import PADDING
 
-MOST_LETTERS = 1000  # of a cell
+MAX_CHARACTERS = 1000  # of a cell
 MOST_NUMBERS = 16  # of an array that is shown as numbers
 CHANNELS = (1, 3, 4)
 LEAST_PIXELS = 4  # height and width from which an array of channels is a picture
@@ -56,7 +56,7 @@ class Result:
 
 def shortened(text: str) -> str:
     """Returns a text, cut to the length of a cell."""
-    return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 1]}…"
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 1]}…"
 
 
 def numbers(array: np.ndarray) -> str:

@@ -118,7 +118,7 @@ class PhasedSession(session.Session):
         self.callback_handler.add_callback(self.progress)
 
     @contextmanager
-    def as_in(self, index: int) -> Iterator[None]:
+    def within_phase(self, index: int) -> Iterator[None]:
         """Gives the facade the arguments and the data of a phase, while entered."""
         facade, phase = self.facade, self.phases[index]
         before = self.args, facade.train_dataset, facade.data_collator
@@ -147,12 +147,12 @@ class PhasedSession(session.Session):
         self.resumed_batch_size = super().find_batch_size(checkpoint)
         self.find_lengths()
         progress.last_step = self.last_step()
-        with self.as_in(progress.index):
+        with self.within_phase(progress.index):
             feed, plan = super().open_data(checkpoint)
         if plan.parallel not in PARALLEL:
             raise UnsupportedOption(f"phases with parallel={plan.parallel!r} are not supported: set 'ddp' or 'fsdp'.")
-        feed.before_epoch = self.turn
-        self.feed, self.plan = feed, self.described(plan)
+        feed.before_epoch = self.advance_phase
+        self.feed, self.plan = feed, self.with_phase_notes(plan)
         return feed, self.plan
 
     @property
@@ -176,9 +176,9 @@ class PhasedSession(session.Session):
             return super().make_plan(loader)
         self.phases = [loaded(phase) for phase in self.args.phases]
         self.find_lengths()
-        with self.as_in(0):
+        with self.within_phase(0):
             plan = super().make_plan(self.facade.get_train_dataloader() if self.phases[0].changes_data else loader)
-        return self.described(plan)
+        return self.with_phase_notes(plan)
 
     def find_batch_size(self, checkpoint: Path | None) -> int | None:
         return self.resumed_batch_size
@@ -191,7 +191,7 @@ class PhasedSession(session.Session):
 
     def epoch_length(self, index: int) -> int | None:
         """Returns the optimizer steps in an epoch of a phase; None if the data has no length."""
-        with self.as_in(index):
+        with self.within_phase(index):
             lengths = gather_objects(self.world, loader_length(self.facade.get_train_dataloader()))
             accumulation = resolve_update(self.args, self.strategy.mesh.data_size, self.resumed_batch_size)[0]
         return None if None in lengths else math.ceil(max(lengths) / accumulation)
@@ -252,7 +252,7 @@ class PhasedSession(session.Session):
         progress = self.running_progress
         return min(int(self.end_of(progress.index, progress.began, self.max_steps)), self.max_steps)
 
-    def described(self, plan: Plan) -> Plan:
+    def with_phase_notes(self, plan: Plan) -> Plan:
         """Returns a plan with a note for each phase, and the number of epochs of all phases."""
         notes, began, num_epochs = [], 0, 0
         for index, (phase, end) in enumerate(zip(self.phases, self.planned_ends(self.max_steps), strict=True)):
@@ -266,7 +266,7 @@ class PhasedSession(session.Session):
         return replace(plan, notes=(*plan.notes, *notes), num_epochs=min(num_epochs, sys.maxsize))
 
     def restore_position(self, feed: StatefulDataIterator, plan: Plan, checkpoint: Path) -> Plan:
-        with self.as_in(self.running_progress.index):
+        with self.within_phase(self.running_progress.index):
             return super().restore_position(feed, plan, checkpoint)
 
     def prepare_model(self, plan: Plan) -> None:
@@ -293,7 +293,7 @@ class PhasedSession(session.Session):
 
     # ---- from phase to phase
 
-    def turn(self) -> None:
+    def advance_phase(self) -> None:
         """Begins the next phase before an epoch, if the one in progress has ended."""
         progress, feed = self.running_progress, self.feed
         is_within = feed.is_restored and feed.consumed > 0  # resumed in the last epoch of a phase, which must end first
@@ -348,7 +348,7 @@ class PhasedSession(session.Session):
     def replace_data(self, index: int) -> None:
         """Makes the loader of a phase, which the next epoch reads."""
         assert self.loop is not None
-        with self.as_in(index):
+        with self.within_phase(index):
             loader = self.facade.get_train_dataloader()
             plan = self.make_plan(loader)
         self.plan = replace(plan, notes=self.plan.notes, num_epochs=self.plan.num_epochs)
