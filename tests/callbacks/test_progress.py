@@ -8,6 +8,7 @@ import pytest
 from paceline.callbacks import progress
 from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.progress import LineBar, ProgressCallback
+from paceline.callbacks.speed import pauses_left
 from paceline.core.events import CallbackHandler
 from paceline.core.state import TrainerControl, TrainerState
 
@@ -215,36 +216,76 @@ def test_a_bar_fits_the_terminal(terminal, clock, monkeypatch, columns):
     handler, control = train(callback, state, 120, clock, tokens=3)
     for loss in range(20, 0, -1):
         handler.on_log(ARGS, state, control, {"loss": loss / 10})
-    line = str(callback.training_bar)
-    assert len(line) <= columns
-    assert line.startswith("train: 120/1000")
-    for part, least in (("<14:40", 40), ("loss 0.1", 60), ("lr 0.001", 60), ("|", 80), ("loss 0.1 \u2588", 80)):
-        assert (part in line) == (columns >= least), (part, line)
-    assert ", , " not in line
+    lines = [str(callback.training_bar), str(callback._details._line)]
+    assert max(map(len, lines)) < columns
+    assert lines[0].startswith("train: 120/1000")
+    for part, least in (("<14:40", 40), ("epoch 0.125", 60), ("1 step/s", 40), ("|", 80)):
+        assert (part in lines[0]) == (columns >= least), (part, lines)
+    for part, least in (("loss 0.1", 40), ("lr 0.001", 40), ("3 tok/s", 40), ("RAM", 60), ("loss 0.1 \u2588", 60)):
+        assert (part in lines[1]) == (columns >= least), (part, lines)
+    assert ", , " not in "".join(lines)
+    handler.on_train_end(ARGS, state, control)
+
+
+def test_braces_in_the_name_of_a_phase(terminal, clock):
+    callback, state = ProgressCallback(write_logs=False), TrainerState(max_steps=10)
+    state.phase = "{all} \u52a0"
+    handler, control = train(callback, state, 2, clock)
+    assert "<00:08, {all} \u52a0, " in str(callback.training_bar)
     handler.on_train_end(ARGS, state, control)
 
 
 @pytest.mark.parametrize("seconds_of_first", [1.0, 100.0])
-def test_the_time_left_is_right_from_a_tenth_of_the_run_on(clock, seconds_of_first):
-    """Whatever the first step, evaluations and saves take."""
+@pytest.mark.parametrize("intervals", [(10, 20), (30, 90), (150, 100), (0, 0)])
+def test_the_time_left_is_right_from_a_tenth_of_the_run_on(clock, seconds_of_first, intervals):
+    """Whatever the first step, evaluations and saves take, and before the first of them."""
     args = SimpleNamespace(**{**vars(ARGS), "eval_strategy": "steps", "save_strategy": "steps"})
-    state = TrainerState(max_steps=200, eval_steps=10, save_steps=20)
+    state = TrainerState(max_steps=200, eval_steps=intervals[0], save_steps=intervals[1])
+    state.num_eval_samples = 88 * 3  # 8 samples take a second in a training step
     callback, control = ProgressCallback(write_logs=False), TrainerControl()
     handler = CallbackHandler([callback], optimizer=None)
     handler.on_train_begin(args, state, control)
     expected = []
+
+    def note():
+        expected.append((state.global_step, clock.time, callback._time.left(args, state, 8)))
+
     for step in range(1, 201):
         clock.time += seconds_of_first if step == 1 else 1.0
         state.global_step = step
         handler.fire("on_step_end", args, state, control)
-        if step % 10 == 0:
-            clock.time += 30
+        note()
+        if is_due(step, intervals[0]):
+            clock.time += 11
             handler.on_evaluate(args, state, control, {})
-        if step % 20 == 0:
-            clock.time += 7
+            note()
+        if is_due(step, intervals[1]):
+            clock.time += 3 if intervals[1] else 0.5
             handler.on_save(args, state, control)
-        expected.append((step, clock.time, callback._time.left(step, 200, {"eval": 10, "save": 20})))
+            note()
     end = clock.time
     handler.on_train_end(args, state, control)
-    for step, now, left in expected[19:]:
-        assert left == pytest.approx(end - now, rel=0.1, abs=1.0), step
+    for step, now, left in expected:
+        assert step < 20 or left == pytest.approx(end - now, rel=0.1, abs=1.0), step
+
+
+def is_due(step, interval):
+    return step == 200 or (interval and step % interval == 0)
+
+
+@pytest.mark.parametrize(("steps", "num_epochs"), [(100, 3), (50, 2)])
+def test_the_evaluations_left_of_epochs(steps, num_epochs):
+    """Of epochs of a length that is no whole number of steps, and of a run that ends within one."""
+    args = SimpleNamespace(eval_strategy="epoch", eval_delay=1.5, save_strategy="epoch")
+    state = TrainerState(max_steps=steps, num_train_epochs=num_epochs)
+    for state.epoch, is_over, evaluations, saves in (
+        (0.0, False, num_epochs - 1, num_epochs),
+        (1 / 3, False, num_epochs - 1, num_epochs),
+        (1.0, False, num_epochs - 1, num_epochs),
+        (1.0, True, num_epochs - 1, num_epochs - 1),
+        (2.0 - 1e-9, False, num_epochs - 1, num_epochs - 1),
+        (2.0 - 1e-9, True, num_epochs - 2, num_epochs - 2),
+    ):
+        assert pauses_left("eval", args, state, is_over) == evaluations
+        assert pauses_left("save", args, state, is_over) == saves
+    assert pauses_left("eval", SimpleNamespace(eval_strategy="no"), state, False) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import io
 import os
 import pty
@@ -17,7 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
+ROWS = 50
 TOKEN = re.compile(r"\x1b\[(\d*)([A-Za-z])|([\r\n\b])|([^\x1b\r\n\b]+)")
 
 
@@ -75,23 +78,52 @@ class Screen:
         return [line.rstrip() for line in self.lines if line.strip()]
 
 
+class Emulator:
+    """The screen of pyte, an emulator of a terminal that scrolls, and that cuts its lines when it becomes narrower.
+
+    Args:
+        columns: width of the terminal.
+    """
+
+    def __init__(self, columns: int) -> None:
+        pyte = importlib.import_module("pyte")
+        self._screen: Any = pyte.HistoryScreen(columns, ROWS, history=1000)
+        self._stream: Any = pyte.Stream(self._screen)
+
+    def feed(self, text: str) -> None:
+        self._stream.feed(text)
+
+    def resize(self, columns: int) -> None:
+        self._screen.resize(ROWS, columns)
+
+    @property
+    def shown(self) -> list[str]:
+        """The lines that are not empty, those that have scrolled away first."""
+        above = ["".join(line[at].data for at in range(self._screen.columns)) for line in self._screen.history.top]
+        return [line.rstrip() for line in [*above, *self._screen.display] if line.strip()]
+
+
 class Terminal:
     """A pseudo-terminal with a stream that writes to it.
+
+    Args:
+        columns: width of the terminal.
+        kind: the class of its screen.
 
     Attributes:
         stream: a text stream, as `sys.stdout` is.
         screen: what is shown after `look`.
     """
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, columns: int, kind: type[Screen] | type[Emulator] = Screen) -> None:
         self._outer, inner = pty.openpty()
         self.stream = io.TextIOWrapper(io.FileIO(inner, "w"), encoding="utf-8", write_through=True)
-        self.screen = Screen(columns)
+        self.screen = kind(columns)
         self.resize(columns, is_first=True)
 
     def resize(self, columns: int, is_first: bool = False) -> None:
         self.look()
-        fcntl.ioctl(self.stream.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+        fcntl.ioctl(self.stream.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
         if not is_first:
             self.screen.resize(columns)
 
@@ -125,7 +157,7 @@ class TerminalProcess:
 
     def __enter__(self) -> TerminalProcess:
         self._outer, inner = pty.openpty()
-        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 50, self._columns, 0, 0))
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, self._columns, 0, 0))
         streams = {"stdin": inner, "stdout": inner, "stderr": inner}
         self._process = subprocess.Popen(self._command, **streams, start_new_session=True)
         os.close(inner)
@@ -166,9 +198,9 @@ class TerminalProcess:
 
 
 @contextmanager
-def on_terminal(columns: int) -> Iterator[Terminal]:
+def on_terminal(columns: int, kind: type[Screen] | type[Emulator] = Screen) -> Iterator[Terminal]:
     """Makes a terminal the standard output and error."""
-    terminal, before = Terminal(columns), (sys.stdout, sys.stderr)
+    terminal, before = Terminal(columns, kind), (sys.stdout, sys.stderr)
     sys.stdout = sys.stderr = terminal.stream
     try:
         yield terminal

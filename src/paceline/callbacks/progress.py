@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.memory import describe_memory
 from paceline.callbacks.printer import readable_row
-from paceline.callbacks.speed import Speedometer, TimeLeft, format_seconds, length_of, pause_intervals, speedometer_of
+from paceline.callbacks.speed import Speedometer, TimeLeft, format_seconds, length_of, speedometer_of
 from paceline.core.events import TrainerCallback, ignores_keywords
 from paceline.core.optional import LateModule, require
 from paceline.core.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
-    from paceline.callbacks import terminal_bar
+    from paceline.callbacks import bar_text, terminal_bar
     from paceline.core import terminal
-else:  # a run without a terminal needs neither
-    terminal = LateModule("paceline.core.terminal")
+else:  # a run without a terminal needs none of them
+    bar_text = LateModule("paceline.callbacks.bar_text")
     terminal_bar = LateModule("paceline.callbacks.terminal_bar")
+    terminal = LateModule("paceline.core.terminal")
 
 REFRESH_SECONDS = 0.5
 MOST_LOSSES = 256  # logged losses that the curve shows
-CURVE = 12  # its columns
-LEAST_BAR = 10  # columns; a narrower terminal shows no bar
 
 
 class Bar(Protocol):
@@ -97,6 +96,7 @@ class ProgressCallback(TrainerCallback):
         self._memory, self._next_memory = "", 0.0
         self._lines: Any = None  # of the program, above the bars
         self._rows: Any = None
+        self._details: Any = None  # the line below the bar on a terminal
 
     def on_train_begin(
         self,
@@ -124,7 +124,9 @@ class ProgressCallback(TrainerCallback):
             seconds_between_lines=self.seconds_between_lines,
             draws_itself=False,
         )
-        self._rows = terminal_bar.AlignedRows() if _is_terminal_bar(self.training_bar) else None
+        self._rows = None
+        if _is_terminal_bar(self.training_bar):
+            self._rows, self._details = terminal_bar.AlignedRows(), terminal_bar.DetailLine()
         self._guard(self.training_bar)
 
     @ignores_keywords
@@ -172,14 +174,18 @@ class ProgressCallback(TrainerCallback):
                 "batch",
                 leave=is_alone,
                 seconds_between_lines=self.seconds_between_lines,
+                draws_itself=is_alone,
             )
             self._guard(self.prediction_bar)
+            self._next_refresh = 0.0
         self.prediction_bar.update(1)
+        if self._details is not None and time.perf_counter() >= self._next_refresh:
+            self._show(self.training_bar, args, state)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._close_prediction_bar()
         self._speed.restart(state)
-        self._time.pause("eval", self._step_ended, time.perf_counter())
+        self._time.pause("eval", state.global_step, self._step_ended, time.perf_counter())
 
     def on_predict(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
@@ -188,7 +194,7 @@ class ProgressCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._speed.restart(state)
-        self._time.pause("save", self._step_ended, time.perf_counter())
+        self._time.pause("save", state.global_step, self._step_ended, time.perf_counter())
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -219,51 +225,31 @@ class ProgressCallback(TrainerCallback):
         if state.global_step < state.max_steps:  # after the last step the optimizer has the rate of a step never run
             self._rate = _learning_rate(self._optimizer)
         speed = self._speed.describe()
-        left = self._time.left(state.global_step, state.max_steps, pause_intervals(args, state))
+        left = self._time.left(args, state, self._speed.samples_per_step)
         if isinstance(bar, LineBar):
             bar.seconds_left = left
-        elif _is_terminal_bar(bar):
-            bar.bar_format = self._format(bar, state, speed, left)
         parts = [state.phase, self._loss, self._rate, speed, self._memory]
         bar.set_postfix_str(", ".join(part for part in parts if part), refresh=False)
         bar.update(state.global_step - self.current_step)
         self.current_step = state.global_step
-        if not isinstance(bar, LineBar):
+        if _is_terminal_bar(bar):
+            self._draw(bar, state, speed, left)
+        elif not isinstance(bar, LineBar):
             bar.refresh()
 
-    def _format(self, bar: Any, state: TrainerState, speed: str, left: float | None) -> str:
-        """Returns a format of tqdm for the terminal's width: what matters less is left out of a narrow line."""
-        columns = columns_of(bar)
-        pace = self._speed.steps_per_second
-        curve = ""
+    def _draw(self, bar: Any, state: TrainerState, speed: str, left: float | None) -> None:
+        """Draws the bars of a terminal from the first line down, because it may have wrapped the lines anew."""
         epoch = "" if state.epoch is None else f"epoch {state.epoch:.3g}"
-        shown = {  # in the order of the line
-            "epoch": ", ".join(filter(None, (state.phase, epoch))),
-            "pace": "" if pace is None else f"{pace:.3g} step/s",
-            "loss": self._loss,
-            "curve": curve,
-            "rate": self._rate,
-            "speed": speed,
-            "memory": self._memory,
-        }
-        times = f"{{elapsed}}<{'?' if left is None else format_seconds(left)}"
-        elapsed = format_seconds(bar.format_dict["elapsed"])
-        room = columns - len(f"{bar.desc} {bar.total}/{bar.total} [] ") - len(times) + len("{elapsed}") - len(elapsed)
-        kept = set()
-        for name in ("loss", "rate", "speed", "bar", "curve", "epoch", "pace", "memory"):  # the weightiest first
-            if name == "curve":  # as long as there is room, up to its usual length
-                cells = min(CURVE, room - 1)
-                curve = terminal.sparkline(self._losses, cells, terminal.shows_unicode(bar.fp)) if cells > 3 else ""
-                shown["curve"] = curve
-            needed = LEAST_BAR + 3 if name == "bar" else len(shown[name]) + (1 if name == "curve" else 2)
-            if (name == "bar" or shown[name]) and needed <= room:
-                kept.add(name)
-                room -= needed
-        if "curve" in kept:  # beside the number that it leads to
-            shown["loss"], shown["curve"] = f"{shown['loss']} {curve}", ""
-        text = ", ".join(shown[name] for name in shown if name in kept and shown[name])
-        middle = " |{bar}|" if "bar" in kept else ""
-        return f"{{desc}}: {{n_fmt}}/{{total_fmt}}{middle} [{times}{', ' if text else ''}{text}]"
+        position = {"phase": state.phase or "", "epoch": epoch, "pace": self._speed.describe_pace()}
+        values = {"loss": self._loss, "rate": self._rate, "speed": speed, "memory": self._memory}
+        times = f"{format_seconds(bar.format_dict['elapsed'])}<{'?' if left is None else format_seconds(left)}"
+        columns = columns_of(bar)
+        line = bar_text.position_line(f"{bar.desc}: {bar.n}/{bar.total}", times, position, columns)
+        bar.bar_format = f"{{desc}}: {{n_fmt}}/{{total_fmt}}{line}"
+        bar.refresh()
+        self._details.show(bar_text.value_line(values, self._losses, columns, terminal.shows_unicode(bar.fp)))
+        if self.prediction_bar is not None:
+            self.prediction_bar.refresh()
 
     def _guard(self, bar: Bar) -> None:
         """Starts to write what the program prints above the bar."""
@@ -289,6 +275,9 @@ class ProgressCallback(TrainerCallback):
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
+        if self._details is not None:
+            self._details.close()
+            self._details = None
 
 
 @dataclass(eq=False)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 from paceline.args.accelerator_config import is_on
@@ -15,6 +15,7 @@ from paceline.args.warmups import BatchWarmup, resolve_batch_warmup
 from paceline.core.state import TrainerState
 
 MOST_MARKS = 512  # steps whose times are kept for the expected time
+ROUNDING = 1e-6  # of an epoch
 
 
 class Speedometer:
@@ -32,7 +33,7 @@ class Speedometer:
         self.samples_per_step = samples_per_step
         self.warmup = warmup
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=window)  # time, steps, tokens
-        self._last = ""
+        self._last = self._last_pace = ""
 
     def mark(self, state: TrainerState) -> None:
         """Records time and step if the step has changed since the last mark."""
@@ -51,6 +52,13 @@ class Speedometer:
             return None
         (start, first, _), (end, last, _) = self._marks[0], self._marks[-1]
         return (last - first) / (end - start) if end > start else None
+
+    def describe_pace(self) -> str:
+        """Returns the last pace, such as `"1.23 step/s"`; empty before there are two marks."""
+        pace = self.steps_per_second
+        if pace is not None:
+            self._last_pace = f"{_three_digits(pace)} step/s"
+        return self._last_pace
 
     def describe(self) -> str:
         """Returns the last speed, such as `"12,345 tok/s"` or `"678 samples/s"`; empty before there are two marks."""
@@ -75,7 +83,9 @@ class TimeLeft:
     """Expects the time that a training will still take, from the pace of its steps and the length of its pauses.
 
     The pace is that of the later half of the steps, without pauses; the first one, which compiles and allocates, never
-    counts. A pause (an evaluation, a save) is expected to last the median of its kind.
+    counts. A pause (an evaluation, a save) is expected to last the median of its kind. Before the first evaluation, its
+    samples are expected to take a third of the time of as many training samples: a forward pass has a third of the
+    operations of a forward and a backward pass.
 
     Args:
         first: the step that the training starts at.
@@ -85,6 +95,7 @@ class TimeLeft:
     def __init__(self, first: int, now: float) -> None:
         self._marks: list[tuple[int, float]] = []  # step, seconds of training up to it
         self._pauses: dict[str, list[float]] = {}
+        self._paused_at: dict[str, int] = {}
         self._first, self._begun = first, now
         self._paused, self._ended = 0.0, now
 
@@ -96,45 +107,54 @@ class TimeLeft:
             if len(self._marks) > MOST_MARKS:
                 del self._marks[1::2]
 
-    def pause(self, kind: str, ended: float, now: float) -> None:
-        """Notes the end of a pause that began when the last step had ended, or after an earlier pause since then."""
+    def pause(self, kind: str, step: int, ended: float, now: float) -> None:
+        """Notes the end of a pause that began when `step` had ended, or after an earlier pause since then."""
         seconds = max(now - max(ended, self._ended), 0.0)
         self._ended = now
         self._paused += seconds
         self._pauses.setdefault(kind, []).append(seconds)
+        self._paused_at[kind] = step
 
-    def left(self, step: int, max_steps: int, intervals: Mapping[str, float]) -> float | None:
-        """Returns the expected seconds after `step`; None before the pace of two steps is known.
-
-        Args:
-            step: the last step.
-            max_steps: the steps of the training.
-            intervals: the steps between two pauses of a kind.
-        """
+    def left(self, args: TrainingArguments, state: TrainerState, samples_per_step: int) -> float | None:
+        """Returns the expected seconds after the last step; None before the pace of two steps is known."""
         if len(self._marks) < 2:
             return None
         last, seconds = self._marks[-1]
         half = (self._first + last) / 2
         before, earlier = next((mark for mark in reversed(self._marks[:-1]) if mark[0] <= half), self._marks[0])
-        total = max(seconds - earlier, 0.0) / (last - before) * max(max_steps - step, 0)
-        for kind, lengths in self._pauses.items():
-            interval = intervals.get(kind)
-            if interval:
-                total += statistics.median(lengths) * max(max_steps // interval - step // interval, 0)
+        pace = max(seconds - earlier, 0.0) / (last - before)
+        total = pace * max(state.max_steps - state.global_step, 0)
+        for kind in ("eval", "save"):
+            number = pauses_left(kind, args, state, self._paused_at.get(kind) == state.global_step)
+            if kind in self._pauses:
+                total += number * statistics.median(self._pauses[kind])
+            elif kind == "eval":
+                total += number * pace / samples_per_step * (state.num_eval_samples or 0) / 3
         return total
 
 
-def pause_intervals(args: TrainingArguments, state: TrainerState) -> dict[str, float]:
-    """Returns the optimizer steps between two evaluations, and between two saves, where they are known."""
-    found = {}
-    for kind in ("eval", "save"):
-        strategy = getattr(args, f"{kind}_strategy", "no")
-        interval = getattr(state, f"{kind}_steps", None)
-        if strategy == "epoch" and state.num_train_epochs:
-            found[kind] = state.max_steps / state.num_train_epochs
-        elif strategy == "steps" and isinstance(interval, int | float) and interval >= 1:
-            found[kind] = float(interval)
-    return found
+def pauses_left(kind: str, args: TrainingArguments, state: TrainerState, is_over: bool) -> int:
+    """Returns the number of evaluations or saves that are still to come.
+
+    Args:
+        kind: "eval" or "save".
+        args: the arguments, of which the strategy and `eval_delay` are read.
+        state: the state, of which the interval is read.
+        is_over: True if that of the last step has ended.
+    """
+    strategy = getattr(args, f"{kind}_strategy", "no")
+    delay = math.ceil(getattr(args, "eval_delay", 0)) if kind == "eval" else 0
+    if strategy == "epoch":
+        epoch = state.epoch or 0.0
+        first = math.floor(epoch + ROUNDING) + 1 if is_over else math.ceil(epoch - ROUNDING)
+        return max(math.ceil(state.num_train_epochs) - max(first, delay, 1) + 1, 0)
+    if strategy != "steps":
+        return 0
+    first = max(state.global_step + is_over, delay, 1)
+    interval = int(getattr(state, f"{kind}_steps", None) or 0)
+    number = state.max_steps // interval - (first - 1) // interval if interval > 0 else 0
+    is_last_due = interval <= 0 or state.max_steps % interval != 0  # the last step is one in any case
+    return max(number, 0) + (is_last_due and first <= state.max_steps)
 
 
 def speedometer_of(args: TrainingArguments, state: TrainerState) -> Speedometer:

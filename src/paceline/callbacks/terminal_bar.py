@@ -1,7 +1,7 @@
 """Bars on a terminal that stay whole whatever a program prints beside them, and log rows in aligned columns.
 
-The last frame of a bar leaves the cursor at its first column: a terminal that wraps its lines anew when it is resized
-keeps the cursor there, so that the next frame replaces all of the wrapped one.
+A frame leaves the cursor at the first column of the first bar: a terminal that wraps its lines anew when it is resized
+keeps the cursor there, so that the next frame, which is drawn from the first bar on, replaces all of the wrapped one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ _LEAST_WIDTH = 5  # columns of a number
 
 
 def make_terminal_bar(
-    total: int | None, title: str, unit: str, initial: int = 0, leave: bool = True, draws_itself: bool = True
+    total: int | None,
+    title: str,
+    unit: str,
+    initial: int = 0,
+    leave: bool = True,
+    draws_itself: bool = True,
+    style: Mapping[str, Any] | None = None,
 ) -> Any:
     """Returns a bar of tqdm on the standard error.
 
@@ -34,14 +40,16 @@ def make_terminal_bar(
         initial: steps done before.
         leave: True keeps the last frame.
         draws_itself: False draws a frame only when `refresh` is called.
+        style: further settings of tqdm.
     """
     tqdm = require("tqdm.std", "progress").tqdm  # light; tqdm.auto also draws in notebooks and imports asyncio
-    style: dict[str, Any] = {} if total is None else {"bar_format": BAR_FORMAT}
+    settings: dict[str, Any] = {} if total is None else {"bar_format": BAR_FORMAT}
+    settings |= style or {}
     if not draws_itself:
-        style |= {"miniters": NEVER, "mininterval": NEVER, "maxinterval": NEVER}
+        settings |= {"miniters": NEVER, "mininterval": NEVER, "maxinterval": NEVER}
     # a delay that is too short to notice keeps tqdm from drawing before the printer is replaced
     bar = tqdm(
-        total=total, desc=title, unit=unit, initial=initial, leave=leave, delay=1e-9, dynamic_ncols=True, **style
+        total=total, desc=title, unit=unit, initial=initial, leave=leave, delay=1e-9, dynamic_ncols=True, **settings
     )
     bar.dynamic_ncols = functools.partial(_size_but_last_column, bar.dynamic_ncols)
     bar.sp = _Frames(bar)
@@ -73,6 +81,23 @@ class _Frames:
         shown = fit(frame, columns, shows_unicode(self._file))
         self._file.write(f"\r{erased}{shown}{TO_END_OF_LINE}\r")
         self._file.flush()
+
+
+class DetailLine:
+    """A line of text below a bar. It is a bar of tqdm without a bar, so that other bars keep their distance."""
+
+    def __init__(self) -> None:
+        self._line = make_terminal_bar(None, "", "", draws_itself=False, style={"bar_format": "{desc}"})
+
+    def show(self, text: str) -> None:
+        """Shows a text."""
+        self._line.desc = text
+        self._line.refresh()
+
+    def close(self) -> None:
+        """Leaves the text below the last frame of the bar, which has to be closed before."""
+        self._line.leave = bool(self._line.desc)
+        self._line.close()
 
 
 class LinesAboveBars:
@@ -128,7 +153,7 @@ class _LinesOfStream:
         if os.getpid() != self._process:  # a fork, such as a worker: the bars and their lock are not its own
             whole = self._take(text)
             if whole:
-                self._raw(f"\r{TO_END_OF_LINE}{whole}")
+                self._raw(f"\r{TO_END_OF_SCREEN}{whole}")
                 self._stream.flush()
             return len(text)
         with self._tqdm.get_lock():

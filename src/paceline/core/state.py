@@ -331,8 +331,9 @@ class TrainerState:
     trial_params: dict[str, Any] | None = None
     stateful_callbacks: dict[str, Any] = None  # type: ignore[assignment]  # as above
 
-    # name of the training phase in progress; no field, since other libraries read the file of the fields
-    phase = None  # type: str | None
+    # no fields, since other libraries read the file of the fields
+    phase = None  # type: str | None  # name of the training phase in progress
+    num_eval_samples = None  # type: int | None  # of one evaluation during training, if it is known
 
     def __post_init__(self) -> None:
         if self.log_history is None:

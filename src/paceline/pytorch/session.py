@@ -39,6 +39,7 @@ from paceline.pytorch.checkpoint.resume_state import LoopProgress, PositionResto
 from paceline.pytorch.checkpoint.saves import Saves
 from paceline.pytorch.checkpoint.validate_state import wrap_load_error
 from paceline.pytorch.data.dispatch import DispatchedLoader
+from paceline.pytorch.data.lengths import evaluation_samples
 from paceline.pytorch.data.loading import (
     KeptLoaders,
     StatefulDataIterator,
@@ -361,6 +362,7 @@ class Session(core.Session[Run, TrainerMembers]):
         return RunFacts(
             num_trainable=self.facade.get_num_trainable_parameters(),
             num_samples=sample_count(run.feed.loader),
+            num_eval_samples=evaluation_samples(self.facade.eval_dataset),
             model=type(self.model).__name__,
             num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             device=device_text(self.world.device),

@@ -32,6 +32,12 @@ def sample_count(loader: object) -> int | None:
     return num_samples
 
 
+def evaluation_samples(data: object) -> int | None:
+    """Returns the samples of one evaluation of a data set, or of a dict of several; None if one has no length."""
+    lengths = [length_of(each) for each in (data.values() if isinstance(data, dict) else [data])]
+    return None if None in lengths else sum(filter(None, lengths))
+
+
 def global_micro_batch_size(loader: object) -> int | None:
     """Returns the samples per micro-batch over all processes that share this loader's order; None if unknown."""
     known: int | None = getattr(loader, "global_micro_batch_size", None) or getattr(loader, "batch_size", None)
