@@ -1,12 +1,14 @@
-"""What a person sees of a training on a terminal, as an emulator of one shows it, while it runs and after it."""
+"""The screen of a terminal while a training runs and after it, as an emulator shows it."""
 
 import logging
 import re
+import signal
 import sys
+from pathlib import Path
 
 import pytest
 from small_models import Classifier, classification
-from terminals import Emulator, Screen, on_terminal
+from terminals import Emulator, Screen, TerminalProcess, on_terminal
 from tqdm.std import tqdm
 
 from paceline import Phase, Trainer, TrainerCallback, TrainingArguments
@@ -16,7 +18,7 @@ MASKS = (
     (r"\|[█▏▎▍▌▋▊▉ ]+\|", "|bar|"),
     (r"\d\d:\d\d<(\d\d:\d\d|\?)", "T<T"),
     (r"[\d.,]+ (step|samples|tok)/s", r"N \1/s"),
-    (r"RAM \d+ MB", "RAM"),
+    (r"RAM [\d.]+ [MG]B", "RAM"),
     (r"(_runtime|_per_second) [\d.]+", r"\1 N"),
     (r"(loss|grad_norm) [\d.]+", r"\1 N"),
     (r" [▁▂▃▄▅▆▇█]+", " CURVE"),
@@ -82,6 +84,7 @@ def train(folder, terminal, widths=None, **options):
     talkative = Talkative(terminal, widths)
     trainer = Trainer(Classifier(), args, train_dataset=data, eval_dataset=data, callbacks=[talkative])
     trainer.train()
+    assert trainer.state.num_eval_samples == 16  # for the time left before the first evaluation
     print("after")
     screens = talkative.screens
     screens["end"] = masked(terminal.look())
@@ -161,3 +164,51 @@ def test_the_phase_of_a_training(tmp_path, columns):
         screens = train(tmp_path, terminal, phases=phases, eval_strategy="no", eval_steps=None)
     assert screens[2][-2] == "train: 2/8 |bar| [T<T, head, epoch 0.5, N step/s]"
     assert screens[6][-2] == "train: 6/8 |bar| [T<T, all, epoch 1.5, N step/s]"
+
+
+SCRIPT = """
+import sys, time, warnings
+sys.path.insert(0, {support!r})
+from small_models import Classifier, classification
+from paceline import Trainer, TrainerCallback, TrainingArguments
+
+class Slow(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        time.sleep(0.05)
+        if state.global_step == 4:
+            warnings.warn("warned")
+        if state.global_step % 20 == 0:
+            print("printed at", state.global_step)
+
+args = TrainingArguments({folder!r}, max_steps=10000, save_steps=1000, logging_steps=20, report_to="none", use_cpu=True)
+Trainer(Classifier(), args, train_dataset=classification(16), callbacks=[Slow()]).train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_script_whose_terminal_is_resized_and_that_ctrl_c_ends(tmp_path, columns):
+    """Warnings of Python above the bar, no remains of frames of another width, and one line at the end."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(support=str(Path(__file__).parents[1] / "support"), folder=str(tmp_path / "run")))
+    emulator = Emulator(columns)
+    with TerminalProcess([sys.executable, str(script)], columns) as process:
+        process.wait_for(lambda: "printed at 20" in process.text)
+        process.resize(columns // 2)
+        width_changed_at = len(process.text)
+        process.wait_for(lambda: "printed at 60" in process.text)
+        process.interrupt()
+        assert process.wait() in (-signal.SIGINT, 1)  # 1 if torch has made an optimizer
+    emulator.feed(process.text[:width_changed_at])
+    emulator.resize(columns // 2)
+    emulator.feed(process.text[width_changed_at:])
+    shown = emulator.shown
+    assert sum("train:" in line for line in shown) == 1
+    assert "".join(shown).count("UserWarning: warned") == 1
+    bar = next(index for index, line in enumerate(shown) if line.startswith("train: "))
+    assert shown[bar + 1].startswith("  loss ")
+    end = "".join(line.ljust(columns // 2) for line in shown[bar + 2 :])
+    assert re.match(r"Stopped at step \d+\. .*checkpoint-\d+ is complete: train\(resume_from_checkpoint=True\)", end)
+    assert "Traceback" not in process.text
+    for step in (20, 40, 60):
+        assert f"printed at {step}" in shown

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,3 +42,50 @@ def test_the_line_goes_before_the_interrupt(caplog: pytest.LogCaptureFixture) ->
     with pytest.raises(ValueError, match="other"), interrupts_described(lambda: "not said"):
         raise ValueError("other")
     assert [record.getMessage() for record in caplog.records] == ["Stopped."]
+
+
+SCRIPT = """
+import logging, os, signal, sys
+from paceline.core.interrupts import interrupts_described
+from paceline.core.signals import SECOND_INTERRUPT, StopSignals
+
+def stop():
+    with interrupts_described(lambda: "Stopped at step 3."), StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        if sys.argv[1] == "twice":
+            os.kill(os.getpid(), signal.SIGINT)
+        if signals.is_keyboard:
+            raise KeyboardInterrupt("stopped at step 3")
+
+if sys.argv[1] == "caught":
+    try:
+        stop()
+    except KeyboardInterrupt as error:
+        assert str(error) == "stopped at step 3"
+    raise KeyError("another error")
+if sys.argv[1] == "silent":
+    logging.getLogger("paceline").setLevel(logging.ERROR)
+stop()
+"""
+
+
+def script(word: str) -> tuple[int, list[str]]:
+    """Returns the exit code of a script and the lines of its standard error, without that of the first Ctrl-C."""
+    result = subprocess.run([sys.executable, "-c", SCRIPT, word], capture_output=True, text=True)
+    return result.returncode, [line for line in result.stderr.splitlines() if not line.startswith("SIGINT:")]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+def test_ctrl_c_ends_a_script_in_one_line() -> None:
+    assert script("once") == (-signal.SIGINT, ["Stopped at step 3."])
+    code, lines = script("twice")
+    assert (code, lines[0], lines[-1]) == (-signal.SIGINT, "Stopped at step 3.", "KeyboardInterrupt: a second Ctrl-C")
+    assert "Traceback" in lines[1]
+    code, lines = script("silent")  # where the line is not shown
+    assert (code, lines[-1]) == (-signal.SIGINT, "KeyboardInterrupt: stopped at step 3")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+def test_an_error_after_a_caught_ctrl_c_is_printed() -> None:
+    code, lines = script("caught")
+    assert (code, lines[0], lines[-1]) == (1, "Stopped at step 3.", "KeyError: 'another error'")

@@ -181,6 +181,10 @@ class TerminalProcess:
     def text(self) -> str:
         return self._output.decode(errors="replace")
 
+    def resize(self, columns: int) -> None:
+        """Changes the width, of which the system tells the processes in the foreground."""
+        fcntl.ioctl(self._outer, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
+
     def interrupt(self) -> None:
         """Sends what Ctrl-C sends: SIGINT to all processes in the foreground."""
         os.killpg(self._process.pid, signal.SIGINT)

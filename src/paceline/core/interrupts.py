@@ -3,31 +3,60 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paceline.core.lineage import RunMark, is_part, mark_of
+from paceline.core.signals import SECOND_INTERRUPT
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "checkpoint-"
+_IS_DESCRIBED = "_paceline_is_described"  # an attribute of errors, and of the hook that prints none of these
 
 
 @contextmanager
 def interrupts_described(describe: Callable[[], str | None]) -> Iterator[None]:
     """Returns a context that logs a line before a KeyboardInterrupt is passed on.
 
+    A program that does not catch it ends with this line, without a traceback. The second Ctrl-C keeps its traceback,
+    which tells where a step hangs.
+
     Args:
         describe: returns the line, or None if this process logs none.
     """
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         line = describe()
         if line is not None:
             logger.warning(line)
+        if logger.isEnabledFor(logging.WARNING) and SECOND_INTERRUPT not in error.args:
+            _hide_traceback(error)
         raise
+
+
+def _hide_traceback(error: BaseException) -> None:
+    """Keeps Python and IPython from printing the traceback of an error that ends a program or a cell."""
+    setattr(error, _IS_DESCRIBED, True)
+    setattr(error, "_render_traceback_", partial(_render, str(error)))  # noqa: B010  # an interface of IPython
+    if not hasattr(sys.excepthook, _IS_DESCRIBED):
+        hook = partial(_print_others, sys.excepthook)
+        setattr(hook, _IS_DESCRIBED, True)
+        sys.excepthook = hook
+
+
+def _print_others(hook: Callable[..., Any], kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    if not hasattr(error, _IS_DESCRIBED):
+        hook(kind, error, traceback)
+
+
+def _render(text: str) -> list[str]:
+    return [f"KeyboardInterrupt: {text}" if text else "KeyboardInterrupt"]
 
 
 def describe_stop(folder: Path, run: RunMark | None, step: int) -> str:

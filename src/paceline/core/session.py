@@ -103,7 +103,6 @@ class RunFacts:
         num_trainable: elements of the trainable parameters.
         num_parameters: elements of all parameters.
         num_samples: samples of one epoch; None if unknown.
-        num_eval_samples: samples of one evaluation; None if unknown.
         record: further entries of `run.json`.
         lines: further log lines.
         device: description of the model's device for people.
@@ -115,7 +114,6 @@ class RunFacts:
     device: str
     model: str
     num_samples: int | None = None
-    num_eval_samples: int | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
     lines: tuple[str, ...] = ()
 
@@ -432,7 +430,6 @@ class Session(ABC, Generic[RunType, FacadeType]):
     def announce(self, run: RunType) -> None:
         """Logs the plan of a run and writes the record `run.json` to the output folder."""
         facts = self.describe(run)
-        self.state.num_eval_samples = facts.num_eval_samples
         for line in headlines(run.plan, facts.num_samples, facts.num_trainable):
             logger.info(line)
         logger.info("Plan:\n%s", run.plan.describe())

@@ -10,6 +10,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+SECOND_INTERRUPT = "a second Ctrl-C"
 PREEMPTION_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
@@ -72,7 +73,7 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.noted == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(SECOND_INTERRUPT)
         first, self.noted = self.noted is None, number
         if not self.is_distributed:
             self.requested = number

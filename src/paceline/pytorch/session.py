@@ -248,7 +248,7 @@ class Session(core.Session[Run, TrainerMembers]):
         )
 
     def begin_state(self, plan: Plan, checkpoint: Path | None, trial: object) -> TrainerState:
-        return begin_state(
+        state = begin_state(
             plan,
             checkpoint,
             is_local_process_zero=self.world.local_process_index == 0,
@@ -257,6 +257,8 @@ class Session(core.Session[Run, TrainerMembers]):
             trial_name=self.facade._trial_name,
             trial_params=getattr(trial, "params", trial),
         )
+        state.num_eval_samples = evaluation_samples(self.facade.eval_dataset)
+        return state
 
     def begin_mark(self, folder: Path, checkpoint: Path | None) -> RunMark:
         return begin_for_all(self.world, folder, checkpoint, self.state.global_step)
@@ -362,7 +364,6 @@ class Session(core.Session[Run, TrainerMembers]):
         return RunFacts(
             num_trainable=self.facade.get_num_trainable_parameters(),
             num_samples=sample_count(run.feed.loader),
-            num_eval_samples=evaluation_samples(self.facade.eval_dataset),
             model=type(self.model).__name__,
             num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             device=device_text(self.world.device),
