@@ -200,11 +200,11 @@ def test_a_script_whose_terminal_is_resized_and_that_ctrl_c_ends(tmp_path, colum
         process.interrupt()
         assert process.wait() in (-signal.SIGINT, 1)  # 1 if torch has made an optimizer
     emulator.feed(process.text[:width_changed_at])
+    assert "".join(emulator.shown).count("UserWarning: warned") == 1
     emulator.resize(columns // 2)
     emulator.feed(process.text[width_changed_at:])
     shown = emulator.shown
     assert sum("train:" in line for line in shown) == 1
-    assert "".join(shown).count("UserWarning: warned") == 1
     bar = next(index for index, line in enumerate(shown) if line.startswith("train: "))
     assert shown[bar + 1].startswith("  loss ")
     end = "".join(line.ljust(columns // 2) for line in shown[bar + 2 :])
