@@ -10,6 +10,7 @@ from paceline.callbacks.notebook import (
     NotebookTrainingTracker,
     html_table,
 )
+from paceline.callbacks.notebook_curve import LossCurve
 from paceline.core.events import CallbackHandler
 from paceline.core.state import TrainerControl, TrainerState
 
@@ -145,6 +146,49 @@ def test_a_bar_draws_now_and_then(page, monkeypatch):
     assert "[40/100 00:05 < 00:08, 8.00 it/s]" in drawn[10]
     bar.update(100)
     assert len(drawn) == 26
+
+
+def test_the_curve_grows_with_each_log(page):
+    callback, args = NotebookProgressCallback(), arguments()
+    state, control = TrainerState(max_steps=4, num_train_epochs=2), TrainerControl()
+    handler = CallbackHandler([DefaultFlowCallback(), callback])
+    handler.on_train_begin(args, state, control)
+    for step, loss in ((1, 4.0), (2, float("nan")), (3, 2.0)):
+        state.global_step, state.epoch = step, step / 2
+        handler.on_log(args, state, control, {"loss": loss})
+    drawn = callback.training_tracker.render()
+    assert "aria-label='Steps 1 to 3: training loss 2, least 2'" in drawn
+    assert "<polyline points='4.0,4.0 356.0,86.0'/>" in drawn
+    handler.on_evaluate(args, state, control, {"eval_loss": 3.0})
+    assert "validation loss (dashed) 3, least 3" in page.shown[0]
+    assert page.shown[0].count("<polyline") == 2
+
+
+def test_a_curve_has_a_bounded_number_of_points():
+    curve = LossCurve()
+    for step in range(5000):
+        curve.add(step, 5000.0 - step)
+    assert len(curve.training) <= 512
+    assert (curve.training[0][0], curve.training[-1][0]) == (0, 4999)
+    assert len(curve.render()) < 10_000
+
+
+def test_a_run_that_ends_by_an_error_draws_no_more(page):
+    callback, args, state, control = (
+        NotebookProgressCallback(),
+        arguments(),
+        TrainerState(max_steps=4),
+        TrainerControl(),
+    )
+    handler = CallbackHandler([callback])
+    handler.eval_dataloader = [1, 2]
+    handler.on_train_begin(args, state, control)
+    handler.fire("on_prediction_step", args, state, control)
+    callback.on_run_closed(args, state, control)
+    before = page.shown[0]
+    handler.on_evaluate(args, state, control, {"eval_loss": 1.0})
+    assert page.shown[0] == before
+    assert "1.000000" in page.shown[1]
 
 
 def test_cells_are_escaped():

@@ -1,4 +1,4 @@
-"""Progress bars and a table of metrics in a notebook."""
+"""Progress bars, a chart of the loss and a table of metrics in a notebook."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from paceline.core.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     import html
+
+    from paceline.callbacks import notebook_curve
 else:
     html = LateModule("html")
+    notebook_curve = LateModule("paceline.callbacks.notebook_curve")
 
 NO_VALUE = "No log"
 _UNSHOWN = re.compile(r"(^total_flos|^epoch|_runtime|_per_second|_preparation_time|_mem_.*)$")
@@ -101,7 +104,7 @@ class NotebookProgressBar:
 
 
 class NotebookTrainingTracker(NotebookProgressBar):
-    """A progress bar with a table of metrics, and a second bar during an evaluation.
+    """A progress bar with a chart of the loss and a table of metrics, and a second bar during an evaluation.
 
     Args:
         num_steps: number of training steps.
@@ -112,6 +115,7 @@ class NotebookTrainingTracker(NotebookProgressBar):
         super().__init__(num_steps)
         self.columns: list[str] = list(column_names or ())
         self.rows: list[dict[str, Any]] = []
+        self.curve = notebook_curve.LossCurve()
         self.child_bar: NotebookProgressBar | None = None
 
     @property
@@ -143,11 +147,12 @@ class NotebookTrainingTracker(NotebookProgressBar):
     def render(self) -> str:
         table = self.inner_table
         child = "" if self.child_bar is None else self.child_bar.render()
-        return super().render() + ("" if table is None else html_table(table)) + child
+        return super().render() + self.curve.render() + ("" if table is None else html_table(table)) + child
 
 
 class NotebookProgressCallback(TrainerCallback):
-    """Shows training in a notebook: a bar, and a table with a row per evaluation (per log without evaluations).
+    """Shows training in a notebook: a bar, a chart of the loss that grows with each log, and a table with a row per
+    evaluation (per log without evaluations).
 
     Without IPython the rows of the table are printed as text.
 
@@ -199,7 +204,10 @@ class NotebookProgressCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         tracker = self.training_tracker
-        if tracker is not None and args.eval_strategy == "no" and logs and "loss" in logs:
+        if tracker is None or not logs or "loss" not in logs:
+            return
+        tracker.curve.add(state.global_step, logs["loss"])
+        if args.eval_strategy == "no":
             self._add_row({tracker.columns[0]: state.global_step, "Training Loss": logs["loss"]})
 
     def on_evaluate(
@@ -217,6 +225,8 @@ class NotebookProgressCallback(TrainerCallback):
         for name, value in (metrics or {}).items():
             if not _UNSHOWN.search(name):
                 line[_column_name(name)] = value
+        if self.training_tracker is not None:
+            self.training_tracker.curve.add(state.global_step, line.get("Validation Loss"), is_validation=True)
         self._add_row(line)
 
     def on_predict(
@@ -230,6 +240,13 @@ class NotebookProgressCallback(TrainerCallback):
         if self.training_tracker is not None:
             self.training_tracker.update(state.global_step, force_update=True)
             self.training_tracker = None
+
+    def on_run_closed(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends the display after an error, so that a later cell does not draw in this one."""
+        self.on_train_end(args, state, control)
+        self.prediction_bar = None
 
     def _add_row(self, row: dict[str, Any]) -> None:
         if not is_installed("IPython"):
