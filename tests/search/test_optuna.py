@@ -314,6 +314,39 @@ def test_storage_that_is_no_database(tmp_path: Path) -> None:
         searched(make_search(tmp_path), hp_space=rates, n_trials=1)
 
 
+@pytest.mark.parametrize("kind", ["folder", "link to itself"])
+def test_a_study_that_is_no_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "study.db"
+    path.mkdir() if kind == "folder" else path.symlink_to(path)
+    with pytest.raises(SearchError, match=r"study.db is not a regular file.*move it away"):
+        searched(make_search(tmp_path), hp_space=rates, n_trials=1)
+
+
+def test_a_disk_that_fills_up_at_the_end_of_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """optuna answers an error of the storage with an assertion of its own."""
+    database = pytest.importorskip("sqlalchemy").exc
+
+    def full(*arguments: Any, **options: Any) -> None:
+        cause = sqlite3.OperationalError("database or disk is full")
+        error = database.OperationalError("UPDATE", None, cause)
+        raise optuna.exceptions.StorageInternalError("An exception is raised during the commit.") from error
+
+    with monkeypatch.context() as changed:
+        changed.setattr(optuna.storages._CachedStorage, "set_trial_state_values", full)
+        with pytest.raises(
+            RuntimeError, match=r"study.db: the disk is full; free space on it, and the same call continues"
+        ):
+            searched(make_search(tmp_path, max_steps=1), hp_space=rates, n_trials=2)
+    assert searched(make_search(tmp_path, max_steps=1), hp_space=rates, n_trials=2).run_id in ("0", "1")
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a\0b", "\x1b[31mred", "a\ud800", "x" * 300, 5])
+def test_a_name_of_a_trial_that_is_none_ends_the_search(tmp_path: Path, name: Any) -> None:
+    with pytest.raises(SearchError, match="it must return the name of a folder"):
+        searched(make_search(tmp_path), hp_space=rates, n_trials=3, hp_name=lambda trial: name)
+    assert len(study_of(tmp_path).trials) == 1
+
+
 def test_unknown_hyperparameters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_search(tmp_path)
     searched(trainer, hp_space=lambda trial: {"learning_rat": 1e-3}, n_trials=2)

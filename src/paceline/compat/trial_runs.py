@@ -55,6 +55,7 @@ OF_HANDLER = ("model", "processing_class", "optimizer", "lr_scheduler", "train_d
 # options that need not agree between the starts of a search
 FREE = {"output_dir", "run_name", "logging_dir", "report_to", "disable_tqdm", "resume_from_checkpoint", "project"}
 DEFAULT_NAME = "run-{}"
+MAX_NAME_BYTES = 200  # of a trial's folder; file systems allow 255, and some services make longer names of it
 WHOLE = ("int", "int | None", int, int | None)  # declared types of options
 
 
@@ -339,8 +340,11 @@ class TrialRuns:
         """
         given = self.trainer.hp_name
         name = DEFAULT_NAME.format(self.run_id) if given is None else given(trial)
-        if not isinstance(name, str) or not name or Path(name).name != name or name in (".", ".."):
-            raise SearchError(f"hp_name returned {name!r}; it must return the name of a folder, without separators.")
+        if not is_folder_name(name):
+            raise SearchError(
+                f"hp_name returned {name!r}; it must return the name of a folder: a text of {MAX_NAME_BYTES} bytes at "
+                "most, without separators and control characters."
+            )
         if self.claim is not None:
             self.claim(name)
         return name
@@ -469,6 +473,13 @@ class TrialRuns:
                 vars(self.trainer).pop(name, None)
         for name, value in self._of_handler.items():
             setattr(self.trainer.callback_handler, name, value)
+
+
+def is_folder_name(name: object) -> bool:
+    """True for a text that can be the name of a trial's folder."""
+    if not isinstance(name, str) or not name.isprintable() or Path(name).name != name or name in (".", ".."):
+        return False
+    return 0 < len(name.encode()) <= MAX_NAME_BYTES
 
 
 def converted(value: Any, kind: object) -> Any:

@@ -28,6 +28,14 @@ STUDY_NAME = "paceline"
 # optuna's errors where the distribution of a hyperparameter is not that of the stored trials
 OF_ANOTHER_SPACE = ("CategoricalDistribution does not support dynamic", "Cannot set different distribution kind")
 LOCK_SECONDS = 20.0  # that a process waits for another one's write to the file
+# texts in the errors of a storage, and what they mean
+REASONS = {
+    "locked": "another process has locked it; end that process, or wait for it",
+    "not a database": "it is not a database; move the file away, or give another storage",
+    "malformed": "it is damaged; restore a copy, or move the file away for a new search",
+    "disk is full": "the disk is full; free space on it, and the same call continues the search",
+    "no such column": "its tables are not those of optuna; give another storage",
+}
 OF_OPTIMIZE = ("timeout", "gc_after_trial", "callbacks", "show_progress_bar")
 FOLDER, RUN_NAME, ERROR, SETTINGS = "folder", "run_name", "error", "settings"  # attributes of trials and of the study
 
@@ -90,6 +98,7 @@ class OptunaSearch:
 
     Attributes:
         study: optuna's study.
+        storage: where it is stored, for messages.
     """
 
     def __init__(self, trials: Trials, n_trials: int | None, directions: list[str], options: dict[str, Any]) -> None:
@@ -108,7 +117,8 @@ class OptunaSearch:
         check_trials(n_trials, has_other_end=self.optimize.get("timeout") is not None and self.halving is None)
         self.check_pruner(options.get("pruner"))
         self.is_own_storage = "storage" not in options
-        with storage_errors(options.get("storage", trials.folder / STUDY_FILE)):
+        self.storage = options.get("storage", trials.folder / STUDY_FILE)
+        with storage_errors(self.storage):
             self.study = self.open_study(options)
             if not self.is_worker:
                 self.recover()
@@ -189,7 +199,7 @@ class OptunaSearch:
 
     def search(self) -> BestRun | list[BestRun]:
         """Runs the trials that are missing; returns the best."""
-        with storage_errors(self.study.study_name):
+        with storage_errors(self.storage):
             if self.halving is not None:
                 from_halving: Callable[..., BestRun] = LateModule("paceline.search.halving").run
                 return from_halving(self, self.halving)
@@ -357,8 +367,15 @@ def interruptible() -> Iterator[None]:
 
 
 def own_storage(folder: Path) -> optuna.storages.RDBStorage:
-    """Returns the storage of a search without `storage=`: a SQLite file in its folder."""
+    """Returns the storage of a search without `storage=`: a SQLite file in its folder.
+
+    Raises:
+        SearchError: there is something else of its name.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    path = folder / STUDY_FILE
+    if not path.is_file() and (path.is_symlink() or path.exists()):
+        raise SearchError(f"{path} is not a regular file, and the study is stored there: move it away.")
     return optuna.storages.RDBStorage(study_url(folder), engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}})
 
 
@@ -386,14 +403,14 @@ def storage_errors(storage: object) -> Iterator[None]:
     database = LateModule("sqlalchemy.exc")
     try:
         yield
-    except (optuna.exceptions.StorageInternalError, database.SQLAlchemyError) as error:
+    except (optuna.exceptions.StorageInternalError, database.SQLAlchemyError, AssertionError) as raised:
+        # optuna raises an AssertionError while it handles an error of the storage
+        error = raised.__context__ if isinstance(raised, AssertionError) else raised
+        if not isinstance(error, optuna.exceptions.StorageInternalError | database.SQLAlchemyError):
+            raise
         where = storage if isinstance(storage, str | Path) else type(storage).__name__
         texts = f"{error} {error.__cause__}"
-        reason = "it cannot be read or written"
-        if "locked" in texts:
-            reason = "another process has locked it; end that process, or wait for it"
-        elif "not a database" in texts:
-            reason = "it is not a database; move the file away, or give another storage"
+        reason = next((found for sign, found in REASONS.items() if sign in texts), "it cannot be read or written")
         raise RuntimeError(
             f"The storage of the study, {where}: {reason}. Finished trials are kept. ({error})"
         ) from error
