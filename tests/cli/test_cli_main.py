@@ -162,3 +162,18 @@ def test_values_of_options_are_no_search_words(capsys: pytest.CaptureFixture[str
     assert "A configuration:" in capsys.readouterr().out
     assert main(["train", "--help", "max_steps"]) == 0
     assert "--max_steps" in capsys.readouterr().out
+
+
+def test_names_of_folders_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder may have been made by others; each command names it in its messages, and none prints its escapes."""
+    folder = tmp_path / "<b>\x1b[31m\x07red"
+    commands = (["replay", "--step", "1"], ["control", "save"], ["compare", "."], ["runs"], ["report"], ["verify"])
+    for command, *words in commands:
+        main([command, str(folder), *words])
+    folder.mkdir()
+    (folder / "run.json").write_text("{")
+    for command, *words in commands:
+        main([command, str(folder), *words])
+    shown = capsys.readouterr()
+    assert "<b>" in shown.out + shown.err
+    assert not any(character in shown.out + shown.err for character in "\x1b\x07")

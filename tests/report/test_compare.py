@@ -322,9 +322,17 @@ def test_bad_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert "journal.bin ends inside a row" in out
     assert "The runs end at different steps: 8 and 7." in out
+    journal.unlink()
+    journal.mkdir()
+    assert "journal.bin is not a regular file" in refused(*both)
+    journal.rmdir()
+    journal.write_bytes(rows)
+    record.rename(tmp_path / "elsewhere")
+    record.symlink_to(record)
+    assert "run.json is not a regular file" in refused(*both)
 
 
-def test_runs_without_journals_are_compared_by_their_logs(tmp_path: Path) -> None:
+def test_runs_without_journals_are_compared_by_their_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, decay in (("a", 0.0), ("b", 0.5)):
         options = {**OPTIONS, "weight_decay": decay, "report_to": "jsonl", "logging_steps": 2}
         make_trainer(tmp_path / name, Classifier(), classification(), **options).train()
@@ -333,6 +341,8 @@ def test_runs_without_journals_are_compared_by_their_logs(tmp_path: Path) -> Non
     assert found.steps.are_logged
     assert found.steps.divergence is not None
     assert found.steps.divergence.step == 2
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "A journal is missing, so only the losses, norms and learning rates" in capsys.readouterr().out
 
 
 def test_records_of_other_hands_are_not_trusted(tmp_path: Path) -> None:

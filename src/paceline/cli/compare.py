@@ -179,6 +179,8 @@ def _steps(each: Comparison) -> list[str]:
             lines.append(f"  samples        {count} of epoch {epoch}, from position {first} on")
         for cause in each.causes:
             lines.append(f"  {'cause' if cause.is_recorded else 'likely'}  {cause.kind}: {cause.text}")
+    if steps.are_logged:
+        lines.append("A journal is missing, so only the losses, norms and learning rates of logged steps are compared.")
     if steps.last[0] != steps.last[1]:
         lines.append(f"The runs end at different steps: {steps.last[0]:,} and {steps.last[1]:,}.")
     return lines

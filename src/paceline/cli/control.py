@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.lock import LOCK_NAME, holder_in
+from paceline.cli.display import say
 from paceline.cli.errors import UsageError, suggest
 from paceline.cli.options import Known, parse_options
 from paceline.core.commands import ACTIONS, CHANGES, check_owner, check_value, is_waiting, sent, wait_for_answer
@@ -34,17 +35,17 @@ def run(words: Sequence[str]) -> int:
         with sent(folder, command, value, timeout) as command_id:
             answer = wait_for_answer(folder, command_id, timeout)
             if answer is None and is_waiting(folder):
-                print(f"no answer within {timeout:g} s: the command was withdrawn, and nothing was changed")
+                say(f"no answer within {timeout:g} s: the command was withdrawn, and nothing was changed")
                 return 1
     except TimeoutError as error:
         raise UsageError(f"{error}: the run does not read it now, try again later") from error
     if answer is None:
-        print(
+        say(
             f"no answer within {timeout:g} s: the run has read the command, and will obey at its next step; see its log"
         )
         return 1
     is_accepted, text = answer
-    print(text if is_accepted else f"refused: {text}")
+    say(text if is_accepted else f"refused: {text}")
     return 0 if is_accepted else 1
 
 

@@ -12,6 +12,7 @@ from paceline.args.secrets import mask_text
 from paceline.callbacks.progress import ProgressCallback
 from paceline.core.events import TrainerCallback
 from paceline.core.state import TrainerControl, TrainerState
+from paceline.core.terminal import without_controls
 
 if TYPE_CHECKING:
     from paceline.pytorch.trainer import Trainer
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
 
 
 def say(text: str) -> None:
-    """Prints with a flush; characters that the output cannot show become question marks, secrets are masked."""
+    """Prints with a flush; secrets are masked.
+
+    Control characters become spaces, and characters that the output cannot show question marks.
+    """
     encoding = sys.stdout.encoding or "ascii"
-    print(mask_text(text).encode(encoding, errors="replace").decode(encoding), flush=True)
+    print(without_controls(mask_text(text)).encode(encoding, errors="replace").decode(encoding), flush=True)
 
 
 class AboveBars(logging.StreamHandler[Any]):

@@ -17,6 +17,7 @@ from paceline.cli.display import AboveBars
 from paceline.cli.errors import UsageError, is_message, load_part, suggest
 from paceline.cli.launch_words import is_for_service, own_words
 from paceline.cli.replay_options import read_replay_options
+from paceline.core.terminal import without_controls
 
 COMMANDS = (
     "demo",
@@ -41,6 +42,11 @@ COMMANDS = (
 HELP_WORDS = ("-h", "--help", "help")
 
 
+def tell(text: str) -> None:
+    """Prints an error without secrets and control characters, to the standard error output."""
+    print(without_controls(mask_text(f"paceline: {text}")), file=sys.stderr)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Runs one command.
 
@@ -55,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return dispatch(words)
     except UsageError as error:
-        print(mask_text(f"paceline: {error}"), file=sys.stderr)
+        tell(str(error))
         return 2
     except BrokenPipeError:  # the reader (`| head`) has closed the pipe; Python would report it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -76,7 +82,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if not is_message(error):
             raise
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        print(mask_text(f"paceline: {text}"), file=sys.stderr)
+        tell(text)
         return 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.cli.display import say
 from paceline.cli.errors import UsageError
 from paceline.report.write import write_report
 
@@ -31,5 +32,5 @@ def run(words: Sequence[str]) -> int:
         path = write_report([Path(word) for word in words], output)
     except FileNotFoundError as error:
         raise UsageError(str(error)) from error
-    print(path)
+    say(str(path))
     return 0

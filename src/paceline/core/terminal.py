@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-=*#"
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 FULL, EMPTY, ELLIPSIS, DOT = "━", "─", "…", "·"
 
 
 def plain(text: object) -> str:
     """Returns a text on one line, with spaces for control and other invisible characters."""
     return "".join(character if character.isprintable() else " " for character in str(text))
+
+
+def without_controls(text: str) -> str:
+    """Returns a text with spaces for control characters other than line feeds and tabs; names of files may hold any."""
+    return CONTROLS.sub(" ", text)
 
 
 def width_of(text: str) -> int:

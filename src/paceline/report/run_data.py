@@ -193,14 +193,21 @@ def _read_text(path: Path, problems: list[str]) -> str:
     """Returns a file's text. If it cannot be read, adds a problem and returns an empty text."""
     try:
         if not path.is_file():
+            if path.is_symlink() or path.exists():
+                problems.append(f"{name_in(path)} is not a regular file and was not read.")
             return ""
         if path.stat().st_size > _MOST_BYTES:
-            problems.append(f"{path.name} is larger than 1 GiB and was not read.")
+            problems.append(f"{name_in(path)} is larger than 1 GiB and was not read.")
             return ""
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        problems.append(f"{path.name} could not be read: {error.strerror}.")
+        problems.append(f"{name_in(path)} could not be read: {error.strerror}.")
         return ""
+
+
+def name_in(path: Path) -> str:
+    """Returns the name of a file for a message, of one in a checkpoint with that of the checkpoint."""
+    return f"{path.parent.name}/{path.name}" if path.name == STATE_FILE else path.name
 
 
 def _read_json(path: Path, problems: list[str]) -> Any:
@@ -210,7 +217,7 @@ def _read_json(path: Path, problems: list[str]) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        problems.append(f"{path.name} is damaged: it is not valid JSON.")
+        problems.append(f"{name_in(path)} is damaged: it is not valid JSON.")
         return None
 
 
@@ -242,6 +249,8 @@ def _read_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 def _read_journal(path: Path, problems: list[str]) -> np.ndarray:
     try:
         content = path.read_bytes() if path.is_file() else b""
+        if not path.is_file() and (path.is_symlink() or path.exists()):
+            problems.append(f"{path.name} is not a regular file and was not read.")
     except OSError as error:
         problems.append(f"{path.name} could not be read: {error.strerror}.")
         content = b""
