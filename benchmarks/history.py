@@ -35,6 +35,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     "ledger": (*_STEP, "core/ledger.py"),
     "large_vocabulary": ("pytorch/model", "pytorch/loss_probe.py", "pytorch/loss_audit.py", "pytorch/engine.py"),
     "ragged_text": (*_STEP, "pytorch/data/packing.py"),
+    "members": (*_STEP, "pytorch/stacked"),
     "shared_overhead": (*_STEP, "pytorch/distributed"),
     "tf_step": _TF_STEP,
     "tf_step_small": _TF_STEP,

@@ -8,10 +8,8 @@ in one process, and the ratio is one of neighbours. Time includes everything fro
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
-import statistics
 import tempfile
 import time
 from functools import partial
@@ -20,7 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from measure import choose_contenders, make_parser, ratios, summarize, take_turns, write_result
 from paceline import Member, MembersTrainer, Trainer, TrainingArguments
+
+AT_ONCE, ONE_BY_ONE = "members at once", "a run for each"
 
 
 class Classifier(nn.Module):
@@ -59,11 +60,12 @@ def seconds_of(trainer: Trainer) -> float:
 
 
 def main() -> None:
-    """Prints the median of both, and of their ratio with its range."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("steps", 300), ("rounds", 5), ("members", 8), ("hidden", 64)):
+    """Trains both contenders in turns, and writes the seconds of each and their ratio."""
+    parser = make_parser(__doc__ or "", rounds=5)
+    for name, value in (("steps", 300), ("members", 8), ("hidden", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
     given = parser.parse_args()
+    steps = 20 if given.quick else given.steps
     torch.set_num_threads(1)
     torch.manual_seed(0)
     data = [{"x": torch.randn(64), "labels": torch.randint(10, ())} for _ in range(1000)]
@@ -79,13 +81,20 @@ def main() -> None:
         each = [arguments(folder, steps, learning_rate=rate) for rate in rates]
         return sum(seconds_of(Trainer(model_init=model_init, args=args, train_dataset=data)) for args in each)
 
+    calls = {AT_ONCE: at_once, ONE_BY_ONE: one_by_one}
+    chosen = choose_contenders(dict.fromkeys(calls, "torch"), given.contenders)
     with tempfile.TemporaryDirectory() as folder:
-        at_once(folder, 5), one_by_one(folder, 5)  # warm caches
-        pairs = [(at_once(folder, given.steps), one_by_one(folder, given.steps)) for _ in range(given.rounds)]
-    ratios = [first / second for first, second in pairs]
-    for name, index in (("at once", 0), (f"{given.members} runs", 1)):
-        print(f"{name:10} {statistics.median(pair[index] for pair in pairs):8.3f} s")
-    print(f"ratio      {statistics.median(ratios):8.3f}   ({min(ratios):.3f} to {max(ratios):.3f})")
+        for name in chosen:
+            calls[name](folder, 5)  # warm caches
+        rounds = 1 if given.quick else given.rounds
+        measured = take_turns(chosen, rounds, lambda name: {"seconds": calls[name](folder, steps)})
+    share = ratios(measured, "seconds", ONE_BY_ONE)
+    rows = {
+        name: {"seconds": summarize([each["seconds"] for each in taken]), "of_alone": share.get(name)}
+        for name, taken in measured.items()
+    }
+    settings = {"steps": steps, "members": given.members, "hidden": given.hidden}
+    write_result(given, "members", {"rows": rows, "settings": settings, "targets": []})
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ TO_RUN = {
     "collation": "python benchmarks/collation.py",
     "data_loading": "python benchmarks/data_loading.py",
     "ragged_text": "python benchmarks/ragged_text.py",
+    "members": "python benchmarks/members.py",
     "shared_overhead": "python benchmarks/shared_overhead.py",
     "tf_step": "python benchmarks/tf_step.py",
     "tf_step_small": "python benchmarks/tf_step.py --model small",
@@ -276,6 +277,17 @@ def export(result: Result) -> str:
     return about + table(["contender", "peak, MB", "of whole", "seconds"], rows)
 
 
+def members(result: Result) -> str:
+    settings = result["settings"]
+    rows = [[name, spread(row["seconds"], "{:.2f}"), spread(row["of_alone"])] for name, row in result["rows"].items()]
+    about = (
+        f"{settings['members']} classifiers of two layers ({settings['hidden']} hidden units) that differ in their "
+        f"learning rates, {settings['steps']} steps each, on one CPU thread: by one `MembersTrainer`, and by a Trainer "
+        "for each.\n\n"
+    )
+    return about + table(["contender", "seconds", "of a run for each"], rows)
+
+
 def collation(result: Result) -> str:
     settings = result["settings"]
     contenders = list(next(iter(result["rows"].values()))["ms"])
@@ -426,6 +438,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "collation": ("What a batch costs until it is a tensor", collation),
     "data_loading": ("How fast loaders are", data_loading),
     "ragged_text": ("What padding costs", ragged_text),
+    "members": ("What members trained at once take", members),
     "shared_overhead": ("What a step costs where several processes train", shared_overhead),
     "tf_step": ("What a step costs with TensorFlow", tf_step),
     "tf_step_small": ("What a step of a small model costs with TensorFlow", tf_step),

@@ -268,6 +268,13 @@ def test_peers_train(tmp_path: Path, peer: str) -> None:
 
 
 @pytest.mark.slow
+def test_members(tmp_path: Path) -> None:
+    result = run_for_result(tmp_path, "members", "--quick")
+    assert result["rows"]["a run for each"]["of_alone"]["median"] == 1.0
+    assert result["rows"]["members at once"]["seconds"]["median"] > 0
+
+
+@pytest.mark.slow
 def test_ragged_text(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     result = run_for_result(tmp_path, "ragged_text", "--quick")
