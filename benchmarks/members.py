@@ -1,9 +1,9 @@
-"""Eight learning rates at once against eight runs: seconds of each, and their ratio.
+"""Eight learning rates at once against eight runs: CPU seconds of each, and their ratio.
 
     python benchmarks/members.py [--steps 300] [--rounds 5] [--members 8] [--hidden 64]
 
 A two-layer classifier of 64 inputs is trained with AdamW on one CPU thread in batches of 32. Both contenders take turns
-in one process, and the ratio is one of neighbours. Time includes everything from the call of `train` to its end.
+in one process, and the ratio is one of neighbours. CPU time includes everything from the call of `train` to its end.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def arguments(folder: str, steps: int, **options: Any) -> TrainingArguments:
 
 
 def seconds_of(trainer: Trainer) -> float:
-    """Returns the seconds of a training."""
-    start = time.perf_counter()
+    """Returns the CPU seconds of a training."""
+    start = time.process_time()
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def main() -> None:

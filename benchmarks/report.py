@@ -285,7 +285,7 @@ def members(result: Result) -> str:
         f"learning rates, {settings['steps']} steps each, on one CPU thread: by one `MembersTrainer`, and by a Trainer "
         "for each.\n\n"
     )
-    return about + table(["contender", "seconds", "of a run for each"], rows)
+    return about + table(["contender", "CPU seconds", "of a run for each"], rows)
 
 
 def collation(result: Result) -> str:
