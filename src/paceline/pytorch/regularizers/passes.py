@@ -143,6 +143,8 @@ class Passes:
         passes: by the name of the regularizer.
     """
 
+    is_recorded = True
+
     def __init__(self, passes: Mapping[str, RegularizerPass]) -> None:
         self.passes = dict(passes)
         self._was_called = False  # a pass has computed a loss in the window in progress

@@ -34,7 +34,7 @@ REFUSED = {
             *("neftune_noise_alpha", "use_liger_kernel", "linear_cross_entropy", "optimizer_in_backward"),
             *("optimizer_state_dtype", "gradient_noise_scale", "log_flops", "batch_size_warmup"),
             *("sequence_length_warmup", "packing", "predict_with_generate", "regularizers"),
-            *("teacher", "phases", "eval_samples", "data_map", "pruning"),
+            *("teacher", "phases", "eval_samples", "data_map", "pruning", "loss_by_source"),
         ),
         "leave it out",
     ),
