@@ -258,7 +258,9 @@ class Phase:
                 "they define a plateau: set until='plateau of METRIC', or leave them out",
             )
         if self.greater_is_better is not None and self.end.kind != PLATEAU:
-            raise self.wrong("greater_is_better", "it is about a plateau: set until='plateau of METRIC', or leave it out")
+            raise self.wrong(
+                "greater_is_better", "it is about a plateau: set until='plateau of METRIC', or leave it out"
+            )
         if not (self.greater_is_better is None or isinstance(self.greater_is_better, bool)):
             raise self.wrong("greater_is_better", "expected True or False")
 
