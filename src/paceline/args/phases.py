@@ -390,8 +390,8 @@ def check_directions(options: Options, phases: Sequence[Phase]) -> None:
         if is_unclear and end.rises(options) and SMALLER_IS_BETTER.search(end.metric.lower()):
             raise ValueError(
                 f"phases[{phase.name!r}].until={phase.until!r}: a metric is maximized unless its name ends in 'loss', "
-                f"and {end.metric!r} looks like one whose smaller values are better: set greater_is_better of the phase "
-                "to False, or to True."
+                f"and {end.metric!r} looks like one whose smaller values are better: set greater_is_better of the "
+                "phase to False, or to True."
             )
 
 
