@@ -16,6 +16,7 @@ from paceline.callbacks.early_stopping import EarlyStoppingCallback
 from paceline.core.methods import is_ours
 from paceline.pytorch.checkpoint.tensors import CheckpointError
 from paceline.pytorch.distributed.random import preserved_rng
+from paceline.pytorch.evaluation.harness import EvaluationHarness
 from paceline.pytorch.evaluation.samples import EvaluationSamples
 from paceline.pytorch.pruning import Pruning
 from paceline.pytorch.snapshots import SnapshotEnsemble
@@ -46,6 +47,7 @@ REFUSED = {
 OF_ONE_MODEL: dict[type, str] = {
     Pruning: "chooses weights",
     SnapshotEnsemble: "saves the weights",
+    EvaluationHarness: "evaluates the model",
     EvaluationSamples: "shows the predictions",
 }
 
