@@ -241,8 +241,7 @@ class Run:
 
         Both are empty for any other row.
         """
-        entries: dict[str, float] = self.ledger.take_row()
-        recorded: dict[str, float] = {}
+        entries, recorded = self.ledger.take_row(), dict[str, float]()
         for meter in self.meters if entries else ():
             (recorded if getattr(meter, "is_recorded", False) else entries).update(meter.row(entries))
         if entries and self.resources is not None:

@@ -50,7 +50,8 @@ class SourceLoss:
                 f"{self._option} is not supported with pipelines, tensor or context parallelism and XLA devices, where "
                 "no process has all logits of a sample: use parallel='ddp' or 'fsdp', or leave it out."
             )
-        self._sources, self._world, self._losses, self._leaves_out = sources, world, losses, leaves_out
+        self._sources, self._world = sources, world
+        self._losses, self._leaves_out = losses, leaves_out
         self._indices: dict[str, int] = {}  # of the sources in the sums
         self._sums: Tensor | None = None  # (2, capacity): sums of losses and of their weights, on the device
         self._window: list[tuple[list[int], Tensor]] = []  # sums of the passes of the window in progress

@@ -106,8 +106,7 @@ class EvaluationHarness(TrainerCallback):
             return
         check_model(evaluation)
         self._find_tasks()
-        sizes = evaluation.gather(args.process_index)
-        own = self.tasks[sizes.index(args.process_index) :: len(sizes)]
+        own = self.tasks[evaluation.rank :: evaluation.world_size]
         found: dict[str, float] | Exception = {}
         try:
             found = self._run(own, evaluation) if own else {}
@@ -177,7 +176,7 @@ def check_model(evaluation: EvaluationTools) -> None:
     if evaluation.shards or evaluation.has_stages:
         raise UnsupportedOption(
             f"{NAME} with a model that is sharded or split over processes is not supported, since each process runs "
-            "tasks of its own: use parallel='ddp', or run `lm_eval` on a checkpoint."
+            "tasks of its own: replicate it, or run `lm_eval` on a checkpoint."
         )
     config = getattr(evaluation.model, "config", None)
     if config is None or not hasattr(config, "to_dict"):

@@ -161,7 +161,7 @@ class Passes:
         """Lets the engine compute losses and run windows through the passes that change them."""
         losses = [each for each in self.passes.values() if overrides(each, "compute_loss")]
         windows = [each for each in self.passes.values() if overrides(each, "run_window")]
-        engine.after_read += [each.after_read for each in self.passes.values() if overrides(each, "after_read")]
+        engine.after_read.extend(each.after_read for each in self.passes.values() if overrides(each, "after_read"))
         engine.wrap(partial(self._loss_of, losses, engine), partial(self._window_of, losses, windows))
 
     def _loss_of(
