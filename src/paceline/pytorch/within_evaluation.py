@@ -75,7 +75,7 @@ def tools_of(trainer: Trainer, loader: object, dataset: object, prefix: str) -> 
         generate=partial(generate, trainer),
         place=trainer._prepare_inputs,
         evaluated=partial(evaluated, trainer),
-        rank=trainer.world.rank,
+        rank=trainer.world.process_index,
         world_size=trainer.world.world_size,
         gather=partial(gather_objects, trainer.world),
         log_table=trainer.log_table,

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 EXTRA = "lm-eval"
 NAME = "EvaluationHarness"
+SEED = 1234  # of the examples in prompts, as in the harness' own command
 
 
 class EvaluationHarness(TrainerCallback):
@@ -40,7 +41,7 @@ class EvaluationHarness(TrainerCallback):
         every: runs at the first and each `every`-th evaluation after it.
         bootstrap_iters: resamples for the standard errors of metrics other than means; 0: no standard errors at all.
         model_args: further arguments of `lm_eval.models.huggingface.HFLM`, such as `max_length` or `add_bos_token`.
-        evaluate_args: further arguments of `lm_eval.simple_evaluate`, such as `apply_chat_template` or `gen_kwargs`.
+        evaluate_args: further arguments of `lm_eval.evaluator.evaluate`, such as `apply_chat_template`.
 
     Raises:
         ValueError: an argument is invalid.
@@ -76,12 +77,12 @@ class EvaluationHarness(TrainerCallback):
         self.tasks, self.every, self.include_path = list(tasks), every, include_path
         self.batch_size, self.model_args = batch_size, dict(model_args or {})
         self.settings = {
-            "num_fewshot": num_fewshot,
             "limit": limit,
             "bootstrap_iters": bootstrap_iters,
             "log_samples": False,
             **(evaluate_args or {}),
         }
+        self.num_fewshot = num_fewshot
         self._manager: Any = None
         self._last: tuple[int, str] | None = None  # step and prefix of the last evaluation
         self._num_evaluations = 0
@@ -142,9 +143,18 @@ class EvaluationHarness(TrainerCallback):
                 "include_path adds a folder of your own."
             )
 
+    def _set_examples(self, task: Any) -> None:
+        """Sets the examples in the prompts of a task, whose own 0 remains; they are drawn by a seed."""
+        own = task.get_config("num_fewshot")
+        if self.num_fewshot is not None and own != 0:
+            task.set_config(key="num_fewshot", value=self.num_fewshot)
+        elif own is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=SEED)
+
     def _run(self, tasks: Sequence[str], evaluation: EvaluationTools) -> dict[str, float]:
         """Returns the results of tasks."""
-        simple_evaluate = require("lm_eval", EXTRA).simple_evaluate
+        evaluate = require("lm_eval.evaluator", EXTRA).evaluate
         language_model = require("lm_eval.models.huggingface", EXTRA).HFLM
         with evaluation.evaluated():
             model = language_model(
@@ -152,7 +162,10 @@ class EvaluationHarness(TrainerCallback):
                 tokenizer=evaluation.processing_class,
                 **{"batch_size": self.batch_size or evaluation.batch_size, **self.model_args},
             )
-            output = simple_evaluate(model=model, tasks=list(tasks), task_manager=self._manager, **self.settings)
+            loaded = self._manager.load(list(tasks))
+            for task in loaded["tasks"].values():
+                self._set_examples(task)
+            output = evaluate(lm=model, task_dict=loaded, **self.settings)
         return flatten(output["results"])
 
 
