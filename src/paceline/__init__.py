@@ -118,6 +118,7 @@ if TYPE_CHECKING:
     from paceline.pytorch.ensemble import ensemble_predict as ensemble_predict
     from paceline.pytorch.members_trainer import MembersTrainer as MembersTrainer
     from paceline.pytorch.evaluation.augmentation import TestTimeAugmentation as TestTimeAugmentation
+    from paceline.pytorch.evaluation.harness import EvaluationHarness as EvaluationHarness
     from paceline.pytorch.evaluation.samples import EvaluationSamples as EvaluationSamples
     from paceline.pytorch.evaluation.samples import EvaluationTools as EvaluationTools
     from paceline.pytorch.model.check_targets import check_targets as check_targets
@@ -203,6 +204,7 @@ _HOMES = {
     "EarlyStoppingCallback": "paceline.callbacks.early_stopping",
     "EvalLoopOutput": "paceline.core.outputs",
     "EvalPrediction": "paceline.core.outputs",
+    "EvaluationHarness": "paceline.pytorch.evaluation.harness",
     "EvaluationSamples": "paceline.pytorch.evaluation.samples",
     "EvaluationTools": "paceline.pytorch.evaluation.samples",
     "ExportableState": "paceline.core.state",

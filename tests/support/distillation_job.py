@@ -34,6 +34,13 @@ def main() -> None:
     )  # fmt: skip
     trainer.train()
     found["gpt2"] = trainer.gradients[0]
+    shards, _ = cases.run(folder / "shards", per_device_train_batch_size=4, parallel="fsdp")
+    cases.run(folder / "shards-two", stop=3, per_device_train_batch_size=4, parallel="fsdp")
+    again, _ = cases.run(folder / "shards-two", resume=True, per_device_train_batch_size=4, parallel="fsdp")
+    for name, each in (("shards", shards), ("shards resumed", again)):
+        maps = [made.weight.detach() for made in each.distillation.projections.maps.values()]
+        whole = each.strategy.full_weights(each.model)
+        found[name] = torch.cat([value.flatten() for value in [*whole.values(), *maps]])
     straight, seen = cases.run(folder / "one", per_device_train_batch_size=4)
     cases.run(folder / "two", stop=3, per_device_train_batch_size=4)
     resumed, rest = cases.run(folder / "two", resume=True, per_device_train_batch_size=4)

@@ -29,6 +29,9 @@ UNTIL_FORMS = (
     "expected the number of an optimizer step (500), a fraction of the run (0.3), '500 steps' or '2 epochs' of the "
     "phase itself, 'eval_accuracy >= 0.9', or 'plateau of eval_loss'"
 )
+SMALLER_IS_BETTER = re.compile(
+    r"(^|_)(error|errors|wer|cer|mer|ter|mse|rmse|mae|mape|perplexity|ppl|nll|bpb|bits_per_byte|brier|ece|distance|fid)(_|$)"
+)
 OBJECTS = ("train_dataset", "data_collator", "loss", "callbacks")
 METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU.value, SchedulerType.GREEDY.value)
 
@@ -64,11 +67,18 @@ class Until:
             "<": value < self.number,
         }[self.comparison]
 
-    def rises(self, options: Options) -> bool:
-        """True if larger values of the metric are better: `greater_is_better`, if it is about this metric.
+    def rises(self, options: Options, given: bool | None = None) -> bool:
+        """True if larger values of the metric are better.
 
-        Other metrics are maximized, except those whose names end in "loss".
+        This is `greater_is_better` of the phase, or of the arguments if it is about this metric. Other metrics are
+        maximized, except those whose names end in "loss".
+
+        Args:
+            options: the arguments.
+            given: `greater_is_better` of the phase.
         """
+        if given is not None:
+            return given
         best_metric = str(options.metric_for_best_model or "")
         if options.greater_is_better is not None and best_metric.removeprefix("eval_") == self.metric.removeprefix(
             "eval_"
@@ -115,9 +125,10 @@ class Phase:
         loss: `compute_loss_func` of the phase: `(outputs, labels, num_items_in_batch=None) -> loss`.
         per_device_train_batch_size, gradient_accumulation_steps: the batch size.
         callbacks: receive events during the phase only, `on_train_begin` at its start and `on_train_end` at its end.
-        patience: evaluations in a row without an improvement that make a plateau. Metrics are maximized, except those
-            whose names end in "loss", and `metric_for_best_model` where `greater_is_better` is False.
+        patience: evaluations in a row without an improvement that make a plateau.
         min_delta: change of the metric that counts as an improvement.
+        greater_is_better: the direction of the metric of a plateau. None: that of the arguments if it is
+            `metric_for_best_model`; other metrics are maximized, except those whose names end in "loss".
         max_steps: largest length of a phase that ends by a metric, in optimizer steps, and the length of its schedule.
 
     Raises:
@@ -142,6 +153,7 @@ class Phase:
     callbacks: Sequence[Any] = ()
     patience: int = 3
     min_delta: float = 0.0
+    greater_is_better: bool | None = None
     max_steps: int | None = None
     end: Until = field(init=False, repr=False, compare=False)
 
@@ -155,12 +167,25 @@ class Phase:
         self._check_length()
         if isinstance(self.callbacks, str) or not isinstance(self.callbacks, Sequence):
             raise self.wrong("callbacks", "expected a list of callbacks")
+        for callback in self.callbacks:
+            self.check_callback(callback)
         if not (self.loss is None or isinstance(self.loss, str) or callable(self.loss)):
             raise self.wrong("loss", "expected a function (outputs, labels, num_items_in_batch=None) -> loss")
 
     def wrong(self, setting: str, expected: str) -> ValueError:
         """Returns the error for an invalid setting."""
         return wrong_value(f"phases[{self.name!r}].{setting}", getattr(self, setting), expected)
+
+    def check_callback(self, callback: object) -> None:
+        """Raises ValueError if an object listens to no event; a text names one that is not loaded yet."""
+        if isinstance(callback, str) or any(name.startswith("on_") for name in dir(callback)):
+            return
+        name = getattr(callback, "__qualname__", repr(callback))
+        raise wrong_value(
+            f"phases[{self.name!r}].callbacks",
+            name,
+            "expected a callback or its class, with methods such as on_step_end(args, state, control, **kwargs)",
+        )
 
     def read_until(self) -> Until:
         """Parses `until`."""
@@ -232,6 +257,12 @@ class Phase:
                 (self.patience, self.min_delta),
                 "they define a plateau: set until='plateau of METRIC', or leave them out",
             )
+        if self.greater_is_better is not None and self.end.kind != PLATEAU:
+            raise self.wrong(
+                "greater_is_better", "it is about a plateau: set until='plateau of METRIC', or leave it out"
+            )
+        if not (self.greater_is_better is None or isinstance(self.greater_is_better, bool)):
+            raise self.wrong("greater_is_better", "expected True or False")
 
     @property
     def changes_batch(self) -> bool:
@@ -346,8 +377,22 @@ def check_phases(options: Options) -> None:
         raise ValueError(
             f"phases[{found.name!r}].until={found.until!r} needs evaluations: set eval_strategy to 'steps' or 'epoch'."
         )
+    check_directions(options, phases)
     check_length(options, phases)
     check_others(options, phases)
+
+
+def check_directions(options: Options, phases: Sequence[Phase]) -> None:
+    """Refuses to maximize a metric by default whose name says that smaller values are better."""
+    for phase in phases:
+        end = phase.end
+        is_unclear = end.kind == PLATEAU and phase.greater_is_better is None and options.greater_is_better is None
+        if is_unclear and end.rises(options) and SMALLER_IS_BETTER.search(end.metric.lower()):
+            raise ValueError(
+                f"phases[{phase.name!r}].until={phase.until!r}: a metric is maximized unless its name ends in 'loss', "
+                f"and {end.metric!r} looks like one whose smaller values are better: set greater_is_better of the "
+                "phase to False, or to True."
+            )
 
 
 def check_ends(phases: Sequence[Phase]) -> None:

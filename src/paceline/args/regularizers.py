@@ -170,6 +170,9 @@ class DPSGD(Regularizer):
             `noise_multiplier`.
         delta: probability that epsilon is exceeded; well below 1 / number of samples.
         accountant: "rdp" or "prv" (a tighter bound, slower).
+        amplification: epsilon counts on privacy amplification by sampling, as if each step sampled the data
+            independently (Poisson sampling). False: it does not, and holds for data that are shuffled, of which each
+            sample is used once per epoch; more noise for the same `target_epsilon`.
         noise_seed: seed of the noise, for tests. Unset: drawn from the operating system, and kept in checkpoints.
     """
 
@@ -178,6 +181,7 @@ class DPSGD(Regularizer):
     target_epsilon: float | None = None
     delta: float | None = None
     accountant: str = "rdp"
+    amplification: bool = True
     noise_seed: int | None = None
 
     name: ClassVar[str] = "dp_sgd"
@@ -214,6 +218,8 @@ class DPSGD(Regularizer):
             raise refuse(self, "delta", "expected a probability well below 1 / number of samples, such as 1e-5")
         if self.accountant not in ("rdp", "prv"):
             raise refuse(self, "accountant", "choose 'rdp' or 'prv'")
+        if not isinstance(self.amplification, bool):
+            raise refuse(self, "amplification", "expected True or False")
         if self.noise_seed is not None and (isinstance(self.noise_seed, bool) or not isinstance(self.noise_seed, int)):
             raise refuse(self, "noise_seed", "expected a whole number")
 

@@ -374,6 +374,12 @@ def check_training_phases(options: Options) -> None:
         importlib.import_module("paceline.args.phases").check_phases(options)
 
 
+def check_sources(options: Options) -> None:
+    """Checks the option of the losses by source, if it is set."""
+    if options.loss_by_source:
+        importlib.import_module("paceline.args.source_loss").check_source_loss(options)
+
+
 def check_teacher(options: Options) -> None:
     """Checks the options of distillation, if any is set."""
     unset = {name: field.default for name, field in DistillationSection.__dataclass_fields__.items()}
@@ -405,6 +411,7 @@ CHECKS = (
     check_samples,
     check_training_phases,
     check_teacher,
+    check_sources,
 )
 
 

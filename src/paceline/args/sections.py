@@ -689,6 +689,12 @@ class PacelineSection(AverageSection, DistillationSection):
         "Record loss, confidence, margin and forgetting events of each training sample, and write data_map.csv, "
         "data_map.svg and the likely label errors at the end of the run.",
     )
+    loss_by_source: str | None = option(
+        None,
+        "Log the training loss of each source of the data as loss/<source>: the entry of the training samples (dicts) "
+        "that names their source, as MixedDataset(..., source_column=...) and MixedStream add it. See "
+        "docs/mixing.md.",
+    )
     logging_dir: str | None = option(
         None, "Folder of the TensorBoard files. Unset: TENSORBOARD_LOGGING_DIR, else output_dir/runs/<date>_<host>."
     )

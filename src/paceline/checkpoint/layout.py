@@ -19,6 +19,7 @@ AVERAGES = "averages"
 REGULARIZERS = "regularizers"
 DISTILLATION = "distillation"
 DATA_MAP = "data_map"
+SOURCE_LOSS = "source_loss"
 
 METADATA_NAME = ".metadata"  # the index of a folder of torch.distributed.checkpoint
 MODEL_FOLDER = "pytorch_model_fsdp_0"  # accelerate's name, as is the next one

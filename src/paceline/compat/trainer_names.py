@@ -86,10 +86,11 @@ class TrainerNames:
                 first = self.run.first_tokens if self.run is not None else 0
                 seen = self.state.num_input_tokens_seen - first
                 logs.update(speed_metrics("train", start_time, num_tokens=seen))
+        # times go to the callbacks only, so that a resumed run has the same history as an uninterrupted one
+        recorded, entries = self.run.row_entries() if self.run is not None else ({}, {})
+        logs.update(recorded)
         shown: dict[str, Any] = logs if self.state.phase is None else {**logs, "phase": self.state.phase}
         self.state.log_history.append({**shown, "step": self.state.global_step})
-        # times go to the callbacks only, so that a resumed run has the same history as an uninterrupted one
-        entries = self.run.row_entries() if self.run is not None else {}
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, {**shown, **entries})
         self._share_control()
 

@@ -127,7 +127,10 @@ class Stages(Protocol):
 
 
 class Meter(Protocol):
-    """Counts a quantity during a run, such as floating-point operations."""
+    """Counts a quantity during a run, such as floating-point operations.
+
+    The entries of a meter with `is_recorded = True` are the same in a resumed run, and become part of the log.
+    """
 
     def row(self, times: Mapping[str, float]) -> dict[str, float]:
         """Returns the entries of a log row, given the row's times."""
@@ -233,14 +236,17 @@ class Run:
         """Starts sampling the machine's resources."""
         self.resources = resources.Resources()
 
-    def row_entries(self) -> dict[str, float]:
-        """Returns the entries that are added to a training row for callbacks; empty for any other row."""
-        entries = self.ledger.take_row()
+    def row_entries(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Returns the entries of a training row: those for the log, and those for callbacks only.
+
+        Both are empty for any other row.
+        """
+        entries, recorded = self.ledger.take_row(), dict[str, float]()
         for meter in self.meters if entries else ():
-            entries.update(meter.row(entries))
+            (recorded if getattr(meter, "is_recorded", False) else entries).update(meter.row(entries))
         if entries and self.resources is not None:
             entries.update(self.resources.take())
-        return entries
+        return recorded, entries
 
     def train(self) -> None:
         """Runs the loop to its end."""

@@ -143,10 +143,10 @@ class DataMapRecorder:
         num_samples: int,
         copies: bool,
     ) -> None:
-        if strategy.world.is_distributed or strategy.runs_windows or strategy.is_lazy:
+        if strategy.runs_windows or strategy.is_lazy or strategy.world.world_size != strategy.mesh.data_size:
             raise UnsupportedOption(
-                "data_map=True is not supported on several processes or XLA devices: run it on one process, or leave "
-                "it out."
+                "data_map=True is not supported with pipelines, tensor or context parallelism and XLA devices, where "
+                "no process has all logits of a sample: use parallel='ddp' or 'fsdp', or leave it out."
             )
         self._training_step, self._ids = training_step, ids
         self._strategy, self._rule = strategy, rule

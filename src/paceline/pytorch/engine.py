@@ -89,6 +89,7 @@ class Engine:
         is_applying: the window in progress, or the one that failed, has begun to change the parameters.
         num_steps: optimizer steps so far.
         batches: micro-batches of the window in progress, or of the window that failed.
+        after_read: called on all processes after each `read`.
     """
 
     num_micro_steps = 1
@@ -127,6 +128,7 @@ class Engine:
         # an overridden training_step may run the whole pass itself
         self._rest_of_pass = BACKWARD if is_ours(training_step) else COMPUTE
         self.log = StepLog()
+        self.after_read: list[Callable[[], None]] = []
         self.keep_outputs = False
         self.keep_batches = False  # user code may pop labels from a batch; a copy keeps the original for a retry
         must_match = sync.must_match(strategy, compute_loss)
@@ -201,7 +203,10 @@ class Engine:
 
     def read(self) -> list[StepRow]:
         """Returns (loss, grad_norm, learning_rate, True if there is a loss) of each step since the last read."""
-        return self.sync.mean_losses(self.log.drain())
+        rows = self.sync.mean_losses(self.log.drain())
+        for follow in self.after_read:
+            follow()
+        return rows
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Returns True if smaller micro-batches may avoid this error and no part of the step has been applied yet.

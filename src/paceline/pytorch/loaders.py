@@ -25,9 +25,10 @@ from paceline.pytorch.distributed.world import World
 from paceline.pytorch.model.objective import adapted
 
 if TYPE_CHECKING:
-    from paceline.pytorch.data import warmups
+    from paceline.pytorch.data import sources, warmups
     from paceline.pytorch.packing import Packing
 else:
+    sources = LateModule("paceline.pytorch.data.sources")
     warmups = LateModule("paceline.pytorch.data.warmups")
 
 
@@ -77,6 +78,8 @@ class LoaderFactory:
         resumed_batch_size: global batch size in samples (with a token budget, in micro-batches) of a run that is
             resumed on another number of processes; else None.
         find_packing: returns the packing of training batches, or None.
+        source_column: entry of the training samples whose values are added to the batches; see
+            `paceline.pytorch.data.sources`.
     """
 
     settings: LoaderSettings
@@ -89,6 +92,7 @@ class LoaderFactory:
     kept: KeptLoaders | None = None
     resumed_batch_size: int | None = None
     find_packing: Callable[[], Packing | None] = lambda: None
+    source_column: str | None = None
 
     def __post_init__(self) -> None:
         self.mesh = self.strategy.mesh
@@ -119,7 +123,9 @@ class LoaderFactory:
         chosen = self.collate if packing is None else packing.collator(self.collate)
         given, collate = dataset, self.filter_collator(chosen, description)
         sampler = adapted(make_sampler, 1)(dataset) if make_sampler is not None else None  # may read any column
-        if has_removable_columns(dataset):
+        if is_training and self.source_column:
+            collate = sources.SourceCollator(collate, self.source_column, dataset)
+        elif has_removable_columns(dataset):
             dataset, collate = self.filter_dataset(dataset, description), chosen
         make = partial(
             self.make_loader,

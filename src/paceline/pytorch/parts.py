@@ -323,6 +323,7 @@ def loaders_of(trainer: Trainer) -> LoaderFactory:
         kept=run.loaders if run is not None and args.dataloader_persistent_workers else None,
         resumed_batch_size=trainer._resumed_batch_size,
         find_packing=trainer._find_packing,
+        source_column=args.loss_by_source,
     )
 
 

@@ -77,12 +77,14 @@ if TYPE_CHECKING:
     from paceline.pytorch import data_map as maps
     from paceline.pytorch import device_clock, memory_report, missing_labels, rollback
     from paceline.pytorch.checkpoint import sharded_format
+    from paceline.pytorch.data import sources as data_sources
     from paceline.pytorch.optim import averages, steered
     from paceline.pytorch.optim.averages import AveragedWeights
 else:
     averages = LateModule("paceline.pytorch.optim.averages")
     device_clock = LateModule("paceline.pytorch.device_clock")
     maps = LateModule("paceline.pytorch.data_map")
+    data_sources = LateModule("paceline.pytorch.data.sources")
     memory_report = LateModule("paceline.pytorch.memory_report")
     missing_labels = LateModule("paceline.pytorch.missing_labels")
     rollback = LateModule("paceline.pytorch.rollback")
@@ -133,6 +135,7 @@ class Session(core.Session[Run, TrainerMembers]):
 
     data_remedy = "raise dataloader_num_workers, or let the dataset do less for each sample"
     sample_ids: maps.WindowIds | None = None  # of the windows of this run, with data_map=True
+    sample_sources: data_sources.WindowSources | None = None  # of these windows, with loss_by_source
     world: Kept[World] = Kept()
     model: Kept[torch.nn.Module] = Kept()
     model_wrapped: Kept[torch.nn.Module] = Kept()
@@ -194,11 +197,14 @@ class Session(core.Session[Run, TrainerMembers]):
             return collect(batches, number, device)
 
         self.sample_ids = maps.WindowIds(draw) if self.args.data_map else None
+        drawn = draw if self.sample_ids is None else self.sample_ids.collect
+        column = self.args.loss_by_source
+        self.sample_sources = data_sources.WindowSources(column, drawn) if column else None
         feed = make_feed(
             loader,
             plan,
             self.model,
-            collect=draw if self.sample_ids is None else self.sample_ids.collect,
+            collect=drawn if self.sample_sources is None else self.sample_sources.collect,
             ignore_data_skip=self.args.ignore_data_skip,
             step=lambda: self.state.global_step,
         )
@@ -504,6 +510,7 @@ class Session(core.Session[Run, TrainerMembers]):
                 plan=plan,
                 feed=feed,
                 sample_ids=self.sample_ids,
+                sample_sources=self.sample_sources,
                 num_steps=lambda: self.state.global_step,
                 training_step=self.facade.training_step,
             )

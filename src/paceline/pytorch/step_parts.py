@@ -30,13 +30,17 @@ from paceline.pytorch.model.objective import adapted
 
 if TYPE_CHECKING:
     from paceline.pytorch import data_map as maps
-    from paceline.pytorch import flops, noise_scale
+    from paceline.pytorch import flops, noise_scale, source_loss
+    from paceline.pytorch.data.sources import WindowSources
+    from paceline.pytorch.model import sample_losses
     from paceline.pytorch.regularizers import passes
 else:
     flops = LateModule("paceline.pytorch.flops")
     maps = LateModule("paceline.pytorch.data_map")
     noise_scale = LateModule("paceline.pytorch.noise_scale")
     passes = LateModule("paceline.pytorch.regularizers.passes")
+    sample_losses = LateModule("paceline.pytorch.model.sample_losses")
+    source_loss = LateModule("paceline.pytorch.source_loss")
 
 TrainingStep = Callable[..., Tensor]
 
@@ -55,6 +59,7 @@ class Setup:
         plan: of the run.
         feed: its data.
         sample_ids: the samples of the window, with `data_map=True`; else None.
+        sample_sources: their sources, with `loss_by_source`; else None.
         num_steps: returns the optimizer steps so far.
         training_step: the Trainer's, as the parts before have wrapped it.
     """
@@ -68,6 +73,7 @@ class Setup:
     plan: Plan
     feed: StatefulDataIterator
     sample_ids: maps.WindowIds | None
+    sample_sources: WindowSources | None
     num_steps: Callable[[], int]
     training_step: TrainingStep
 
@@ -160,6 +166,18 @@ def record_samples(setup: Setup) -> StepPart | None:
     )
 
 
+def record_sources(setup: Setup) -> StepPart | None:
+    """Logs the loss of each source, with `loss_by_source`."""
+    options = setup.options
+    if setup.sample_sources is None:
+        return None
+    option = f"loss_by_source={options.loss_by_source!r}"
+    losses = sample_losses.SampleLosses(setup.rule, options.label_smoothing_factor, option)
+    leaves_out = setup.plan.leave_out_non_finite
+    made = source_loss.SourceLoss(setup.sample_sources, setup.strategy, losses, leaves_out)
+    return StepPart(names.SOURCE_LOSS, made, meter=made, is_stateful=True, join=made.join, before_save=made.gather)
+
+
 def distil(setup: Setup) -> StepPart | None:
     """Trains with a teacher, if the Trainer has one."""
     made = setup.facade.distillation
@@ -210,6 +228,7 @@ PARTS: tuple[Callable[[Setup], StepPart | None], ...] = (
     count_flops,
     measure_noise,
     record_samples,
+    record_sources,
     regularize,
     distil,
 )

@@ -24,6 +24,7 @@ OPTIONS: dict[str, Any] = {
     "log_flops": False,
     "gradient_noise_scale": False,
     "data_map": False,
+    "loss_by_source": None,
     "ema_decay": None,
     "ema_warmup": True,
     "swa_start": None,

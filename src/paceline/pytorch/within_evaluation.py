@@ -20,6 +20,7 @@ from paceline.core.outputs import EvalLoopOutput
 from paceline.pytorch import parts
 from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.data.loading import named_dataset
+from paceline.pytorch.distributed.collectives import gather_objects
 from paceline.pytorch.distributed.precision import narrow
 from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.evaluation.predictor import evaluating
@@ -74,6 +75,9 @@ def tools_of(trainer: Trainer, loader: object, dataset: object, prefix: str) -> 
         generate=partial(generate, trainer),
         place=trainer._prepare_inputs,
         evaluated=partial(evaluated, trainer),
+        rank=trainer.world.process_index,
+        world_size=trainer.world.world_size,
+        gather=partial(gather_objects, trainer.world),
         log_table=trainer.log_table,
         log_figure=trainer.log_figure,
         generates=bool(getattr(trainer.args, "predict_with_generate", False)),

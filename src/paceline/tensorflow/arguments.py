@@ -35,6 +35,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "compile_cache_dir": (is_off, NO_COMPILE),
     "compile_regions": (is_off, NO_COMPILE),
     "data_map": (is_off, "torch records it; leave it out"),
+    "loss_by_source": (is_off, "evaluate each source; leave it out"),
     "dataloader_in_order": (bool, NO_WORKERS),
     "dataloader_num_workers": (is_off, NO_WORKERS),
     "ddp_backend": (is_off, ONE_PROGRAM),

@@ -40,8 +40,8 @@ def test_the_table_is_what_both_have() -> None:
     assert {"Trainer", "TrainingArguments", "TrainerCallback", "EvalPrediction", "set_seed"} <= PAIRS.keys()
     assert {"get_linear_schedule_with_warmup", "DataCollatorWithPadding", "IntervalStrategy"} <= PAIRS.keys()
     assert set(paceline.__all__) - PAIRS.keys() == {
-        "CutMix", "DPSGD", "DataCollatorForSOP", "DataCollatorForWholeWordMask", "EvaluationSamples",
-        "EvaluationTools", "Member", "MembersTrainer", "MixedDataset", "MixedStream", "Mixup",
+        "CutMix", "DPSGD", "DataCollatorForSOP", "DataCollatorForWholeWordMask", "EvaluationHarness",
+        "EvaluationSamples", "EvaluationTools", "Member", "MembersTrainer", "MixedDataset", "MixedStream", "Mixup",
         "NotebookProgressCallback", "Phase", "Plan", "Pruning", "Regularizer", "ReportCallback", "SAM",
         "ShuffleBuffer", "SnapshotEnsemble", "StreamingMetric", "TestTimeAugmentation", "UnsupportedOption",
         "check_targets", "ensemble_predict", "replay", "simulated_processes",

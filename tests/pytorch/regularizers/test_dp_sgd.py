@@ -285,3 +285,21 @@ def test_another_run_says_that_its_epsilon_is_its_own(tmp_path: Path, caplog: An
     assert "before it" not in caplog.text
     trainer.train()
     assert "does not include the steps that the optimizer has made before it" in caplog.text
+
+
+def test_without_amplification_the_target_is_that_of_epochs(tmp_path: Path) -> None:
+    """An epoch is one Gaussian mechanism, so the noise is that of a run of as many full batches."""
+    from opacus.accountants.utils import get_noise_multiplier
+
+    settings = DPSGD(target_epsilon=6.0, delta=1e-3, amplification=False)
+    trainer = train(tmp_path, Classifier(), [settings], num_train_epochs=2)
+    last = [row for row in trainer.state.log_history if "epsilon" in row][-1]
+    assert last["epsilon"] == last["epsilon_of_epochs"] <= 6.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = get_noise_multiplier(
+            target_epsilon=6.0, target_delta=1e-3, sample_rate=1.0, steps=2, accountant="rdp"
+        )
+    record = json.loads((tmp_path / "run.json").read_text())["extra"]["regularizers"]["dp_sgd"]
+    assert record["noise_multiplier"] == pytest.approx(expected)
+    assert record["expected_epsilon"] == pytest.approx(last["epsilon"])

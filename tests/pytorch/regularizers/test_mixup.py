@@ -411,3 +411,20 @@ def test_embeddings_that_are_computed_again_are_mixed_again(tmp_path: Path) -> N
         trained.append(weights(model))
     assert torch.equal(trained[0], trained[1])
     assert torch.equal(trained[0], trained[2])
+
+
+def test_a_loss_that_becomes_another_one_is_a_warning(tmp_path: Path, caplog: Any) -> None:
+    class Later(Classifier):
+        """Adds a penalty from its fifth pass on."""
+
+        passes = 0
+
+        def forward(self, x: Tensor, labels: Any = None) -> Any:
+            loss, logits = super().forward(x, labels)
+            self.passes += 1
+            return loss + (logits.square().mean() if self.passes > 4 else 0.0), logits
+
+    make_trainer(tmp_path, Later(), DATA, regularizers="mixup", max_steps=4, loss_weight="samples").train()
+    assert "is not any more" not in caplog.text
+    make_trainer(tmp_path, Later(), DATA, regularizers="mixup", max_steps=9, loss_weight="samples").train()
+    assert caplog.text.count("is not any more") == 1

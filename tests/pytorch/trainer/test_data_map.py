@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import processes
 import pytest
 import torch
 from torch import Tensor, nn
@@ -113,6 +114,20 @@ def test_a_resume_is_exact(tmp_path: Path) -> None:
     resumed = run(tmp_path / "two", resume=True, dataloader_num_workers=0)
     for name in SUMS:
         assert (straight.data_map.result.sums[name] == resumed.data_map.result.sums[name]).all(), name
+
+
+@pytest.mark.slow
+def test_processes_share_one_map(tmp_path: Path) -> None:
+    """It is that of one process with the same global batches, and a resume is exact."""
+    processes.run("data_map_job.py", 2, str(tmp_path))
+    alone = run(tmp_path / "alone", per_device_train_batch_size=6).data_map.result.sums
+    one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
+    for way in ("ddp", "fsdp"):
+        straight, resumed = one[way]
+        for name in SUMS:
+            np.testing.assert_allclose(straight[name], alone[name], rtol=1e-4, atol=1e-5, err_msg=f"{way} {name}")
+            assert (straight[name] == resumed[name]).all(), f"{way} {name}"
+            assert (straight[name] == two[way][0][name]).all(), f"{way} {name}"
 
 
 def test_forgetting_events_and_samples_that_repeat() -> None:

@@ -399,4 +399,6 @@ def test_two_processes_have_the_gradient_of_one(tmp_path: Path) -> None:
     )
     torch.testing.assert_close(found["gpt2"], one, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found["straight"], found["resumed"], rtol=0, atol=0)
+    torch.testing.assert_close(found["shards"], found["straight"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["shards"], found["shards resumed"], rtol=0, atol=0)
     assert found["hard_loss"] == pytest.approx(found["hard_loss of one"], rel=1e-5)

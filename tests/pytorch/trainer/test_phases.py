@@ -501,6 +501,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_steps": 5}, "bounds a phase"),
     ({"gradient_accumulation_steps": 0}, "whole"),
     ({"callbacks": Watch()}, "list of callbacks"),
+    ({"callbacks": [lambda args, state, control: None]}, "expected a callback"),
+    ({"callbacks": [3]}, "expected a callback"),
+    ({"greater_is_better": False}, "plateau"),
+    ({"until": "plateau of eval_f1", "greater_is_better": "no"}, "True or False"),
     ({"loss": 3}, "expected a function"),
 ]
 
@@ -510,6 +514,58 @@ def test_wrong_settings_name_phase_and_setting(settings: Any, message: str) -> N
     with pytest.raises(ValueError, match=message) as caught:
         Phase("one", **settings)
     assert "phases['one']." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"powers": 2}},
+        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": "many"}},
+        {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 5.0}},
+    ],
+)
+def test_a_wrong_schedule_of_a_later_phase_fails_before_the_first_step(tmp_path: Path, settings: Any) -> None:
+    watch = Watch()
+    with pytest.raises(ValueError, match=r"phases\['two'\]: the schedule"):
+        make(tmp_path, [Phase("one", until=2), Phase("two", **settings)], [watch]).train()
+    assert not watch.gradients
+
+
+def later() -> Any:
+    return 3
+
+
+def test_what_a_text_names_as_a_callback_is_checked_before_the_first_step(tmp_path: Path) -> None:
+    watch = Watch()
+    phases = [{"name": "one", "until": 2}, {"name": "two", "callbacks": [f"{__name__}:later"]}]
+    with pytest.raises(ValueError, match=r"phases\['two'\].callbacks=.*expected a callback"):
+        make(tmp_path, phases, [watch]).train()
+    assert not watch.gradients
+
+
+@pytest.mark.parametrize(("rises", "steps"), [(False, 6), (True, 4)])
+def test_the_direction_of_a_plateau(tmp_path: Path, rises: bool, steps: int) -> None:
+    values = iter([0.5, 0.4, 0.4, 0.4, 0.4, 0.4])
+    phases = [Phase("one", until="plateau of wer", patience=1, greater_is_better=rises)]
+    trainer = make(
+        tmp_path, phases, eval_strategy="steps", eval_steps=2, compute_metrics=lambda prediction: {"wer": next(values)}
+    )
+    trainer.train()
+    assert trainer.state.global_step == steps
+
+
+def test_a_plateau_of_an_error_rate_needs_a_direction(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="smaller values are better: set greater_is_better"):
+        make(tmp_path, [Phase("one", until="plateau of eval_wer")], eval_strategy="steps", eval_steps=2)
+
+
+def test_the_notes_say_when_a_phase_begins_and_which_way_its_metric_goes(tmp_path: Path, capsys: Any) -> None:
+    phases = [Phase("one", until="plateau of eval_loss", max_steps=4), Phase("two", until="3 steps"), Phase("three")]
+    make(tmp_path, phases, eval_strategy="steps", eval_steps=2, disable_tqdm=False).train()
+    shown = capsys.readouterr().out
+    assert "phase one: steps 1 to 4 at the latest (until plateau of eval_loss, minimized)" in shown
+    assert "phase two: from the end of the phase before to 7 at the latest" in shown
+    assert "phase three: from the end of the phase before to 10\n" in shown
 
 
 def test_overridden_methods_that_would_not_listen_are_refused(tmp_path: Path) -> None:

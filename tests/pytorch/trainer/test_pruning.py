@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from paceline import Pruning, Trainer, TrainerCallback, TrainingArguments, UnsupportedOption
+from paceline.cli.main import main
 from paceline.pytorch.pruning import to_semi_structured
 from paceline.pytorch.pruning_masks import Target, keep_most, two_of_four
 
@@ -221,6 +222,33 @@ def test_a_lottery_ticket_starts_a_new_run(tmp_path: Path) -> None:
         assert not dict(trainer.model.named_parameters())[name][~mask].any()
     with pytest.raises(ValueError, match=r"'other' has the shape \(2,\)"):
         make(tmp_path / "wrong", Pruning(masks={"other": torch.ones(2)})).train()
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_an_exported_model_is_pruned_without_masks(tmp_path: Path, form: str) -> None:
+    pruning = Pruning(0.5)
+    make(tmp_path / "run", pruning, checkpoint_format=form).train()
+    assert main(["export", str(tmp_path / "run" / f"checkpoint-{STEPS}"), str(tmp_path / "out")]) == 0
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors.keys() == Classifier().state_dict().keys()
+    for name, mask in pruning.masks.items():
+        assert not tensors[name][~mask].any()
+        assert tensors[name][mask].any()
+
+
+def test_a_ticket_begins_from_the_weights_of_a_step(tmp_path: Path) -> None:
+    """Late rewinding: the weights of an early checkpoint, with the mask of the end."""
+    found = Pruning(0.5, start=4, end=6)
+    make(tmp_path / "dense", found, save_total_limit=None).train()
+    model = Classifier(dropout=0.1)
+    early = load_file(tmp_path / "dense" / "checkpoint-2" / "model.safetensors")
+    model.load_state_dict(early)
+    trainer = make(tmp_path / "ticket", Pruning(masks=found.masks), model, learning_rate=0.0)
+    trainer.train()
+    for name, mask in found.masks.items():
+        weight = dict(trainer.model.named_parameters())[name]
+        assert torch.equal(weight[mask], early[name][mask])
+        assert not weight[~mask].any()
 
 
 def test_the_best_model_and_a_second_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

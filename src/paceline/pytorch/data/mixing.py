@@ -102,18 +102,11 @@ class MixedDataset(Dataset[Any]):
         for owner, own in places.items():
             samples = _read(self.sources[owner], [int(rows[indices[place]]) for place in own])
             for place, sample in zip(own, samples, strict=True):
-                found[place] = self._marked(sample, owner)
+                found[place] = marked(sample, self.source_column, owner)
         return found
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_layout": None}
-
-    def _marked(self, sample: Any, owner: int) -> Any:
-        if self.source_column is None:
-            return sample
-        if not isinstance(sample, Mapping):
-            raise TypeError(f"source_column={self.source_column!r}: samples are {type(sample).__name__}, not dicts.")
-        return {**sample, self.source_column: owner}
 
     def _plan(self) -> tuple[npt.NDArray[np.uint16], Indices]:
         """Returns source and row of each sample of the epoch, with the sources evenly interleaved."""
@@ -153,6 +146,7 @@ class MixedStream(IterableDataset[Any]):
         stop: "first_exhausted": the epoch ends when a source that is drawn has no more samples; "all_exhausted": a
             source begins anew at its end, until each has been read to its end once.
         seed: seed of the draws.
+        source_column: as in `MixedDataset`.
 
     Raises:
         ValueError: sources, weights or stop are invalid.
@@ -165,6 +159,7 @@ class MixedStream(IterableDataset[Any]):
         *,
         stop: str = "first_exhausted",
         seed: int = 0,
+        source_column: str | None = None,
     ) -> None:
         if not sources:
             raise ValueError("sources: a mixture has one source or more.")
@@ -175,6 +170,7 @@ class MixedStream(IterableDataset[Any]):
             raise ValueError(f"stop={stop!r}: a mixture ends by 'first_exhausted' or by 'all_exhausted'.")
         self.stop = stop
         self.seed = seed
+        self.source_column = source_column
         self.epoch = 0
         self._restored: Mapping[str, Any] | None = None
         self._unread: list[Any] | None = None  # the states of the sources before anything was read
@@ -241,7 +237,7 @@ class MixedStream(IterableDataset[Any]):
                     raise ValueError(f"the stream {self.names[owner]!r} of a mixture is empty") from None
             self._read[owner] += 1
             self._drawn += 1
-            yield sample
+            yield marked(sample, self.source_column, owner)
         self._forget()
 
     def _open(self, state: Mapping[str, Any] | None) -> list[Iterator[Any]]:
@@ -292,6 +288,19 @@ class MixedStream(IterableDataset[Any]):
         self._drawn = 0
         self._read = [0] * len(self.sources)
         self._passes = [0] * len(self.sources)
+
+
+def marked(sample: Any, column: str | None, owner: int) -> Any:
+    """Returns a sample with the number of its source.
+
+    Raises:
+        TypeError: it is no dict.
+    """
+    if column is None:
+        return sample
+    if not isinstance(sample, Mapping):
+        raise TypeError(f"source_column={column!r}: samples are {type(sample).__name__}, not dicts.")
+    return {**sample, column: owner}
 
 
 def _lengths(sources: Mapping[str, Any]) -> tuple[int, ...]:

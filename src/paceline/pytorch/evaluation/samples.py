@@ -50,6 +50,8 @@ class EvaluationTools:
         generate: `(inputs, settings) -> token ids`, for a batch on the device.
         place: `(batch) -> batch` on the device.
         evaluated: returns a context in which the model is as it is evaluated, and random numbers are put back.
+        rank, world_size: this process among all.
+        gather: `(value) -> the values of all processes`, by rank. A collective.
         log_table, log_figure: the methods of the Trainer.
         generates: True if the Trainer's own prediction step generates.
         shards: True if all processes must make the same passes.
@@ -67,6 +69,9 @@ class EvaluationTools:
     generate: Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
     place: Callable[[Any], Any]
     evaluated: Callable[[], Any]
+    rank: int
+    world_size: int
+    gather: Callable[[Any], list[Any]]
     log_table: Callable[[str, Sequence[str], Sequence[Sequence[Any]]], None]
     log_figure: Callable[[str, Any], None]
     generates: bool

@@ -83,7 +83,7 @@ class PhaseProgress(TrainerCallback):
         if name not in metrics:
             return
         self._last_seen = state.global_step
-        if self._is_over(float(metrics[name]), end.rises(args)):
+        if self._is_over(float(metrics[name]), end.rises(args, self.phase.greater_is_better)):
             logger.info("Phase %s ends at step %d: %s is %g.", self.phase.name, state.global_step, name, metrics[name])
             self._end(state, control)
 

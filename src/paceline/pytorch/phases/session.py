@@ -255,15 +255,26 @@ class PhasedSession(session.Session):
     def with_phase_notes(self, plan: Plan) -> Plan:
         """Returns a plan with a note for each phase, and the number of epochs of all phases."""
         notes, began, num_epochs = [], 0, 0
+        is_open = False  # a metric decides when a phase before ends
         for index, (phase, end) in enumerate(zip(self.phases, self.planned_ends(self.max_steps), strict=True)):
-            until = f" (until {phase.until})" if phase.end.is_measured else ""
+            begins = "from the end of the phase before" if is_open else f"steps {began + 1:,}"
+            is_open = is_open or phase.end.is_measured
             frozen = f", freezes {', '.join(phase.freeze)}" if phase.freeze else ""
-            notes.append(f"phase {phase.name}: steps {began + 1:,} to {end:,}{until}{frozen}")
+            latest = " at the latest" if is_open and end < self.max_steps else ""
+            notes.append(f"phase {phase.name}: {begins} to {end:,}{latest}{self.condition_of(phase)}{frozen}")
             epoch = self.lengths[index]
             # a phase that ends early leaves steps to those after it
             num_epochs += sys.maxsize if epoch is None else math.ceil((self.max_steps - began) / epoch)
             began = began if phase.end.is_measured else end
         return replace(plan, notes=(*plan.notes, *notes), num_epochs=min(num_epochs, sys.maxsize))
+
+    def condition_of(self, phase: Phase) -> str:
+        """Returns the metric that a phase waits for, in parentheses; empty if it waits for none."""
+        if not phase.end.is_measured:
+            return ""
+        rises = phase.end.rises(self.args, phase.greater_is_better)
+        direction = f", {'maximized' if rises else 'minimized'}" if phase.end.kind == options.PLATEAU else ""
+        return f" (until {phase.until}{direction})"
 
     def restore_position(self, feed: StatefulDataIterator, plan: Plan, checkpoint: Path) -> Plan:
         with self.within_phase(self.running_progress.index):
@@ -280,6 +291,7 @@ class PhasedSession(session.Session):
         self.schedule = phased.PhasedSchedule(self.optimizer, self.make_schedule, made.live)
         self.lr_scheduler, self.created_lr_scheduler = self.schedule, True
         self.callback_handler.lr_scheduler = self.schedule
+        self.check_schedules()
         index = self.running_progress.index
         self.begin_training(index)
         self.add_callbacks(index)
@@ -331,15 +343,37 @@ class PhasedSession(session.Session):
         self.optimizer_phases.begin(index)
         self.schedule.begin(index)
 
+    def check_schedules(self) -> None:
+        """Checks the schedule of each phase before the first step.
+
+        Raises:
+            ValueError: its settings are invalid.
+        """
+        began = 0
+        for index, end in enumerate(self.planned_ends(self.max_steps)):
+            phase = self.phases[index]
+            trial = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+            try:
+                self.schedule_of(index, max(end - began, 1), trial).step()
+            except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+                raise ValueError(
+                    f"phases[{phase.name!r}]: the schedule of the learning rate (lr_scheduler_type, "
+                    f"lr_scheduler_kwargs, warmup_steps) is invalid: {error}"
+                ) from error
+            began = end if not phase.end.is_measured else began
+
     def make_schedule(self, index: int) -> Any:
         """Returns the schedule of a phase, over its own length."""
-        progress, phase = self.running_progress, self.phases[index]
+        progress = self.running_progress
         assert progress.last_step is not None
-        length = progress.last_step - progress.began
-        args = replace(self.args, **{**phase.options(), "phases": None})
+        return self.schedule_of(index, progress.last_step - progress.began, self.optimizer)
+
+    def schedule_of(self, index: int, length: int, optimizer: Any) -> Any:
+        """Returns the schedule of a phase of `length` optimizer steps for an optimizer."""
+        args = replace(self.args, **{**self.phases[index].options(), "phases": None})
         return get_scheduler(
             args.lr_scheduler_type,
-            optimizer=self.optimizer,
+            optimizer=optimizer,
             num_warmup_steps=args.get_warmup_steps(length),
             num_training_steps=length,
             scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}),
@@ -403,6 +437,8 @@ def loaded(phase: Phase) -> Phase:
     """Returns a phase with the objects that it names as `package.module:name`."""
     found = {name: load(phase, name, getattr(phase, name)) for name in ("train_dataset", "data_collator", "loss")}
     callbacks = [load(phase, "callbacks", callback) for callback in phase.callbacks]
+    for callback in callbacks:
+        phase.check_callback(callback)
     return replace(phase, **found, callbacks=callbacks)
 
 

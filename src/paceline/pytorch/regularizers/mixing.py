@@ -7,6 +7,7 @@ targets are the same ones in another order.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from paceline.pytorch.model.outputs import candidate_logits
 from paceline.pytorch.model.prepare import input_embedding
 from paceline.pytorch.regularizers.passes import Context, LossCall, RegularizerPass
 from paceline.pytorch.sync import RunWindow
+
+logger = logging.getLogger(__name__)
 
 PURPOSE = "mixing"
 
@@ -218,6 +221,10 @@ class Mixing(RegularizerPass):
             return objective.smoothed_loss(outputs, other)
         return self._own_loss(outputs, own, other, num_items, loss, is_shared)
 
+    def after_read(self) -> None:
+        """Warns if the model's own loss was another one than in the first passes."""
+        self._own_loss.check_later()
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what was seen of the model's own loss."""
         return self._own_loss.state_dict()
@@ -271,6 +278,11 @@ def not_mixable(name: str, value: Tensor) -> UnsupportedOption:
     )
 
 
+def rounding_of(loss: Tensor) -> float:
+    """Returns the relative difference that two ways to compute a loss may have."""
+    return 1e-4 if loss.dtype.itemsize > 2 else 2e-2
+
+
 Form = Callable[[Tensor, Tensor, Any], Tensor]
 
 
@@ -296,7 +308,8 @@ class OwnLoss:
     """The loss of a model that computes it itself, for other targets.
 
     The loss is recomputed from the logits as a cross-entropy, in the form that was seen to be the model's own. It is
-    compared in the first two passes, and in later ones as long as several forms fit and differ.
+    compared in the first two passes, and in later ones as long as several forms fit and differ. The difference in all
+    other passes is kept on the device, and a warning once it is read.
 
     Args:
         name: the regularizer, for the error.
@@ -306,6 +319,8 @@ class OwnLoss:
         self.name = name
         self._forms = list(FORMS)
         self._num_looks = 0
+        self._error: Tensor | None = None  # largest difference in later passes, in units of rounding
+        self._has_warned = False
 
     def __call__(
         self, outputs: Any, labels: Tensor, others: Tensor, num_items: Any, loss: Tensor, is_shared: bool
@@ -323,11 +338,13 @@ class OwnLoss:
         is_open = len(self._forms) > 1 and is_shared and labels.numel() > 1
         if self._num_looks < 2 or is_open:
             self._look(logits.detach(), labels, num_items, loss.detach())
+        elif not self._has_warned:
+            self._compare(logits.detach(), labels, num_items, loss.detach())
         return FORMS[self._forms[0]](logits, others, num_items).to(loss.dtype)
 
     def _look(self, logits: Tensor, labels: Tensor, num_items: Any, loss: Tensor) -> None:
         """Keeps the forms that give the model's own loss. Synchronizes with the device."""
-        rounding = 1e-4 if loss.dtype.itemsize > 2 else 2e-2
+        rounding = rounding_of(loss)
         candidates = [name for name in self._forms if num_items is not None or name != "scaled"]
         values = [FORMS[name](logits, labels, num_items).to(loss.dtype) for name in candidates]
         fits = [
@@ -339,6 +356,26 @@ class OwnLoss:
             raise self._unknown("it is no cross-entropy of the logits")
         self._forms = fits or self._forms
         self._num_looks += 1
+
+    @torch.no_grad()
+    def _compare(self, logits: Tensor, labels: Tensor, num_items: Any, loss: Tensor) -> None:
+        """Keeps the largest difference from the model's own loss, on the device."""
+        value = FORMS[self._forms[0]](logits, labels, num_items).to(loss.dtype)
+        error = (value - loss).abs() / (rounding_of(loss) * loss.abs() + 1e-6)
+        error = torch.where(torch.isfinite(error), error, torch.zeros_like(error))
+        self._error = error if self._error is None else torch.maximum(self._error, error)
+
+    def check_later(self) -> None:
+        """Warns once if the model's own loss was no cross-entropy in a later pass. Synchronizes with the device."""
+        error, self._error = self._error, None
+        if error is not None and float(error) > 1:
+            self._has_warned = True
+            logger.warning(
+                "regularizers: %s: the model's own loss was a cross-entropy of the logits in the first passes, and is "
+                "not any more; of the loss for the partners' targets, only that part is known. Pass "
+                "compute_loss_func=(outputs, labels) -> loss to the Trainer.",
+                self.name,
+            )
 
     def _unknown(self, reason: str) -> UnsupportedOption:
         return UnsupportedOption(

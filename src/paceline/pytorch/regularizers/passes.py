@@ -114,6 +114,9 @@ class RegularizerPass:
         """Changes the model while entered, for a whole run."""
         yield
 
+    def after_read(self) -> None:
+        """Called on all processes whenever the losses of the last steps have been read from the device."""
+
     # ---- a meter of the run, and a checkpoint item
 
     def row(self, times: Mapping[str, float]) -> dict[str, float]:
@@ -143,6 +146,8 @@ class Passes:
         passes: by the name of the regularizer.
     """
 
+    is_recorded = True
+
     def __init__(self, passes: Mapping[str, RegularizerPass]) -> None:
         self.passes = dict(passes)
         self._was_called = False  # a pass has computed a loss in the window in progress
@@ -156,6 +161,7 @@ class Passes:
         """Lets the engine compute losses and run windows through the passes that change them."""
         losses = [each for each in self.passes.values() if overrides(each, "compute_loss")]
         windows = [each for each in self.passes.values() if overrides(each, "run_window")]
+        engine.after_read.extend(each.after_read for each in self.passes.values() if overrides(each, "after_read"))
         engine.wrap(partial(self._loss_of, losses, engine), partial(self._window_of, losses, windows))
 
     def _loss_of(

@@ -57,7 +57,9 @@ class PrivacyAccount:
         self.steps[key] = self.steps.get(key, 0) + 1
 
     def epsilon(self) -> float:
-        """Returns the epsilon of the steps so far, if each sampled the data independently (Poisson sampling)."""
+        """Returns the epsilon of the steps so far, under the assumption about sampling that the settings make."""
+        if not self.settings.amplification:
+            return self.epsilon_of_epochs()
         return self._epsilon([(sigma, size / self.num_samples, count) for (sigma, size), count in self.steps.items()])
 
     def epsilon_of_epochs(self) -> float:
@@ -70,8 +72,19 @@ class PrivacyAccount:
         return self._epsilon([(smallest, 1.0, -(-used // self.num_samples))] if used else [])
 
     def expected(self, noise_multiplier: float, samples: int, steps: int) -> float:
-        """Returns the epsilon of a whole run under Poisson sampling."""
-        return self._epsilon([(noise_multiplier, samples / self.num_samples, steps)])
+        """Returns the epsilon of a whole run."""
+        return self._epsilon([(noise_multiplier, *self.mechanism(samples, steps))])
+
+    def mechanism(self, samples: int, steps: int) -> tuple[float, int]:
+        """Returns the sampling rate and the number of Gaussian mechanisms that make up a run.
+
+        Args:
+            samples: of an optimizer step.
+            steps: optimizer steps of the run.
+        """
+        if self.settings.amplification:
+            return samples / self.num_samples, steps
+        return 1.0, max(-(-samples * steps // self.num_samples), 1)
 
     def _epsilon(self, history: list[tuple[float, float, int]]) -> float:
         if not history:
@@ -125,14 +138,15 @@ class PrivateGradients(RegularizerPass):
         settings = self.settings
         if settings.noise_multiplier is not None:
             return float(settings.noise_multiplier)
+        rate, steps = self.account.mechanism(self._size, max(self.context.plan.max_steps, 1))
         find = require("opacus.accountants.utils", EXTRA).get_noise_multiplier
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = find(
                 target_epsilon=settings.target_epsilon,
                 target_delta=settings.delta,
-                sample_rate=self._size / self.account.num_samples,
-                steps=max(self.context.plan.max_steps, 1),
+                sample_rate=rate,
+                steps=steps,
                 accountant=settings.accountant,
             )
         return float(found)
@@ -157,11 +171,13 @@ class PrivateGradients(RegularizerPass):
             )
         if errors:
             raise UnsupportedOption(f"{NAME} cannot train {type(model).__name__}: {' '.join(errors)}")
-        logger.warning(
-            "%s: epsilon is computed for batches that are sampled independently (Poisson sampling), while the samples "
-            "are shuffled and each is used once per epoch. epsilon_of_epochs in the log holds without that assumption.",
-            NAME,
-        )
+        if self.settings.amplification:
+            logger.warning(
+                "%s: epsilon is computed for batches that are sampled independently (Poisson sampling), while the "
+                "samples are shuffled and each is used once per epoch. epsilon_of_epochs in the log holds without that "
+                "assumption, and so does epsilon with amplification=False.",
+                NAME,
+            )
         hooks = hooks_of(model, loss_reduction="sum")
         try:
             yield
@@ -271,6 +287,7 @@ class PrivateGradients(RegularizerPass):
             "max_grad_norm": settings.max_grad_norm,
             "delta": settings.delta,
             "accountant": settings.accountant,
+            "amplification": settings.amplification,
             "expected_epsilon": self.account.expected(self.noise_multiplier, self._size, steps),
         }
 
@@ -282,6 +299,11 @@ class PrivateGradients(RegularizerPass):
         """Returns the privacy of the run as a sentence."""
         if not self.account.steps:
             return ""
+        if not self.settings.amplification:
+            return (
+                f"Privacy ({self.account.epsilon():.3f}, {self.settings.delta:g}) with each sample once per epoch, at "
+                f"a noise multiplier of {self.noise_multiplier:.4g}"
+            )
         return (
             f"Privacy ({self.account.epsilon():.3f}, {self.settings.delta:g}) with Poisson sampling, and "
             f"({self.account.epsilon_of_epochs():.3f}, {self.settings.delta:g}) with each sample once per epoch, at a "

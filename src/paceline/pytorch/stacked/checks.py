@@ -16,6 +16,7 @@ from paceline.callbacks.early_stopping import EarlyStoppingCallback
 from paceline.core.methods import is_ours
 from paceline.pytorch.checkpoint.tensors import CheckpointError
 from paceline.pytorch.distributed.random import preserved_rng
+from paceline.pytorch.evaluation.harness import EvaluationHarness
 from paceline.pytorch.evaluation.samples import EvaluationSamples
 from paceline.pytorch.pruning import Pruning
 from paceline.pytorch.snapshots import SnapshotEnsemble
@@ -34,7 +35,7 @@ REFUSED = {
             *("neftune_noise_alpha", "use_liger_kernel", "linear_cross_entropy", "optimizer_in_backward"),
             *("optimizer_state_dtype", "gradient_noise_scale", "log_flops", "batch_size_warmup"),
             *("sequence_length_warmup", "packing", "predict_with_generate", "regularizers"),
-            *("teacher", "phases", "eval_samples", "data_map", "pruning"),
+            *("teacher", "phases", "eval_samples", "data_map", "pruning", "loss_by_source"),
         ),
         "leave it out",
     ),
@@ -46,6 +47,7 @@ REFUSED = {
 OF_ONE_MODEL: dict[type, str] = {
     Pruning: "chooses weights",
     SnapshotEnsemble: "saves the weights",
+    EvaluationHarness: "evaluates the model",
     EvaluationSamples: "shows the predictions",
 }
 
