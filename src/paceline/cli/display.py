@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from paceline.pytorch.trainer import Trainer
     from paceline.tensorflow.trainer import TFTrainer
 
+NUMBER = 9  # columns of most numbers with four digits
+
 
 def say(text: str) -> None:
     """Prints with a flush; secrets are masked.
@@ -70,9 +72,9 @@ class EvaluationLines(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
         values = {"training loss": self._loss} | {title: metrics.get(key) for key, title in self.columns.items()}
-        cells = [f"{title} {value:.4g}" for title, value in values.items() if value is not None]
+        cells = [f"{title} {value:<{NUMBER}.4g}" for title, value in values.items() if value is not None]
         if self.display.training_bar is not None:
-            self.display.training_bar.write(f"step {state.global_step:>6,}   " + "   ".join(cells))
+            self.display.training_bar.write(f"step {state.global_step:>6,}   {'  '.join(cells)}".rstrip())
 
 
 def show_evaluations(trainer: Trainer | TFTrainer, columns: dict[str, str]) -> None:
