@@ -84,7 +84,7 @@ FILE_LINES, FUNCTION_LINES, NESTING, COMPLEXITY = 400, 50, 4, 16
 FILE_LINES_OF = {"pytorch/trainer.py": 545}  # the facade: public methods of one line, and late imports
 MOST_ASSIGNED = 3
 MOST_ANY = 0.10
-MOST_MODULES = 139  # of the package, which the import of the Trainer loads
+MOST_MODULES = 140  # of the package, which the import of the Trainer loads
 
 # Every exception to a rule, with its reason; * stands for any text. One that is no longer needed fails.
 EXCEPTIONS: dict[tuple[str, str], str] = {
@@ -144,7 +144,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("the plan is read", "Plan.eval_batch_size"): "recorded in run.json; an evaluation may run without a plan",
     ("the plan is read", "Plan.num_train_epochs"): "recorded in run.json",
     ("the plan is read", "Plan.notes"): "logged with the plan",
-    ("the plan decides", "core/session.py"): "the session, which hands values on",
     ("the plan decides", "*/session.py"): "the session, which hands values on",
     ("the plan decides", "core/loop.py"): "max_steps and the JIT checkpoint are live: a callback may change them",
     ("the plan decides", "core/state.py"): "a public method of the Hugging Face library's state",

@@ -11,6 +11,7 @@ import pytest
 
 import paceline
 from paceline import TFTrainingArguments, TrainingArguments, UnsupportedOption
+from paceline.args.redeclared import OWN
 from paceline.tensorflow import devices
 from paceline.tensorflow.arguments import UNSUPPORTED
 
@@ -135,3 +136,22 @@ def test_a_process_has_one_mirrored_strategy(tmp_path: Path, monkeypatch: pytest
     finally:
         devices.the_only.cache_clear()
     assert first is second
+
+
+def test_options_that_a_subclass_declares_for_itself_are_unset(tmp_path: Path) -> None:
+    from tf_models import losses, make_data, make_model
+
+    from paceline import TFTrainer
+
+    def train(kind: type[TFTrainingArguments], folder: Path) -> list[float]:
+        args = kind(str(folder), max_steps=2, logging_steps=1, save_steps=2, report_to="jsonl", disable_tqdm=True)
+        trainer = TFTrainer(make_model(), args, make_data(8), make_data(4))
+        trainer.train()
+        trainer.evaluate()
+        return losses(trainer)
+
+    plain = train(TFTrainingArguments, tmp_path / "plain")
+    for value in ("a text of another library", 7):
+        fields = [(name, Any, dataclasses.field(default=value)) for name in sorted(OWN)]
+        kind = dataclasses.make_dataclass("TheirConfig", fields, bases=(TFTrainingArguments,), repr=False, eq=False)
+        assert train(kind, tmp_path / str(value)) == plain

@@ -7,8 +7,8 @@ import logging
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from typing import Any
 
+from paceline.args.redeclared import OWN
 from paceline.args.secrets import has_handlers
-from paceline.args.sections import PacelineSection
 from paceline.args.training import TrainingArguments
 
 
@@ -30,10 +30,10 @@ def adopt(args: Any) -> TrainingArguments:
     cls: type[TrainingArguments] = TrainingArguments
     if hasattr(args, "predict_with_generate"):
         cls = importlib.import_module("paceline.args.seq2seq").Seq2SeqTrainingArguments
-    own = [item.name for item in fields(args) if item.name in PacelineSection.__dataclass_fields__]
-    if own:  # the user's class defines their meaning: see `is_replaced`
+    own = [item.name for item in fields(args) if item.name in OWN]
+    if own:  # the user's class defines their meaning: see `paceline.args.redeclared`
         replaced = [(name, Any, field(default=None)) for name in own]
-        cls = make_dataclass(cls.__name__, replaced, bases=(cls,), repr=False, eq=False)
+        cls = make_dataclass(type(args).__name__, replaced, bases=(cls,), repr=False, eq=False)
     known = {item.name for item in fields(cls)}
     values = args.to_dict()  # type: ignore[attr-defined]
     adopted = cls.from_dict({name: value for name, value in values.items() if name in known})

@@ -27,7 +27,8 @@ from paceline.args.mesh import read_parallel, read_parallelism
 from paceline.args.pipelining import keep_pipelining
 from paceline.args.places import check_url, is_url
 from paceline.args.profiling import keep_profile
-from paceline.args.sections import Options, is_replaced
+from paceline.args.redeclared import is_redeclared
+from paceline.args.sections import Options
 from paceline.args.warmups import keep_warmup
 
 TRUE_WORDS = frozenset({"true", "yes", "y", "t", "on", "1"})
@@ -401,7 +402,7 @@ def coerce_option(cls: type, name: str, value: object) -> Any:
     In fields that a subclass adds, only text is converted, to the number, boolean or enum member of the type; other
     values are kept. A field by which a subclass replaces one of paceline's own options keeps its value.
     """
-    if is_replaced(cls, name):
+    if is_redeclared(cls, name):
         return value
     if name in SPECIAL:
         return SPECIAL[name](name, value)

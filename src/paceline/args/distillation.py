@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.args.errors import UnsupportedOption, parse_json, wrong_value
 from paceline.args.packing import JOINING, packing_of
-from paceline.args.sections import DistillationSection, Options, is_replaced
+from paceline.args.sections import DistillationSection, Options
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def check_distillation(options: Options) -> None:
             "distillation_layers with torch_compile=True is not supported, whose code keeps no outputs of modules: "
             "leave one of them out."
         )
-    if options.teacher is not None and not is_replaced(type(options), "teacher"):
+    if options.teacher is not None:
         check_with_teacher(options)
 
 

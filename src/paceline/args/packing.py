@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from paceline.args.accelerator_config import is_on
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh
-from paceline.args.sections import Options, is_replaced
+from paceline.args.redeclared import own_options
+from paceline.args.sections import Options
 
 JOINING = ("pack", "flatten")  # values that put several samples into one row
 
@@ -27,7 +28,7 @@ class TokenBudget:
 
 def packing_of(options: Options) -> str | None:
     """Returns the requested packing; None if the arguments' class replaces the option `packing`."""
-    return None if is_replaced(type(options), "packing") else options.packing
+    return own_options(options).packing
 
 
 def sampling_of(options: Options) -> str:
@@ -42,7 +43,7 @@ def order_of(options: Options) -> str:
 
 def tokens_of(options: Options) -> int | None:
     """Returns the token budget of a micro-batch; None if micro-batches have a number of samples."""
-    return None if is_replaced(type(options), "per_device_train_tokens") else options.per_device_train_tokens
+    return own_options(options).per_device_train_tokens
 
 
 def row_length_of(options: Options) -> int | None:

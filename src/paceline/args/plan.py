@@ -13,6 +13,7 @@ from paceline.args.choices import IntervalStrategy
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh, engine_of, read_size, resolve_mesh
 from paceline.args.packing import check_packing_on, tokens_of
+from paceline.args.redeclared import note_on_redeclared, own_options
 from paceline.args.registry import STRATEGIES
 from paceline.args.rules import check, check_for_run, derived_values
 from paceline.args.sections import Options
@@ -230,7 +231,8 @@ def resolve(
         UnsupportedOption: an option that this version does not support.
     """
     check_for_run(args)
-    notes = notes_on_idle_options(args, world_size) + notes_on_passes(args)
+    args = own_options(args)
+    notes = [*note_on_redeclared(args), *notes_on_idle_options(args, world_size), *notes_on_passes(args)]
     derived = derived_values(args)
     mesh = resolve_mesh(args, world_size, local_size)
     check_packing_on(args, mesh)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from paceline.args.errors import UnsupportedOption, did_you_mean, parse_json, wrong_value
 from paceline.args.packing import JOINING, packing_of
 from paceline.args.registry import REGULARIZERS
-from paceline.args.sections import Options, is_replaced
+from paceline.args.sections import Options
 from paceline.args.sharding import is_xla_asked
 
 BATCH, INPUTS, LOSS, GRADIENT = "batch", "inputs", "loss", "gradient"
@@ -312,9 +312,7 @@ def find_kind(option: str, name: str) -> type[Regularizer]:
 
 def regularizers_of(options: Options) -> tuple[Regularizer, ...]:
     """Returns the regularizers in the order of their stages, and as given within a stage; empty without the option."""
-    given = getattr(options, "regularizers", None)
-    if not given or is_replaced(type(options), "regularizers"):
-        return ()
+    given = getattr(options, "regularizers", None) or ()
     return tuple(sorted(given, key=lambda each: STAGES.index(each.stage)))
 
 

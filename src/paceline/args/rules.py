@@ -15,6 +15,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import check_mesh
 from paceline.args.packing import check_packing, check_tokens
 from paceline.args.places import is_url, staging_folder
+from paceline.args.redeclared import is_redeclared, own_options
 from paceline.args.sections import DistillationSection, Options
 from paceline.args.sharding import is_asked, is_xla_asked, read_sharding, shard_precision_of, wants_shards
 from paceline.args.warmups import check_warmups
@@ -422,8 +423,9 @@ def check(options: Options) -> None:
         ValueError: a rule is broken; the message names the options, their values and the remedy.
         UnsupportedOption: an option that this version does not support.
     """
+    read = own_options(options)
     for rule in CHECKS:
-        rule(options)
+        rule(read)
 
 
 def check_for_run(options: Options) -> None:
@@ -433,7 +435,7 @@ def check_for_run(options: Options) -> None:
         ValueError, UnsupportedOption: see `check` and `check_best_metric`.
     """
     check(options)
-    check_best_metric(options)
+    check_best_metric(own_options(options))
 
 
 def derived_values(options: Options) -> dict[str, Any]:
@@ -492,6 +494,11 @@ def derived_store(options: Options) -> dict[str, Any]:
     Raises:
         ValueError: `output_store` names another store.
     """
+    if is_redeclared(type(options), "output_store"):
+        raise ValueError(
+            f"output_dir={options.output_dir!r} is a URL, which becomes output_store, and {type(options).__name__} "
+            "declares output_store itself: let output_dir be a folder of this machine."
+        )
     if options.output_store not in (None, options.output_dir):
         raise ValueError(
             f"output_dir={options.output_dir!r} and output_store={options.output_store!r} are two stores: let "

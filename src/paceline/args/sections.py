@@ -772,13 +772,3 @@ class Options(
     RunSection,
 ):
     """All options under flat names, in the order of `RunSection` to `PacelineSection`."""
-
-
-def is_replaced(cls: type, name: str) -> bool:
-    """True if an arguments class redeclares one of paceline's own options.
-
-    The class then defines the field's meaning, as TRL's SFTConfig does for `packing`; paceline's option is unset.
-    """
-    if name not in PacelineSection.__dataclass_fields__:
-        return False
-    return cls.__dataclass_fields__[name] is not Options.__dataclass_fields__[name]  # type: ignore[attr-defined]

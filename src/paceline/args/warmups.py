@@ -14,7 +14,8 @@ from typing import Any
 
 from paceline.args.errors import UnsupportedOption, did_you_mean, parse_json, wrong_value
 from paceline.args.packing import JOINING, packing_of, tokens_of
-from paceline.args.sections import Options, is_replaced
+from paceline.args.redeclared import own_options
+from paceline.args.sections import Options
 
 BATCH_SETTINGS = ("start", "steps")
 LENGTH_SETTINGS = ("start", "end", "steps", "multiple")
@@ -172,7 +173,7 @@ def is_pair(name: str, item: object) -> bool:
 
 def given(options: Options, name: str) -> Any:
     """Returns the value of a warm-up; None if it is unset, or the arguments' class replaces the option."""
-    return None if is_replaced(type(options), name) else getattr(options, name)
+    return getattr(own_options(options), name)
 
 
 def resolve_batch_warmup(options: Options, accumulation_steps: int, update_size: int) -> BatchWarmup | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.args.profiling import read_profiling
+from paceline.args.redeclared import own_options
 from paceline.args.registry import OPTION_CALLBACKS
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.flow import DefaultFlowCallback
@@ -47,6 +48,7 @@ def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any
                 f"callbacks: {callback!r} has no method of an event, such as on_log or on_step_end; derive a class "
                 "from paceline.TrainerCallback."
             )
+    args = own_options(args)
     everyone = [DefaultFlowCallback, *find_reporters(args.report_to), *callbacks]
     check_trackio(args, everyone)
     if not any(isinstance(c, DISPLAYS) or (isinstance(c, type) and issubclass(c, DISPLAYS)) for c in callbacks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.args.redeclared import own_options
 from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
 from paceline.core.state import TrainerControl, TrainerState
@@ -32,5 +33,5 @@ class JITCheckpointCallback(TrainerCallback):
 
 def check(args: TrainingArguments) -> None:
     """Checks that the loop handles signals."""
-    if not args.stop_signals:
+    if not own_options(args).stop_signals:
         raise ValueError("JITCheckpointCallback requires stop_signals=True: leave it True.")

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.args.accelerator_config import is_on
 from paceline.args.mesh import resolve_mesh
+from paceline.args.redeclared import own_options
 from paceline.args.training import TrainingArguments
 from paceline.args.warmups import BatchWarmup, resolve_batch_warmup
 from paceline.core.state import TrainerState
@@ -159,6 +160,7 @@ def pauses_left(kind: str, args: TrainingArguments, state: TrainerState, is_over
 
 def speedometer_of(args: TrainingArguments, state: TrainerState) -> Speedometer:
     """Returns the speedometer of a run."""
+    args = own_options(args)
     size, warmup = global_batch_size(args, state), None
     if getattr(args, "batch_size_warmup", None) is not None:
         warmup = resolve_batch_warmup(args, args.gradient_accumulation_steps, size)
@@ -175,7 +177,7 @@ def global_batch_size(args: TrainingArguments, state: TrainerState) -> int:
     if world_size > 1 and is_on(getattr(args, "accelerator_config", None), "split_batches"):
         return int(args.per_device_train_batch_size) * accumulation
     if world_size > 1 and hasattr(args, "parallelism_config"):
-        world_size = resolve_mesh(args, world_size).data_size
+        world_size = resolve_mesh(own_options(args), world_size).data_size
     return (per_process or 1) * accumulation * world_size
 
 

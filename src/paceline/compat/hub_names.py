@@ -66,7 +66,7 @@ class HubNames(TrainerNames):
         )
 
     def _card_run(self) -> described.CardRun:
-        options = {one.name: getattr(self.args, one.name) for one in fields(described.Hyperparameters)}
+        options = {one.name: getattr(self._own_options, one.name) for one in fields(described.Hyperparameters)}
         return described.CardRun(
             options=described.Hyperparameters(**options),
             state=self.state,

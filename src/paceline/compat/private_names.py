@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from paceline.args.plan import check, resolve_duration
+from paceline.args.redeclared import own_options
 from paceline.args.warmups import resolve_batch_warmup
 from paceline.checkpoint import folders
 from paceline.checkpoint.resuming import STATE_FILE
@@ -272,7 +273,7 @@ class PrivateNames:
         trainer = cast("Trainer", self)
         in_update = trainer.get_total_train_batch_size(args)
         in_epoch = loader_length(dataloader)
-        warmup = resolve_batch_warmup(args, args.gradient_accumulation_steps, in_update)
+        warmup = resolve_batch_warmup(own_options(args), args.gradient_accumulation_steps, in_update)
         duration = resolve_duration(args, in_epoch, args.gradient_accumulation_steps, [], warmup)
         in_run, updates = duration.max_steps, duration.updates_per_epoch
         micro_batches = in_run * args.gradient_accumulation_steps if warmup is None else warmup.total(in_run)

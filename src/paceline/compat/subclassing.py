@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from paceline.args.redeclared import own_options
 from paceline.callbacks.memory_stages import MemoryTracker
 from paceline.compat.private_names import UNCALLED, PrivateNames
 from paceline.core.optional import LateModule
@@ -271,4 +272,4 @@ class ForSubclasses(PrivateNames):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Returns the prepared model with its wrapper: torch.compile, if requested."""
-        return compile_model(model, self.args) if training else model
+        return compile_model(model, own_options(self.args)) if training else model

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from paceline.args.redeclared import own_options
 from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint import layout
 from paceline.checkpoint.resuming import STATE_FILE
@@ -52,6 +53,11 @@ class TrainerNames:
     time_spent: Mapping[str, float] = MappingProxyType({})
     world: Any
     step_parts: Any = None
+
+    @property
+    def _own_options(self) -> Any:
+        """The arguments as paceline reads them: see `paceline.args.redeclared`."""
+        return own_options(self.args)
 
     def _step_part(self, name: str) -> Any:
         return None if self.step_parts is None else self.step_parts.find(name)

@@ -110,9 +110,10 @@ def check_support(trainer: Trainer, options: Mapping[str, Any]) -> None:
         raise RuntimeError("To use hyperparameter search, you need to pass your model through a model_init function.")
     if trainer.eval_dataset is None and is_ours(trainer.get_eval_dataloader) and is_ours(trainer.evaluate):
         raise SearchError("hyperparameter_search compares evaluations: give the Trainer an eval_dataset.")
-    if trainer.args.output_store is not None:
+    store = trainer._own_options.output_store
+    if store is not None:
         raise UnsupportedOption(
-            f"output_dir={trainer.args.output_store!r}: the folders of trials are not uploaded. Search with a local "
+            f"output_dir={store!r}: the folders of trials are not uploaded. Search with a local "
             "output_dir, and train the best trial with the URL."
         )
     if options.get("n_parallel", 1) != 1:

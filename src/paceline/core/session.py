@@ -279,7 +279,8 @@ class Session(ABC, Generic[RunType, FacadeType]):
         facade: the Trainer, with the members that the session uses.
 
     Attributes:
-        args: the current arguments.
+        args: the current arguments, as callbacks get them.
+        options: the arguments as paceline reads them: see `paceline.args.redeclared`.
         state: the training state, live; replaced by each run.
         callback_handler: the callbacks and their dispatch table.
         control: the flags of the callbacks, live.
@@ -293,6 +294,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
 
     data_remedy: ClassVar[str]
     args: Kept[Any] = Kept()
+    options: Kept[Any] = Kept("_own_options")
     state: Kept[TrainerState] = Kept()
     control: Kept[TrainerControl] = Kept()
     callback_handler: Kept[CallbackHandler] = Kept()
@@ -341,7 +343,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
             self.run_mark = self.begin_mark(folder, checkpoint)
             if checkpoint is not None:
                 plan = self.restore_position(feed, plan, checkpoint)
-            signals = StopSignals(self.args.stop_signals, self.world_size > 1)
+            signals = StopSignals(self.options.stop_signals, self.world_size > 1)
             with (
                 self.surroundings(plan),
                 signals,
@@ -378,7 +380,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
                 self.settings(run),
                 steering.Actions(partial(run.signals.agree, False), self.evaluation_obstacle),
                 self.callback_handler,
-                run.folder if self.args.should_save else None,
+                run.folder if self.options.should_save else None,
                 run.retry_writer,
             )
 
@@ -442,7 +444,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
         for line in facts.lines:
             logger.info(line)
         self.show_header(run, facts)
-        if not self.args.should_save:
+        if not self.options.should_save:
             return
         extra = {
             "model": facts.model,
@@ -454,7 +456,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
         write = partial(
             write_run_record,
             run.folder,
-            args_dict=self.args.to_dict(),
+            args_dict=self.options.to_dict(),
             plan_dict=run.plan.to_dict(),
             seeds={"seed": run.plan.seed, "data_seed": run.plan.data_seed},
             extra=extra,
@@ -464,17 +466,17 @@ class Session(ABC, Generic[RunType, FacadeType]):
 
     def show_header(self, run: RunType, facts: RunFacts) -> None:
         """Prints a header for people on rank 0, unless the log shows the same or the display is disabled."""
-        is_wanted = self.args.log_level == "passive" and not self.args.disable_tqdm
+        is_wanted = self.options.log_level == "passive" and not self.options.disable_tqdm
         if not is_wanted or not self.state.is_world_process_zero or logger.isEnabledFor(logging.INFO):
             return
-        folder = run.folder if self.args.should_save else None
+        folder = run.folder if self.options.should_save else None
         size = (facts.num_parameters, facts.num_trainable)
         print(header(run.plan, facts.model, *size, facts.device, folder, run.first_step), flush=True)
 
     @contextmanager
     def running(self, run: RunType) -> Iterator[None]:
         """Marks the session as training; the parts of the run are closed at the end, even after an error."""
-        if self.args.log_resources:
+        if self.options.log_resources:
             run.sample_resources()
         self.is_in_train, self.run = True, run
         try:
@@ -491,7 +493,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
 
     def recording(self, run: RunType) -> AbstractContextManager[None]:
         """Returns a context manager that completes the record of a run, on the process that writes it."""
-        if not (self.args.should_save and self.state.is_world_process_zero):
+        if not (self.options.should_save and self.state.is_world_process_zero):
             return nullcontext()
         return provenance.recording(
             run.folder,
@@ -500,7 +502,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
             writer=run.retry_writer,
             handler=self.callback_handler,
             datasets=self.datasets(),
-            uses_workers=self.args.dataloader_num_workers > 0,
+            uses_workers=self.options.dataloader_num_workers > 0,
             is_stopped=lambda: run.signals.requested is not None,
             metric=run.plan.metric_for_best_model,
         )
@@ -536,7 +538,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
         run.ledger.settle()
         slow = slow_processes(self.gather_times(run.ledger.seconds))  # before a callback may raise on one rank
         best = self.state.best_model_checkpoint
-        if self.args.load_best_model_at_end and best is not None and is_complete and not self.is_best(Path(best)):
+        if self.options.load_best_model_at_end and best is not None and is_complete and not self.is_best(Path(best)):
             self.load_best(Path(best))
         self.facade._tell_card(is_complete)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
@@ -563,9 +565,8 @@ class Session(ABC, Generic[RunType, FacadeType]):
         logger.info("Time %s.", describe(seconds, num_steps))
         for text in filter(None, (meter.describe() for meter in run.meters)):
             logger.info("%s.", text)
-        used = (
-            goodput.goodput(run.folder, run.mark_now()) if self.args.should_save and len(run.mark.starts) > 1 else None
-        )
+        is_counted = self.options.should_save and len(run.mark.starts) > 1
+        used = goodput.goodput(run.folder, run.mark_now()) if is_counted else None
         if used is not None:
             logger.info("%s", used.describe())
         level = logging.WARNING if sum(seconds.values()) >= REMARK_SECONDS else logging.INFO

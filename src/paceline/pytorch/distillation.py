@@ -28,7 +28,7 @@ from paceline.args.distillation import (
     settings_of,
 )
 from paceline.args.errors import UnsupportedOption
-from paceline.args.sections import Options, is_replaced
+from paceline.args.sections import Options
 from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.pytorch.distributed.collectives import sum_floats
 from paceline.pytorch.distributed.random import preserved_rng
@@ -582,7 +582,7 @@ def make_distillation(
         ValueError: the teacher cannot teach the student, or an option belongs to a teacher and there is none.
         UnsupportedOption: an option is not supported with a teacher.
     """
-    option = None if is_replaced(type(options), "teacher") else options.teacher
+    option = options.teacher
     teacher = find_teacher(given, option)
     if teacher is None:
         check_without_teacher(options)

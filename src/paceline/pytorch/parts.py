@@ -84,16 +84,16 @@ def model_facts_of(trainer: Trainer) -> ModelFacts:
     """Returns the facts of the model, and the parts that depend on them."""
     return read_model(
         trainer.model,
-        options=trainer.args,
+        options=trainer._own_options,
         teacher=trainer.teacher,
         processor=trainer.processing_class,
         compute_loss=trainer.compute_loss,
         compute_loss_func=trainer.compute_loss_func,
         label_names=trainer.args.label_names,
-        loss_weight=trainer.args.loss_weight,
+        loss_weight=trainer._own_options.loss_weight,
         smoothing=trainer.args.label_smoothing_factor,
         loss_is_scaled=trainer.loss_is_scaled_for_ga,
-        linear_cross_entropy=trainer.args.linear_cross_entropy,
+        linear_cross_entropy=trainer._own_options.linear_cross_entropy,
     )
 
 
@@ -119,7 +119,7 @@ def checkpoint_form() -> CheckpointForm:
 
 def evaluator_of(trainer: Trainer) -> Evaluator:
     """Returns the evaluator of the Trainer's model."""
-    args, run = trainer.args, trainer.run
+    args, run = trainer._own_options, trainer.run
     contexts: list[Callable[[], AbstractContextManager[Any]]] = [
         partial(evaluation_weights, trainer.optimizer, trainer.is_in_train, trainer.averages)
     ]
@@ -254,7 +254,7 @@ def augmented_prediction(
 
 def evaluation_options_of(trainer: Trainer) -> EvaluationOptions:
     """Returns the options of an evaluation, from the arguments."""
-    args = trainer.args
+    args = trainer._own_options
     dtype = None
     if args.bf16_full_eval:
         dtype = torch.bfloat16
@@ -297,7 +297,7 @@ def item_counter_of(trainer: Trainer) -> Callable[[Sequence[Any]], Any]:
 
 def loaders_of(trainer: Trainer) -> LoaderFactory:
     """Returns the factory of loaders and samplers."""
-    args, run = trainer.args, trainer.run
+    args, run = trainer._own_options, trainer.run
     settings = LoaderSettings(
         train_batch_size=args.train_batch_size,
         eval_batch_size=args.eval_batch_size,
@@ -329,7 +329,7 @@ def loaders_of(trainer: Trainer) -> LoaderFactory:
 
 def find_packing(trainer: Trainer) -> packing.Packing | None:
     """Returns the packing of training batches, determined once per model; None without packing."""
-    args, known = trainer.args, trainer._packing
+    args, known = trainer._own_options, trainer._packing
     kind = packing_of(args)
     if kind not in JOINING:
         return None
@@ -368,7 +368,7 @@ def measurer_of(trainer: Trainer) -> Measure | None:
 
 def padding_counter_of(trainer: Trainer) -> PaddingCounter | None:
     """Returns `(batch) -> (useful tokens, all tokens)`; None without packing or a token budget."""
-    args, found = trainer.args, trainer._find_packing()
+    args, found = trainer._own_options, trainer._find_packing()
     tokens = tokens_of(args)
     if tokens is None and packing_of(args) is None:
         return None
@@ -382,7 +382,7 @@ def padding_counter_of(trainer: Trainer) -> PaddingCounter | None:
 
 def checkpointer_of(trainer: Trainer) -> Checkpointer:
     """Returns the checkpointer of the Trainer's current state."""
-    args, run = trainer.args, trainer.run
+    args, run = trainer._own_options, trainer.run
     saves = run.saves if run is not None else Saves()
     contents = Contents(
         items=trainer._make_session().items(),
@@ -459,7 +459,7 @@ def weights_to_save(trainer: Trainer) -> AbstractContextManager[None]:
 
 def model_files_of(trainer: Trainer) -> ModelFiles:
     """Returns the writer of the Trainer's model files."""
-    args, run, edits = trainer.args, trainer.run, trainer.edits
+    args, run, edits = trainer._own_options, trainer.run, trainer.edits
     processing_class = trainer.processing_class
     if processing_class is None:  # the tokenizer that pads the batches
         processing_class = getattr(trainer.data_collator, "tokenizer", None)
@@ -477,7 +477,7 @@ def model_files_of(trainer: Trainer) -> ModelFiles:
 
 def remote_sync_of(trainer: Trainer) -> RemoteSync | None:
     """Starts mirroring the output folder if there is an `output_store` and this is the main process; else None."""
-    args = trainer.args
+    args = trainer._own_options
     if args.output_store is None or not trainer.is_world_process_zero():
         return None
     reference = weakref.ref(trainer)
@@ -486,7 +486,7 @@ def remote_sync_of(trainer: Trainer) -> RemoteSync | None:
         owner = reference()
         if owner is None:
             return None
-        retention = retention_of(owner.args) if owner.run_mark is not None else Retention()
+        retention = retention_of(owner._own_options) if owner.run_mark is not None else Retention()
         return retention, list(owner.state.log_history), owner.state.best_model_checkpoint, owner.run_mark
 
     return output_store.begin(args.output_store, Path(str(args.output_dir)), policy)

@@ -65,7 +65,7 @@ class CopiedStage:
     def edited(self, model: nn.Module) -> Iterator[None]:
         """Edits the model as training does, with the rows of a packing."""
         packing = self.real._find_packing()
-        edits = prepare_model(model, self.trainer.args)
+        edits = prepare_model(model, self.trainer._own_options)
         try:
             with packing.applied() if packing is not None else nullcontext():
                 yield
@@ -125,13 +125,13 @@ def plan_of(trainer: Trainer, times_step: bool) -> Forecast:
     check_group("plan()", trainer.world)
     data = trainer.train_dataset
     check_rereadable("plan", data)
-    check_phases(trainer.args.phases or (), times_step)
+    check_phases(trainer._own_options.phases or (), times_step)
     with trial_run.unchanged(trainer.model, trainer.optimizer, data), undoing([trainer, trainer.model]):
         loader = trainer.get_train_dataloader()
         plan = trainer._make_session().make_plan(loader)
         batches = first_batches(trainer, loader, min(plan.accumulation_steps, 2))
         memory, note = memory_of(trainer, plan, batches)
-    args = trainer.args
+    args = trainer._own_options
     state = None if memory is None else memory.optimizer_of_all
     weights = {id(value): value for value in saved_tensors(trainer.model)}.values()
     disk = disk_of(
@@ -211,7 +211,7 @@ def memory_of(trainer: Trainer, plan: Plan, batches: list[Any]) -> tuple[StepMem
     notes = []
     if not found.has_optimizer_step:
         notes.append("The optimizer's step reads values: tensors that exist only during it are not included.")
-    if trainer.args.phases:
+    if trainer._own_options.phases:
         notes.append("Of a step that trains every parameter; phases that freeze some need less.")
     if trainer.args.torch_compile:
         notes.append("Of the model without torch_compile, which may keep other tensors.")

@@ -163,7 +163,7 @@ class Session(core.Session[Run, TrainerMembers]):
         return locked(self.world, folder)
 
     def start(self, trial: object) -> None:
-        args, facade = self.args, self.facade
+        args, facade = self.options, self.facade
         check_evaluation(
             facade.eval_dataset,
             facade.get_eval_dataloader,
@@ -181,8 +181,8 @@ class Session(core.Session[Run, TrainerMembers]):
         check_trainable(self.model)
 
     def find_checkpoint(self, resume: str | bool | None) -> Path | None:
-        wanted = self.args.resume_from_checkpoint if resume is None else resume
-        return find_for_all(self.world, wanted, str(self.args.output_dir), self.args.output_store)
+        wanted = self.options.resume_from_checkpoint if resume is None else resume
+        return find_for_all(self.world, wanted, str(self.options.output_dir), self.options.output_store)
 
     def open_data(self, checkpoint: Path | None) -> tuple[StatefulDataIterator, Plan]:
         self.resumed_batch_size = self.find_batch_size(checkpoint)
@@ -196,20 +196,20 @@ class Session(core.Session[Run, TrainerMembers]):
         def draw(batches: Iterator[Any], number: int) -> Any:
             return collect(batches, number, device)
 
-        self.sample_ids = maps.WindowIds(draw) if self.args.data_map else None
+        self.sample_ids = maps.WindowIds(draw) if self.options.data_map else None
         drawn = draw if self.sample_ids is None else self.sample_ids.collect
-        column = self.args.loss_by_source
+        column = self.options.loss_by_source
         self.sample_sources = data_sources.WindowSources(column, drawn) if column else None
         feed = make_feed(
             loader,
             plan,
             self.model,
             collect=drawn if self.sample_sources is None else self.sample_sources.collect,
-            ignore_data_skip=self.args.ignore_data_skip,
+            ignore_data_skip=self.options.ignore_data_skip,
             step=lambda: self.state.global_step,
         )
         if self.sample_ids is not None:
-            self.sample_ids.follow(self.args, feed)
+            self.sample_ids.follow(self.options, feed)
         return feed, plan
 
     def find_batch_size(self, checkpoint: Path | None) -> int | None:
@@ -220,8 +220,8 @@ class Session(core.Session[Run, TrainerMembers]):
         return resumed_batch_size(
             checkpoint,
             data_size=data_size,
-            global_batch_size=resolve_update(self.args, data_size, None)[1],
-            arguments=self.args.to_sanitized_dict(),
+            global_batch_size=resolve_update(self.options, data_size, None)[1],
+            arguments=self.options.to_sanitized_dict(),
             reads_stream=is_stream(self.facade.train_dataset),
         )
 
@@ -236,7 +236,7 @@ class Session(core.Session[Run, TrainerMembers]):
             )
         lengths = gather_objects(self.world, loader_length(loader))
         return resolve(
-            self.args,
+            self.options,
             world_size=self.world.world_size,
             local_size=self.world.local_size,
             micro_batches_per_epoch=None if None in lengths else max(lengths),
@@ -247,7 +247,7 @@ class Session(core.Session[Run, TrainerMembers]):
     def plan_without_data(self) -> Plan:
         """Returns the plan as far as it does not depend on the amount of data."""
         return resolve(
-            self.args,
+            self.options,
             world_size=self.world.world_size,
             local_size=self.world.local_size,
             micro_batches_per_epoch=1,
@@ -276,8 +276,8 @@ class Session(core.Session[Run, TrainerMembers]):
             plan,
             global_step=self.state.global_step,
             coordinates=self.strategy.data_coordinates(),
-            arguments=self.args.to_sanitized_dict(),
-            warmup_steps=self.args.get_warmup_steps,
+            arguments=self.options.to_sanitized_dict(),
+            warmup_steps=self.options.get_warmup_steps,
         )
         plan, self.state.max_steps = restorer.restore()
         return plan
@@ -285,7 +285,7 @@ class Session(core.Session[Run, TrainerMembers]):
     @contextmanager
     def surroundings(self, plan: Plan) -> Iterator[None]:
         with finished_uploads(self.facade.remote_sync), self.facade._finished_pushes():
-            self.edits = prepared = prepare_model(self.model, self.args)
+            self.edits = prepared = prepare_model(self.model, self.options)
             for note in prepared.notes:
                 logger.info(note)
             packing = self.facade._find_packing()
@@ -297,7 +297,7 @@ class Session(core.Session[Run, TrainerMembers]):
                 self.edits = None
 
     def watch(self) -> AbstractContextManager[Watchdog | None]:
-        return watching(self.world, self.args)
+        return watching(self.world, self.options)
 
     def prepare(
         self,
@@ -339,7 +339,7 @@ class Session(core.Session[Run, TrainerMembers]):
         loop = self.make_loop(run, self.hooks(run, progress), run.saves.writer)
         if checkpoint is not None and progress is not None:
             with wrap_load_error(checkpoint / PROGRESS_FILE):
-                restore_loop(loop, self.loss_normalizer, progress, self.args.label_smoothing_factor)
+                restore_loop(loop, self.loss_normalizer, progress, self.options.label_smoothing_factor)
         return loop
 
     def settings(self, run: Run) -> steered.TorchSettings:
@@ -397,7 +397,7 @@ class Session(core.Session[Run, TrainerMembers]):
                 error,
                 self.model,
                 self.optimizer,
-                self.args,
+                self.options,
                 batches=run.engine.batches,
                 precision=self.strategy.precision,
                 world_size=1 if self.strategy.is_sharded else self.world.world_size,
@@ -408,7 +408,7 @@ class Session(core.Session[Run, TrainerMembers]):
                 run.engine.batches,
                 accepted=self.facade.objective.signature.names,
                 label_names=self.facade.objective.label_names,
-                drops_columns=self.args.remove_unused_columns,
+                drops_columns=self.options.remove_unused_columns,
             )
             raise
         finally:
@@ -423,14 +423,14 @@ class Session(core.Session[Run, TrainerMembers]):
 
     def close(self, run: Run) -> None:
         run.loaders.close()
-        run.saves.close(run.folder if self.args.should_save else None)
+        run.saves.close(run.folder if self.options.should_save else None)
 
     def settle(self, run: Run, train_loss: float) -> float:
         self.facade.store_flos()
         return train_loss
 
     def complete_saves(self, run: Run) -> None:
-        if self.args.should_save:
+        if self.options.should_save:
             self.step_parts.finish(run.folder)
         self.facade._make_checkpointer().finish(run.folder)
         switch_optimizer(self.optimizer, "eval")
@@ -448,7 +448,7 @@ class Session(core.Session[Run, TrainerMembers]):
     def make_strategy(self, plan: Plan) -> SingleDevice:
         """Returns the strategy for the current arguments."""
         precision = make_precision(plan.precision, self.world.device)
-        return choose_strategy(self.world, precision, self.args, plan.parallel)
+        return choose_strategy(self.world, precision, self.options, plan.parallel)
 
     def prepare_model(self, plan: Plan) -> None:
         """Prepares the model with a new strategy, which creates optimizer and scheduler once the parameters are
@@ -463,12 +463,12 @@ class Session(core.Session[Run, TrainerMembers]):
             self.facade.create_optimizer_and_scheduler(num_training_steps=plan.max_steps)
             check_optimizer(self.optimizer, model)
             reset_decay(self.optimizer)
-            check_run(self.optimizer, str(self.args.optim), plan)
-            check_options(self.optimizer, self.args, plan)
+            check_run(self.optimizer, str(self.options.optim), plan)
+            check_options(self.optimizer, self.options, plan)
             return self.optimizer
 
-        if wants_shards(self.args) and plan.save_strategy != "no":
-            sharded_format.check_sharded(strategy, self.model, self.args.save_on_each_node)
+        if wants_shards(self.options) and plan.save_strategy != "no":
+            sharded_format.check_sharded(strategy, self.model, self.options.save_on_each_node)
         prepared = strategy.prepare(self.model, make_optimizer)
         if prepared.optimizer is not None:
             self.optimizer = prepared.optimizer
@@ -481,10 +481,10 @@ class Session(core.Session[Run, TrainerMembers]):
 
     def make_averages(self, run: Run) -> AveragedWeights | None:
         """Returns the average of the weights in a run; None if none is requested."""
-        if self.args.ema_decay is None and self.args.swa_start is None:
+        if self.options.ema_decay is None and self.options.swa_start is None:
             return None
         facade = self.facade
-        settings = averages.averaging_of(self.args, run.plan.max_steps, run.plan.updates_per_epoch)
+        settings = averages.averaging_of(self.options, run.plan.max_steps, run.plan.updates_per_epoch)
         averages.check_support(settings, self.strategy, self.optimizer)
         averages.settle_rate(settings, self.lr_scheduler, self.created_lr_scheduler)
 
@@ -501,7 +501,7 @@ class Session(core.Session[Run, TrainerMembers]):
         """Returns the optional parts of a run's optimizer steps."""
         return make_step_parts(
             Setup(
-                options=self.args,
+                options=self.options,
                 facade=self.facade,
                 strategy=self.strategy,
                 model=self.model,
@@ -572,7 +572,7 @@ class Session(core.Session[Run, TrainerMembers]):
             prepare_inputs=self.facade._prepare_inputs,
             max_grad_norm=0.0 if steps_in_backward(self.optimizer) else max_norm,
             skips_non_finite=plan.nonfinite_policy == "skip",
-            empty_cache_every=self.args.torch_empty_cache_steps,
+            empty_cache_every=self.options.torch_empty_cache_steps,
             ledger=ledger if ledger is not None else Ledger(),
         )
 
@@ -611,7 +611,7 @@ class Session(core.Session[Run, TrainerMembers]):
         Args:
             progress: loop progress of the checkpoint that the run is resumed from; None for a new run.
         """
-        folder = run.folder if self.args.should_save else None
+        folder = run.folder if self.options.should_save else None
         return Hooks(
             log=adapted(self.facade.log, 2),
             act=partial(self.act, run),
@@ -670,7 +670,7 @@ class Session(core.Session[Run, TrainerMembers]):
         run.saves.expect()
         self.step_parts.before_save()
         self.facade._save_checkpoint(self.model_wrapped, run.trial)
-        if self.args.should_save and run.saves.is_published:
+        if self.options.should_save and run.saves.is_published:
             self.claim(run)
         return run.saves.is_published
 

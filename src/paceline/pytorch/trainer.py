@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from paceline.args.adopt import adopt, apply_log_level
 from paceline.args.packing import tokens_of
 from paceline.args.plan import Plan, resolve_update
+from paceline.args.redeclared import own_options
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.defaults import with_defaults
 from paceline.callbacks.memory_stages import MemoryStages
@@ -133,7 +134,7 @@ class Trainer(HubNames, ForSubclasses):
     _resumed_batch_size: int | None = None  # global batch size, if a run is resumed on another number of processes
 
     def _make_session(self) -> session.Session:
-        return session.session_of(self, self.args.phases)
+        return session.session_of(self, self._own_options.phases)
 
     def __init__(
         self,
@@ -176,7 +177,7 @@ class Trainer(HubNames, ForSubclasses):
         self.data_collator = data_collator or choose_collator(self.processing_class, self.signature.names)
         self.state, self.control = self._first_state(), TrainerControl()
         self.callback_handler = CallbackHandler(
-            with_defaults(callbacks or [], self.args), self.model, self.processing_class, *optimizers
+            with_defaults(callbacks or [], self._own_options), self.model, self.processing_class, *optimizers
         )
         if self.args.should_save:
             make_output_folder(self._get_output_dir(None))
@@ -374,7 +375,7 @@ class Trainer(HubNames, ForSubclasses):
         if self.optimizer is None:
             model = self.model if model is None else model
             self.optimizer = optimizer_registry.create_optimizer(
-                self.args,
+                self._own_options,
                 model,
                 cls_and_kwargs=self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model),
                 decay_names=self.get_decay_parameter_names(model),
@@ -397,7 +398,7 @@ class Trainer(HubNames, ForSubclasses):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
         """Returns the class and keyword arguments of the optimizer that `args` names."""
-        return optimizer_registry.resolve_optimizer(args, model)
+        return optimizer_registry.resolve_optimizer(own_options(args), model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Returns the names of the parameters with weight decay: all but biases and norms."""
@@ -508,7 +509,7 @@ class Trainer(HubNames, ForSubclasses):
             UnsupportedOption: micro-batches are not made by a number of samples, or the processes cannot agree.
         """
         batch_search.check_arguments(lowest, highest, num_steps)
-        batch_search.check_support(self.args, self._plan())
+        batch_search.check_support(self._own_options, self._plan())
         return parts.search_batch_size(self, lowest, highest, num_steps)
 
     def measure_memory(self) -> module_memory.StepMemory:
@@ -518,7 +519,7 @@ class Trainer(HubNames, ForSubclasses):
             ValueError: the data has too few samples for two optimizer steps.
             UnsupportedOption: there are several processes, or the model is compiled or on an XLA device.
         """
-        args = self.args
+        args = self._own_options
         module_memory.check_support(self.strategy, args.torch_compile, args.linear_cross_entropy, args.regularizers)
         return module_memory.measure(partial(parts.try_run, self, module_memory.OPTIONS), self.strategy.device)
 

@@ -47,7 +47,7 @@ def fire(trainer: Trainer, loader: object, dataset: object, prefix: str, metrics
     call_own_event(
         trainer.callback_handler,
         EVENT,
-        trainer.args,
+        trainer._own_options,
         trainer.state,
         trainer.control,
         metrics=metrics,
@@ -122,7 +122,7 @@ def generate(trainer: Trainer, inputs: Mapping[str, Any], settings: Mapping[str,
     Raises:
         UnsupportedOption: the model is sharded and cast for evaluation.
     """
-    args, strategy = trainer.args, trainer.strategy
+    args, strategy = trainer._own_options, trainer.strategy
     if args.fp16_full_eval or args.bf16_full_eval:
         if strategy.in_step:
             raise UnsupportedOption(

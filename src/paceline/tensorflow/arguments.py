@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.args.choices import SchedulerType
 from paceline.args.errors import UnsupportedOption
+from paceline.args.redeclared import own_options
 from paceline.args.rules import is_default, is_off
 from paceline.args.sections import option
 from paceline.args.serialize import as_written
@@ -217,6 +218,7 @@ def check_tensorflow(args: TFTrainingArguments) -> None:
         ValueError: an option has an invalid value.
         UnsupportedOption: only torch supports an option, or a combination is not supported.
     """
+    args = own_options(args)
     for name, (asks_nothing, remedy) in UNSUPPORTED.items():
         value = getattr(args, name)
         if not asks_nothing(value):

@@ -42,7 +42,7 @@ def check_overrides(trainer: TFTrainer, step: str) -> None:
 
 def compiled_optimizer_of(trainer: TFTrainer) -> Any:
     """Returns the optimizer that the model was compiled with; None to use the one that the arguments describe."""
-    args = trainer.args
+    args = trainer._own_options
     defaults = {field.name: field.default for field in fields(args) if field.name in SETTINGS}
     return choose_optimizer(
         trainer.model,
@@ -58,7 +58,7 @@ def compiled_optimizer_of(trainer: TFTrainer) -> Any:
 
 def schedule_of(trainer: TFTrainer, num_training_steps: int) -> FollowingSchedule | StepSchedule:
     """Returns the schedule that the arguments describe, for a run of `num_training_steps` optimizer steps."""
-    args = trainer.args
+    args = trainer._own_options
     name = str(args.lr_scheduler_type)
     options: dict[str, Any] = dict(args.lr_scheduler_kwargs or {})  # type: ignore[arg-type]  # read from text by now
     if name in FOLLOWING:
@@ -72,7 +72,7 @@ def schedule_of(trainer: TFTrainer, num_training_steps: int) -> FollowingSchedul
 
 def optimizer_of(trainer: TFTrainer, learning_rate: object) -> Any:
     """Returns the optimizer that the arguments describe; `learning_rate` is a number or a schedule."""
-    args = trainer.args
+    args = trainer._own_options
     described = OptimizerSettings(
         name=str(args.optim),
         options=args.optim_args,
@@ -100,13 +100,13 @@ def token_counter_of(trainer: TFTrainer) -> Callable[[Sequence[Any]], int] | Non
 
 def evaluation_precision_of(trainer: TFTrainer) -> tuple[str, str | None]:
     """Returns the precision of evaluations, and the option that set it if it differs from that of the training."""
-    args = trainer.args
+    args = trainer._own_options
     return evaluation_precision(args.mixed_precision, bf16=args.bf16_full_eval, fp16=args.fp16_full_eval)
 
 
 def evaluator_of(trainer: TFTrainer, on_step: Callable[[], None]) -> Evaluator:
     """Returns the evaluator; it calls `on_step` after each batch."""
-    args, run = trainer.args, trainer.run
+    args, run = trainer._own_options, trainer.run
     precision, option = evaluation_precision_of(trainer)
     return Evaluator(
         model=trainer.model,
@@ -135,7 +135,7 @@ def evaluator_of(trainer: TFTrainer, on_step: Callable[[], None]) -> Evaluator:
 
 def checkpointer_of(trainer: TFTrainer) -> Checkpointer:
     """Returns the checkpointer of the current model and optimizer."""
-    args = trainer.args
+    args = trainer._own_options
     return Checkpointer(
         folder=Path(str(args.output_dir)),
         model=trainer.model,
@@ -163,7 +163,7 @@ def run_in_progress_of(trainer: TFTrainer) -> RunInProgress | None:
 
 def card_facts_of(trainer: TFTrainer) -> CardFacts:
     """Returns the facts for the model card."""
-    args = trainer.args
+    args = trainer._own_options
     return card_facts(
         trainer.model,
         eval_dataset=trainer.eval_dataset,

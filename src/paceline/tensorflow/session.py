@@ -130,7 +130,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
                 lock.release()
 
     def start(self, trial: object) -> None:
-        args = self.args
+        args = self.options
         check_tensorflow(args)
         if args.auto_find_batch_size and self.world.world_size > 1:
             raise UnsupportedOption(
@@ -144,10 +144,10 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
             hold_generators(self.model, args.seed)
 
     def find_checkpoint(self, resume: str | bool | None) -> Path | None:
-        return choose_checkpoint(self.args, resume)
+        return choose_checkpoint(self.options, resume)
 
     def open_data(self, checkpoint: Path | None) -> tuple[TFFeed, Plan]:
-        args = self.args
+        args = self.options
         source = source_of_batches(self.facade.get_train_tfdataset())
         feed = TFFeed(
             source,
@@ -182,8 +182,8 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
                 checkpoint,
                 read_progress(checkpoint),
                 global_step=self.state.global_step,
-                arguments=self.args.to_sanitized_dict(),
-                warmup_steps=self.args.get_warmup_steps,
+                arguments=self.options.to_sanitized_dict(),
+                warmup_steps=self.options.get_warmup_steps,
             )
         return plan
 
@@ -199,7 +199,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         self.prepare_optimizer(plan)
         # TensorFlow has no device events for timing, so the host's clock measures the wait for results
         kinds = {device.device_type for device in tf.config.list_logical_devices()}
-        ledger = Ledger(waits_unseen=bool(kinds & {"GPU", "TPU"}) and not self.args.use_cpu)
+        ledger = Ledger(waits_unseen=bool(kinds & {"GPU", "TPU"}) and not self.options.use_cpu)
         self.engine = self.make_engine(plan, ledger)
         assert self.run_mark is not None
         return core.Run(plan, feed, self.engine, signals, self.run_mark, folder, ledger=ledger)
@@ -230,8 +230,8 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
             max_grad_norm=plan.max_grad_norm or math.inf,  # infinity: the norm is logged even without clipping
             skips_non_finite=plan.nonfinite_policy == "skip",
             is_retried=plan.auto_find_batch_size,
-            xla=self.args.xla,
-            watch=make_watch(self.args, self.strategy, self.model),
+            xla=self.options.xla,
+            watch=make_watch(self.options, self.strategy, self.model),
             ledger=ledger,
         )
 
@@ -249,7 +249,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
 
     def restore_items(self, run: core.Run, checkpoint: Path, progress: Mapping[str, Any]) -> None:
         """Restores everything that the checkpoint holds, except the position in the data."""
-        arguments = self.args.to_sanitized_dict()
+        arguments = self.options.to_sanitized_dict()
         trace_again(run.engine, arguments, progress)  # first: the restore resets random numbers drawn while tracing
         self.facade._make_checkpointer().restore(checkpoint, progress)
         for name, is_requested in requested_actions(self.state).items():
@@ -266,7 +266,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
 
     def describe(self, run: core.Run) -> RunFacts:
         lines: tuple[str, ...] = ()
-        if self.args.save_in_background and run.plan.save_strategy != "no":
+        if self.options.save_in_background and run.plan.save_strategy != "no":
             lines = ("Training waits for each checkpoint to be written: TensorFlow writes variables where they are.",)
         return RunFacts(
             num_trainable=count_numbers(self.model.trainable_variables),
@@ -328,7 +328,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         Args:
             progress: contents of the `progress.json` that the run resumes from; empty without a checkpoint.
         """
-        folder = run.folder if self.args.should_save else None
+        folder = run.folder if self.options.should_save else None
         return Hooks(
             log=self.facade.log,
             act=partial(self.act, run),
@@ -386,7 +386,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
     def save_in_run(self, run: core.Run) -> bool:
         """Writes a checkpoint; returns True if it is complete. An overridden `_save_checkpoint` may return None."""
         is_there = self.facade._save_checkpoint() is not False
-        if self.args.should_save and is_there:
+        if self.options.should_save and is_there:
             self.claim(run)
         return is_there
 

@@ -194,7 +194,7 @@ class TFTrainer(HubNames):
         self.objective = Objective(
             model,
             compute_loss_func=self.compute_loss_func,
-            loss_weight=self.args.loss_weight,
+            loss_weight=self._own_options.loss_weight,
             label_smoothing=self.args.label_smoothing_factor,
         )
         self.predictor = Predictor(

@@ -92,7 +92,7 @@ class PhasedSession(session.Session):
                 "phases with a learning-rate schedule of your own are not supported: set lr_scheduler_type of each "
                 "phase, and leave optimizers=(..., scheduler) and create_scheduler out."
             )
-        self.phases = [loaded(phase) for phase in self.args.phases]
+        self.phases = [loaded(phase) for phase in self.options.phases]
         for phase in self.phases:
             if phase.changes_data and not is_ours(facade.get_train_dataloader):
                 raise UnsupportedOption(
@@ -172,9 +172,9 @@ class PhasedSession(session.Session):
 
     def make_plan(self, loader: object) -> Plan:
         """Returns the plan of a run over a loader; outside of a run, with all phases."""
-        if not self.args.phases:  # those of one phase
+        if not self.options.phases:  # those of one phase
             return super().make_plan(loader)
-        self.phases = [loaded(phase) for phase in self.args.phases]
+        self.phases = [loaded(phase) for phase in self.options.phases]
         self.find_lengths()
         with self.within_phase(0):
             plan = super().make_plan(self.facade.get_train_dataloader() if self.phases[0].changes_data else loader)
@@ -193,7 +193,7 @@ class PhasedSession(session.Session):
         """Returns the optimizer steps in an epoch of a phase; None if the data has no length."""
         with self.within_phase(index):
             lengths = gather_objects(self.world, loader_length(self.facade.get_train_dataloader()))
-            accumulation = resolve_update(self.args, self.strategy.mesh.data_size, self.resumed_batch_size)[0]
+            accumulation = resolve_update(self.options, self.strategy.mesh.data_size, self.resumed_batch_size)[0]
         return None if None in lengths else math.ceil(max(lengths) / accumulation)
 
     def run_length(self) -> int:
@@ -202,7 +202,7 @@ class PhasedSession(session.Session):
         Raises:
             ValueError: it is unknown, or a phase would begin after it.
         """
-        args = self.args
+        args = self.options
         last = self.phases[-1].end.kind
         if args.max_steps > 0:
             length = args.max_steps
@@ -272,7 +272,7 @@ class PhasedSession(session.Session):
         """Returns the metric that a phase waits for, in parentheses; empty if it waits for none."""
         if not phase.end.is_measured:
             return ""
-        rises = phase.end.rises(self.args, phase.greater_is_better)
+        rises = phase.end.rises(self.options, phase.greater_is_better)
         direction = f", {'maximized' if rises else 'minimized'}" if phase.end.kind == options.PLATEAU else ""
         return f" (until {phase.until}{direction})"
 
@@ -393,7 +393,7 @@ class PhasedSession(session.Session):
 
     def use_loss(self, function: Callable[..., Any] | None) -> None:
         """Computes the loss by another function, whose reduction is inferred anew; None: the model's own loss."""
-        facade, args = self.facade, self.args
+        facade, args = self.facade, self.options
         facade.compute_loss_func = function
         facts = read_model(
             self.model,
