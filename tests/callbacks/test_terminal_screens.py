@@ -4,6 +4,7 @@ import logging
 import re
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,13 @@ def frame_at_each_step(monkeypatch):
     for bar in list(tqdm._instances):  # of a test that failed
         bar.close()
     monkeypatch.setattr(progress, "REFRESH_SECONDS", 0.0)
+
+
+@pytest.fixture
+def folder():
+    """An output folder whose path fits into the line of the header, which that of tmp_path may not."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
 
 
 def masked(lines):
@@ -113,10 +121,10 @@ def evaluation(step, epoch, is_wide):
 
 
 @pytest.mark.parametrize("columns", [80, 200])
-def test_a_training_that_prints_logs_and_evaluates(tmp_path, columns):
+def test_a_training_that_prints_logs_and_evaluates(folder, columns):
     """All numbers are shown at both widths, and every line of the program is whole."""
     with on_terminal(columns, Emulator) as terminal:
-        screens = train(tmp_path, terminal)
+        screens = train(folder, terminal)
     is_wide = columns == 200
     assert screens[1] == ["printed", line("bar", 1, 0.25), "  lr 0.438, N samples/s, RAM"]
     above = ["printed", "logged", line("row", 4, 1, 0.3125)]
@@ -141,11 +149,11 @@ def test_a_training_that_prints_logs_and_evaluates(tmp_path, columns):
 
 @pytest.mark.parametrize("kind", [Emulator, Screen])
 @pytest.mark.parametrize("columns", [80, 200])
-def test_a_terminal_that_is_resized(tmp_path, columns, kind):
+def test_a_terminal_that_is_resized(folder, columns, kind):
     """Terminals that cut their lines, and terminals that wrap them anew, while training and in an evaluation."""
     widths = {2: 60, 3: 200, 4: 80, 6: 150}
     with on_terminal(columns, kind) as terminal:
-        screens = train(tmp_path, terminal, widths)
+        screens = train(folder, terminal, widths)
     frames = {
         name: [text for text in screen if re.match("train:|evaluate:|  l", text)] for name, screen in screens.items()
     }
@@ -158,10 +166,10 @@ def test_a_terminal_that_is_resized(tmp_path, columns, kind):
 
 
 @pytest.mark.parametrize("columns", [80, 200])
-def test_the_phase_of_a_training(tmp_path, columns):
+def test_the_phase_of_a_training(folder, columns):
     phases = [Phase("head", until=4, freeze=["first.*"]), Phase("all")]
     with on_terminal(columns, Emulator) as terminal:
-        screens = train(tmp_path, terminal, phases=phases, eval_strategy="no", eval_steps=None)
+        screens = train(folder, terminal, phases=phases, eval_strategy="no", eval_steps=None)
     assert screens[2][-2] == "train: 2/8 |bar| [T<T, head, epoch 0.5, N step/s]"
     assert screens[6][-2] == "train: 6/8 |bar| [T<T, all, epoch 1.5, N step/s]"
 
