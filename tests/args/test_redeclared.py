@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from dataclasses import field, make_dataclass
 from pathlib import Path
@@ -69,19 +70,18 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
     return train(TrainingArguments(str(tmp_path_factory.mktemp("plain")), **OPTIONS))[:2]
 
 
-@pytest.mark.parametrize("name", sorted(OWN))
+@pytest.mark.parametrize(("name", "value"), [*zip(sorted(OWN), itertools.cycle(FOREIGN), strict=False)])
 def test_the_option_is_unset_and_the_value_stays_the_subclass_s(
-    tmp_path: Path, plain: tuple[list[dict[str, Any]], list[float]], name: str
+    tmp_path: Path, plain: tuple[list[dict[str, Any]], list[float]], name: str, value: object
 ) -> None:
-    for value in FOREIGN:
-        args = declaring({name: value})(str(tmp_path / str(value)), **OPTIONS)
-        history, weights, seen = train(args)
-        assert (history, weights) == plain
-        assert seen.values
-        assert all(type(each) is type(args) and getattr(each, name) == value for each in seen.values)
-        record = json.loads((tmp_path / str(value) / "run.json").read_text())
-        assert record["arguments"][name] == value
-        assert any(f"TheirConfig declares {name} itself" in note for note in record["plan"]["notes"])
+    args = declaring({name: value})(str(tmp_path), **OPTIONS)
+    history, weights, seen = train(args)
+    assert (history, weights) == plain
+    assert seen.values
+    assert all(type(each) is type(args) and getattr(each, name) == value for each in seen.values)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["arguments"][name] == value
+    assert any(f"TheirConfig declares {name} itself" in note for note in record["plan"]["notes"])
 
 
 @pytest.mark.parametrize("value", FOREIGN)
