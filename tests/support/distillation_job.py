@@ -47,6 +47,14 @@ def main() -> None:
     found["straight"], found["resumed"] = cases.weights(straight), cases.weights(resumed)
     found["hard_loss of one"] = [row["hard_loss"] for row in seen.rows if "hard_loss" in row][-2:]
     found["hard_loss"] = [row["hard_loss"] for row in rest.rows if "hard_loss" in row][-2:]
+    for engine in ("ddp", "fsdp"):
+        for name, cache in (("plain", None), ("cached", str(folder / "cache")), ("again", str(folder / "cache"))):
+            trained, _ = cases.run(
+                folder / f"{name}-{engine}", per_device_train_batch_size=4, parallel=engine, distillation_layers=None,
+                distillation_cache=cache, learning_rate=0.01,
+            )  # fmt: skip
+            whole = trained.strategy.full_weights(trained.model)
+            found[f"{engine} {name}"] = torch.cat([value.flatten() for value in whole.values()])
     torch.save(found, folder / f"{os.environ['RANK']}.pt")
 
 

@@ -87,8 +87,32 @@ def check_distillation(options: Options) -> None:
             "distillation_layers with torch_compile=True is not supported, whose code keeps no outputs of modules: "
             "leave one of them out."
         )
+    check_cache(options)
     if options.teacher is not None:
         check_with_teacher(options)
+
+
+def check_cache(options: Options) -> None:
+    """Refuses the options with which a sample has no logits of its own that could be kept.
+
+    Raises:
+        ValueError: `distillation_cache` names no folder.
+        UnsupportedOption: such an option is set.
+    """
+    folder = options.distillation_cache
+    if folder is None:
+        return
+    if not str(folder).strip():
+        raise wrong_value("distillation_cache", folder, "expected a folder")
+    asked = f"distillation_cache={str(folder)!r}"
+    if options.distillation_layers is not None:
+        raise UnsupportedOption(
+            f"{asked} with distillation_layers is not supported: it keeps no hidden states. Leave one of them out."
+        )
+    if options.sequence_length_warmup:
+        raise UnsupportedOption(
+            f"{asked} with sequence_length_warmup is not supported, which cuts the samples: leave one of them out."
+        )
 
 
 def check_without_teacher(options: Options) -> None:

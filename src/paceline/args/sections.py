@@ -514,6 +514,11 @@ class DistillationSection:
         "mse", "Loss of the hidden states: mean squared error, or one minus the cosine.", LAYER_LOSSES
     )
     distillation_layer_weight: float = option(1.0, "Weight of the loss of the hidden states.")
+    distillation_cache: str | None = option(
+        None,
+        "Folder in which the logits of the teacher are kept: computed once before training, and read in each epoch and "
+        "by later runs with this teacher and dataset. Unset: the teacher runs in each training pass.",
+    )
 
 
 @dataclass(init=False, repr=False, eq=False)

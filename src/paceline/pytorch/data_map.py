@@ -18,14 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.args.errors import UnsupportedOption
-from paceline.args.packing import JOINING, packing_of
 from paceline.args.sections import Options
 from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.core.optional import is_installed
 from paceline.predictions.data_map import COLUMNS, DataMap
-from paceline.pytorch.data.feed import StatefulDataIterator
-from paceline.pytorch.data.indexed import IndexedLoader
 from paceline.pytorch.data.loading import batch_size_of
+from paceline.pytorch.data.window_ids import WindowIds, find_obstacle
 from paceline.pytorch.distributed.collectives import gather_objects
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.engine import Engine
@@ -41,63 +39,18 @@ NUM_SHOWN = 50  # likely label errors in the report
 TABLE, PICTURE = "data_map.csv", "data_map.svg"
 
 
-class WindowIds:
-    """The sample ids of an accumulation window, taken where the loader draws its batches.
+def check_run(options: Options, loader: object) -> None:
+    """Checks that samples and their logits are known.
 
-    Args:
-        collect: draws the batches of a window.
-
-    Attributes:
-        current: the indices of this process's samples in the window that was drawn last, in their order.
+    Raises:
+        UnsupportedOption: they are not.
     """
-
-    def __init__(self, collect: Callable[..., Any]) -> None:
-        self.current: list[int] = []
-        self._collect = collect
-        self._feed: StatefulDataIterator | None = None
-
-    def follow(self, options: Options, feed: StatefulDataIterator) -> None:
-        """Sets the feed whose windows are drawn, before its first pass.
-
-        Raises:
-            UnsupportedOption: samples or their logits are not known.
-        """
-        obstacle = find_obstacle(options, feed.loader)
-        if obstacle is not None:
-            raise UnsupportedOption(f"data_map=True {obstacle}")
-        self._feed = feed
-        feed.loader.batches.keep_indices()
-
-    def collect(self, batches: Iterator[Any], number: int) -> Any:
-        """Draws a window, and takes the ids of its batches."""
-        found: list[int] = []
-        taken = self._taking(batches, found)
-        window = self._collect(taken, number)
-        self.current = found
-        return window
-
-    def _taking(self, batches: Iterator[Any], found: list[int]) -> Iterator[Any]:
-        assert self._feed is not None
-        for batch in batches:
-            reader: Any = self._feed._reader  # it has the indices of its own pass
-            found += reader.indices.popleft()
-            yield batch
-
-
-def find_obstacle(options: Options, loader: object) -> str | None:
-    """Returns the reason why samples or their logits are not known, with the remedy; None if they are."""
-    if not isinstance(loader, IndexedLoader):
-        return "needs a dataset with an index and a loader of the Trainer's, which know the samples of a batch."
-    if packing_of(options) in JOINING:
-        return f"is not possible with packing={options.packing!r}, which joins samples into rows: leave one out."
-    if options.linear_cross_entropy is not False:
-        return f"needs logits, and linear_cross_entropy={options.linear_cross_entropy!r} saves them: set it to False."
-    if not options.dataloader_in_order:
-        return "needs batches in the order of the sampler: set dataloader_in_order=True."
-    for name in ("auto_find_batch_size", "deepspeed", "phases", "regularizers"):
-        if getattr(options, name):
-            return f"is not supported with {name}, whose passes are not one of each sample: leave one of them out."
-    return None
+    obstacle = find_obstacle(options, loader)
+    if obstacle is None and options.linear_cross_entropy is not False:
+        given = options.linear_cross_entropy
+        obstacle = f"needs logits, and linear_cross_entropy={given!r} saves them: set it to False."
+    if obstacle is not None:
+        raise UnsupportedOption(f"data_map=True {obstacle}")
 
 
 @dataclass(frozen=True)

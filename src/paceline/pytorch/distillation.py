@@ -11,15 +11,14 @@ in evaluations and probes of the loss, it is the hard loss: the probes find its 
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from paceline.args.distillation import (
     DistillationSettings,
@@ -30,8 +29,8 @@ from paceline.args.distillation import (
 from paceline.args.errors import UnsupportedOption
 from paceline.args.sections import Options
 from paceline.core.events import CallbackHandler, TrainerCallback
+from paceline.pytorch.distillation_projections import Projections
 from paceline.pytorch.distributed.collectives import sum_floats
-from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.engine import Engine, to_floats
 from paceline.pytorch.model.loss import LabelSmoother, LossNormalizer, LossReduction
@@ -39,6 +38,7 @@ from paceline.pytorch.model.objective import Objective
 from paceline.pytorch.model.outputs import ModelOutputError
 from paceline.pytorch.model.signature import innermost, read_signature
 from paceline.pytorch.model.soft_targets import (
+    TopClasses,
     check_classes,
     divergence,
     find_logits,
@@ -53,7 +53,6 @@ from paceline.pytorch.teacher import check_teacher, find_teacher
 logger = logging.getLogger(__name__)
 
 LOSSES = ("hard_loss", "distillation_loss", "hidden_loss")
-DEFAULT_RATE = 1e-3  # of projections, beside an optimizer that computes its own rate
 MOST_PENDING = 1000  # passes whose losses wait on the device
 
 
@@ -142,87 +141,14 @@ class Captures:
         self.found.clear()
 
 
-class Projections:
-    """Linear maps from the width of the student's hidden states to the teacher's, with an optimizer of their own.
+class LogitSource(Protocol):
+    """Gives the logits of the teacher for a pass of an engine, or its likeliest classes."""
 
-    They are no part of the student, so that its files have its own parameters only. AdamW trains them with the learning
-    rate of the student's first parameter group; gradients are averaged over the processes as the student's are.
-
-    Args:
-        seed: of their initial weights, the same on all processes.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.maps: dict[str, nn.Linear] = {}
-        self._optimizers: dict[str, torch.optim.Optimizer] = {}
-
-    def project(self, name: str, states: Tensor, width: int) -> Tensor:
-        """Returns hidden states with the teacher's width, projected if theirs differs."""
-        if states.shape[-1] == width:
-            return states
-        made = self.maps.get(name) or self._make(name, states.shape[-1], width)
-        made.to(states.device)
-        return made(states.to(made.weight.dtype))  # type: ignore[no-any-return]
-
-    def _make(self, name: str, width: int, teacher_width: int) -> nn.Linear:
-        with preserved_rng():
-            torch.manual_seed(self.seed + len(self.maps))
-            made = nn.Linear(width, teacher_width, bias=False)
-        self.maps[name] = made
-        self._optimizers[name] = torch.optim.AdamW(made.parameters(), lr=0.0, weight_decay=0.0)
-        return made
-
-    def average(self, world_size: int) -> None:
-        """Averages the gradients over the processes; collective."""
-        for name in sorted(self.maps) if world_size > 1 else ():
-            weight = self.maps[name].weight
-            gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            distributed.all_reduce(gradient)
-            weight.grad = gradient / world_size
-
-    def step(self, rate: Any) -> None:
-        """Trains the maps by one step, and drops their gradients. Gradients that are not finite count as zero.
-
-        Args:
-            rate: the learning rate; None (Adafactor's own): AdamW's default.
-        """
-        for optimizer in self._optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = DEFAULT_RATE if rate is None else float(rate)
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
-            optimizer.step()
-        self.clear()
-
-    def clear(self) -> None:
-        """Drops the gradients."""
-        for optimizer in self._optimizers.values():
-            optimizer.zero_grad()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the weights and the states of their optimizers."""
-        return {
-            # copies: they change while a checkpoint is written
-            name: {
-                "weight": made.weight.detach().clone(),
-                "optimizer": copy.deepcopy(self._optimizers[name].state_dict()),
-            }
-            for name, made in self.maps.items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores weights and optimizers."""
-        device = {name: made.weight.device for name, made in self.maps.items()}
-        self.maps.clear()
-        self._optimizers.clear()
-        for name, saved in state.items():
-            weight = saved["weight"]
-            made = self._make(name, weight.shape[1], weight.shape[0]).to(device.get(name, "cpu"))
-            with torch.no_grad():
-                made.weight.copy_(weight)
-            self._optimizers[name].load_state_dict(saved["optimizer"])
+    def find(
+        self, inputs: Mapping[str, Any], labels: Tensor | None, logits: Tensor, engine: Engine
+    ) -> Tensor | TopClasses:
+        """Returns them for a batch; `logits` are the student's."""
+        ...
 
 
 class DistillationSteps(TrainerCallback):
@@ -252,6 +178,7 @@ class Distillation:
 
     Attributes:
         projections: linear maps between hidden states of different widths.
+        cache: the teacher's logits on disk; None: the teacher computes them in each pass.
     """
 
     def __init__(self, teacher: nn.Module, settings: DistillationSettings, rule: LossNormalizer, seed: int) -> None:
@@ -272,6 +199,7 @@ class Distillation:
         self._is_examined = False
         self._step = -1  # the engine's number of the window in progress
         self._was_used = False
+        self.cache: LogitSource | None = None
         self._window: list[tuple[Tensor, ...]] = []  # contributions of the passes of the window in progress
         self._pending: list[tuple[Tensor, ...]] = []  # those of complete windows
         self._sizes: list[int] = []  # passes of each of these windows
@@ -305,7 +233,9 @@ class Distillation:
                 f"distillation_layers={self.settings.layers!r} with fp16=True, whose gradients are scaled, is not "
                 "supported: set bf16=True."
             )
-        self.teacher.to(strategy.device)
+        if options.distillation_cache is None:
+            self.teacher.to(strategy.device)
+        self.cache = None
         self._strategy, self._was_used, self._step = strategy, False, -1
         self._shifts, self._is_examined = None, False
         self._window, self._pending, self._sizes = [], [], []
@@ -320,8 +250,6 @@ class Distillation:
     def applied(self, student: nn.Module, handler: CallbackHandler) -> Iterator[None]:
         """Puts the teacher into evaluation mode and follows the run's steps while entered."""
         names = dict(self.settings.layers)
-        modes = {name: module.training for name, module in self.teacher.named_modules()}
-        self.teacher.eval()
         if names:
             self._captures = (
                 Captures(student, list(names), "student"),
@@ -330,12 +258,22 @@ class Distillation:
         steps = DistillationSteps(self)
         handler.callbacks.insert(0, steps)
         try:
-            yield
+            with self.evaluating():
+                yield
         finally:
             handler.pop_callback(steps)
             for capture in self._captures or ():
                 capture.close()
             self._captures, self._engine = None, None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Puts the teacher into evaluation mode while entered."""
+        modes = {name: module.training for name, module in self.teacher.named_modules()}
+        self.teacher.eval()
+        try:
+            yield
+        finally:
             for name, module in self.teacher.named_modules():
                 module.training = modes.get(name, module.training)
 
@@ -374,12 +312,10 @@ class Distillation:
         self._was_used = True
         if not isinstance(inputs, Mapping):
             raise ValueError("teacher: the batches hold no named inputs; let the dataset return dicts.")
-        labels = self._labels_of(inputs)
+        labels = self.labels_of(inputs)
         student = find_logits(outputs, labels, "student")
         with torch.no_grad():
-            answer = self._ask(inputs)
-            teacher = find_logits(answer, labels, "teacher")
-        check_classes(student, teacher)
+            teacher = self._find_target(inputs, labels, student)
         if labels is None:
             reduction = LossReduction("samples")
             kept, shifts = torch.ones(len(student), dtype=torch.bool, device=student.device), False
@@ -398,7 +334,7 @@ class Distillation:
         self._record(hard.detach(), soft.detach(), hidden.detach())
         return loss
 
-    def _labels_of(self, inputs: Mapping[str, Any]) -> Tensor | None:
+    def labels_of(self, inputs: Mapping[str, Any]) -> Tensor | None:
         """Returns the targets of a batch; None for unlabelled data.
 
         Raises:
@@ -418,12 +354,30 @@ class Distillation:
             )
         return labels
 
-    def _ask(self, inputs: Mapping[str, Any]) -> Any:
-        """Returns the teacher's outputs for a batch."""
+    def _find_target(self, inputs: Mapping[str, Any], labels: Tensor | None, student: Tensor) -> Tensor | TopClasses:
+        """Returns the teacher's logits for a batch, or its likeliest classes, from the cache if there is one.
+
+        Raises:
+            ValueError: the student has other classes.
+        """
+        engine = self._engine
+        if self.cache is not None and engine is not None and engine.current is not None:
+            return self.cache.find(inputs, labels, student, engine)
+        self.teacher.to(student.device)
+        teacher = self.ask(inputs, labels)
+        check_classes(student, teacher)
+        return teacher
+
+    def ask(self, inputs: Mapping[str, Any], labels: Tensor | None) -> Tensor:
+        """Returns the teacher's logits `(*labels.shape, num_classes)` for a batch.
+
+        Raises:
+            ModelOutputError: it returned none.
+        """
         dropped = () if self._needs_labels else self.rule.label_names
         required = self._caller.signature.required
         rest = {name: value for name, value in inputs.items() if name not in dropped or name in required}
-        return self._caller.call(self.teacher, {**rest, **self._switches})
+        return find_logits(self._caller.call(self.teacher, {**rest, **self._switches}), labels, "teacher")
 
     def _reduction_of(self, outputs: Any, labels: Tensor) -> LossReduction:
         """Returns the reduction of the hard loss: the known one, or that of a cross-entropy that equals it."""
@@ -438,7 +392,7 @@ class Distillation:
     def _soft(
         self,
         student: Tensor,
-        teacher: Tensor,
+        teacher: Tensor | TopClasses,
         kept: Tensor,
         shifts: bool,
         reduction: LossReduction,
@@ -448,10 +402,9 @@ class Distillation:
         settings = self.settings
         if shifts:
             student, teacher = student[:, :-1], teacher[:, :-1]
-        target: Any = teacher
-        if settings.top_k is not None and settings.top_k < teacher.shape[-1]:
-            target = top_classes(teacher, settings.top_k, settings.temperature)
-        return reduce_items(divergence(student, target, settings.temperature), kept, reduction, num_items)
+        if isinstance(teacher, Tensor) and settings.top_k is not None and settings.top_k < teacher.shape[-1]:
+            teacher = top_classes(teacher, settings.top_k, settings.temperature)
+        return reduce_items(divergence(student, teacher, settings.temperature), kept, reduction, num_items)
 
     def _hidden(
         self, kept: Tensor, shifts: bool, inputs: Mapping[str, Any], reduction: LossReduction, num_items: Any

@@ -74,22 +74,22 @@ from paceline.pytorch.sync import LocalSync, ProcessSync, Sync, synchronized_con
 from paceline.pytorch.validation import check_evaluation, check_optimizer, declare_loss
 
 if TYPE_CHECKING:
-    from paceline.pytorch import data_map as maps
     from paceline.pytorch import device_clock, memory_report, missing_labels, rollback
     from paceline.pytorch.checkpoint import sharded_format
     from paceline.pytorch.data import sources as data_sources
+    from paceline.pytorch.data import window_ids
     from paceline.pytorch.optim import averages, steered
     from paceline.pytorch.optim.averages import AveragedWeights
 else:
     averages = LateModule("paceline.pytorch.optim.averages")
     device_clock = LateModule("paceline.pytorch.device_clock")
-    maps = LateModule("paceline.pytorch.data_map")
     data_sources = LateModule("paceline.pytorch.data.sources")
     memory_report = LateModule("paceline.pytorch.memory_report")
     missing_labels = LateModule("paceline.pytorch.missing_labels")
     rollback = LateModule("paceline.pytorch.rollback")
     sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
     steered = LateModule("paceline.pytorch.optim.steered")
+    window_ids = LateModule("paceline.pytorch.data.window_ids")
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class Session(core.Session[Run, TrainerMembers]):
     """
 
     data_remedy = "raise dataloader_num_workers, or let the dataset do less for each sample"
-    sample_ids: maps.WindowIds | None = None  # of the windows of this run, with data_map=True
+    sample_ids: window_ids.WindowIds | None = None  # of the windows of this run, if an option needs them
     sample_sources: data_sources.WindowSources | None = None  # of these windows, with loss_by_source
     world: Kept[World] = Kept()
     model: Kept[torch.nn.Module] = Kept()
@@ -196,7 +196,8 @@ class Session(core.Session[Run, TrainerMembers]):
         def draw(batches: Iterator[Any], number: int) -> Any:
             return collect(batches, number, device)
 
-        self.sample_ids = maps.WindowIds(draw) if self.options.data_map else None
+        needs_ids = self.options.data_map or self.options.distillation_cache is not None
+        self.sample_ids = window_ids.WindowIds(draw) if needs_ids else None
         drawn = draw if self.sample_ids is None else self.sample_ids.collect
         column = self.options.loss_by_source
         self.sample_sources = data_sources.WindowSources(column, drawn) if column else None
@@ -209,7 +210,7 @@ class Session(core.Session[Run, TrainerMembers]):
             step=lambda: self.state.global_step,
         )
         if self.sample_ids is not None:
-            self.sample_ids.follow(self.options, feed)
+            self.sample_ids.follow(feed)
         return feed, plan
 
     def find_batch_size(self, checkpoint: Path | None) -> int | None:
@@ -314,7 +315,7 @@ class Session(core.Session[Run, TrainerMembers]):
         padding = PaddingMeter()
         edit_meters = self.edits.meters if self.edits is not None else ()
         meters: list[core.Meter] = [padding, *feed.meters, *edit_meters, *meters_in(self.callback_handler)]
-        self.step_parts = made = self.make_step_parts(plan, feed)
+        self.step_parts = made = self.make_step_parts(plan, feed, signals)
         meters += made.meters
         engine = self.make_engine(plan, sync, ledger, made.training_step)
         made.join(engine)
@@ -497,7 +498,7 @@ class Session(core.Session[Run, TrainerMembers]):
         model = self.strategy.unwrap(self.model)
         return averages.make_averages(model, settings, self.strategy, refresh, run.feed.loader)
 
-    def make_step_parts(self, plan: Plan, feed: StatefulDataIterator) -> StepParts:
+    def make_step_parts(self, plan: Plan, feed: StatefulDataIterator, signals: StopSignals) -> StepParts:
         """Returns the optional parts of a run's optimizer steps."""
         return make_step_parts(
             Setup(
@@ -509,6 +510,7 @@ class Session(core.Session[Run, TrainerMembers]):
                 rule=self.loss_normalizer,
                 plan=plan,
                 feed=feed,
+                signals=signals,
                 sample_ids=self.sample_ids,
                 sample_sources=self.sample_sources,
                 num_steps=lambda: self.state.global_step,

@@ -21,6 +21,7 @@ from paceline.core.events import CallbackHandler
 from paceline.core.methods import is_ours
 from paceline.core.optional import LateModule
 from paceline.core.session import Meter
+from paceline.core.signals import StopSignals
 from paceline.pytorch.data.loading import StatefulDataIterator, sample_count
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.engine import Engine
@@ -30,11 +31,13 @@ from paceline.pytorch.model.objective import adapted
 
 if TYPE_CHECKING:
     from paceline.pytorch import data_map as maps
-    from paceline.pytorch import flops, noise_scale, source_loss
+    from paceline.pytorch import distillation_cache, flops, noise_scale, source_loss
     from paceline.pytorch.data.sources import WindowSources
+    from paceline.pytorch.data.window_ids import WindowIds
     from paceline.pytorch.model import sample_losses
     from paceline.pytorch.regularizers import passes
 else:
+    distillation_cache = LateModule("paceline.pytorch.distillation_cache")
     flops = LateModule("paceline.pytorch.flops")
     maps = LateModule("paceline.pytorch.data_map")
     noise_scale = LateModule("paceline.pytorch.noise_scale")
@@ -58,7 +61,8 @@ class Setup:
         rule: scales the losses of micro-batches.
         plan: of the run.
         feed: its data.
-        sample_ids: the samples of the window, with `data_map=True`; else None.
+        signals: requests to stop.
+        sample_ids: the samples of the window, if an option needs them; else None.
         sample_sources: their sources, with `loss_by_source`; else None.
         num_steps: returns the optimizer steps so far.
         training_step: the Trainer's, as the parts before have wrapped it.
@@ -72,7 +76,8 @@ class Setup:
     rule: LossNormalizer
     plan: Plan
     feed: StatefulDataIterator
-    sample_ids: maps.WindowIds | None
+    signals: StopSignals
+    sample_ids: WindowIds | None
     sample_sources: WindowSources | None
     num_steps: Callable[[], int]
     training_step: TrainingStep
@@ -141,8 +146,10 @@ def measure_noise(setup: Setup) -> StepPart | None:
 
 def record_samples(setup: Setup) -> StepPart | None:
     """Records a data map, with `data_map`."""
-    if setup.sample_ids is None:
+    if not setup.options.data_map:
         return None
+    assert setup.sample_ids is not None
+    maps.check_run(setup.options, setup.feed.loader)
     made = maps.DataMapRecorder(
         adapted(setup.training_step, 3),
         setup.sample_ids,
@@ -184,6 +191,18 @@ def distil(setup: Setup) -> StepPart | None:
     if made is None:
         return None
     made.begin(setup.options, setup.strategy)
+    if setup.options.distillation_cache is not None:
+        assert setup.sample_ids is not None
+        made.cache = distillation_cache.open_cache(
+            made,
+            setup.options,
+            precision=str(setup.plan.precision),
+            strategy=setup.strategy,
+            loader=setup.feed.loader,
+            ids=setup.sample_ids,
+            prepare=setup.facade._prepare_inputs,
+            signals=setup.signals,
+        )
     return StepPart(
         names.DISTILLATION,
         made,

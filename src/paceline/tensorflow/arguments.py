@@ -52,6 +52,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "deepspeed": (is_off, ONE_PROGRAM),
     "distillation_alpha": (is_default(0.5), NO_TEACHER),
+    "distillation_cache": (is_off, NO_TEACHER),
     "distillation_layer_loss": (is_default("mse"), NO_TEACHER),
     "distillation_layer_weight": (is_default(1.0), NO_TEACHER),
     "distillation_layers": (is_off, NO_TEACHER),

@@ -6,7 +6,7 @@ import itertools
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -345,6 +345,12 @@ class IndexedLoader(DataLoader[Any]):
         iterator = self._passes.open(self._inner)
         self.batches.forget_position()
         return iterator
+
+    def over(self, batches: Sequence[list[int]]) -> DataLoader[Any]:
+        """Returns a loader of given batches of indices, with the workers and the collator of this one."""
+        dataset, collate = self._reading()
+        options = {**self._options, "persistent_workers": False}
+        return DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **options)
 
     def _reading(self) -> tuple[Any, Callable[[list[Any]], Any]]:
         """Returns the dataset and the collator of a pass; numeric Arrow data is read as arrays."""

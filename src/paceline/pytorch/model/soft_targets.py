@@ -36,6 +36,10 @@ class TopClasses:
     indices: Tensor
     rest: Tensor
 
+    def __getitem__(self, index: Any) -> TopClasses:
+        """Returns those of some of the items."""
+        return TopClasses(self.log_probabilities[index], self.indices[index], self.rest[index])
+
 
 def widen(logits: Tensor) -> Tensor:
     """Returns logits in at least float32."""
