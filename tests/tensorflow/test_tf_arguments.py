@@ -84,7 +84,12 @@ def test_every_other_option_is_read() -> None:
     package = Path(str(paceline.__file__)).parent
     folders = ("tensorflow", "core", "checkpoint", "hub", "callbacks")
     files = [*(path for name in folders for path in (package / name).rglob("*.py")), package / "args" / "training.py"]
-    files += [package / "args" / "adopt.py", package / "args" / "plan.py", package / "compat" / "hub_names.py"]
+    files += [
+        package / "args" / "averages.py",
+        package / "args" / "adopt.py",
+        package / "args" / "plan.py",
+        package / "compat" / "hub_names.py",
+    ]
     read: set[str] = set()
     for path in files:
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))

@@ -19,7 +19,7 @@ ONE_PROGRAM = "TensorFlow shares the work through tf.distribute: hand a strategy
 NO_WORKERS = "TensorFlow loads data in threads: use tf.data with num_parallel_calls and prefetch; leave it out"
 NO_COMPILE = "TensorFlow compiles with XLA: set xla=True; leave it out"
 NO_TEACHER = "distillation is of the torch Trainer; compute its loss in the model; leave it out"
-NO_AVERAGES = "Keras' optimizers average: pass one with use_ema=True; leave it out"
+NO_SWA_RATE = "hand a schedule that ends in this rate to TFTrainer; leave it out"
 NO_CHECKPOINTING = "wrap layers in tf.recompute_grad; leave it out"
 # name: (True if the value is the neutral one, the replacement)
 UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -29,8 +29,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "activation_memory_budget": (is_default(None), NO_CHECKPOINTING),
     "activation_offload": (is_off, "TensorFlow keeps them on the device; leave it out"),
     "average_tokens_across_devices": (bool, "all replicas share one count here; leave it out"),
-    "average_device": (is_default("model"), NO_AVERAGES),
-    "average_steps": (is_off, NO_AVERAGES),
+    "average_device": (is_default("model"), "the average is where the weights are; leave it out"),
     "batch_size_warmup": (is_off, "only the torch Trainer has it; leave it out"),
     "checkpoint_format": (lambda value: value in (None, "full"), ONE_PROGRAM),
     "compile_cache_dir": (is_off, NO_COMPILE),
@@ -60,8 +59,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "distillation_top_k": (is_off, NO_TEACHER),
     "eval_use_gather_object": (is_off, "each worker evaluates every sample, and nothing is gathered; leave it out"),
     "eval_samples": (is_off, "call trainer.log_table in on_evaluate; leave it out"),
-    "ema_decay": (is_default(None), NO_AVERAGES),
-    "ema_warmup": (bool, NO_AVERAGES),
     "fp8": (is_off, "torchao is of torch; leave it out"),
     "fsdp": (is_off, ONE_PROGRAM),
     "fsdp_config": (is_off, ONE_PROGRAM),
@@ -92,9 +89,8 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "regularizers": (is_off, "these are passes of torch; write them into the model or the tf.data pipeline"),
     "pruning": (is_off, "only the torch Trainer has it; leave it out"),
     "sequence_length_warmup": (is_off, "cut the samples in the tf.data pipeline; leave it out"),
-    "swa_anneal_steps": (is_off, NO_AVERAGES),
-    "swa_lr": (is_default(None), NO_AVERAGES),
-    "swa_start": (is_default(None), NO_AVERAGES),
+    "swa_anneal_steps": (is_off, NO_SWA_RATE),
+    "swa_lr": (is_default(None), NO_SWA_RATE),
     "teacher": (is_off, NO_TEACHER),
     "torch_compile": (is_off, NO_COMPILE),
     "torch_compile_dynamic": (is_default(None), NO_COMPILE),

@@ -149,6 +149,7 @@ def checkpointer_of(trainer: TFTrainer) -> Checkpointer:
         with_arguments=args.restore_callback_states_from_checkpoint,
         is_writer=trainer.is_world_process_zero(),
         process_index=trainer.world.process_index,
+        averages=trainer.averages,
     )
 
 

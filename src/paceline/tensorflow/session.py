@@ -38,6 +38,7 @@ from paceline.tensorflow.engine import TFEngine
 from paceline.tensorflow.framework import keras, plain, tf
 from paceline.tensorflow.model_card import count_numbers
 from paceline.tensorflow.objective import Objective
+from paceline.tensorflow.optim.averages import WeightAverages, averaging, make_averages, warn_of_average
 from paceline.tensorflow.optim.following import FollowingSchedule
 from paceline.tensorflow.overflow import Watch
 from paceline.tensorflow.precision import evaluation_precision, has_loss_scale, in_precision
@@ -97,6 +98,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         strategy: places the replicas.
         objective: calls the model and computes its loss.
         engine: the compiled optimizer step; recreated by each run.
+        averages: of the weights of the latest run; None without the options.
     """
 
     data_remedy = "use tf.data with num_parallel_calls, and prefetch(tf.data.AUTOTUNE) at its end"
@@ -108,6 +110,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
     strategy: Kept[Any] = Kept()
     objective: Kept[Objective] = Kept()
     engine: Kept[TFEngine | None] = Kept()
+    averages: Kept[WeightAverages | None] = Kept()
 
     @property
     def world_size(self) -> int:
@@ -201,6 +204,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         kinds = {device.device_type for device in tf.config.list_logical_devices()}
         ledger = Ledger(waits_unseen=bool(kinds & {"GPU", "TPU"}) and not self.options.use_cpu)
         self.engine = self.make_engine(plan, ledger)
+        self.averages = make_averages(self.options, plan, self.model, self.optimizer, self.num_replicas)
         assert self.run_mark is not None
         return core.Run(plan, feed, self.engine, signals, self.run_mark, folder, ledger=ledger)
 
@@ -252,6 +256,10 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         arguments = self.options.to_sanitized_dict()
         trace_again(run.engine, arguments, progress)  # first: the restore resets random numbers drawn while tracing
         self.facade._make_checkpointer().restore(checkpoint, progress)
+        if self.averages is not None:
+            self.averages.restore(checkpoint, self.state.global_step)
+        else:
+            warn_of_average(checkpoint)
         for name, is_requested in requested_actions(self.state).items():
             setattr(self.control, name, is_requested)
         if self.world.process_index == 0:
@@ -279,7 +287,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         )
 
     def open(self, run: core.Run) -> AbstractContextManager[None]:
-        return nullcontext()
+        return averaging(self.averages, run.engine, self.callback_handler)
 
     def close(self, run: core.Run) -> None:
         folders.recover(run.folder, logger.info)
@@ -309,7 +317,9 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
                 finalize(self.model.trainable_variables)
 
     def complete_saves(self, run: core.Run) -> None:
-        """Does nothing: each checkpoint was complete when its save returned."""
+        """Leaves the average, if any, in the model; each checkpoint was complete when its save returned."""
+        if self.averages is not None:
+            self.averages.adopt()
 
     def load_best(self, checkpoint: Path) -> None:
         problems = folders.verify(checkpoint)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ from paceline.tensorflow.evaluation import Predictor, check_metric
 from paceline.tensorflow.framework import keras
 from paceline.tensorflow.model_card import checkpoint_form
 from paceline.tensorflow.objective import Objective, build_by_itself, check_model
+from paceline.tensorflow.optim.averages import WeightAverages
 from paceline.tensorflow.optim.choose import optimizer_pair
 from paceline.tensorflow.optim.following import FollowingSchedule
 from paceline.tensorflow.overrides import check_data, check_methods
@@ -116,6 +118,7 @@ class TFTrainer(HubNames):
     world: World
     run: Run | None = None
     engine: TFEngine | None = None
+    averages: WeightAverages | None = None  # of the weights of the latest run, with ema_decay or swa_start
     has_own_optimizer: bool = False  # the Trainer created the optimizer, and the next `train` recreates it
 
     def _make_session(self) -> Session:
@@ -419,7 +422,12 @@ class TFTrainer(HubNames):
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         evaluator = parts.evaluator_of(self, self._on_prediction_step)
         is_evaluation = description != "Prediction"
-        return evaluator.run(dataset, loss_only=loss_only, prefix=metric_key_prefix, is_evaluation=is_evaluation)
+        with self._averaged():
+            return evaluator.run(dataset, loss_only=loss_only, prefix=metric_key_prefix, is_evaluation=is_evaluation)
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model holds the average of its weights, if the run keeps one."""
+        return nullcontext() if self.averages is None else self.averages.applied()
 
     def _on_prediction_step(self) -> None:
         self.control = self.callback_handler.fire("on_prediction_step", self.args, self.state, self.control)
@@ -443,7 +451,8 @@ class TFTrainer(HubNames):
         if not self.args.should_save:
             return
         folder = Path(str(self.args.output_dir) if output_dir is None else output_dir)
-        save_model(self.model, folder)
+        with self._averaged():
+            save_model(self.model, folder)
         if callable(getattr(self.processing_class, "save_pretrained", None)):
             self.processing_class.save_pretrained(str(folder))
         if self.args.push_to_hub and not _internal_call:
@@ -458,7 +467,8 @@ class TFTrainer(HubNames):
     def _save_checkpoint(self) -> bool:
         """Writes a checkpoint of the current state; returns False if that failed. An override may return None."""
         run = parts.run_in_progress_of(self)
-        saved = self._make_checkpointer().save(self.state, self.control, self.run_mark, run)
+        with self._averaged():
+            saved = self._make_checkpointer().save(self.state, self.control, self.run_mark, run)
         if saved is None:
             return False
         self.state.best_model_checkpoint = saved.best_model_checkpoint

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.checkpoint import folders
 from paceline.checkpoint.resuming import STATE_FILE
@@ -54,6 +54,18 @@ class Saved:
     stateful_callbacks: dict[str, Any]
 
 
+class SavedBeside(Protocol):
+    """Writes files of its own into a checkpoint."""
+
+    def num_bytes(self) -> int:
+        """Returns about their size."""
+        ...
+
+    def write(self, folder: Path) -> None:
+        """Writes them."""
+        ...
+
+
 @dataclass(eq=False, kw_only=True)
 class Checkpointer:
     """Writes the checkpoints of a run, and restores them.
@@ -71,6 +83,7 @@ class Checkpointer:
         with_arguments: callbacks are restored with the arguments of their constructors.
         is_writer: this process writes the files; the others only take part in reading the variables.
         process_index: rank of this process.
+        averages: of the weights, which the model holds while it is saved; None without them.
     """
 
     folder: Path
@@ -85,6 +98,7 @@ class Checkpointer:
     with_arguments: bool = False
     is_writer: bool = True
     process_index: int = 0
+    averages: SavedBeside | None = None
 
     # ---- writing
 
@@ -133,7 +147,8 @@ class Checkpointer:
 
     def num_bytes(self) -> int:
         """Returns the bytes of all variables that a checkpoint holds."""
-        return num_bytes([*self.model.variables, *optimizer_variables(self._saved_optimizer())])
+        beside = 0 if self.averages is None else self.averages.num_bytes()
+        return num_bytes([*self.model.variables, *optimizer_variables(self._saved_optimizer())]) + beside
 
     def _saved_optimizer(self) -> Any:
         return None if self.is_model_only else self.optimizer
@@ -160,6 +175,8 @@ class Checkpointer:
     def _fill(self, folder: Path) -> None:
         """Writes the variables, and the files of `save_pretrained` of model and processing class."""
         write_variables(folder, self.model, self._saved_optimizer())
+        if self.averages is not None and not self.is_model_only:
+            self.averages.write(folder)
         for item in (self.model, self.processing_class):
             if callable(getattr(item, "save_pretrained", None)):
                 item.save_pretrained(str(folder))
