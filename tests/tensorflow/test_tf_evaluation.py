@@ -164,3 +164,10 @@ def test_early_stopping_ends_with_the_best_model(tmp_path: Path, save_strategy: 
     assert not np.array_equal(keeper.weights[2], keeper.weights[4])
     with pytest.raises(ValueError, match="EarlyStoppingCallback needs evaluations on the way"):
         make_trainer(tmp_path / "none", Linear(), DATA, callbacks=[EarlyStoppingCallback()]).train()
+
+
+def test_an_ensemble_of_torch_is_refused_by_name(tmp_path: Path) -> None:
+    torch_ensemble = pytest.importorskip("paceline.pytorch.ensemble")
+    trainer = make_trainer(tmp_path, make_model(), make_data(8))
+    with pytest.raises(UnsupportedOption, match=r"ensemble_predict with a \w*Trainer is not supported"):
+        torch_ensemble.ensemble_predict([make_model()], make_data(8), trainer)

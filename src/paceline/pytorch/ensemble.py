@@ -117,8 +117,13 @@ def check_call(members: Sequence[Member], trainer: Trainer, combine: str, weight
 
     Raises:
         ValueError: one is invalid.
-        UnsupportedOption: the trainer is training, or its strategy splits the model.
+        UnsupportedOption: the trainer is training, its strategy splits the model, or the model is not of torch.
     """
+    if not isinstance(trainer.model, nn.Module):
+        raise UnsupportedOption(
+            f"ensemble_predict with a {type(trainer).__name__} is not supported, whose model is not of torch: call "
+            "predict of each member, and average."
+        )
     if isinstance(members, str | Path | nn.Module) or len(members) == 0:
         raise ValueError(f"members={members!r} is invalid: expected a list of modules, functions or folders")
     if combine not in REDUCTIONS:
