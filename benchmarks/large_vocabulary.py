@@ -69,7 +69,7 @@ def make_trainer(name: str, folder: str, vocabulary: int, stages: list[tuple[flo
     if name.startswith("paceline"):
         import paceline as library
 
-        options: dict[str, Any] = {"linear_cross_entropy": "auto" if name.endswith("chunks") else False}
+        options: dict[str, Any] = {} if name.endswith("chunks") else {"linear_cross_entropy": False}
     else:
         import transformers as library  # type: ignore[no-redef]
 

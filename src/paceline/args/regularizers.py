@@ -336,6 +336,8 @@ def is_set(options: Options, name: str) -> bool:
         return str(options.nonfinite_policy) == "rollback"
     if name == "packing":
         return packing_of(options) in JOINING
+    if name == "linear_cross_entropy":
+        return options.linear_cross_entropy not in (False, "auto")  # "auto" computes the logits
     return getattr(options, name, None) not in (None, False, 0, "", {}, [])
 
 

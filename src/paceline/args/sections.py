@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.args.accelerator_config import AcceleratorConfig
 from paceline.args.choices import (
@@ -34,6 +34,11 @@ from paceline.args.choices import (
     SchedulerType,
 )
 from paceline.args.registry import SAMPLERS
+
+if TYPE_CHECKING:
+    HeadOption = str | bool
+else:
+    HeadOption = str  # the parser of transformers reads `str | bool` as bool, and then refuses "auto"
 
 
 def option(default: object, text: str, choices: Sequence[str] | None = None, is_switch: bool = False) -> Any:
@@ -533,11 +538,12 @@ class PacelineSection(AverageSection, DistillationSection):
         "passes.",
         LOSS_WEIGHTS,
     )
-    linear_cross_entropy: str | bool = option(
-        False,
+    linear_cross_entropy: HeadOption = option(
+        "auto",
         "Compute the cross-entropy of a linear head by chunks of tokens, without the logits of a whole batch: 'auto' "
-        "where that was seen to be the model's own loss and the logits are large; True or the name of the head among "
-        "the model's modules, for any size, and an error where it is not possible; False: never.",
+        "where that was seen to be the model's own loss, the logits are large and nothing else reads them; True or the "
+        "name of the head among the model's modules, for any size, and an error where it is not possible; False: "
+        "never.",
         is_switch=True,
     )
     nonfinite_policy: str = option(

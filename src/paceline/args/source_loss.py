@@ -21,7 +21,7 @@ def check_source_loss(options: Options) -> None:
     excluded = {
         f"packing={options.packing!r}": (packing_of(options) in JOINING, "which joins samples into rows"),
         f"linear_cross_entropy={options.linear_cross_entropy!r}": (
-            options.linear_cross_entropy is not False,
+            options.linear_cross_entropy not in (False, "auto"),
             "which saves the logits",
         ),
         "dataloader_in_order=False": (not options.dataloader_in_order, "which reorders the batches"),

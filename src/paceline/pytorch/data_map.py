@@ -46,7 +46,7 @@ def check_run(options: Options, loader: object) -> None:
         UnsupportedOption: they are not.
     """
     obstacle = find_obstacle(options, loader)
-    if obstacle is None and options.linear_cross_entropy is not False:
+    if obstacle is None and options.linear_cross_entropy not in (False, "auto"):
         given = options.linear_cross_entropy
         obstacle = f"needs logits, and linear_cross_entropy={given!r} saves them: set it to False."
     if obstacle is not None:

@@ -73,6 +73,15 @@ class Activations:
         """Returns the bytes of tensors whose last dimension is `width`."""
         return sum(size for size, _, shape, _ in self.tensors if shape and shape[-1] == width)
 
+    def without_width(self, width: int) -> Activations:
+        """Returns the activations except the tensors whose last dimension is `width`."""
+        found = Activations()
+        for size, name, shape, dtype in self.tensors:
+            if not (shape and shape[-1] == width):
+                found.by_module[name] += size
+                found.tensors.append((size, name, shape, dtype))
+        return found
+
 
 @dataclass(frozen=True)
 class Situation:
@@ -167,7 +176,7 @@ def estimates(situation: Situation) -> Iterator[tuple[str, int]]:
         yield "gradient_checkpointing=True", in_blocks - in_blocks // num_blocks
     if situation.half_activations is not None:
         yield "bf16=True", activations.total - situation.half_activations.total
-    if situation.vocabulary and not options.linear_cross_entropy:
+    if situation.vocabulary and options.linear_cross_entropy is False:  # "auto": it is in use, or not possible
         yield "linear_cross_entropy=True", activations.of_width(situation.vocabulary)
 
 
@@ -251,6 +260,7 @@ def report_out_of_memory(
     batches: Sequence[Any],
     precision: Any,
     world_size: int,
+    without_logits: bool,
 ) -> None:
     """Adds the report as a note to an out-of-memory error in training, so that the traceback ends with it.
 
@@ -262,33 +272,44 @@ def report_out_of_memory(
         batches: micro-batches of the optimizer step that failed; empty if the error was raised outside of a step.
         precision: the precision of the strategy.
         world_size: processes that each hold all of the model; 1 if it is sharded.
+        without_logits: the loss was computed without logits.
     """
     if not is_out_of_memory(error):
         return
     try:
-        error.add_note(make_report(model, optimizer, options, batches, precision, world_size))
+        error.add_note(make_report(model, optimizer, options, batches, precision, world_size, without_logits))
     except Exception as failure:  # a failing report must not replace the original error
         logger.warning("The memory of the run could not be reported: %s: %s", type(failure).__name__, failure)
 
 
 def make_report(
-    model: nn.Module, optimizer: object, options: Any, batches: Sequence[Any], precision: Any, world_size: int
+    model: nn.Module,
+    optimizer: object,
+    options: Any,
+    batches: Sequence[Any],
+    precision: Any,
+    world_size: int,
+    without_logits: bool,
 ) -> str:
     """Returns the report on a run; the arguments are those of `report_out_of_memory`."""
     device = next(model.parameters()).device
     largest = max(batches, key=batch_size_of, default=None)
     activations = half = None
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or 0
     if isinstance(largest, Mapping):
         activations = find_activations(model, largest, precision.context())
         is_single = not precision.autocasts and next(model.parameters()).dtype == torch.float32
         if activations is not None and is_single and not precision.scales:
             half = find_activations(model, largest, torch.autocast(device.type, torch.bfloat16))
+    if without_logits and vocabulary:  # the copy of the model computed them
+        activations = activations and activations.without_width(vocabulary)
+        half = half and half.without_width(vocabulary)
     situation = Situation(
         memory=count_memory(model, optimizer),
         batch_size=0 if largest is None else batch_size_of(largest),
         options=options,
         world_size=world_size,
-        vocabulary=getattr(getattr(model, "config", None), "vocab_size", None) or 0,
+        vocabulary=vocabulary,
         on_accelerator=device.type != "cpu",
         by_adamw=isinstance(optimizer, torch.optim.Adam),  # AdamW is a subclass
         in_single=all(parameter.dtype == torch.float32 for parameter in model.parameters()),

@@ -189,7 +189,7 @@ def check_support(
         raise UnsupportedOption(
             f"{METHOD}: torch_compile=True: compiled modules choose which tensors they keep; measure without it."
         )
-    if linear_cross_entropy:
+    if linear_cross_entropy not in (False, "auto"):
         raise UnsupportedOption(
             f"{METHOD}: linear_cross_entropy={linear_cross_entropy!r}: to be followed, the outputs of the head "
             "have to be computed whole; measure without it."

@@ -402,6 +402,7 @@ class Session(core.Session[Run, TrainerMembers]):
                 batches=run.engine.batches,
                 precision=self.strategy.precision,
                 world_size=1 if self.strategy.is_sharded else self.world.world_size,
+                without_logits=self.facade.objective.computes_no_logits,
             )
             missing_labels.explain_missing_labels(
                 error,

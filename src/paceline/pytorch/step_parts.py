@@ -31,7 +31,7 @@ from paceline.pytorch.model.objective import adapted
 
 if TYPE_CHECKING:
     from paceline.pytorch import data_map as maps
-    from paceline.pytorch import distillation_cache, flops, noise_scale, source_loss
+    from paceline.pytorch import distillation_cache, flops, linear_loss_run, noise_scale, source_loss
     from paceline.pytorch.data.sources import WindowSources
     from paceline.pytorch.data.window_ids import WindowIds
     from paceline.pytorch.model import sample_losses
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 else:
     distillation_cache = LateModule("paceline.pytorch.distillation_cache")
     flops = LateModule("paceline.pytorch.flops")
+    linear_loss_run = LateModule("paceline.pytorch.linear_loss_run")
     maps = LateModule("paceline.pytorch.data_map")
     noise_scale = LateModule("paceline.pytorch.noise_scale")
     passes = LateModule("paceline.pytorch.regularizers.passes")
@@ -126,6 +127,27 @@ def count_flops(setup: Setup) -> StepPart | None:
         return None
     meter = flops.meter_of(setup.facade, setup.strategy, setup.plan, setup.model)
     return StepPart("flop_meter", meter, training_step=meter.training_step, meter=meter)
+
+
+def train_without_logits(setup: Setup) -> StepPart | None:
+    """Computes the loss from the inputs of the head, with `linear_cross_entropy`."""
+    facade = setup.facade
+    if facade.objective.linear_loss is None and not setup.options.phases:
+        return None
+    made = linear_loss_run.LinearLossRun(
+        lambda: facade.objective.linear_loss,
+        setup.model,
+        setup.options,
+        setup.strategy.world,
+        setup.num_steps,
+    )
+    return StepPart(
+        "linear_loss",
+        made,
+        join=made.join,
+        active=lambda engine, handler: made.active(),
+        before_save=made.agree,
+    )
 
 
 def measure_noise(setup: Setup) -> StepPart | None:
@@ -245,6 +267,7 @@ def regularize(setup: Setup) -> StepPart | None:
 # in the order in which they wrap `training_step`, the first one innermost, and join the engine
 PARTS: tuple[Callable[[Setup], StepPart | None], ...] = (
     count_flops,
+    train_without_logits,
     measure_noise,
     record_samples,
     record_sources,

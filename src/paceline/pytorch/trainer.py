@@ -561,8 +561,10 @@ class Trainer(HubNames, ForSubclasses):
         Returns:
             The loss, 0-dim, or `(loss, outputs)`. It is a mean over the batch, unless divided by `num_items_in_batch`.
         """
-        loss, outputs = self.objective(model, inputs, num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
+        if return_outputs:
+            with self.objective.for_reader():
+                return self.objective(model, inputs, num_items_in_batch)
+        return self.objective(model, inputs, num_items_in_batch)[0]
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Returns the precision context for computing losses."""

@@ -180,7 +180,7 @@ def read_model(
     smoother = LabelSmoother(smoothing) if smoothing > 0 else None
     if smoothing and is_ours(compute_loss):
         normalizer.know(LossReduction("tokens", shifted=normalizer.shifts))
-    by_chunks = linear_loss_of(model, linear_cross_entropy)
+    by_chunks = linear_loss_of(model, linear_cross_entropy, normalizer)
     if by_chunks is not None and by_chunks.is_required and not is_ours(compute_loss):
         logger.warning(
             "linear_cross_entropy=%r: compute_loss is overridden, and its loss is computed by chunks only if it calls "
@@ -202,11 +202,11 @@ def distillation_of(teacher: object, options: Options | None, **facts: Any) -> D
     return distillation.make_distillation(teacher, options, **facts)
 
 
-def linear_loss_of(model: nn.Module, option: str | bool) -> linear_loss.LinearLoss | None:
+def linear_loss_of(model: nn.Module, option: str | bool, rule: LossNormalizer) -> linear_loss.LinearLoss | None:
     """Returns the chunked loss of a model; None if the option is off, or "auto" and the model names no head."""
     if option is False or (option == "auto" and not hasattr(innermost(model), "get_output_embeddings")):
         return None
-    return linear_loss.LinearLoss(option)
+    return linear_loss.LinearLoss(option, rule)
 
 
 def check_smoothing(smoothing: float, compute_loss_func: object, problem_type: str | None) -> None:

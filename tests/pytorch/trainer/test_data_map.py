@@ -206,7 +206,7 @@ def test_refused(tmp_path: Path) -> None:
         streamed.train()
     for options, message in (
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
-        ({"linear_cross_entropy": "auto"}, "linear_cross_entropy='auto'"),
+        ({"linear_cross_entropy": True}, "linear_cross_entropy=True"),
     ):
         with pytest.raises(UnsupportedOption, match=message):
             run(tmp_path, **options)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.core.methods import is_ours
 from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.distributed.precision import widened
 from paceline.pytorch.model.objective import Objective, compute_loss_with_outputs
@@ -69,7 +70,7 @@ class BatchPredictor:
             num_items = self.count_items([inputs]) if has_labels else None
             inputs = self.prepare_inputs(inputs)
             labels = tuple(inputs[name] for name in names) if has_labels else None
-            with nullcontext() if loss_only else self.objective.with_logits():
+            with self._logits_context(loss_only):
                 loss, outputs = self._run(model, inputs, num_items, has_labels)
         place = self.objective.loss_place
         holds_loss = is_named(outputs) or place.holds(outputs, loss, batch_size_of(inputs), has_labels)
@@ -82,6 +83,12 @@ class BatchPredictor:
         if labels is not None and len(labels) == 1:
             labels = labels[0]
         return loss, detach(read_predictions(outputs, ignore_keys, holds_loss)), detach(labels)
+
+    def _logits_context(self, loss_only: bool) -> AbstractContextManager[None]:
+        """Returns the context of a pass whose logits are read, or not; an overridden `compute_loss` may read them."""
+        if not loss_only:
+            return self.objective.with_logits()
+        return self.objective.unread() if is_ours(self.compute_loss) else nullcontext()
 
     def _run(self, model: nn.Module, inputs: object, num_items: object, has_labels: bool) -> tuple[Tensor | None, Any]:
         """Returns the loss and the model's outputs."""

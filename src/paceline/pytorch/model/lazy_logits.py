@@ -39,12 +39,19 @@ class Family:
     Attributes:
         chunked: a loss of this output was computed in chunks.
         read_by: the operation that first needed the logits themselves; None if there was none.
+        stored_by: the operation that first computed logits to be stored, which the loss does not need; None if there
+            was none.
     """
 
     def __init__(self, permits: Callable[[Tensor, Tensor, Head, CrossEntropy], bool]) -> None:
         self.permits = permits
         self.chunked = False
         self.read_by: str | None = None
+        self.stored_by: str | None = None
+
+    def note_stored(self, name: str) -> None:
+        """Notes that the operation of this name computed logits to be stored."""
+        self.stored_by = self.stored_by or name
 
 
 @dataclass(eq=False)
@@ -91,6 +98,13 @@ class Recipe:
         """Returns the logits, recomputed from the inputs of the linear layer."""
         self.check_versions()
         return self.head.logits(self.rows)
+
+    def keep(self) -> None:
+        """Computes the logits without gradients, for code that reads them after the weights have changed."""
+        if self.logits is None:
+            with torch.no_grad():
+                self.logits = self.fresh()
+        self.family.read_by = self.family.read_by or "code that keeps them"
 
     def check_versions(self) -> None:
         """Checks that logits computed now equal those of the forward pass.
@@ -363,6 +377,7 @@ def squash(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[s
 
 def detach(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Returns computed, detached logits for a caller that stores them; the loss still does not need them."""
+    logits.recipe.family.note_stored("detach")
     with torch.no_grad():
         return logits.recipe.fresh()
 

@@ -12,8 +12,9 @@ import functools
 import logging
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,15 @@ logger = logging.getLogger(__name__)
 OPTION = "linear_cross_entropy"
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 CHECKED_ROWS = 16
+# modules of this package whose hooks on a model neither read nor keep logits
+HARMLESS = ("paceline.pytorch.distributed.precision", "paceline.pytorch.model.offload")
 MIN_CHUNKS = 2  # "auto" applies to more than this number of chunks: fewer would save no memory
+
+
+class Verdict(Protocol):
+    """Holds the result of the check, so that checkpoints contain it: a `LossNormalizer`."""
+
+    by_chunks: bool | None
 
 
 class LinearLoss:
@@ -44,24 +53,37 @@ class LinearLoss:
 
     Args:
         option: `auto`, True, or the name of the head among the model's modules.
+        verdict: holds the result of the check; None: a new one.
 
     Attributes:
-        is_right: True if the chunked loss equals the model's own; None: not checked yet; False: it is not used.
+        asked_by: with `auto`, the option or the code that reads the logits of each step; None: none is known.
     """
 
-    def __init__(self, option: str | bool) -> None:
+    def __init__(self, option: str | bool, verdict: Verdict | None = None) -> None:
         self.option = option
-        self.is_right: bool | None = None
+        self.asked_by: str | None = None
         self.is_entered = False
-        self._is_suspended = False
+        self._verdict: Verdict = SimpleNamespace(by_chunks=None) if verdict is None else verdict
+        self._is_suspended = self._is_unread = False
         self._model: weakref.ref[nn.Module] | None = None
         self._name: str | None = None  # name of the head; None: the model has none
         self._families: list[Family] = []
+        self._earlier: list[Family] = []  # of passes with gradients, whose logits may be read after the pass
+        self._given: list[weakref.ref[Tensor]] = []  # lazy logits of these passes
         self._said: set[str] = set()
 
     def __reduce__(self) -> Any:
         """Makes copies start without results of the check."""
         return LinearLoss, (self.option,)
+
+    @property
+    def is_right(self) -> bool | None:
+        """Returns True if the chunked loss equals the model's own, False if it is not used, None before the check."""
+        return self._verdict.by_chunks
+
+    @is_right.setter
+    def is_right(self, value: bool | None) -> None:
+        self._verdict.by_chunks = value
 
     @property
     def is_required(self) -> bool:
@@ -86,13 +108,16 @@ class LinearLoss:
             UnsupportedOption: chunks are required, and the model does not support them.
         """
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        if self._model is None or self._model() is not inner:
-            self._begin(inner)
-        if self._name is None or self._is_suspended or self.is_right is False:
+        self.bind(inner)
+        if self._earlier:
+            self._review()
+        if self._name is None or self._is_suspended or self.is_right is False or self._is_asked():
             yield
             return
         path = modules_to(inner, self._name)
         obstacle = find_obstacle(model, path, self._name)
+        if obstacle is None and not self.is_required:
+            obstacle = find_reader(path) or (find_reader([model]) if model is not inner else None)
         if obstacle is not None:
             self._refuse(obstacle)
             yield
@@ -102,6 +127,8 @@ class LinearLoss:
             yield
         families, self._families = self._families, []
         self._judge(families)
+        if torch.is_grad_enabled() and not self.is_required:
+            self._earlier += families
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -112,11 +139,58 @@ class LinearLoss:
         finally:
             self._is_suspended = False
 
-    def _begin(self, model: nn.Module) -> None:
-        """Finds the head of a new model."""
-        self._model = weakref.ref(model)
-        self._name = self.is_right = None
-        self._families = []
+    def for_reader(self) -> AbstractContextManager[None]:
+        """Returns the context of a pass whose outputs are given to a caller, who may read the logits."""
+        return nullcontext() if self.is_required or self._is_unread else self.suspended()
+
+    @contextmanager
+    def unread(self) -> Iterator[None]:
+        """Declares that no caller reads the logits of the passes made while entered."""
+        self._is_unread = True
+        try:
+            yield
+        finally:
+            self._is_unread = False
+
+    def report_to(self, verdict: Verdict) -> None:
+        """Sets what holds the result of the check."""
+        self._verdict = verdict
+
+    def settle(self) -> None:
+        """Computes logits that code still keeps, before the weights change. Called before each optimizer step."""
+        if not self._earlier:
+            return
+        for reference in self._given:
+            logits: Any = reference()
+            if logits is not None:
+                logits.recipe.keep()
+        self._review()
+
+    def _review(self) -> None:
+        """Judges the reads of logits after the passes that made them."""
+        families, self._earlier = self._earlier, []
+        self._given = []
+        self._judge(families)
+
+    def _is_asked(self) -> bool:
+        """Returns True, and says so once, if the logits of each step are read."""
+        if self.asked_by is None or self.is_required:
+            return False
+        self._refuse(f"{self.asked_by} reads the logits")
+        return True
+
+    def bind(self, model: nn.Module) -> None:
+        """Finds the head of a model, if that is another one than before.
+
+        Raises:
+            UnsupportedOption: chunks are required, and the model has no head that permits them.
+        """
+        if self._model is not None:
+            if self._model() is model:
+                return
+            self.is_right = None
+        self._model, self._name = weakref.ref(model), None
+        self._families, self._earlier = [], []
         try:
             self._name = find_head(model, self.option)
         except LookupError as error:
@@ -133,7 +207,10 @@ class LinearLoss:
             return nn.Linear.forward(head, rows)
         family = Family(self._permits)
         self._families.append(family)
-        return LazyLogits.of(rows, Head(head.weight, head.bias, dtype), family)
+        made = LazyLogits.of(rows, Head(head.weight, head.bias, dtype), family)
+        if torch.is_grad_enabled():
+            self._given.append(weakref.ref(made))
+        return made
 
     def _permits(self, rows: Tensor, targets: Tensor, head: Head, loss: CrossEntropy) -> bool:
         """Returns True if a loss may be computed in chunks; the first loss is checked on some of its rows."""
@@ -157,6 +234,8 @@ class LinearLoss:
     def _judge(self, families: list[Family]) -> None:
         """Disables chunks, or raises if they are required, if the model's code read the logits or called no head."""
         readers = [family.read_by for family in families if family.read_by is not None]
+        if not self.is_required:
+            readers += [family.stored_by for family in families if family.stored_by is not None]
         if readers and self.is_right is not False:
             self.is_right = False
             self._refuse(f"the loss is not only a cross-entropy of the head's outputs: {readers[0]} reads them")
@@ -217,8 +296,25 @@ def find_obstacle(model: nn.Module, path: list[nn.Module], name: str) -> str | N
         return f"the weight of {name} is not whole on one device"
     if any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)):
         return f"a hook on {name} is given its outputs"
-    if any(module._compiled_call_impl is not None for module in path):
+    if any(module._compiled_call_impl is not None or is_wrapper(module) for module in path):
         return "the whole model is compiled"
+    return None
+
+
+def find_reader(path: list[nn.Module]) -> str | None:
+    """Returns what is given the outputs of the modules above a head, and may read the logits; None if nothing is.
+
+    Args:
+        path: the modules from the model down to the head.
+    """
+    for module in path:
+        if module._backward_hooks:
+            return f"a backward hook is set on {type(module).__name__}"
+        if "forward" in vars(module):
+            return f"the forward of {type(module).__name__} is replaced"
+        for hook in module._forward_hooks.values():
+            if getattr(hook, "__module__", None) not in HARMLESS:
+                return f"a hook is given the outputs of {type(module).__name__}"
     return None
 
 
@@ -270,6 +366,7 @@ def is_lazy(head: nn.Linear, rows: object) -> bool:
         and rows.numel() > 0
         and head.out_features > 1
         and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None  # not inside of torch.func
         and not torch._C._get_tracing_state()
     )
 

@@ -111,6 +111,7 @@ class LossNormalizer:
         self.misses = dict.fromkeys(self.candidates, 0)
         self._doubt: str | None = None  # the last unresolved contradiction
         self.is_multiplied = False  # user code has multiplied the loss by the number of processes
+        self.by_chunks: bool | None = None  # the loss may be computed without logits; see `LinearLoss`
         self.num_updates = self.num_looks = self.num_extra = 0
         return self
 
@@ -434,6 +435,7 @@ class LossNormalizer:
             "reduction": list(astuple(self.reduction)),
             "is_scaled": self.is_scaled,
             "is_multiplied": self.is_multiplied,
+            "by_chunks": self.by_chunks,
             "evidence": [[*astuple(item), self.hits[item], self.misses[item]] for item in seen],
             "counters": [self.num_updates, self.num_looks, self.num_extra],
         }
@@ -455,10 +457,14 @@ class LossNormalizer:
         is_scaled, is_multiplied = state["is_scaled"], state["is_multiplied"]
         if not (is_scaled is None or isinstance(is_scaled, bool)) or not isinstance(is_multiplied, bool):
             raise ValueError(f"{str([is_scaled, is_multiplied])[:80]} are not true or false")
+        by_chunks = state.get("by_chunks")  # not written by older versions
+        if not (by_chunks is None or isinstance(by_chunks, bool)):
+            raise ValueError(f"{str(by_chunks)[:80]} is not true or false")
         if state["declared"] != self.declared:
             return
         self.begin(self.last_probe)
         self.reduction, self.is_scaled, self.is_multiplied = reduction, is_scaled, is_multiplied
+        self.by_chunks = by_chunks
         self.num_updates, self.num_looks, self.num_extra = counters
         for item, (hits, misses) in evidence.items():
             self.hits[item], self.misses[item] = hits, misses

@@ -66,6 +66,8 @@ class Objective:
     def report_to(self, rule: LossNormalizer) -> None:
         """Sets what records if `num_items_in_batch` was passed."""
         self.rule = rule
+        if self.linear_loss is not None:
+            self.linear_loss.report_to(rule)
 
     def __call__(self, model: nn.Module, inputs: Any, num_items: Any = None) -> tuple[Tensor | None, Any]:
         """Returns the loss and the model's outputs; the loss is None only if no gradient is needed."""
@@ -102,6 +104,19 @@ class Objective:
     def with_logits(self) -> AbstractContextManager[None]:
         """Returns a context in which the model's logits are computed, for callers that read them."""
         return nullcontext() if self.linear_loss is None else self.linear_loss.suspended()
+
+    @property
+    def computes_no_logits(self) -> bool:
+        """Returns True if the loss of the present training is computed without logits, as far as is known."""
+        return self.linear_loss is not None and self.linear_loss.is_right is True
+
+    def for_reader(self) -> AbstractContextManager[None]:
+        """Returns the context of a pass whose outputs are given to a caller."""
+        return nullcontext() if self.linear_loss is None else self.linear_loss.for_reader()
+
+    def unread(self) -> AbstractContextManager[None]:
+        """Returns a context of passes whose outputs are given to a caller who does not read the logits."""
+        return nullcontext() if self.linear_loss is None else self.linear_loss.unread()
 
     def call(self, model: nn.Module, inputs: object) -> Any:
         """Returns the model's outputs for a batch; entries of a dict that `forward` does not take are dropped."""
