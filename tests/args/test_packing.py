@@ -27,12 +27,18 @@ def test_refused(options: dict[str, Any], message: str) -> None:
         TrainingArguments("x", **options)
 
 
-@pytest.mark.parametrize("axis", ["cp", "sp", "tp", "pp", "dp_shard"])
+@pytest.mark.parametrize("axis", ["tp", "pp"])
 @pytest.mark.parametrize("packing", ["pack", "flatten"])
-def test_meshes_that_divide_rows_or_the_model_are_refused(axis: str, packing: str) -> None:
+def test_meshes_that_divide_matrices_or_layers_are_refused(axis: str, packing: str) -> None:
     args = TrainingArguments("x", packing=packing, parallel={axis: 2}, use_cpu=True)
     with pytest.raises(UnsupportedOption, match=f"packing='{packing}' with parallel={{'{axis}': 2}} is not supported"):
         resolve(args, world_size=2, micro_batches_per_epoch=8)
+
+
+@pytest.mark.parametrize("axis", ["cp", "sp", "dp_shard", "dp_replicate"])
+def test_meshes_of_data_and_sequences_take_packed_rows(axis: str) -> None:
+    args = TrainingArguments("x", packing="pack", parallel={axis: 2}, use_cpu=True)
+    assert getattr(resolve(args, world_size=2, micro_batches_per_epoch=8).mesh, axis) == 2
 
 
 def test_grouping_is_an_order_of_samples_and_goes_with_any_mesh() -> None:

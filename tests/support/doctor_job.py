@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ragged import TakesAttentionMask, pad, texts
 from small_models import Classifier, Tagger, classification, make_trainer, tagging, weights
 from torch import Tensor, nn
 
@@ -46,6 +47,7 @@ class CutWrongly(Classifier):
 
 
 RAGGED = {"gradient_accumulation_steps": 2, "loss_weight": "shifted_tokens"}
+PACKED = {"packing": "pack", "data_collator": pad}
 FEW = {"per_device_train_batch_size": 4, "learning_rate": 1e-2}
 Case = tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any]]
 CASES: dict[str, Case] = {
@@ -56,6 +58,8 @@ CASES: dict[str, Case] = {
         lambda: tagging(48),
         {**RAGGED, "fsdp": True},
     ),
+    "fsdp, packed": (TakesAttentionMask, texts, {**PACKED, "fsdp": True}),
+    "cp, packed": (TakesAttentionMask, texts, {**PACKED, "parallel": {"cp": 2}}),
     "tp": (Classifier, lambda: classification(48), {"parallel": {"tp": 2}}),
     "wrong: one process forgets": (Forgets, lambda: classification(48), {}),
     "wrong: loss scaled": (Classifier, lambda: classification(48), {"cls": Doubled, "fsdp": True}),

@@ -110,6 +110,37 @@ class TakesMask(PlainTexts):
         return self.with_loss(self.outputs(input_ids, position_ids, attn_mask), labels)
 
 
+class TakesAttentionMask(PlainTexts):
+    """Keeps documents apart by a mask over pairs of tokens, (rows, 1, tokens, tokens), which sequence parallelism makes
+    for the tokens of each process. Its loss is made of targets that come shifted.
+    """
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        if attention_mask is not None and attention_mask.dim() == 2:  # padding, of which no token is a target
+            attention_mask = None
+        outputs = {"logits": self.attend(input_ids, position_ids, attention_mask)}
+        if labels is not None or shift_labels is not None:
+            if shift_labels is None:
+                shift_labels = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+            outputs["loss"] = functional.cross_entropy(outputs["logits"].flatten(0, 1), shift_labels.flatten())
+        return outputs
+
+    def attend(self, input_ids: Tensor, position_ids: Tensor | None, seen: Tensor | None) -> Tensor:
+        places = torch.arange(input_ids.shape[1]) if position_ids is None else position_ids
+        hidden = self.tokens(input_ids) + self.places(places)
+        query, key, value = (each.unflatten(-1, (2, 8)).transpose(1, 2) for each in self.mix(hidden).chunk(3, -1))
+        mixed = functional.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None)
+        logits: Tensor = self.head(torch.tanh(hidden + mixed.transpose(1, 2).flatten(-2)))
+        return logits
+
+
 class TakesBounds(PlainTexts):
     """Keeps documents apart by the places where they begin."""
 

@@ -154,12 +154,13 @@ def check_packing_on(options: Options, mesh: Mesh) -> None:
     """Checks packing against the device mesh.
 
     Raises:
-        UnsupportedOption: the mesh shards the rows or the model.
+        UnsupportedOption: the mesh cuts the model into stages or its matrices into parts.
     """
-    axes = [axis for axis in ("pp", "cp", "sp", "tp", "dp_shard") if getattr(mesh, axis) > 1]
+    axes = [axis for axis in ("pp", "tp") if getattr(mesh, axis) > 1]
     packing = packing_of(options)
     if packing in JOINING and axes:
         raise UnsupportedOption(
-            f"packing={packing!r} with parallel={{{axes[0]!r}: {getattr(mesh, axes[0])}}} is not supported: "
-            "documents are kept apart in whole rows, by a whole model. Use packing='group', or parallel='ddp'."
+            f"packing={packing!r} with parallel={{{axes[0]!r}: {getattr(mesh, axes[0])}}} is not supported: whether a "
+            "model keeps documents apart is tried on the whole model. Use packing='group', or parallel='ddp', 'fsdp', "
+            "or a mesh of dp_replicate, dp_shard, cp and sp."
         )

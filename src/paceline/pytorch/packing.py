@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from paceline.pytorch.data.collators import DataCollatorWithPadding, DefaultDataCollator
 from paceline.pytorch.data.packing import PackedForm, PackingCollator
+from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.loss_probe import leaving_no_trace
 from paceline.pytorch.model.isolation import Isolation, find_isolation, isolated
 from paceline.pytorch.side_effects import undoing
@@ -90,7 +92,7 @@ def find_packing(
     pad_token_id: int | None,
     is_compiled: bool,
     is_half: bool,
-    forward_context: Callable[[], AbstractContextManager[Any]],
+    strategy: SingleDevice,
 ) -> Packing:
     """Returns the packing for a model, determined by a few forward passes without side effects.
 
@@ -100,7 +102,8 @@ def find_packing(
         kind, length: see `Packing`.
         pad_token_id: fills the ends of rows; None: token 0.
         is_compiled: training passes are compiled.
-        is_half, forward_context: the precision of the passes.
+        is_half: passes run in a 16-bit type.
+        strategy: of the run; it may already have sharded the model.
 
     Raises:
         UnsupportedOption: the model cannot isolate documents.
@@ -109,9 +112,18 @@ def find_packing(
     @contextmanager
     def surroundings() -> Iterator[None]:
         owners = [model, *([owner] if (owner := getattr(compute_loss, "__self__", None)) is not None else [])]
-        with undoing(owners), leaving_no_trace(model), forward_context():
+        with undoing(owners), leaving_no_trace(model), strategy.forward_context():
             yield
 
-    isolation = find_isolation(model, compute_loss, is_compiled=is_compiled, is_half=is_half, surroundings=surroundings)
+    find = partial(
+        find_isolation,
+        model,
+        compute_loss,
+        is_compiled=is_compiled,
+        is_half=is_half,
+        in_parts=strategy.mesh.num_parts > 1,
+        surroundings=surroundings,
+    )
+    isolation = strategy.run_within(model, find)
     form = PackedForm(isolation.first_position, isolation.shifts, pad_token_id or 0)
     return Packing(kind, length, model, isolation, form)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -179,11 +179,28 @@ def compare(trainer: Trainer, gradients: Gradients, batches: list[Any]) -> list[
     ]
 
 
+@dataclass
+class Collated:
+    """Returns batches as they are.
+
+    Attributes:
+        data_collator: what made them, for those who ask whether they are packed; None if they are not.
+    """
+
+    data_collator: Any
+
+    def __call__(self, batch: Any) -> Any:
+        return batch
+
+
 def of_one_process(trainer: Trainer, micro_batches: list[Any]) -> Gradients:
     """Returns the gradients of a step over these micro-batches on one process."""
     single = alone(trainer, copy.deepcopy(trainer.model))
     single.optimizer = None
-    vars(single)["get_train_dataloader"] = lambda: DataLoader(micro_batches, batch_size=None)  # type: ignore[arg-type]
+    packing = single._find_packing()
+    made: Any = Collated(None if packing is None else packing.collator(single.data_collator))
+    loader: Any = DataLoader(micro_batches, batch_size=None, collate_fn=made)  # type: ignore[arg-type]
+    vars(single)["get_train_dataloader"] = lambda: loader
     return gradients_of(single, {"gradient_accumulation_steps": len(micro_batches)})
 
 

@@ -344,7 +344,7 @@ def find_packing(trainer: Trainer) -> packing.Packing | None:
         pad_token_id=getattr(trainer.processing_class, "pad_token_id", None),
         is_compiled=args.torch_compile,
         is_half=trainer.strategy.precision.autocasts,
-        forward_context=trainer.strategy.forward_context,
+        strategy=trainer.strategy,
     )
     rule = trainer.loss_normalizer
     if rule.known is None:  # find_packing checked that a row's loss is the token mean over its documents

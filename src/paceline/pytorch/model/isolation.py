@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -97,18 +97,23 @@ def with_bounds(keywords: dict[str, Any], *, name: str) -> dict[str, Any]:
     return {**keywords, name: torch.cat([starts, end]).to(torch.int32)}
 
 
-def ways_of(model: nn.Module, is_compiled: bool) -> Iterator[Way]:
+def ways_of(model: nn.Module, is_compiled: bool, in_parts: bool = False) -> Iterator[Way]:
     """Yields the methods that a model may support, the fastest first.
 
     Args:
         model: any model, from transformers or not.
         is_compiled: passes are compiled, so other document boundaries must not cause a recompilation.
+        in_parts: see `find_isolation`.
     """
     inner = innermost(model)
     config, names = getattr(inner, "config", None), read_signature(model)
     if any(each.is_meta for each in model.parameters()):
         raise not_isolated(model, ["its weights are not here to try it with: leave cpu_ram_efficient_loading out"])
-    if not hasattr(inner, "set_attn_implementation"):
+    is_plain = not hasattr(inner, "set_attn_implementation")
+    if in_parts:
+        yield from ways_in_parts(names, is_plain)
+        return
+    if is_plain:
         yield from plain_ways(names)
         return
     attention = getattr(config, "_attn_implementation", None)
@@ -133,6 +138,19 @@ def plain_ways(signature: ForwardSignature) -> Iterator[Way]:
                                                                         is_additive=False))  # fmt: skip
     if "position_ids" in signature.names:
         yield Way("position_ids", positions_alone)
+
+
+def ways_in_parts(signature: ForwardSignature, is_plain: bool) -> Iterator[Way]:
+    """Yields the methods for sequences in parts, tried on whole sequences.
+
+    Context and sequence parallelism make the masks of a part from positions that restart, and hand them to attention
+    functions of transformers, and to a plain module as `attention_mask`.
+    """
+    if not is_plain:
+        yield Way("masks for the parts of a sequence", positions_alone)
+    elif MASKS[0] in signature.names:
+        mask = partial(with_mask, name=MASKS[0], is_causal=True, is_additive=False)
+        yield Way("masks for the parts of a sequence", mask)
 
 
 @contextmanager
@@ -208,6 +226,7 @@ def find_isolation(
     *,
     is_compiled: bool,
     is_half: bool = False,
+    in_parts: bool = False,
     surroundings: Callable[[], Any] = nullcontext,
 ) -> Isolation:
     """Returns the first method that isolates documents in a model, tested by a few forward passes.
@@ -219,6 +238,7 @@ def find_isolation(
         loss_of: `(model, batch) -> loss`, a mean over targets.
         is_compiled: training passes are compiled.
         is_half: passes run in a 16-bit type.
+        in_parts: training passes are split over processes by tokens, with masks of their own; these are whole.
         surroundings: returns a context that undoes side effects of the passes on modules and random generators.
 
     Raises:
@@ -234,23 +254,35 @@ def find_isolation(
     with surroundings(), without_cache(model), torch.no_grad():
         model.eval()
         probe = Probe(model, loss_of, is_half, lengths)
-        for way, first in itertools.product(ways_of(model, is_compiled), firsts):
+        for way, first in itertools.product(ways_of(model, is_compiled, in_parts), firsts):
             try:
                 with isolated(model, way):
-                    return Isolation(way, first, probe.check(first))
+                    shifts = probe.check(first)
+                used = replace(way, change=positions_alone) if in_parts else way
+                return Isolation(used, first, shifts)
             except Refused as reason:
                 told.append(f"{way.name}: {reason}")
             except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
                 told.append(f"{way.name}: {type(error).__name__}: {str(error)[:200]}")
-    raise not_isolated(model, told or ["its forward takes none of position_ids, cu_seqlens and attention_mask"])
+    raise not_isolated(model, told or [missing_inputs(in_parts)], in_parts)
 
 
-def not_isolated(model: nn.Module, reasons: list[str]) -> UnsupportedOption:
+def missing_inputs(in_parts: bool) -> str:
+    """Returns the reason if a module takes nothing that could tell it of documents."""
+    if in_parts:
+        return "its forward takes no attention_mask, by which a process with a part of a sequence is told of them"
+    return "its forward takes none of position_ids, cu_seqlens and attention_mask"
+
+
+def not_isolated(model: nn.Module, reasons: list[str], in_parts: bool = False) -> UnsupportedOption:
     """Returns the error for a model that cannot isolate documents."""
+    inputs = "cu_seqlens or an attention_mask of shape (rows, 1, tokens, tokens)"
+    if in_parts:
+        inputs = "an attention_mask of shape (rows, 1, own tokens, all tokens)"
     return UnsupportedOption(
         f"packing: {type(innermost(model)).__name__} cannot isolate the documents of a row "
         f"({'; '.join(dict.fromkeys(reasons))}). Use packing='group', which keeps one row for each sample, or a "
-        "forward that takes position_ids and cu_seqlens or an attention_mask of shape (rows, 1, tokens, tokens)."
+        f"forward that takes position_ids and {inputs}."
     )
 
 
