@@ -290,6 +290,12 @@ def test_an_own_field_of_a_retired_name_is_told_of_where_it_asks_for_something(t
     told = [record.getMessage() for record in caplog.records if "own field" in record.getMessage()]
     assert len(told) == 1
     assert told[0].startswith("OlderFields has its own field save_safetensors: only its own code acts on it.")
+    caplog.clear()
+    copied = dataclasses.replace(OlderFields(str(tmp_path)), learning_rate=1.0)
+    assert not caplog.records
+    again = dataclasses.replace(dataclasses.replace(copied, save_safetensors=False), seed=1)
+    assert len(caplog.records) == 1
+    assert again.save_safetensors is False
 
 
 def test_our_own_options_have_no_older_names() -> None:

@@ -253,6 +253,32 @@ def test_copies_are_equal_and_independent() -> None:
     assert dataclasses.replace(args, activation_checkpointing=True).gradient_checkpointing is True
 
 
+def test_a_copy_repeats_no_warning_and_gives_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    args = TrainingArguments("x", eval_steps=10)
+    for change in ({}, {"learning_rate": 1.0}, {"eval_strategy": "steps"}, {"seed": 2}):
+        args = dataclasses.replace(args, **change)
+    assert len(caplog.records) == 1, caplog.text
+    dataclasses.replace(args, eval_strategy="no")
+    assert len(caplog.records) == 1  # said of the first
+    dataclasses.replace(args, eval_strategy="epoch")
+    assert "eval_steps=10 has no effect with eval_strategy='epoch'" in caplog.records[1].getMessage()
+    dataclasses.replace(TrainingArguments("x", eval_strategy="steps", eval_steps=0), seed=3)
+    assert len(caplog.records) == 3
+
+
+def test_a_copy_derives_anew_what_the_user_did_not_set(caplog: pytest.LogCaptureFixture) -> None:
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+    args = TrainingArguments("x", **best, logging_steps=50, save_steps=100)
+    assert (args.metric_for_best_model, args.greater_is_better, args.eval_steps) == ("loss", False, 50)
+    other = dataclasses.replace(args, metric_for_best_model="accuracy", logging_steps=20)
+    assert (other.greater_is_better, other.eval_steps) == (True, 20)
+    given = dataclasses.replace(TrainingArguments("x", greater_is_better=False), metric_for_best_model="accuracy")
+    assert given.greater_is_better is False
+    plain = dataclasses.replace(args, load_best_model_at_end=False, eval_strategy="no")
+    assert (plain.metric_for_best_model, plain.eval_steps) == (None, None)
+    assert not caplog.records
+
+
 def test_construction_changes_no_global_state(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
     import random

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from paceline.args.errors import did_you_mean
 from paceline.args.older_names import OLDER_NAMES, Retired, retired_values, translate
 
-GIVEN = "_given_by_name"  # attribute of an object under construction: the keywords that the caller passed
+# attributes of an object under construction
+GIVEN = "_given_by_name"  # the keywords that the caller passed
+TOLD = "_told"  # the warnings that were given for the object that this one is a copy of; None if it is no copy
 
 
 @functools.cache
@@ -87,6 +89,17 @@ def names_written(source: Any, given: dict[str, Any]) -> set[str]:
     return written
 
 
+def underived(source: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keywords of a `dataclasses.replace` with the user's values where `source` holds derived ones.
+
+    The copy derives them anew: `replace(args, metric_for_best_model="accuracy")` has the direction of accuracy, not that of
+    the metric before.
+    """
+    held = vars(source)
+    own = {name: value for name, value in held.get("_given", {}).items() if given.get(name) is held[name]}
+    return {**given, **own}
+
+
 def option_docs() -> Any:
     """Returns the module that documents options; few programs read what it writes."""
     return importlib.import_module("paceline.args.option_docs")
@@ -100,9 +113,12 @@ class ArgumentsMeta(type):
         def __call__(cls, *values: Any, **given: Any) -> Any:
             source = replaced_object(cls, sys._getframe(1))
             written = given.keys() if source is None else names_written(source, given)
+            if source is not None:
+                given = underived(source, given)
             keywords, retired = checked_keywords(cls, given)
             made = cls.__new__(cls, *values, **keywords)
             vars(made)[GIVEN] = frozenset(keywords if source is None else written)
+            vars(made)[TOLD] = None if source is None else vars(source).get(TOLD, frozenset())
             made.__init__(*values, **keywords)
             vars(made).pop(GIVEN, None)
             vars(made).update(retired)

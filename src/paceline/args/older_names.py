@@ -226,7 +226,11 @@ def translate(given: dict[str, Any], known: Mapping[str, Any], owner: str) -> di
 
 
 def act_on_fields(
-    values: Mapping[str, Any], known: Mapping[str, Any], owner: str, given: Collection[str] = ()
+    values: Mapping[str, Any],
+    known: Mapping[str, Any],
+    owner: str,
+    given: Collection[str] = (),
+    is_copy: bool = False,
 ) -> dict[str, Any]:
     """Returns the changes that a class's own fields under older names cause, by present option name.
 
@@ -235,6 +239,7 @@ def act_on_fields(
         known: all fields, with their defaults.
         owner: name of the class, for messages.
         given: names of the options that the caller wrote.
+        is_copy: the values are those of another object but for `given`: what they warn of has been said.
 
     Raises:
         ValueError: an option was given under both names, with different values.
@@ -243,7 +248,8 @@ def act_on_fields(
     for name in OLDER_NAMES.keys() & known.keys():
         entry, value = OLDER_NAMES[name], values[name]
         if isinstance(entry, Retired):
-            tell_of_retired(name, value, entry, owner)
+            if not is_copy or name in given:
+                tell_of_retired(name, value, entry, owner)
             continue
         new_value = None if value is None else entry.convert(value)
         if new_value is None:

@@ -21,7 +21,7 @@ from paceline.args.choices import (
     SchedulerType,
 )
 from paceline.args.coercion import coerce_option, to_mapping
-from paceline.args.construction import GIVEN, ArgumentsMeta, defaults_of
+from paceline.args.construction import GIVEN, TOLD, ArgumentsMeta, defaults_of
 from paceline.args.older_names import OLDER_NAMES, Renamed, Retired, act_on_fields, check_retired
 from paceline.args.option_files import read_mapping
 from paceline.args.plan import check, half_format, resolve_warmup
@@ -84,7 +84,9 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
 
     def __post_init__(self) -> None:
         given = self.__dict__.pop(GIVEN, ())
-        self.__dict__.update(act_on_fields(self.__dict__, defaults_of(type(self)), type(self).__name__, given))
+        told_before: frozenset[str] | None = self.__dict__.get(TOLD)
+        is_copy = told_before is not None
+        self.__dict__.update(act_on_fields(self.__dict__, defaults_of(type(self)), type(self).__name__, given, is_copy))
         self._coerce_fields()
         told = self._take_from_launcher()
         for old, new in ALIASES.items():
@@ -105,8 +107,11 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
             if told:
                 error.add_note(told)
             raise
-        for note in surprises(self._given, self):
-            logger.warning(note)
+        notes = surprises(self._given, self)
+        for note in notes:
+            if note not in (told_before or ()):
+                logger.warning(note)
+        self.__dict__[TOLD] = frozenset([*notes, *(told_before or ())])
 
     def _take_from_launcher(self) -> str:
         """Fills options that are not given from `accelerate launch`. Returns a sentence that lists them."""

@@ -55,6 +55,7 @@ def built(config: JobConfig) -> Iterator[tuple[Any, Any]]:
     with TemporaryDirectory(prefix="paceline-") as folder:
         unseen = replace(config, arguments={**config.arguments, **UNSEEN, "output_dir": folder})
         framework = train.load_framework(unseen)
-        trainer, splits = framework.build_trainer(unseen, train.make_arguments(unseen))
+        # a copy: what the arguments warn of is said once
+        trainer, splits = framework.build_trainer(unseen, replace(args, **UNSEEN, output_dir=folder))
         train.check_splits(splits, args, ("do_train",), {})
         yield trainer, args

@@ -134,6 +134,16 @@ def test_the_speed_counts_the_samples_there_were(tmp_path: Path) -> None:
         assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(number, rel=0.2)
 
 
+def test_the_speed_of_a_run_that_ended_early_is_that_of_its_steps(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 3
+
+    metrics = make_trainer(tmp_path, Classifier(), DATA, num_train_epochs=50, callbacks=[Stop()]).train().metrics
+    assert metrics["train_steps_per_second"] * metrics["train_runtime"] == pytest.approx(3, rel=0.2)
+    assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(12, rel=0.2)
+
+
 def test_metrics_files_and_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = make_trainer(tmp_path, Classifier(), DATA, eval_dataset=DATA)
     train = trainer.train().metrics
