@@ -95,7 +95,7 @@ def test_table_sort_and_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert lines[0].split() == ["name", "state", "step", "best", "time", "changed"]
     assert [line.split()[0] for line in lines[1:5]] == ["group/b", "d", "c", "a"]
     assert "score 0.5" in lines[4]
-    assert "not read: " in out
+    assert "warning: " in out
     assert main(["runs", str(folder), "--json", "--sort=best"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["runs"][0]["name"] == "a"

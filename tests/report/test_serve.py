@@ -217,7 +217,7 @@ def test_a_run_that_is_removed_or_damaged_leaves_a_note(server: RunServer, runs:
     status, page, _ = ask(server, found["a"])
     assert status == 200
     assert "run.json is damaged" in page
-    assert "not read: " in ask(server, "/")[1]
+    assert "warning: " in ask(server, "/")[1]
     (runs / "a" / "run.json").write_text(json.dumps({"format": 1, "arguments": [], "plan": 3, "history": {}}))
     assert ask(server, found["a"])[0] == 200
     shutil.rmtree(runs / "a")

@@ -9,6 +9,7 @@ from tf_models import Linear, losses, make_data, make_model, make_trainer, weigh
 
 from paceline import EarlyStoppingCallback, EvalPrediction, TFTrainingArguments, TrainerCallback, UnsupportedOption
 from paceline.tensorflow.framework import keras, tf
+from paceline.tensorflow.session import evaluation_samples
 
 DATA = make_data(10)
 
@@ -171,3 +172,19 @@ def test_an_ensemble_of_torch_is_refused_by_name(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, make_model(), make_data(8))
     with pytest.raises(UnsupportedOption, match=r"ensemble_predict with a \w*Trainer is not supported"):
         torch_ensemble.ensemble_predict([make_model()], make_data(8), trainer)
+
+
+def test_the_first_evaluation_is_part_of_the_remaining_time(tmp_path: Path) -> None:
+    """Its samples are counted, in all forms of data; `callbacks.speed` makes a time of them."""
+    arrays, rows = make_data(10), [{"x": x, "labels": y} for x, y in zip(*make_data(6), strict=True)]
+    forms: list[tuple[Any, int | None]] = [
+        (arrays, 10),
+        (tf.data.Dataset.from_tensor_slices(arrays), 10),
+        (tf.data.Dataset.from_tensor_slices(arrays).filter(lambda x, y: True), None),
+        ({"first": arrays, "second": rows}, 16),
+    ]
+    for data, expected in forms:
+        assert evaluation_samples(data) == expected
+    trainer = make_trainer(tmp_path, make_model(), DATA, eval_dataset=arrays, eval_strategy="epoch")
+    trainer.train()
+    assert trainer.state.num_eval_samples == 10

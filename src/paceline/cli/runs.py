@@ -105,7 +105,7 @@ def describe(table: RunTable, folder: Path) -> str:
         lines += [f"{row.name} was resumed from {row.parent}" for row in table.rows if row.parent]
     else:
         lines.append(f"There are no runs in {folder}.")
-    lines += [f"not read: {problem}" for problem in table.problems]
+    lines += [f"warning: {problem}" for problem in table.problems]
     return "\n".join(lines)
 
 

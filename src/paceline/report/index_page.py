@@ -38,7 +38,7 @@ def make_index(table: RunTable, title: str, links: Mapping[str, str], live: Live
         )
     else:
         body = '<p class="dim">There are no runs here yet.</p>'
-    problems = "".join(f'<p class="bad">not read: {escape(mask_text(problem))}</p>' for problem in table.problems)
+    problems = "".join(f'<p class="bad">warning: {escape(mask_text(problem))}</p>' for problem in table.problems)
     return frame(title, f"<h1>{escape(title)}</h1>\n{body}\n{problems}", live)
 
 

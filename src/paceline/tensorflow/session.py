@@ -32,11 +32,11 @@ from paceline.tensorflow.checkpoint.resume_state import read_progress, read_unlo
 from paceline.tensorflow.checkpoint.saving import Checkpointer, requested_actions
 from paceline.tensorflow.checkpoint.variables import restore_variables
 from paceline.tensorflow.data.feed import TFFeed
-from paceline.tensorflow.data.sources import source_of_batches
+from paceline.tensorflow.data.sources import is_columns, source_of_batches
 from paceline.tensorflow.devices import World
 from paceline.tensorflow.engine import TFEngine
 from paceline.tensorflow.framework import keras, plain, tf
-from paceline.tensorflow.model_card import count_numbers
+from paceline.tensorflow.model_card import count_numbers, num_samples
 from paceline.tensorflow.objective import Objective
 from paceline.tensorflow.optim.averages import WeightAverages, averaging, make_averages, warn_of_average
 from paceline.tensorflow.optim.following import FollowingSchedule
@@ -169,7 +169,10 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
     def begin_state(self, plan: Plan, checkpoint: Path | None, trial: object) -> TrainerState:
         is_first = self.world.process_index == 0
         is_local = self.world.local_process_index == 0
-        return begin_state(plan, checkpoint, is_local_process_zero=is_local, is_world_process_zero=is_first)
+        state = begin_state(plan, checkpoint, is_local_process_zero=is_local, is_world_process_zero=is_first)
+        if self.options.eval_strategy != "no":
+            state.num_eval_samples = evaluation_samples(self.facade.eval_dataset)
+        return state
 
     def begin_mark(self, folder: Path, checkpoint: Path | None) -> RunMark:
         mark = begin_run(folder, checkpoint, self.state.global_step, folders.list_checkpoints(folder))
@@ -399,6 +402,13 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         if self.options.should_save and is_there:
             self.claim(run)
         return is_there
+
+
+def evaluation_samples(data: Any) -> int | None:
+    """Returns the samples of one evaluation of a data set, or of a dict of several; None if one has no known length."""
+    is_several = isinstance(data, dict) and not is_columns(data)
+    lengths = [num_samples(each) for each in (data.values() if is_several else [data])]
+    return None if None in lengths else sum(filter(None, lengths))
 
 
 def check_evaluation(args: Any, eval_dataset: object, model: object) -> None:
