@@ -25,12 +25,15 @@ JOBS = words("baker doctor driver farmer lawyer nurse painter pilot teacher wait
 
 
 def make(sample: Callable[[random.Random], dict[str, Any]], num_train: int, num_validation: int) -> DatasetDict:
-    """Two splits of samples drawn with two seeds."""
-    sizes = {"train": num_train, "validation": num_validation}
-    draws = {name: random.Random(seed) for seed, name in enumerate(sizes)}
-    return DatasetDict(
-        {name: Dataset.from_list([sample(draws[name]) for _ in range(size)]) for name, size in sizes.items()}
-    )
+    """Two splits of samples, all of them different, so that the evaluation is of samples that were not trained on."""
+    draw, found = random.Random(0), dict[str, dict[str, Any]]()
+    while len(found) < num_train + num_validation:
+        row = sample(draw)
+        found[repr(row)] = row
+    rows = list(found.values())
+    draw.shuffle(rows)  # common samples are found first
+    splits = {"train": rows[:num_train], "validation": rows[num_train:]}
+    return DatasetDict({name: Dataset.from_list(split) for name, split in splits.items()})
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 2000) -> PreTrainedTokenizerFast:

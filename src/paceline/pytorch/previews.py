@@ -308,6 +308,45 @@ class GradientOfStep(TrainerCallback):
         self.found = torch.cat(gradients)
 
 
+class RowsOfOneBatch:
+    """A collator whose later batches are the rows of its first one, in order, so that two runs have the same values.
+
+    A part of a batch that is collated alone is padded less, and masked at random in other places.
+
+    Args:
+        collate: the Trainer's own.
+    """
+
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
+        self.is_splitting = False  # the first batch is there, and a run reads it in parts
+        self._first: Any = None
+        self._size = self._taken = 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if self._first is None:
+            self._first, self._size = self.collate(samples), len(samples)
+            return copy.copy(self._first)
+        if not self.is_splitting or self._taken >= self._size:
+            return self.collate(samples)
+        rows = slice(self._taken, self._taken + len(samples))
+        self._taken += len(samples)
+        return {name: self._part(value, rows) for name, value in self._first.items()}
+
+    def start(self, is_splitting: bool) -> None:
+        """Begins a run, which reads whole batches or parts of the first one."""
+        self.is_splitting, self._taken = is_splitting, 0
+        if not is_splitting:
+            self._first = None
+
+    def _part(self, value: Any, rows: slice) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if not value.dim() or len(value) != self._size:
+            raise ValueError(f"a batch of {self._size} samples cannot be split: a tensor has the shape {value.shape}")
+        return value[rows]
+
+
 def diagnosis_of(trainer: Trainer) -> Diagnosis:
     """Returns the diagnosis of `Trainer.doctor`."""
     data = trainer.train_dataset
@@ -335,7 +374,12 @@ def case_of(trainer: Trainer) -> Case:
             group.update({"lr": group.get("initial_lr", group["lr"])})
         return optimizer
 
+    collator = RowsOfOneBatch(trainer.data_collator)
+    reader = copy.copy(trainer)
+    reader.data_collator = collator
+
     def gradient_of(size: int, accumulation: int) -> Tensor:
+        collator.start(is_splitting=accumulation > 1)
         options = {
             "max_steps": 1,
             "per_device_train_batch_size": size,
@@ -343,9 +387,12 @@ def case_of(trainer: Trainer) -> Case:
             "max_grad_norm": 0.0,
             "bf16": False,
             "fp16": False,
+            "dataloader_num_workers": 0,  # the collator keeps its first batch
+            "dataloader_prefetch_factor": None,
+            "dataloader_persistent_workers": False,
         }
         callback = GradientOfStep()
-        try_run(trainer, options, callback)
+        try_run(reader, options, callback)
         if callback.found is None:
             raise ValueError("the first step has no gradient")
         return callback.found

@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline.args.secrets import mask_text, masked
 from paceline.args.training import TrainingArguments
+from paceline.checkpoint.lock import is_held
 from paceline.checkpoint.space import in_words
 from paceline.core.record import jsonable
 from paceline.report import notices
@@ -21,6 +22,7 @@ from paceline.report.differences import find_differences
 from paceline.report.divergence import compare_steps
 from paceline.report.media import read_media
 from paceline.report.run_data import LOG_START, RunData, log_to_keep
+from paceline.report.run_table import FAILED, FINISHED, INTERRUPTED, RUNNING
 from paceline.report.svg import describe, draw, number
 
 _MOST_ROWS = 500  # maximum rows of a table
@@ -311,7 +313,7 @@ def _facts_of(run: RunData) -> list[tuple[str, str]]:
     last = {key: value for row in run.rows for key, value in row.items()}
     of_steps = f" of {run.max_steps:,}" if run.max_steps else ""
     facts: list[tuple[str, Any]] = [
-        ("state", "finished" if run.is_finished else "not finished"),
+        ("state", _state(run)),
         ("optimizer steps", f"{run.last_step:,}{of_steps}"),
         ("epochs", last.get("epoch")),
         ("training loss, mean", last.get("train_loss")),
@@ -326,6 +328,16 @@ def _facts_of(run: RunData) -> list[tuple[str, str]]:
         ("precision", plan.get("precision")),
     ]
     return [(name, _as_text(value)) for name, value in facts if value is not None]
+
+
+def _state(run: RunData) -> str:
+    """Returns the state of a run. The page of a run that goes on is written by itself only when it is about to end."""
+    end = _mapping(run.record.get("end")).get("state")
+    if end in (FAILED, INTERRUPTED, FINISHED):
+        return str(end)
+    if run.is_finished:
+        return FINISHED
+    return RUNNING if is_held(run.folder) else INTERRUPTED
 
 
 def _facts(facts: Iterable[tuple[str, str]]) -> str:

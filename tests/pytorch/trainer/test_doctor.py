@@ -252,6 +252,72 @@ def test_a_sound_job_raises_no_alarm(options: dict[str, Any], tmp_path: Path) ->
     assert "one batch" in found.checks
 
 
+class Padded(nn.Module):
+    """A tagger whose loss depends on how far a batch is padded, as that of heads for question answering does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.score = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.score(self.embed(input_ids)).squeeze(-1)  # (samples, tokens): where the answer is
+        return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Masked(nn.Module):
+    """Learns tokens that its collator masked at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.layers(input_ids)
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def collate_padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    ids = nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True)
+    return {"input_ids": ids, "labels": torch.stack([row["labels"] for row in rows])}
+
+
+def collate_masked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    ids = torch.stack([row["input_ids"][:4] for row in rows])
+    is_masked = torch.rand(ids.shape) < 0.4
+    return {"input_ids": ids.where(~is_masked, 1), "labels": ids.where(is_masked, -100)}
+
+
+@pytest.mark.parametrize("options", [{}, {"dataloader_num_workers": 1}])
+@pytest.mark.parametrize(("kind", "collate"), [(Padded, collate_padded), (Masked, collate_masked)])
+def test_padding_and_random_masks_are_no_wrong_accumulation(
+    kind: type[nn.Module], collate: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for index in range(48):
+        ids = torch.randint(2, VOCABULARY, (4 + index % 5,), generator=generator)
+        rows.append({"input_ids": ids, "labels": ids.argmax()})
+    for size, accumulation in ((4, 2), (8, 4), (6, 4)):
+        split: dict[str, Any] = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+        found = make_trainer(
+            tmp_path, kind(), rows, data_collator=collate, learning_rate=1e-3, **split, **options
+        ).doctor()
+        assert "accumulation" in found.checks, str(found)
+        assert "accumulation" not in {each.check for each in found.findings}, str(found)
+        if options:
+            break
+
+
+@pytest.mark.parametrize(("shared", "severity"), [(0, None), (1, "note"), (5, "warning"), (20, "error")])
+def test_rows_that_are_in_both_sets_by_chance_are_no_error(shared: int, severity: str | None, tmp_path: Path) -> None:
+    rows = [{"x": row["x"], "labels": row["labels"]} for row in classification(300)]
+    evaluation = [*rows[:shared], *rows[180 + shared :]]
+    found = make_trainer(tmp_path, Classifier(), rows[:180], eval_dataset=evaluation, learning_rate=1e-3).doctor()
+    assert [each.severity for each in found.findings if each.check == "rows"] == ([severity] if severity else [])
+
+
 def test_nothing_remains_of_it(tmp_path: Path) -> None:
     runs = []
     for is_examined in (False, True):
