@@ -92,8 +92,8 @@ def names_written(source: Any, given: dict[str, Any]) -> set[str]:
 def underived(source: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Returns the keywords of a `dataclasses.replace` with the user's values where `source` holds derived ones.
 
-    The copy derives them anew: `replace(args, metric_for_best_model="accuracy")` has the direction of accuracy, not that of
-    the metric before.
+    The copy derives them anew: `replace(args, metric_for_best_model="accuracy")` has the direction of accuracy, not
+    that of the metric before.
     """
     held = vars(source)
     own = {name: value for name, value in held.get("_given", {}).items() if given.get(name) is held[name]}
