@@ -56,9 +56,7 @@ class LinearLossRun:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Follows the optimizer steps while entered."""
-        register = getattr(self._optimizer, "register_step_pre_hook", None)
-        follows = callable(register) and not steps_in_backward(self._optimizer)
-        handle = register(self._before_step) if callable(register) and follows else None
+        handle = self._optimizer.register_step_pre_hook(self._before_step) if self._can_follow() else None
         part = self._find()
         if part is not None:
             part.asked_by = self._reader
@@ -70,6 +68,11 @@ class LinearLossRun:
             part = self._find()
             if part is not None:
                 part.asked_by = None
+
+    def _can_follow(self) -> bool:
+        """Returns True if the optimizer calls hooks. Wrappers that leave out Optimizer.__init__ have the method only."""
+        has_hooks = hasattr(self._optimizer, "_optimizer_step_pre_hooks")
+        return has_hooks and not steps_in_backward(self._optimizer)
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         part = self._find()
