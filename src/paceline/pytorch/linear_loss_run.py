@@ -70,7 +70,7 @@ class LinearLossRun:
                 part.asked_by = None
 
     def _can_follow(self) -> bool:
-        """Returns True if the optimizer calls hooks. Wrappers that leave out Optimizer.__init__ have the method only."""
+        """Returns True if the optimizer calls step hooks. A wrapper that leaves out Optimizer.__init__ calls none."""
         has_hooks = hasattr(self._optimizer, "_optimizer_step_pre_hooks")
         return has_hooks and not steps_in_backward(self._optimizer)
 

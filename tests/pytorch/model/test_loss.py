@@ -502,8 +502,14 @@ def damaged_states() -> list[dict[str, object]]:
     cases = [{**state, "reduction": value} for value in (*wrong_values, *wrong_reductions)]
     cases += [{**state, "counters": value} for value in wrong_values if value != [1, 2, 3]]
     cases += [{**state, "evidence": [[*state["evidence"][0][:4], value]]} for value in wrong_values]
-    cases += [{**state, name: value} for name in ("is_scaled", "is_multiplied", "by_chunks") for value in (0, "true", [])]
-    cases += [{name: value for name, value in state.items() if name != left_out} for left_out in state if left_out != "by_chunks"]
+    cases += [
+        {**state, name: value} for name in ("is_scaled", "is_multiplied", "by_chunks") for value in (0, "true", [])
+    ]
+    cases += [
+        {name: value for name, value in state.items() if name != left_out}
+        for left_out in state
+        if left_out != "by_chunks"
+    ]
     return cases  # older versions wrote no "by_chunks"
 
 
