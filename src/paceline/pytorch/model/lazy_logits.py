@@ -124,7 +124,7 @@ class Recipe:
 
 def versions_of(rows: Tensor, head: Head) -> tuple[int, ...]:
     """Returns the version counters of the inputs and the parameters of a linear layer."""
-    tensors = [each for each in (rows, head.weight, head.bias) if each is not None]
+    tensors = [each for each in (rows, *head.tensors) if each is not None]
     return tuple(0 if each.is_inference() else each._version for each in tensors)
 
 
@@ -211,11 +211,10 @@ def attach(
 ) -> Tensor:
     """Returns lazy logits as a node of the graph; if gradients are disabled, they are detached from it."""
     if not torch.is_grad_enabled():
-        bias = None if head.bias is None else head.bias.detach()
-        rows, head = rows.detach(), replace(head, weight=head.weight.detach(), bias=bias)
+        rows, head = rows.detach(), head.detached()
     recipe = Recipe(rows, head, family, parent, derive, versions_of(rows, head), torch.is_grad_enabled())
     shape = (*rows.shape[:-1], head.weight.shape[0])
-    made: Any = _Attach.apply(rows, head.weight, head.bias, shape, dtype, recipe)  # type: ignore[no-untyped-call]
+    made: Any = _Attach.apply(rows, shape, dtype, recipe, *head.tensors)  # type: ignore[no-untyped-call]
     recipe.node = made.grad_fn
     found: Tensor = made
     return found
@@ -228,30 +227,36 @@ class _Attach(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         recipe: Recipe,
+        *tensors: Tensor | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(rows, weight, *(() if bias is None else (bias,)))
-        ctx.head = Head(torch.empty(0), None, recipe.head.autocast, recipe.head.steps)
-        made: Any = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=weight.device)  # type: ignore[attr-defined]
+        ctx.save_for_backward(rows, *tensors)
+        empty = [None if each is None else torch.empty(0) for each in tensors]
+        ctx.head = recipe.head.with_tensors(empty)  # does not hold the parameters
+        made: Any = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=rows.device)  # type: ignore[attr-defined]
         made.recipe = recipe
         return made  # type: ignore[no-any-return]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, slope: Tensor | None) -> Any:
+        saved = ctx.saved_tensors
         if slope is None:
-            return None, None, None, None, None, None
+            return (None,) * (3 + len(saved))
         with torch.enable_grad():
-            leaves = [each.detach().requires_grad_() for each in ctx.saved_tensors]
-            head = replace(ctx.head, weight=leaves[1], bias=leaves[2] if len(leaves) == 3 else None)
-            logits = head.logits(leaves[0])
-        found = torch.autograd.grad(logits, leaves, slope.to(logits.dtype))
-        return (*found, *([None] * (6 - len(found))))
+            rows, *tensors = [None if each is None else each.detach().requires_grad_() for each in saved]
+            logits = ctx.head.with_tensors(tensors).logits(rows)
+        needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
+        leaves = [each for each, need in zip((rows, *tensors), needs, strict=True) if each is not None and need]
+        gradients = iter(torch.autograd.grad(logits, leaves, slope.to(logits.dtype)))
+        found = [
+            next(gradients) if each is not None and need else None
+            for each, need in zip((rows, *tensors), needs, strict=True)
+        ]
+        return found[0], None, None, None, *found[1:]
 
 
 # ---- operations that do not need the logits

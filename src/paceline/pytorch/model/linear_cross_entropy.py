@@ -7,7 +7,8 @@ as without chunks, and stores one gradient of the shape of the weights between t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,28 +64,75 @@ Step = Scale | Shift | Squash | Cast
 
 
 @dataclass(frozen=True, eq=False)
+class Adapter:
+    """A low-rank addition to the logits, with inputs of its own.
+
+    Attributes:
+        weight: `(num_classes, rank)`.
+        scaling: factor of its product.
+    """
+
+    weight: Tensor
+    scaling: float
+
+
+@dataclass(frozen=True, eq=False)
 class Head:
     """The linear layer, and the operations between it and the loss.
+
+    With adapters, each row holds the inputs of the layer and then those of each adapter.
 
     Attributes:
         weight: `(num_classes, num_features)`.
         bias: `(num_classes,)`, or None.
         autocast: the dtype of the matrix product under autocast; None: the dtype of the tensors.
         steps: elementwise operations on the logits, in order.
+        adapters: low-rank additions to the layer's outputs.
     """
 
     weight: Tensor
     bias: Tensor | None
     autocast: torch.dtype | None = None
     steps: tuple[Step, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """Returns the weight, the bias, and the weights of the adapters."""
+        return [self.weight, self.bias, *(adapter.weight for adapter in self.adapters)]
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Head:
+        """Returns the same head with other tensors, in the order of `tensors`."""
+        weight, bias, *rest = tensors
+        assert weight is not None
+        pairs = zip(self.adapters, rest, strict=True)
+        adapters = tuple(replace(adapter, weight=each) for adapter, each in pairs if each is not None)
+        return replace(self, weight=weight, bias=bias, adapters=adapters)
+
+    def detached(self) -> Head:
+        """Returns the same head without gradients."""
+        return self.with_tensors([None if each is None else each.detach() for each in self.tensors])
 
     def logits(self, rows: Tensor) -> Tensor:
         """Returns the logits of `rows`, `(..., num_classes)`, computed by torch's operations."""
         with torch.autocast(rows.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            found = functional.linear(rows, self.weight, self.bias)
+            found = self._outputs(rows) if self.adapters else functional.linear(rows, self.weight, self.bias)
         for step in self.steps:
             found = step(found)
         return found
+
+    def _outputs(self, rows: Tensor) -> Tensor:
+        weights = [self.weight, *(adapter.weight for adapter in self.adapters)]
+        parts = [part.to(weight.dtype) for part, weight in zip(split(rows, weights), weights, strict=True)]
+        base = total = functional.linear(parts[0], self.weight, self.bias)
+        for part, adapter in zip(parts[1:], self.adapters, strict=True):
+            total = total + functional.linear(part, adapter.weight) * adapter.scaling
+        return total.to(base.dtype)
+
+
+def split(rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Returns the inputs of each weight, `(..., columns of the weight)`, as views of the rows."""
+    return torch.split(rows, [weight.shape[1] for weight in weights], -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,8 +179,8 @@ def linear_cross_entropy(
         The loss, 0-dim, or `(N,)` without a reduction; float32 for 16-bit logits.
     """
     size = chunk_rows or default_chunk_rows(head.weight.shape[0], rows.device)
-    job = _Job(head.autocast, head.steps, loss, size)
-    found: Tensor = _Chunked.apply(rows, head.weight, head.bias, targets, job)  # type: ignore[no-untyped-call]
+    job = _Job(head.autocast, head.steps, loss, size, (1.0, *(adapter.scaling for adapter in head.adapters)))
+    found: Tensor = _Chunked.apply(rows, targets, job, *head.tensors)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -144,22 +192,29 @@ def default_chunk_rows(num_classes: int, device: torch.device) -> int:
 
 @dataclass
 class _Gradients:
-    """Gradients summed over chunks, in float32 or float64; each is None if it is not needed."""
+    """Gradients summed over chunks, in float32 or float64; each is None if it is not needed.
+
+    Attributes:
+        rows: `(N, num_features)`, including the inputs of the adapters.
+        bias: `(num_classes,)`.
+        weights: of the layer and of the adapters.
+    """
 
     rows: Tensor | None
-    weight: Tensor | None
     bias: Tensor | None
+    weights: list[Tensor | None]
 
     def scaled(self, factor: Tensor | None, dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
-        """Returns the gradients times a factor, in these dtypes. Overwrites the sums.
+        """Returns the gradients of rows, weight, bias and adapters times a factor, in these dtypes.
 
-        The factor includes a GradScaler's scale, so it is applied before the cast to float16, which would otherwise
-        lose small gradients.
+        Overwrites the sums. The factor includes a GradScaler's scale, so it is applied before the cast to float16,
+        which would otherwise lose small gradients.
         """
         # a factor on a device is not read, which would synchronize
         is_one = factor is None or (factor.device.type == "cpu" and float(factor) == 1)
         found: list[Tensor | None] = []
-        for total, dtype in zip((self.rows, self.weight, self.bias), dtypes, strict=True):
+        totals = (self.rows, self.weights[0], self.bias, *self.weights[1:])
+        for total, dtype in zip(totals, dtypes, strict=True):
             if total is not None and factor is not None and not is_one:
                 total.mul_(factor)
             found.append(None if total is None else total.to(dtype))
@@ -168,57 +223,95 @@ class _Gradients:
 
 @dataclass(eq=False)
 class _Job:
-    """The arguments of one loss, without the head's parameters, which autograd saves."""
+    """The arguments of one loss, without the head's parameters, which autograd saves.
+
+    Attributes:
+        scalings: factors of the products of the layer, which is 1, and of the adapters.
+    """
 
     autocast: torch.dtype | None
     steps: tuple[Step, ...]
     loss: CrossEntropy
     chunk_rows: int
+    scalings: tuple[float, ...]
 
     def run(
         self,
-        tensors: tuple[Tensor, Tensor, Tensor | None, Tensor],
+        rows: Tensor,
+        targets: Tensor,
+        tensors: Sequence[Tensor | None],
         factors: Tensor | None,
         needs: Sequence[bool],
     ) -> tuple[Tensor, _Gradients]:
         """Returns the loss of each row, `(N,)`, and the gradients of the sum of `factors * losses`.
 
         Args:
-            tensors: rows, weight, bias and targets.
+            rows: `(N, num_features)`.
+            targets: `(N,)`.
+            tensors: of the head, in the order of `Head.tensors`.
             factors: `(N,)`; None: no gradients.
-            needs: flags of rows, weight and bias: a gradient is needed.
+            needs: flags of rows and of each tensor: a gradient is needed.
         """
-        rows, weight, bias, targets = tensors
-        dtype = self.autocast or weight.dtype
+        weight, bias, *rest = tensors
+        weights = [each for each in (weight, *rest) if each is not None]
+        dtype = self.autocast or weights[0].dtype
         work = torch.float64 if dtype == torch.float64 else torch.float32
-        weight_t = weight.to(dtype).t()
+        turned = [each.to(self.autocast or each.dtype).t() for each in weights]
         bias = None if bias is None else bias.to(dtype)
-        gradients = self._empty(rows, weight, bias, work, needs if factors is not None else (False,) * 3)
+        gradients = self._empty(rows, weights, bias, work, needs if factors is not None else (False,) * len(needs))
         losses = torch.zeros(len(targets), dtype=work, device=rows.device)
         for places in self._chunks(targets):
-            part = rows[places].to(dtype)
+            columns = split(rows[places], weights)
+            parts = [part.to(each.dtype) for part, each in zip(columns, turned, strict=True)]
             target, factor = targets[places], None if factors is None else factors[places]
-            logits = torch.mm(part, weight_t) if bias is None else torch.addmm(bias, part, weight_t)
+            logits = self._outputs(parts, turned, bias)
             losses[places], slopes = self._row_losses(logits.to(work), target, factor)
-            if slopes is None:
-                continue
-            slopes = slopes.to(dtype)
-            if gradients.rows is not None:
-                gradients.rows[places] = torch.mm(slopes, weight_t.t()).to(work)
-            if gradients.weight is not None:
-                add_product(gradients.weight, slopes.t(), part)
-            if gradients.bias is not None:
-                gradients.bias += slopes.sum(0, dtype=work)
+            if slopes is not None:
+                self._add(gradients, places, parts, turned, slopes.to(dtype))
         return losses, gradients
 
+    def _outputs(self, parts: Sequence[Tensor], turned: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        """Returns the outputs of the head for the rows of a chunk, in the dtype of the layer."""
+        logits = torch.mm(parts[0], turned[0]) if bias is None else torch.addmm(bias, parts[0], turned[0])
+        dtype = logits.dtype
+        for part, weight, scaling in zip(parts[1:], turned[1:], self.scalings[1:], strict=True):
+            if logits.dtype == weight.dtype:
+                logits.addmm_(part, weight, alpha=scaling)
+            else:  # adapters of a higher precision are summed in it, and rounded once
+                logits = logits.add(torch.mm(part, weight), alpha=scaling)
+        return logits.to(dtype)
+
+    def _add(
+        self,
+        gradients: _Gradients,
+        places: Any,
+        parts: Sequence[Tensor],
+        turned: Sequence[Tensor],
+        slopes: Tensor,
+    ) -> None:
+        """Adds the gradients of a chunk, given those of the head's outputs."""
+        start = 0
+        for index, (part, weight, scaling) in enumerate(zip(parts, turned, self.scalings, strict=True)):
+            slope = slopes.to(weight.dtype)
+            if gradients.rows is not None:
+                product = torch.mm(slope, weight.t()).to(gradients.rows.dtype)
+                gradients.rows[places, start : start + len(weight)] = product if scaling == 1 else product.mul_(scaling)
+            total = gradients.weights[index]
+            if total is not None:
+                add_product(total, slope.t(), part, scaling)
+            start += len(weight)
+        if gradients.bias is not None:
+            gradients.bias.add_(slopes.sum(0, dtype=gradients.bias.dtype))
+
     def _empty(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, work: torch.dtype, needs: Sequence[bool]
+        self, rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None, work: torch.dtype, needs: Sequence[bool]
     ) -> _Gradients:
-        zeros = torch.zeros
+        zeros = partial(torch.zeros, dtype=work, device=rows.device)
+        needs_of_weights = (needs[1], *needs[3:])
         return _Gradients(
-            zeros(rows.shape, dtype=work, device=rows.device) if needs[0] else None,
-            zeros(weight.shape, dtype=work, device=rows.device) if needs[1] else None,
-            zeros(weight.shape[:1], dtype=work, device=rows.device) if needs[2] and bias is not None else None,
+            zeros(rows.shape) if needs[0] else None,
+            zeros(weights[0].shape[:1]) if needs[2] and bias is not None else None,
+            [zeros(each.shape) if need else None for each, need in zip(weights, needs_of_weights, strict=True)],
         )
 
     def _chunks(self, targets: Tensor) -> Iterator[Any]:
@@ -292,28 +385,28 @@ class _Job:
         return losses.detach(), slopes
 
 
-def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Adds a matrix product to a sum, which may have a higher precision."""
+def add_product(total: Tensor, one: Tensor, other: Tensor, factor: float) -> None:
+    """Adds a matrix product times a factor to a sum, which may have another precision."""
     if total.dtype == one.dtype:
-        total.addmm_(one, other)
+        total.addmm_(one, other, alpha=factor)
     else:
-        total.add_(torch.mm(one, other))
+        total.add_(torch.mm(one, other), alpha=factor)
 
 
 class _Chunked(torch.autograd.Function):
     """The loss as a node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, job: _Job) -> Tensor:
-        ctx.job, ctx.has_bias, ctx.gradients = job, bias is not None, None
-        ctx.dtypes = [weight.dtype if each is None else each.dtype for each in (rows, weight, bias)]
-        ctx.save_for_backward(rows, weight, targets, *(() if bias is None else (bias,)))
-        needs = ctx.needs_input_grad[:3]
+    def forward(ctx: Any, rows: Tensor, targets: Tensor, job: _Job, *tensors: Tensor | None) -> Tensor:
+        ctx.job, ctx.gradients = job, None
+        ctx.dtypes = [rows.dtype if each is None else each.dtype for each in (rows, *tensors)]
+        ctx.save_for_backward(rows, targets, *tensors)
+        needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]
         reduction = job.loss.reduction
         ctx.divisor = job.loss.divisor(targets) if reduction == "mean" else None
         factors = _ones(targets) if reduction != "none" and any(needs) else None
         with torch.autocast(rows.device.type, enabled=False):
-            losses, gradients = job.run((rows, weight, bias, targets), factors, needs)
+            losses, gradients = job.run(rows, targets, tensors, factors, needs)
         if reduction == "none":
             return losses
         ctx.gradients = gradients if factors is not None else None
@@ -326,14 +419,15 @@ class _Chunked(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         is_reduced = ctx.job.loss.reduction != "none"
         if gradients is None:  # no reduction, or a second backward pass through a retained graph
-            rows, weight, targets, *rest = ctx.saved_tensors
+            rows, targets, *tensors = ctx.saved_tensors
             factors = _ones(targets) if is_reduced else slope
-            tensors = (rows, weight, rest[0] if ctx.has_bias else None, targets)
+            needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]
             with torch.autocast(rows.device.type, enabled=False):
-                _, gradients = ctx.job.run(tensors, factors, ctx.needs_input_grad[:3])
+                _, gradients = ctx.job.run(rows, targets, tensors, factors, needs)
         if ctx.divisor is not None:
             slope = slope / ctx.divisor.masked_fill(ctx.divisor == 0, 1)  # zero gradients if no target counts, as torch
-        return *gradients.scaled(slope if is_reduced else None, ctx.dtypes), None, None
+        of_rows, *rest = gradients.scaled(slope if is_reduced else None, ctx.dtypes)
+        return of_rows, None, None, *rest
 
 
 def _ones(targets: Tensor) -> Tensor:

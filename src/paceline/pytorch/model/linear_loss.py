@@ -29,6 +29,16 @@ from paceline.pytorch.model.linear_cross_entropy import (
     Head,
     linear_cross_entropy,
 )
+from paceline.pytorch.model.lora_head import (
+    adapt,
+    copy_in_use,
+    find_adapter_obstacle,
+    has_hook,
+    is_lora,
+    is_trained_copy,
+    layers_of,
+    linear_of,
+)
 from paceline.pytorch.model.reductions import tolerance_of
 from paceline.pytorch.model.signature import innermost
 
@@ -122,7 +132,7 @@ class LinearLoss:
             self._refuse(obstacle)
             yield
             return
-        head: Any = path[-1]
+        head = path[-1]
         with replaced_forward(head, functools.partial(self._forward, head)):
             yield
         families, self._families = self._families, []
@@ -196,18 +206,21 @@ class LinearLoss:
         except LookupError as error:
             self._refuse(str(error))
 
-    def _forward(self, head: nn.Linear, rows: Tensor) -> Tensor:
+    def _forward(self, module: nn.Module, rows: Tensor, *rest: Any, **named: Any) -> Tensor:
         """Runs the head: returns lazy logits if possible, else the logits."""
-        if not is_lazy(head, rows) or (self.option == "auto" and is_small(head, rows)):
-            return nn.Linear.forward(head, rows)
-        device = rows.device.type
+        head = linear_of(module)
+        device = head.weight.device.type
         casts = torch.is_autocast_enabled(device) and head.weight.dtype != torch.float64
         dtype = torch.get_autocast_dtype(device) if casts else None
-        if dtype is None and rows.dtype != head.weight.dtype:
-            return nn.Linear.forward(head, rows)
+        is_possible = is_lazy(head, rows) and not rest and not named
+        if is_possible and dtype is None:
+            is_possible = rows.dtype == head.weight.dtype
+        if not is_possible or (self.option == "auto" and is_small(head, rows)):
+            return type(module).forward(module, rows, *rest, **named)  # type: ignore[no-any-return]
         family = Family(self._permits)
         self._families.append(family)
-        made = LazyLogits.of(rows, Head(head.weight, head.bias, dtype), family)
+        rows, bias, adapters = adapt(module, rows)
+        made = LazyLogits.of(rows, Head(head.weight, bias, dtype, (), adapters), family)
         if torch.is_grad_enabled():
             self._given.append(weakref.ref(made))
         return made
@@ -257,10 +270,12 @@ class LinearLoss:
 
 
 def modules_to(model: nn.Module, name: str) -> list[nn.Module]:
-    """Returns the modules on the path from the model down to the module of this name."""
+    """Returns the modules on the path from the model down to the module of this name, or to its trained copy."""
     path = [model]
     for part in name.split("."):
         path.append(getattr(path[-1], part))
+    if is_trained_copy(path[-1]):
+        path.append(copy_in_use(path[-1]))
     return path
 
 
@@ -288,17 +303,30 @@ def find_obstacle(model: nn.Module, path: list[nn.Module], name: str) -> str | N
         return "ddp_static_graph requires gradients through every output"
     if is_wrapper(model) or (model is not path[0] and type(model) is not DistributedDataParallel):
         return f"the model is wrapped in {type(model).__name__}"
-    if type(head) is not nn.Linear or "forward" in vars(head):
-        return f"the head {name} is no plain nn.Linear ({type(head).__name__})"
-    if type(head.weight) is not nn.Parameter or type(head.weight.data) is not Tensor:
-        return f"the weight of {name} is sharded or quantized ({type(head.weight.data).__name__})"
-    if head.weight.shape != (head.out_features, head.in_features) or head.weight.device.type not in DEVICES:
-        return f"the weight of {name} is not whole on one device"
-    if any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)):
+    if is_lora(head):
+        obstacle = find_adapter_obstacle(head, name)
+        if obstacle is not None:
+            return obstacle
+    obstacle = next(filter(None, (find_layer_obstacle(layer, name) for layer in layers_of(head))), None)
+    if obstacle is not None:
+        return obstacle
+    if has_hook(head) or "forward" in vars(head):
         return f"a hook on {name} is given its outputs"
     if any(module._compiled_call_impl is not None or is_wrapper(module) for module in path):
         return "the whole model is compiled"
     return None
+
+
+def find_layer_obstacle(layer: nn.Module, name: str) -> str | None:
+    """Returns the reason why the product of a linear layer of the head cannot be computed in chunks; None: it can."""
+    if type(layer) is not nn.Linear or "forward" in vars(layer):
+        return f"the head {name} is no plain nn.Linear ({type(layer).__name__})"
+    weight = layer.weight
+    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
+        return f"the weight of {name} is sharded or quantized ({type(weight.data).__name__})"
+    if weight.shape != (layer.out_features, layer.in_features) or weight.device.type not in DEVICES:
+        return f"the weight of {name} is not whole on one device"
+    return f"a hook on {name} is given its outputs" if has_hook(layer) else None
 
 
 def find_reader(path: list[nn.Module]) -> str | None:
@@ -352,8 +380,10 @@ def find_head(model: nn.Module, option: str | bool) -> str | None:
             "the head among its modules"
         )
     name = next((name for name, module in named.items() if module is head), "")
-    if type(head) is not nn.Linear or not name:
-        raise LookupError(f"the head {name or '(of no name)'} is a {type(head).__name__}, and no plain nn.Linear")
+    if not name or not (type(head) is nn.Linear or is_lora(head) or is_trained_copy(head)):
+        raise LookupError(
+            f"the head {name or '(of no name)'} is a {type(head).__name__}, and no nn.Linear, plain or with LoRA"
+        )
     return name
 
 
@@ -387,9 +417,7 @@ def compare(rows: Tensor, targets: Tensor, head: Head, loss: CrossEntropy) -> fl
     if not len(places):
         return None
     part, target = rows.detach()[places], targets[places]
-    plain_head = Head(
-        head.weight.detach(), None if head.bias is None else head.bias.detach(), head.autocast, head.steps
-    )
+    plain_head = head.detached()
     found = []
     for chunked in (False, True):
         leaf = part.clone().requires_grad_()
