@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import logging
@@ -14,6 +15,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import slow_but
@@ -21,6 +23,7 @@ from search_jobs import DATA, EVAL, SAVES, Listed, Sized, make_search, searched
 from small_models import Classifier, make_trainer, weights
 
 from paceline import BestRun, EarlyStoppingCallback, TrainerCallback, UnsupportedOption
+from paceline.checkpoint import lock
 from paceline.checkpoint.lock import FolderInUse
 from paceline.search.trials import SearchError
 
@@ -247,9 +250,13 @@ def test_all_trials_fail(tmp_path: Path) -> None:
         ({"hp_space": lambda trial: {"report_to": "none"}}, "hp_space returned 'report_to', which no trial can change"),
         ({"compute_objective": lambda metrics: metrics["eval_f1"]}, "asked for 'eval_f1'.*eval_accuracy"),
         ({"compute_objective": lambda metrics: "good"}, "returned 'good'; it must return a number"),
+        ({"compute_objective": lambda metrics: np.bool_(True)}, "it must return a number"),
+        ({"compute_objective": lambda metrics: torch.tensor(1j)}, "it must return a number"),
         ({"compute_objective": lambda metrics: [1.0, 2.0]}, "give direction a list of 2"),
         ({"direction": "up"}, "direction='up' is neither"),
+        ({"direction": None}, "direction=None is neither"),
         ({"direction": []}, "has no direction"),
+        ({"timeout": -1}, "timeout=-1: give a number of seconds"),
         ({"n_trials": 0}, "n_trials=0"),
         ({"n_trials": None}, "n_trials=None"),
         ({"n_jobs": 2}, "n_jobs=2.*n_parallel"),
@@ -314,6 +321,29 @@ def test_storage_that_is_no_database(tmp_path: Path) -> None:
         searched(make_search(tmp_path), hp_space=rates, n_trials=1)
 
 
+@pytest.mark.slow
+def test_a_stored_trial_that_still_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that a killed search has started ends after its step: until then, its trial is no failed one."""
+    searched(make_search(tmp_path), hp_space=rates, n_trials=1)
+    database = sqlite3.connect(tmp_path / "study.db", isolation_level=None)
+    database.execute("UPDATE trials SET state = 'RUNNING'")
+    monkeypatch.setattr(lock, "GRACE", 0.05)
+    held = lock.acquire(tmp_path / "run-0")
+    assert held is not None
+    held.release()
+    parent = dataclasses.replace(held.holder, pid=os.getppid(), started=str(lock._started(os.getppid())))
+    (tmp_path / "run-0" / lock.LOCK_NAME).write_text(json.dumps(dataclasses.asdict(parent)))
+    with pytest.raises(FolderInUse, match=f"run-0' is in use: process {os.getppid()} "):
+        searched(make_search(tmp_path), hp_space=rates, n_trials=1)
+    assert [trial.state.name for trial in study_of(tmp_path).trials] == ["RUNNING"]
+    (tmp_path / "run-0" / lock.LOCK_NAME).unlink()
+    searched(make_search(tmp_path), hp_space=rates, n_trials=1)
+    database.execute("UPDATE study_user_attributes SET value_json = '{'")
+    database.close()
+    with pytest.raises(RuntimeError, match=r"study.db: it is damaged; restore a copy"):
+        searched(make_search(tmp_path), hp_space=rates, n_trials=2)
+
+
 @pytest.mark.parametrize("kind", ["folder", "link to itself"])
 def test_a_study_that_is_no_file(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "study.db"
@@ -349,11 +379,12 @@ def test_a_name_of_a_trial_that_is_none_ends_the_search(tmp_path: Path, name: An
 
 def test_unknown_hyperparameters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_search(tmp_path)
-    searched(trainer, hp_space=lambda trial: {"learning_rat": 1e-3}, n_trials=2)
+    searched(trainer, hp_space=lambda trial: {"learning_rat": 1e-3, "model.width": 3}, n_trials=2)
     told = [record for record in caplog.records if "Trying to set learning_rat " in record.message]
     assert len(told) == 1
     assert "did you mean 'learning_rate'?" in told[0].message
     assert told[0].levelno == logging.WARNING
+    assert "hub_model_id" not in caplog.text
 
 
 # ---- a stored study
@@ -478,10 +509,17 @@ def test_numbers_have_the_type_of_the_option_and_not_of_its_present_value(tmp_pa
             seen.append((args.weight_decay, args.max_grad_norm, args.gradient_accumulation_steps))
 
     trainer = make_search(tmp_path, callbacks=[Watch], weight_decay=0, max_grad_norm=1)
-    space = {"weight_decay": 0.3, "max_grad_norm": 0.5, "gradient_accumulation_steps": 2.0}
-    searched(trainer, hp_space=lambda trial: space, n_trials=1)
+
+    def space(trial: Any) -> dict[str, Any]:
+        steps = trial.suggest_float("gradient_accumulation_steps", 2.5, 2.5)
+        return {"weight_decay": 0.3, "max_grad_norm": 0.5, "gradient_accumulation_steps": steps}
+
+    best = searched(trainer, hp_space=space, n_trials=1)
     assert seen == [(0.3, 0.5, 2)]
     assert type(seen[0][2]) is int
+    for name, value in best.hyperparameters.items():
+        setattr(trainer.args, name, value)
+    assert trainer.args.gradient_accumulation_steps == 2
 
 
 def test_the_ends_of_trials_are_recorded(tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def search(
     }
     with runs.searching(functions, is_locked=not options.get("is_worker", False)):
         try:
-            return run(runs, n_trials, directions, dict(options))
+            best = run(runs, n_trials, directions, dict(options))
+            return runs.as_trained(best) if isinstance(best, BestRun) else [runs.as_trained(one) for one in best]
         except Interrupted as error:
             raise KeyboardInterrupt(
                 f"stopped in {runs.name}: the same call continues the search, and this trial from its last checkpoint"
@@ -357,7 +358,7 @@ class TrialRuns:
             "resume_from_checkpoint": None,
             "push_to_hub": False,  # trials would replace each other in the repository
         }
-        kinds = {field.name: field.type for field in fields(self.args)}
+        kinds = self.kinds()
         for name, value in params.items():
             if name in own:
                 raise SearchError(f"hp_space returned {name!r}, which the search sets itself.")
@@ -372,13 +373,23 @@ class TrialRuns:
             vars(made).setdefault(name, value)  # attributes that are no options
         return made
 
+    def kinds(self) -> dict[str, object]:
+        """Returns the declared type of each option."""
+        return {field.name: field.type for field in fields(self.args)}
+
+    def as_trained(self, best: BestRun) -> BestRun:
+        """Returns a trial with the values that its run had, whole numbers among them."""
+        kinds = self.kinds()
+        params = {name: converted(value, kinds.get(name)) for name, value in best.hyperparameters.items()}
+        return best._replace(hyperparameters=params)
+
     def tell_of_unknown(self, name: str, names: set[str]) -> None:
         """Warns once of a hyperparameter that is no option, unless `model_init` takes the trial and may read it."""
         if name in self._told_of:
             return
         self._told_of.add(name)
         assert self.trainer.model_init is not None
-        near = did_you_mean(name, names)
+        near = "" if "." in name else did_you_mean(name, names)  # "model.width" is no misspelt option
         takes_trial = bool(inspect.signature(self.trainer.model_init).parameters)
         level = logging.INFO if takes_trial and not near else logging.WARNING
         logger.log(

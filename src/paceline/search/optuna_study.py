@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -11,10 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.secrets import mask_text
+from paceline.checkpoint.lock import acquire
 from paceline.core.optional import LateModule
 from paceline.core.outputs import BestRun
 from paceline.search.shared_trial import SharedTrial
-from paceline.search.trials import Interrupted, Objective, Pruned, Report, SearchError, Trials, check_trials
+from paceline.search.trials import (
+    Interrupted,
+    Objective,
+    Pruned,
+    Report,
+    SearchError,
+    Trials,
+    check_timeout,
+    check_trials,
+)
 
 if TYPE_CHECKING:
     import optuna
@@ -105,7 +116,8 @@ class OptunaSearch:
         options = dict(options)
         self.trials, self.n_trials, self.directions = trials, n_trials, directions
         self.halving: Mapping[str, Any] | None = options.pop("halving", None)
-        self.catch: Any = options.pop("catch", Exception)
+        catch: Any = options.pop("catch", Exception)
+        self.catch: Any = catch if isinstance(catch, type) else tuple(catch)
         self.is_worker: bool = options.pop("is_worker", False)
         n_jobs = options.pop("n_jobs", 1)
         if n_jobs != 1:
@@ -114,11 +126,12 @@ class OptunaSearch:
                 "`paceline search CONFIG.yaml` with n_parallel in the section `search`."
             )
         self.optimize = {name: options.pop(name) for name in OF_OPTIMIZE if name in options}
+        check_timeout(self.optimize.get("timeout"))
         check_trials(n_trials, has_other_end=self.optimize.get("timeout") is not None and self.halving is None)
         self.check_pruner(options.get("pruner"))
         self.is_own_storage = "storage" not in options
         self.storage = options.get("storage", trials.folder / STUDY_FILE)
-        with storage_errors(self.storage):
+        with storage_errors(self.storage, json.JSONDecodeError):  # of attributes, which are stored as JSON
             self.study = self.open_study(options)
             if not self.is_worker:
                 self.recover()
@@ -180,14 +193,27 @@ class OptunaSearch:
             )
 
     def recover(self) -> None:
-        """Puts the trials that a dead process of this folder has left running back into the queue."""
+        """Puts the trials that a dead process of this folder has left running back into the queue.
+
+        Raises:
+            FolderInUse: a process of a search that was killed still trains one of them.
+        """
         found = set()
         for trial in self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
             if self.is_own_storage or trial.user_attrs.get(FOLDER) == str(self.trials.folder.resolve()):
+                self.check_left(trial)
                 self.study._storage.set_trial_state_values(trial._trial_id, optuna.trial.TrialState.WAITING)
                 found.add(trial.number)
         if found:
             logger.warning("Continuing the interrupted trials %s.", ", ".join(map(str, sorted(found))))
+
+    def check_left(self, trial: optuna.trial.FrozenTrial) -> None:
+        """Raises FolderInUse if a process trains a trial: a worker notices after its step that its parent is gone."""
+        folder = self.trials.folder / str(trial.user_attrs.get(RUN_NAME, ""))
+        if RUN_NAME in trial.user_attrs and folder.is_dir():
+            lock = acquire(folder)
+            if lock is not None:
+                lock.release()
 
     def num_counted(self) -> int:
         """Returns the number of trials that have ended, without those that an error of the search itself ended."""
@@ -394,8 +420,12 @@ def no_result(trials: list[optuna.trial.FrozenTrial]) -> str:
 
 
 @contextmanager
-def storage_errors(storage: object) -> Iterator[None]:
+def storage_errors(storage: object, *others: type[Exception]) -> Iterator[None]:
     """Explains the errors of a storage.
+
+    Args:
+        storage: for the message.
+        others: further errors that only a damaged storage causes here.
 
     Raises:
         RuntimeError: the storage is locked, or cannot be read or written.
@@ -403,13 +433,14 @@ def storage_errors(storage: object) -> Iterator[None]:
     database = LateModule("sqlalchemy.exc")
     try:
         yield
-    except (optuna.exceptions.StorageInternalError, database.SQLAlchemyError, AssertionError) as raised:
+    except (optuna.exceptions.StorageInternalError, database.SQLAlchemyError, AssertionError, *others) as raised:
         # optuna raises an AssertionError while it handles an error of the storage
         error = raised.__context__ if isinstance(raised, AssertionError) else raised
-        if not isinstance(error, optuna.exceptions.StorageInternalError | database.SQLAlchemyError):
+        kinds: tuple[type[Exception], ...] = (optuna.exceptions.StorageInternalError, database.SQLAlchemyError, *others)
+        if not isinstance(error, kinds):
             raise
         where = storage if isinstance(storage, str | Path) else type(storage).__name__
-        texts = f"{error} {error.__cause__}"
+        texts = f"{error} {error.__cause__} {'malformed' if isinstance(error, others) else ''}"
         reason = next((found for sign, found in REASONS.items() if sign in texts), "it cannot be read or written")
         raise RuntimeError(
             f"The storage of the study, {where}: {reason}. Finished trials are kept. ({error})"

@@ -121,13 +121,19 @@ def check_directions(direction: str | Sequence[str]) -> list[str]:
     Raises:
         SearchError: one of them is not known.
     """
-    directions = [direction] if isinstance(direction, str) else list(direction)
+    directions: list[Any] = list(direction) if isinstance(direction, list | tuple) else [direction]
     for name in directions:
         if name not in DIRECTIONS:
             raise SearchError(f"hyperparameter_search: direction={name!r} is neither 'minimize' nor 'maximize'.")
     if not directions:
         raise SearchError("hyperparameter_search: direction=[] has no direction: give one for each objective.")
     return directions
+
+
+def check_timeout(timeout: object) -> None:
+    """Raises SearchError if the seconds of a search are given and not positive."""
+    if timeout is not None and not (is_number(timeout) and float(timeout) > 0):  # type: ignore[arg-type]
+        raise SearchError(f"hyperparameter_search: timeout={timeout!r}: give a number of seconds above 0.")
 
 
 def check_trials(n_trials: int | None, has_other_end: bool) -> None:
@@ -179,12 +185,10 @@ def check_objective(value: object, num_objectives: int) -> Objective:
 
 
 def is_number(value: object) -> bool:
-    """True for a real number of Python or numpy, or a tensor with one element; a bool is none."""
-    if isinstance(value, bool):
-        return False
-    if isinstance(value, Real):
-        return True
-    return getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+    """True for a real number, also in an array or tensor without dimensions; a bool is none."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def params_of(trial: object) -> dict[str, Any]:
