@@ -128,3 +128,16 @@ def test_what_contradicts_an_average_is_refused_and_a_damaged_file_too(
     (tmp_path / "run" / "checkpoint-2" / "averages.npz").write_bytes(b"PK\3\4" + b"\0" * 50)
     with pytest.raises(CheckpointError, match=r"averages.npz"):
         run(tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-2"), ema_decay=0.5)
+
+
+@pytest.mark.parametrize("options", [{"ema_decay": 0.9}, {"swa_start": 2}], ids=str)
+def test_averages_on_several_replicas_are_refused_before_a_step(
+    tmp_path: Path, mirrored: Any, options: dict[str, Any]
+) -> None:
+    with mirrored.scope():
+        model = make_model()
+    before = model.get_weights()
+    with pytest.raises(UnsupportedOption, match=f"^{next(iter(options))} with TensorFlow .* 2 replicas: use one device"):
+        run(tmp_path, model=model, **options)
+    assert_same(model.get_weights(), before)
+    assert not any(tmp_path.glob("checkpoint-*"))
