@@ -115,9 +115,9 @@ if TYPE_CHECKING:
         set_seed as set_seed,
     )
     from paceline.pytorch.distributed.simulated import simulated_processes as simulated_processes
-    from paceline.pytorch.ensemble import ensemble_predict as ensemble_predict
+    from paceline.predictions.ensemble import ensemble_predict as ensemble_predict
     from paceline.pytorch.members_trainer import MembersTrainer as MembersTrainer
-    from paceline.pytorch.evaluation.augmentation import TestTimeAugmentation as TestTimeAugmentation
+    from paceline.predictions.augmentation import TestTimeAugmentation as TestTimeAugmentation
     from paceline.pytorch.evaluation.harness import EvaluationHarness as EvaluationHarness
     from paceline.pytorch.evaluation.samples import EvaluationSamples as EvaluationSamples
     from paceline.pytorch.evaluation.samples import EvaluationTools as EvaluationTools
@@ -254,7 +254,7 @@ _HOMES = {
     "TFTrainer": "paceline.tensorflow.trainer",
     "TFTrainingArguments": "paceline.tensorflow.arguments",
     "TensorBoardCallback": "paceline.callbacks.reporters.tensorboard",
-    "TestTimeAugmentation": "paceline.pytorch.evaluation.augmentation",
+    "TestTimeAugmentation": "paceline.predictions.augmentation",
     "TrackioCallback": "paceline.callbacks.reporters.trackio",
     "TrainOutput": "paceline.core.outputs",
     "Trainer": "paceline.pytorch.trainer",
@@ -273,7 +273,7 @@ _HOMES = {
     "default_hp_space_ray": "paceline.search.spaces",
     "default_hp_space_wandb": "paceline.search.spaces",
     "enable_full_determinism": "paceline.pytorch.distributed.random",
-    "ensemble_predict": "paceline.pytorch.ensemble",
+    "ensemble_predict": "paceline.predictions.ensemble",
     "find_executable_batch_size": "paceline.pytorch.distributed.batch_size",
     "get_adafactor_schedule": "paceline.pytorch.optim.schedulers",
     "get_constant_schedule": "paceline.pytorch.optim.schedulers",

@@ -12,8 +12,8 @@ import torch
 from small_models import Classifier, classification
 
 from paceline import Trainer, TrainingArguments
+from paceline.predictions.ensemble import ensemble_predict
 from paceline.predictions.weights import log_softmax, logit_weights, mixture_weights
-from paceline.pytorch.ensemble import ensemble_predict
 
 DATA = classification(30)
 HELD_OUT = classification(200, seed=5)

@@ -9,7 +9,7 @@ import torch
 from small_models import Classifier
 
 from paceline import Trainer, TrainingArguments
-from paceline.pytorch.evaluation.augmentation import TestTimeAugmentation
+from paceline.predictions.augmentation import TestTimeAugmentation
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

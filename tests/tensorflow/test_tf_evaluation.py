@@ -167,13 +167,6 @@ def test_early_stopping_ends_with_the_best_model(tmp_path: Path, save_strategy: 
         make_trainer(tmp_path / "none", Linear(), DATA, callbacks=[EarlyStoppingCallback()]).train()
 
 
-def test_an_ensemble_of_torch_is_refused_by_name(tmp_path: Path) -> None:
-    torch_ensemble = pytest.importorskip("paceline.pytorch.ensemble")
-    trainer = make_trainer(tmp_path, make_model(), make_data(8))
-    with pytest.raises(UnsupportedOption, match=r"ensemble_predict with a \w*Trainer is not supported"):
-        torch_ensemble.ensemble_predict([make_model()], make_data(8), trainer)
-
-
 def test_the_first_evaluation_is_part_of_the_remaining_time(tmp_path: Path) -> None:
     """Its samples are counted, in all forms of data; `callbacks.speed` makes a time of them."""
     arrays, rows = make_data(10), [{"x": x, "labels": y} for x, y in zip(*make_data(6), strict=True)]

@@ -38,9 +38,10 @@ logger = logging.getLogger(__name__)
 
 
 class ForSubclasses(PrivateNames):
-    """Attributes and methods of the Trainer that only code written for transformers uses.
+    """Attributes and methods of the Trainer that only code written for transformers uses, or other modules.
 
     Attributes:
+        ensemble_host: see `paceline.predictions.ensemble.HasHost`.
         hp_name, hp_search_backend, hp_space, compute_objective: settings of a hyper-parameter search.
         use_apex, use_cuda_amp, use_cpu_amp: unused precision flags of version 4.
         sharded_ddp, fsdp, is_fsdp_xla_v1_enabled: unused sharding flags of version 4.
@@ -49,6 +50,7 @@ class ForSubclasses(PrivateNames):
     """
 
     _total_loss_scalar = 0.0  # an overridden `_maybe_log_save_evaluate` adds to it; nothing here reads it
+    ensemble_host = "paceline.pytorch.ensemble"
     hp_name: Any = None
     hp_search_backend: Any = None
     hp_space: Any = None

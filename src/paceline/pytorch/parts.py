@@ -57,16 +57,19 @@ if TYPE_CHECKING:
     from paceline.checkpoint.remote_sync import Policy, RemoteSync
     from paceline.core import streaming
     from paceline.hub.described import CardFacts, CheckpointForm
+    from paceline.predictions import augmentation as augmentations
+    from paceline.predictions.augmentation import AugmentedOutput, TestTimeAugmentation
     from paceline.pytorch import batch_search, model_card, packing, trial_run
     from paceline.pytorch.batch_search import BatchSearch
     from paceline.pytorch.checkpoint import sharded_format
     from paceline.pytorch.data import token_counts
     from paceline.pytorch.data.token_counts import PaddingCounter
-    from paceline.pytorch.evaluation import augmentation as augmentations
-    from paceline.pytorch.evaluation.augmentation import AugmentedOutput, AugmentedSteps, TestTimeAugmentation
+    from paceline.pytorch.evaluation import augmentation as tensor_augmentation
+    from paceline.pytorch.evaluation.augmentation import TensorSteps
     from paceline.pytorch.trainer import Trainer
 else:
-    augmentations = LateModule("paceline.pytorch.evaluation.augmentation")
+    augmentations = LateModule("paceline.predictions.augmentation")
+    tensor_augmentation = LateModule("paceline.pytorch.evaluation.augmentation")
     batch_search = LateModule("paceline.pytorch.batch_search")
     model_card = LateModule("paceline.pytorch.model_card")
     packing = LateModule("paceline.pytorch.packing")
@@ -218,7 +221,7 @@ def metrics_of(
 
 def augmented_call(
     trainer: Trainer, augmentation: TestTimeAugmentation, evaluate: Callable[[], Result]
-) -> tuple[Result, AugmentedSteps]:
+) -> tuple[Result, TensorSteps]:
     """Returns the result of an evaluation or a prediction with augmentation, and the steps that were run.
 
     Raises:
@@ -226,7 +229,7 @@ def augmented_call(
         TypeError: `augmentation` is something else.
         ValueError: an overridden `evaluation_loop` did not use the augmentation.
     """
-    steps = augmentations.make_steps(augmentation)
+    steps: TensorSteps = tensor_augmentation.TensorSteps(augmentation)
     if trainer.strategy.runs_windows or getattr(trainer.args, "predict_with_generate", False):
         obstacle = "a pipeline" if trainer.strategy.runs_windows else "predict_with_generate=True"
         raise UnsupportedOption(f"augmentation={augmentation!r} is not supported with {obstacle}: leave it out.")
@@ -236,11 +239,7 @@ def augmented_call(
         result = evaluate()
     finally:
         trainer.augmented = before
-    if not steps.num_runs:
-        raise ValueError(
-            "augmentation was not used, because the overridden evaluation_loop does not call that of Trainer: leave it "
-            "out, or call super().evaluation_loop there."
-        )
+    steps.check_was_used("evaluation_loop", "Trainer")
     return result, steps
 
 

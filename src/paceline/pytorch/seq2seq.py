@@ -22,10 +22,10 @@ from paceline.pytorch.model import generation
 from paceline.pytorch.trainer import Trainer
 
 if TYPE_CHECKING:
+    from paceline.predictions import augmentation as test_time
     from paceline.pytorch import within_evaluation
-    from paceline.pytorch.evaluation import augmentation as test_time
 else:
-    test_time = LateModule("paceline.pytorch.evaluation.augmentation")
+    test_time = LateModule("paceline.predictions.augmentation")
     within_evaluation = LateModule("paceline.pytorch.within_evaluation")
 
 logger = logging.getLogger(__name__)

@@ -56,11 +56,11 @@ from paceline.pytorch.sync import Measure
 if TYPE_CHECKING:
     from paceline.compat import trial_runs
     from paceline.hub import described
+    from paceline.predictions import augmentation as test_time
     from paceline.pytorch import batch_search, lr_search, module_memory, packing, parts, previews, session
     from paceline.pytorch.checkpoint import checkpointer
     from paceline.pytorch.doctor import findings
-    from paceline.pytorch.evaluation import augmentation as test_time
-    from paceline.pytorch.evaluation import predictor
+    from paceline.pytorch.evaluation import augmentation, predictor
     from paceline.pytorch.forecast import result
     from paceline.pytorch.optim import optimizers as optimizer_registry
     from paceline.pytorch.optim.averages import AveragedWeights
@@ -79,7 +79,7 @@ else:
     predictor = LateModule("paceline.pytorch.evaluation.predictor")
     result = LateModule("paceline.pytorch.forecast.result")
     session = LateModule("paceline.pytorch.session")
-    test_time = LateModule("paceline.pytorch.evaluation.augmentation")
+    test_time = LateModule("paceline.predictions.augmentation")
     trial_runs = LateModule("paceline.compat.trial_runs")
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Trainer(HubNames, ForSubclasses):
     is_prepared = False  # training or an evaluation has prepared the model: its memory is known
     reports_changes = True  # log arguments that changed since the checkpoint that a run is resumed from
     current_flos = 0.0
-    augmented: test_time.AugmentedSteps | None = None  # of the evaluation in progress
+    augmented: augmentation.TensorSteps | None = None  # of the evaluation in progress
     _created_lr_scheduler = False
     _packing: packing.Packing | None = None  # packing of training batches, as determined for this model
     _resumed_batch_size: int | None = None  # global batch size, if a run is resumed on another number of processes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from paceline.core.outputs import EvalLoopOutput, EvalPrediction, check_metrics
 from paceline.core.rows import RowCollector
 from paceline.core.signals import Interrupted
 from paceline.core.streaming import is_streaming, with_last
+from paceline.predictions.augmentation import EXTRA_ROWS, AugmentedSteps
 from paceline.tensorflow.data.batches import Array, map_leaves, separate, size_of, split_weights, to_array, to_rows
 from paceline.tensorflow.engine import told_plainly
 from paceline.tensorflow.framework import tf
@@ -203,6 +204,7 @@ class Gathering:
         settings: the options of evaluations.
         loss_only: keep only the loss.
         disk_buffer: takes rows that exceed the memory limit.
+        extra_rows: the names of further results, with a number for each sample.
     """
 
     compute_metrics: Any
@@ -210,6 +212,7 @@ class Gathering:
     settings: EvaluationSettings
     loss_only: bool
     disk_buffer: DiskBuffer
+    extra_rows: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.include = self.settings.include
@@ -222,11 +225,17 @@ class Gathering:
         self.weight = 0.0
         self.num_samples = 0
         self.layers = 0.0  # the layers' losses, times the samples
-        names = ("predictions", "label_ids", "inputs", "losses")
+        names = ("predictions", "label_ids", "inputs", "losses", *self.extra_rows)
         self.kept = {name: RowCollector(self.settings.concatenates, disk_buffer=self.disk_buffer) for name in names}
 
     def add(
-        self, features: Any, labels: Any, loss: tuple[float, float, float] | None, outputs: Any, is_last: bool
+        self,
+        features: Any,
+        labels: Any,
+        loss: tuple[float, float, float] | None,
+        outputs: Any,
+        is_last: bool,
+        extra: Mapping[str, Any],
     ) -> None:
         """Adds a batch to the sums, and keeps the requested results.
 
@@ -235,6 +244,7 @@ class Gathering:
             loss: the mean, its weight and the layers' losses; None without labels.
             outputs: the predictions, on the host.
             is_last: no batch follows.
+            extra: the further results.
         """
         size = size_of(features)
         labels, _ = split_weights(labels)
@@ -252,7 +262,7 @@ class Gathering:
         if self.calls_each and labels is not None:
             self.called = self.compute_metrics(EvalPrediction(**found), compute_result=is_last) or self.called
             return
-        for name, value in found.items():
+        for name, value in {**found, **extra}.items():
             self.kept[name].add(value, size)
 
     def _keep(self, features: object, labels: object, outputs: object, loss: float | None) -> dict[str, Any]:
@@ -279,7 +289,8 @@ class Gathering:
             return {}
         if self.calls_each:
             return dict(check_metrics(self.called))
-        return call_metrics(self.compute_metrics, rows, is_evaluation)
+        kept = {name: value for name, value in rows.items() if name not in self.extra_rows}
+        return call_metrics(self.compute_metrics, kept, is_evaluation)
 
     def mean_loss(self) -> float | None:
         """Returns the mean loss over all samples or targets; None without labels."""
@@ -299,6 +310,7 @@ class Evaluator:
         compiled: a compiled model whose metrics each evaluation resets and accumulates; None without one.
         is_interrupted: returns True once a signal has requested a stop.
         on_step: called after each batch.
+        augmented: predicts each batch in several ways; None: once.
     """
 
     model: Any
@@ -309,6 +321,7 @@ class Evaluator:
     compiled: Any
     is_interrupted: Callable[[], bool]
     on_step: Callable[[], None]
+    augmented: AugmentedSteps | None = None
 
     def run(
         self, batches: Iterable[Any], *, loss_only: bool, prefix: str, is_evaluation: bool = True
@@ -327,6 +340,8 @@ class Evaluator:
         Raises:
             Interrupted: a signal requested a stop.
         """
+        if self.augmented is not None:
+            self.augmented.check_is_wanted(loss_only)
         precision = self.settings.precision, self.settings.precision_option
         with self.settings.disk_buffer() as disk_buffer, in_precision(self.model, *precision):
             seen = Gathering(
@@ -335,6 +350,7 @@ class Evaluator:
                 settings=self.settings,
                 loss_only=loss_only,
                 disk_buffer=disk_buffer,
+                extra_rows=() if self.augmented is None else EXTRA_ROWS,
             )
             if self.compiled is not None:
                 self.compiled.reset_metrics()
@@ -343,6 +359,8 @@ class Evaluator:
         metrics = seen.metrics(rows, is_evaluation)
         if self.compiled is not None:
             metrics = {**self.compiled.read_metrics(), **metrics}
+        if self.augmented is not None:
+            metrics.update(self.augmented.finish(rows))
         loss = seen.mean_loss()
         if loss is not None:
             metrics["loss"] = loss
@@ -361,9 +379,24 @@ class Evaluator:
             waiting.append((features, labels, results, is_last))
             if is_last or len(waiting) >= self.settings.accumulation_steps:
                 for features, labels, results, ends in waiting:
-                    seen.add(features, labels, *self.predictor.read((features, labels), results), ends)
+                    loss, outputs = self._read(features, labels, results)
+                    seen.add(features, labels, loss, outputs, ends, self.augmented.rows() if self.augmented else {})
                 waiting.clear()
             self.on_step()
+
+    def _read(self, features: Any, labels: Any, results: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Returns the loss and the predictions of one batch, of one pass or of several combined ones."""
+        loss, outputs = self.predictor.read((features, labels), results)
+        if self.augmented is None:
+            return loss, outputs
+        found, _ = split_weights(labels)
+        is_numbers = getattr(getattr(found, "dtype", None), "name", "").startswith(("float", "bfloat"))
+        return loss, self.augmented.combine(features, outputs, tuple(found.shape) if is_numbers else None, self._pass)
+
+    def _pass(self, features: Any) -> Any:
+        """Returns the predictions of transformed features."""
+        batch = features, None
+        return self.predictor.read(batch, self.predictor(batch, self.settings.precision, True))[1]
 
 
 def call_metrics(metric: Callable[..., Any], gathered: dict[str, Any], is_evaluation: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.retention import retention_of
 from paceline.hub.described import CardFacts
+from paceline.predictions.augmentation import AugmentedSteps, TestTimeAugmentation
+from paceline.tensorflow.augmentation import ArraySteps
 from paceline.tensorflow.checkpoint.resume_state import RunInProgress
 from paceline.tensorflow.checkpoint.saving import Checkpointer
 from paceline.tensorflow.evaluation import EvaluationSettings, Evaluator
@@ -25,6 +28,8 @@ from paceline.tensorflow.token_counter import token_counter
 
 if TYPE_CHECKING:
     from paceline.tensorflow.trainer import TFTrainer
+
+logger = logging.getLogger(__name__)
 
 
 def check_overrides(trainer: TFTrainer, step: str) -> None:
@@ -124,10 +129,22 @@ def evaluator_of(trainer: TFTrainer, on_step: Callable[[], None]) -> Evaluator:
         ),
         compute_metrics=trainer.compute_metrics,
         preprocess=trainer.preprocess_logits_for_metrics,
-        compiled=trainer.objective.compiled if trainer.n_replicas == 1 else None,
+        compiled=trainer.objective.compiled if trainer.n_replicas == 1 and trainer.augmented is None else None,
         is_interrupted=lambda: run is not None and run.signals.requested is not None,
         on_step=on_step,
+        augmented=trainer.augmented,
     )
+
+
+def augmented_steps_of(trainer: TFTrainer, augmentation: TestTimeAugmentation) -> AugmentedSteps:
+    """Returns the steps of an evaluation with augmentation; warns of metrics that it leaves out."""
+    steps = ArraySteps(augmentation)
+    if trainer.objective.compiled is not None and trainer.objective.compiled.metrics is not None:
+        logger.warning(
+            "Metrics of compile() are left out with augmentation, as they would be those of the batches as they are: "
+            "pass compute_metrics."
+        )
+    return steps
 
 
 # ---- checkpoints

@@ -9,8 +9,8 @@ Owners:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from paceline.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
 from paceline.core.session import Run
 from paceline.core.state import TrainerControl, TrainerState
 from paceline.hub.described import CardFacts, CheckpointForm
+from paceline.predictions.augmentation import AugmentedOutput, AugmentedSteps, TestTimeAugmentation
 from paceline.tensorflow import parts
 from paceline.tensorflow.adapters import adapt_callbacks, adapt_writer
 from paceline.tensorflow.arguments import TFTrainingArguments, check_tensorflow
@@ -119,6 +120,8 @@ class TFTrainer(HubNames):
     run: Run | None = None
     engine: TFEngine | None = None
     averages: WeightAverages | None = None  # of the weights of the latest run, with ema_decay or swa_start
+    augmented: AugmentedSteps | None = None  # of the evaluation in progress
+    ensemble_host = "paceline.tensorflow.ensemble"
     has_own_optimizer: bool = False  # the Trainer created the optimizer, and the next `train` recreates it
 
     def _make_session(self) -> Session:
@@ -345,17 +348,27 @@ class TFTrainer(HubNames):
 
     # ---- evaluation and prediction
 
-    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        metric_key_prefix: str = "eval",
+        *,
+        augmentation: TestTimeAugmentation | None = None,
+    ) -> dict[str, float]:
         """Evaluates every sample once; metrics of each data set in a dict are named `{prefix}_{name}_*`.
 
         Args:
             eval_dataset: a data set, a dict of several, the name of one in `self.eval_dataset`, or None for
                 `self.eval_dataset`.
             metric_key_prefix: prefix of the metric names.
+            augmentation: predicts each batch in several ways; see docs/predictions.md.
 
         Raises:
             ValueError: there is no evaluation set, or none of that name.
         """
+        if augmentation is not None:
+            with self._augmenting(augmentation):
+                return self.evaluate(eval_dataset, metric_key_prefix)
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, dict) and not is_columns(data):
             metrics: dict[str, float] = {}
@@ -381,8 +394,20 @@ class TFTrainer(HubNames):
         spent = speed_metrics(prefix, start, num_samples=output.num_samples, num_steps=num_batches)
         return {**(output.metrics or {}), **spent}
 
-    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Returns predictions with one row per sample, in the samples' order, and metrics if there are labels."""
+    def predict(
+        self,
+        test_dataset: Any,
+        metric_key_prefix: str = "test",
+        *,
+        augmentation: TestTimeAugmentation | None = None,
+    ) -> PredictionOutput:
+        """Returns predictions with one row per sample, in the samples' order, and metrics if there are labels.
+
+        With `augmentation`, which predicts each batch in several ways, an `AugmentedOutput`; see docs/predictions.md.
+        """
+        if augmentation is not None:
+            with self._augmenting(augmentation) as steps:
+                return AugmentedOutput.of(self.predict(test_dataset, metric_key_prefix), steps)
         source = source_of_batches(self.get_test_tfdataset(test_dataset))
         start = StartTime()
         with self.memory_stages.measuring("test"):
@@ -392,6 +417,17 @@ class TFTrainer(HubNames):
             metrics.update(self.memory_stages.stop("test"))
         self._share_control()
         return PredictionOutput(output.predictions, output.label_ids, metrics)
+
+    @contextmanager
+    def _augmenting(self, augmentation: TestTimeAugmentation) -> Iterator[AugmentedSteps]:
+        """Returns a context in which evaluations predict each batch in several ways."""
+        steps = parts.augmented_steps_of(self, augmentation)
+        before, self.augmented = self.augmented, steps
+        try:
+            yield steps
+        finally:
+            self.augmented = before
+        steps.check_was_used("prediction_loop", "TFTrainer")
 
     def _predict_all(self, source: Source, description: str, loss_only: bool | None, prefix: str) -> EvalLoopOutput:
         parts.check_overrides(self, "predict_step" if description == "Prediction" else "test_step")

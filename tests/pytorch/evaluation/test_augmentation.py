@@ -13,7 +13,7 @@ from small_models import Classifier
 from torch import Tensor, nn
 
 from paceline import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments, UnsupportedOption
-from paceline.pytorch.evaluation.augmentation import TestTimeAugmentation
+from paceline.predictions.augmentation import TestTimeAugmentation
 from paceline.pytorch.evaluation.image_transforms import Crop, Flip, Shift, Zoom
 
 ROWS = torch.randn(13, 8, generator=torch.Generator().manual_seed(0))

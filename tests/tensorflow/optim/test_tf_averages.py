@@ -137,7 +137,8 @@ def test_averages_on_several_replicas_are_refused_before_a_step(
     with mirrored.scope():
         model = make_model()
     before = model.get_weights()
-    with pytest.raises(UnsupportedOption, match=f"^{next(iter(options))} with TensorFlow .* 2 replicas: use one device"):
+    message = f"^{next(iter(options))} with TensorFlow .* 2 replicas: use one device"
+    with pytest.raises(UnsupportedOption, match=message):
         run(tmp_path, model=model, **options)
     assert_same(model.get_weights(), before)
     assert not any(tmp_path.glob("checkpoint-*"))

@@ -24,7 +24,7 @@ from paceline.cli.demo.digits_data import (
 from paceline.cli.demo.options import DemoOptions, make_arguments
 from paceline.cli.display import say, show_evaluations
 from paceline.cli.jobs import Job, Say, Show, check_same, open_job, train_or_restore
-from paceline.pytorch.evaluation.augmentation import TestTimeAugmentation
+from paceline.predictions.augmentation import TestTimeAugmentation
 from paceline.pytorch.trainer import Trainer
 
 TRANSFORMS = ["shift_left", "shift_right", "shift_up", "shift_down"]  # by one pixel of eight

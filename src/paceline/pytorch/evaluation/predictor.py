@@ -38,7 +38,7 @@ from paceline.pytorch.model.reductions import Observation
 
 if TYPE_CHECKING:
     from paceline.core import streaming
-    from paceline.pytorch.evaluation.augmentation import AugmentedSteps
+    from paceline.pytorch.evaluation.augmentation import TensorSteps
 else:
     streaming = LateModule("paceline.core.streaming")
 
@@ -89,7 +89,7 @@ class EvaluationLoop:
     on_step: Callable[[], None]
     is_stopping: Callable[[], bool]
     expect: Callable[[Any], int | None] | None = None
-    augmented: AugmentedSteps | None = None
+    augmented: TensorSteps | None = None
     probes: bool = True
 
     def __post_init__(self) -> None:
