@@ -16,6 +16,7 @@ from paceline import Trainer, TrainerCallback
 from paceline.pytorch.model import linear_loss
 
 CLASSES, LENGTH, STEPS = 29, 6, 5
+METRICS = ("mean_token_accuracy", "entropy", "perplexity", "z_loss")
 
 
 class LanguageModel(nn.Module):
@@ -88,6 +89,12 @@ def train(folder: Path, model: LanguageModel, cls: Any = RecordGradient, **optio
     return trainer
 
 
+def rows_of(trainer: Any) -> list[dict[str, float]]:
+    """Returns the metrics of the log rows that have any."""
+    found = [{name: row[name] for name in METRICS if name in row} for row in trainer.state.log_history]
+    return [row for row in found if row]
+
+
 def numbers(trainer: Any) -> dict[str, Any]:
     """Returns the numbers of a run, and the result of the check of its loss."""
     part = trainer.objective.linear_loss
@@ -97,6 +104,7 @@ def numbers(trainer: Any) -> dict[str, Any]:
                               for each in trainer.model.state_dict().values()]),
         "eval_loss": trainer.evaluate()["eval_loss"],
         "by_chunks": None if part is None else part.is_right,
+        "rows": rows_of(trainer),
     }  # fmt: skip
 
 
@@ -115,6 +123,8 @@ def main() -> None:
         "smoothed": (LanguageModel(), {**plain, "label_smoothing_factor": 0.1}),
         "one rank keeps them": (LanguageModel(keeps_logits=rank == 1), plain),
         "fsdp": (LanguageModel(), {"parallel": "fsdp", "max_grad_norm": 0.5}),
+        "terms": (LanguageModel(), {**plain, "log_token_metrics": True, "z_loss_weight": 0.01}),
+        "terms, fsdp": (LanguageModel(), {"parallel": "fsdp", "max_grad_norm": 0.5, "log_token_metrics": True}),
     }
     found = {name: numbers(train(folder / name, model, Trainer, **options)) for name, (model, options) in cases.items()}
     torch.save(found, folder / f"{rank}.pt")

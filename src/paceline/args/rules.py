@@ -381,6 +381,12 @@ def check_sources(options: Options) -> None:
         importlib.import_module("paceline.args.source_loss").check_source_loss(options)
 
 
+def check_token_terms(options: Options) -> None:
+    """Checks the options of terms beside the cross-entropies, if one is set."""
+    if options.log_token_metrics or options.z_loss_weight:
+        importlib.import_module("paceline.args.token_terms").check_token_terms(options)
+
+
 def check_teacher(options: Options) -> None:
     """Checks the options of distillation, if any is set."""
     unset = {name: field.default for name, field in DistillationSection.__dataclass_fields__.items()}
@@ -413,6 +419,7 @@ CHECKS = (
     check_training_phases,
     check_teacher,
     check_sources,
+    check_token_terms,
 )
 
 

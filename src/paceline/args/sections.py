@@ -700,6 +700,17 @@ class PacelineSection(AverageSection, DistillationSection):
         "Record loss, confidence, margin and forgetting events of each training sample, and write data_map.csv, "
         "data_map.svg and the likely label errors at the end of the run.",
     )
+    log_token_metrics: bool = option(
+        False,
+        "Log the accuracy of the tokens with the largest logit, the entropy of the predictions and the perplexity of "
+        "the training targets since the last row: mean_token_accuracy, entropy, perplexity. They are computed beside "
+        "each cross-entropy of the loss, in chunks where the loss is. See docs/speed.md.",
+    )
+    z_loss_weight: float = option(
+        0.0,
+        "Add the squared logarithm of the softmax's normalizer to each cross-entropy of the training loss, with this "
+        "weight (1e-4 is usual), and log it as z_loss. Evaluation losses are without it.",
+    )
     loss_by_source: str | None = option(
         None,
         "Log the training loss of each source of the data as loss/<source>: the entry of the training samples (dicts) "

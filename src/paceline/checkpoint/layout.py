@@ -20,6 +20,7 @@ REGULARIZERS = "regularizers"
 DISTILLATION = "distillation"
 DATA_MAP = "data_map"
 SOURCE_LOSS = "source_loss"
+TOKEN_TERMS = "token_terms"
 
 METADATA_NAME = ".metadata"  # the index of a folder of torch.distributed.checkpoint
 MODEL_FOLDER = "pytorch_model_fsdp_0"  # accelerate's name, as is the next one

@@ -31,7 +31,7 @@ from paceline.pytorch.model.objective import adapted
 
 if TYPE_CHECKING:
     from paceline.pytorch import data_map as maps
-    from paceline.pytorch import distillation_cache, flops, linear_loss_run, noise_scale, source_loss
+    from paceline.pytorch import distillation_cache, flops, linear_loss_run, noise_scale, source_loss, token_terms
     from paceline.pytorch.data.sources import WindowSources
     from paceline.pytorch.data.window_ids import WindowIds
     from paceline.pytorch.model import sample_losses
@@ -45,6 +45,7 @@ else:
     passes = LateModule("paceline.pytorch.regularizers.passes")
     sample_losses = LateModule("paceline.pytorch.model.sample_losses")
     source_loss = LateModule("paceline.pytorch.source_loss")
+    token_terms = LateModule("paceline.pytorch.token_terms")
 
 TrainingStep = Callable[..., Tensor]
 
@@ -195,6 +196,15 @@ def record_samples(setup: Setup) -> StepPart | None:
     )
 
 
+def compute_token_terms(setup: Setup) -> StepPart | None:
+    """Logs token accuracy, entropy and perplexity, and adds a z-loss, with `log_token_metrics` and `z_loss_weight`."""
+    options = setup.options
+    if not options.log_token_metrics and not options.z_loss_weight:
+        return None
+    made = token_terms.TokenTerms(options, setup.strategy, setup.plan.leave_out_non_finite)
+    return StepPart(names.TOKEN_TERMS, made, meter=made, is_stateful=True, join=made.join, before_save=made.gather)
+
+
 def record_sources(setup: Setup) -> StepPart | None:
     """Logs the loss of each source, with `loss_by_source`."""
     options = setup.options
@@ -270,6 +280,7 @@ PARTS: tuple[Callable[[Setup], StepPart | None], ...] = (
     train_without_logits,
     measure_noise,
     record_samples,
+    compute_token_terms,
     record_sources,
     regularize,
     distil,

@@ -25,6 +25,7 @@ OPTIONS: dict[str, Any] = {
     "gradient_noise_scale": False,
     "data_map": False,
     "loss_by_source": None,
+    "log_token_metrics": False,
     "ema_decay": None,
     "ema_warmup": True,
     "swa_start": None,

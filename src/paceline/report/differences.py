@@ -29,6 +29,7 @@ _NEUTRAL = {
     "eval_use_gather_object", "fp16_full_eval", "gradient_noise_scale", "include_for_metrics",
     "include_num_input_tokens_seen", "keep_best", "keep_best_metric", "keep_every_hours", "keep_every_steps",
     "load_best_model_at_end", "log_flops", "log_level", "log_level_replica", "log_on_each_node", "log_resources",
+    "log_token_metrics",
     "logging_first_step", "logging_nan_inf_filter", "logging_steps", "logging_strategy",
     "per_device_eval_batch_size", "prediction_loss_only", "profile", "push_to_hub", "report_to",
     "save_in_background", "save_on_each_node", "save_only_model", "save_steps", "save_strategy", "save_total_limit",

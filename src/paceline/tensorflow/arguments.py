@@ -65,6 +65,8 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "gradient_noise_scale": (is_off, "torch measures it; leave it out"),
     "half_precision_backend": (lambda value: value != "apex", "Apex is of torch; leave it out"),
     "liger_kernel_config": (is_off, NO_COMPILE),
+    "log_token_metrics": (is_off, "give compile() the metrics, or compute them in compute_metrics; leave it out"),
+    "z_loss_weight": (is_off, "add it in compute_loss; leave it out"),
     "log_flops": (is_off, "torch counts them; leave it out"),
     "linear_cross_entropy": (
         is_default("auto", False),

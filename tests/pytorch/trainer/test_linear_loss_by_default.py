@@ -203,6 +203,13 @@ def test_two_processes_decide_alike(tmp_path: Path) -> None:
             assert found[name]["losses"] == pytest.approx(plain["losses"], rel=1e-5), name
             assert found[name]["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-5), name
             assert (found[name]["weights"] - plain["weights"]).norm() <= 1e-5 * plain["weights"].norm(), name
+    options: dict[str, Any] = {"log_token_metrics": True, "z_loss_weight": 0.01, "max_grad_norm": 0.5}
+    alone = train(tmp_path / "alone", LanguageModel(), per_device_train_batch_size=8, **options)
+    for found in ranks:  # the rows are of all processes, weighted by their targets
+        assert found["terms"]["losses"] == pytest.approx(losses(alone), rel=1e-5)
+        assert found["terms"]["rows"] == [pytest.approx(row, rel=1e-5) for row in job.rows_of(alone)]
+        assert found["terms"]["rows"][0].keys() == set(job.METRICS)
+        assert found["terms, fsdp"]["rows"][0]["perplexity"] == pytest.approx(found["terms"]["rows"][0]["perplexity"])
 
 
 def test_it_is_set_from_the_command_line_and_from_a_file(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from paceline.pytorch.model.linear_cross_entropy import (
     Step,
     linear_cross_entropy,
 )
+from paceline.pytorch.model.token_sums import TokenSums
 
 
 class Family:
@@ -37,7 +38,9 @@ class Family:
         permits: `(rows, targets, head, loss) -> bool`, called with each loss that could be computed in chunks.
 
     Attributes:
-        chunked: a loss of this output was computed in chunks.
+        num_chunked: losses of this output that were computed in chunks.
+        z_weight: weight of the z-loss that is added to them.
+        sums: the targets of these losses are added to them; None: to none.
         read_by: the operation that first needed the logits themselves; None if there was none.
         stored_by: the operation that first computed logits to be stored, which the loss does not need; None if there
             was none.
@@ -45,7 +48,9 @@ class Family:
 
     def __init__(self, permits: Callable[[Tensor, Tensor, Head, CrossEntropy], bool]) -> None:
         self.permits = permits
-        self.chunked = False
+        self.num_chunked = 0
+        self.z_weight = 0.0
+        self.sums: TokenSums | None = None
         self.read_by: str | None = None
         self.stored_by: str | None = None
 
@@ -426,11 +431,11 @@ def _cross_entropy(
     if weight is not None and weight.requires_grad:
         return NotImplemented
     recipe.check_versions()
-    loss = CrossEntropy(ignore_index, reduction, label_smoothing, weight)
+    loss = CrossEntropy(ignore_index, reduction, label_smoothing, weight, recipe.family.z_weight)
     if not recipe.family.permits(recipe.rows, target, recipe.head, loss):
         return NotImplemented
-    recipe.family.chunked = True
-    found = linear_cross_entropy(recipe.rows, target, recipe.head, loss)
+    recipe.family.num_chunked += 1
+    found = linear_cross_entropy(recipe.rows, target, recipe.head, loss, None, recipe.family.sums)
     autocasts = torch.is_autocast_enabled(logits.device.type)  # autocast returns this loss in float32
     return found if autocasts or found.dtype == logits.dtype else found.to(logits.dtype)
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.pytorch.model.token_sums import TokenSums
+
 # size of a chunk's logits in float32; a few such tensors exist at a time
 CHUNK_BYTES = 2**25
 CHUNK_BYTES_ON_DEVICE = 2**28
@@ -137,16 +139,21 @@ def split(rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, eq=False)
 class CrossEntropy:
-    """The arguments of `torch.nn.functional.cross_entropy` beside its input and target."""
+    """The arguments of `torch.nn.functional.cross_entropy` beside its input and target, and the weight of a z-loss.
+
+    The z-loss of a row is the squared logarithm of the softmax's normalizer. It counts as the row's cross-entropy does:
+    not for an ignored target, and times the weight of the target's class.
+    """
 
     ignore_index: int = -100
     reduction: str = "mean"
     label_smoothing: float = 0.0
     weight: Tensor | None = None
+    z_weight: float = 0.0
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns the loss computed by torch's own function."""
-        return functional.cross_entropy(
+        found = functional.cross_entropy(
             logits,
             targets,
             weight=self.weight,
@@ -154,17 +161,43 @@ class CrossEntropy:
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
         )
+        return self.with_z_loss(found, logits, targets) if self.z_weight else found
+
+    def with_z_loss(self, loss: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+        """Returns a cross-entropy plus the z-loss of its logits.
+
+        Args:
+            loss: the cross-entropy, reduced.
+            logits: `(N, num_classes)`.
+            targets: N class indices, of the shape of a loss without a reduction.
+        """
+        is_half = logits.dtype in HALF
+        with torch.autocast(logits.device.type, enabled=False):
+            rows = torch.logsumexp(logits.float() if is_half else logits, -1).square().view(targets.shape)
+        rows = self.z_weight * self.row_weights(targets).to(rows.dtype) * rows
+        if self.reduction != "none":
+            rows = rows.sum()
+        if self.reduction == "mean":
+            rows = rows / self.divisor(targets)
+        return loss + rows.to(loss.dtype)
+
+    def row_weights(self, targets: Tensor) -> Tensor:
+        """Returns the weight of each target: that of its class, or 1; 0 if it is ignored."""
+        kept = targets != self.ignore_index
+        return kept if self.weight is None else self.weight[torch.where(kept, targets, 0)] * kept
 
     def divisor(self, targets: Tensor) -> Tensor:
         """Returns the divisor of a mean, 0-dim: the number of targets that count, or the sum of their weights."""
-        kept = targets != self.ignore_index
-        if self.weight is None:
-            return kept.sum()
-        return self.weight[torch.where(kept, targets, 0)].mul(kept).sum()
+        return self.row_weights(targets).sum()
 
 
 def linear_cross_entropy(
-    rows: Tensor, targets: Tensor, head: Head, loss: CrossEntropy, chunk_rows: int | None = None
+    rows: Tensor,
+    targets: Tensor,
+    head: Head,
+    loss: CrossEntropy,
+    chunk_rows: int | None = None,
+    sums: TokenSums | None = None,
 ) -> Tensor:
     """Returns `loss(head.logits(rows), targets)`, computed in chunks.
 
@@ -174,12 +207,13 @@ def linear_cross_entropy(
         head: the linear layer, and the operations after it.
         loss: its reduction may be `mean`, `sum` or `none`.
         chunk_rows: rows per chunk; None: determined by the number of classes.
+        sums: the targets are added to these; None: to none.
 
     Returns:
         The loss, 0-dim, or `(N,)` without a reduction; float32 for 16-bit logits.
     """
     size = chunk_rows or default_chunk_rows(head.weight.shape[0], rows.device)
-    job = _Job(head.autocast, head.steps, loss, size, (1.0, *(adapter.scaling for adapter in head.adapters)))
+    job = _Job(head.autocast, head.steps, loss, size, (1.0, *(adapter.scaling for adapter in head.adapters)), sums)
     found: Tensor = _Chunked.apply(rows, targets, job, *head.tensors)  # type: ignore[no-untyped-call]
     return found
 
@@ -227,6 +261,7 @@ class _Job:
 
     Attributes:
         scalings: factors of the products of the layer, which is 1, and of the adapters.
+        sums: the targets are added to these; None: to none.
     """
 
     autocast: torch.dtype | None
@@ -234,6 +269,7 @@ class _Job:
     loss: CrossEntropy
     chunk_rows: int
     scalings: tuple[float, ...]
+    sums: TokenSums | None = None
 
     def run(
         self,
@@ -347,16 +383,25 @@ class _Job:
         kept = targets != self.loss.ignore_index
         index = torch.where(kept, targets, 0).unsqueeze(1)
         smoothing = self.loss.label_smoothing
-        maximum = logits.amax(1, keepdim=True)
+        maximum, best = (logits.amax(1, keepdim=True), None) if self.sums is None else logits.max(1, keepdim=True)
         picked = logits.gather(1, index) - maximum
         mean = logits.mean(1, keepdim=True) - maximum if smoothing else picked
         sums = logits.sub_(maximum).exp_().sum(1, keepdim=True)
         losses = sums.log() - torch.lerp(picked, mean, smoothing) if smoothing else sums.log() - picked
+        if self.sums is not None and best is not None:
+            correct = (best == index).squeeze(1)
+            self.sums.add_softmax(kept, correct, picked.squeeze(1), maximum.squeeze(1), sums.squeeze(1), logits)
+        normalizers = sums.log() + maximum if self.loss.z_weight else sums
+        if self.loss.z_weight:
+            losses = losses + self.loss.z_weight * normalizers.square()
         losses = losses.squeeze(1).masked_fill_(~kept, 0)
         if factors is None:
             return losses, None
         factor = (factors.to(logits.dtype) * scale).masked_fill(~kept, 0).unsqueeze(1)
-        slopes = logits.mul_(factor / sums)
+        if self.loss.z_weight:
+            slopes = logits.mul_(factor * (1 + 2 * self.loss.z_weight * normalizers) / sums)
+        else:
+            slopes = logits.mul_(factor / sums)
         if smoothing:
             slopes.sub_(factor * (smoothing / logits.shape[1]))
         return losses, slopes.scatter_add_(1, index, factor * (smoothing - 1))
@@ -371,14 +416,10 @@ class _Job:
             for step in self.steps:
                 if not isinstance(step, Cast):
                     found = step(found)
-            losses = functional.cross_entropy(
-                found,
-                targets,
-                weight=None if weight is None else weight.to(dtype),
-                ignore_index=self.loss.ignore_index,
-                reduction="none",
-                label_smoothing=self.loss.label_smoothing,
-            )
+            loss = replace(self.loss, weight=None if weight is None else weight.to(dtype), reduction="none")
+            losses = loss(found, targets)
+            if self.sums is not None:
+                self.sums.add_logits(found, targets, loss.ignore_index)
             if factors is None:
                 return losses, None
             (slopes,) = torch.autograd.grad(losses, logits, factors.to(dtype))
@@ -421,9 +462,10 @@ class _Chunked(torch.autograd.Function):
         if gradients is None:  # no reduction, or a second backward pass through a retained graph
             rows, targets, *tensors = ctx.saved_tensors
             factors = _ones(targets) if is_reduced else slope
+            job = replace(ctx.job, sums=None)  # the forward pass has added the targets
             needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]
             with torch.autocast(rows.device.type, enabled=False):
-                _, gradients = ctx.job.run(rows, targets, tensors, factors, needs)
+                _, gradients = job.run(rows, targets, tensors, factors, needs)
         if ctx.divisor is not None:
             slope = slope / ctx.divisor.masked_fill(ctx.divisor == 0, 1)  # zero gradients if no target counts, as torch
         of_rows, *rest = gradients.scaled(slope if is_reduced else None, ctx.dtypes)

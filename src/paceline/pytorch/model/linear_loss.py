@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.args.errors import UnsupportedOption
+from paceline.pytorch.model.heads import has_hook, is_harmless, output_embeddings
 from paceline.pytorch.model.lazy_logits import Family, LazyLogits
 from paceline.pytorch.model.linear_cross_entropy import (
     CHUNK_BYTES,
@@ -33,22 +34,18 @@ from paceline.pytorch.model.lora_head import (
     adapt,
     copy_in_use,
     find_adapter_obstacle,
-    has_hook,
     is_lora,
     is_trained_copy,
     layers_of,
     linear_of,
 )
 from paceline.pytorch.model.reductions import tolerance_of
-from paceline.pytorch.model.signature import innermost
 
 logger = logging.getLogger(__name__)
 
 OPTION = "linear_cross_entropy"
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 CHECKED_ROWS = 16
-# modules of this package whose hooks on a model neither read nor keep logits
-HARMLESS = ("paceline.pytorch.distributed.precision", "paceline.pytorch.model.offload")
 MIN_CHUNKS = 2  # "auto" applies to more than this number of chunks: fewer would save no memory
 
 
@@ -341,7 +338,7 @@ def find_reader(path: list[nn.Module]) -> str | None:
         if "forward" in vars(module):
             return f"the forward of {type(module).__name__} is replaced"
         for hook in module._forward_hooks.values():
-            if getattr(hook, "__module__", None) not in HARMLESS:
+            if not is_harmless(hook):
                 return f"a hook is given the outputs of {type(module).__name__}"
     return None
 
@@ -367,11 +364,7 @@ def find_head(model: nn.Module, option: str | bool) -> str | None:
             linear = [name for name, module in named.items() if type(module) is nn.Linear]
             raise LookupError(f"{type(model).__name__} has no module of this name; its linear layers are {linear[-5:]}")
     else:
-        ask = getattr(innermost(model), "get_output_embeddings", None)
-        try:
-            head = ask() if callable(ask) else None
-        except (NotImplementedError, AttributeError):
-            head = None
+        head = output_embeddings(model)
     if head is None:
         if option == "auto":
             return None

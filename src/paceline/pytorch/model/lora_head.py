@@ -37,12 +37,6 @@ def copy_in_use(wrapper: Any) -> nn.Module:
     return found
 
 
-def has_hook(module: nn.Module) -> bool:
-    """Returns True if a hook is given the inputs, outputs or gradients of a module."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks)
-
-
 def linear_of(head: Any) -> nn.Linear:
     """Returns the linear layer of a head without its adapters."""
     found: nn.Linear = head.base_layer if is_lora(head) else head

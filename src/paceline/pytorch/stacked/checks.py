@@ -36,6 +36,7 @@ REFUSED = {
             *("optimizer_state_dtype", "gradient_noise_scale", "log_flops", "batch_size_warmup"),
             *("sequence_length_warmup", "packing", "predict_with_generate", "regularizers"),
             *("teacher", "phases", "eval_samples", "data_map", "pruning", "loss_by_source"),
+            *("log_token_metrics", "z_loss_weight"),
         ),
         "leave it out",
     ),

@@ -1,0 +1,135 @@
+"""Token accuracy, entropy and perplexity in the log (`log_token_metrics`), and the z-loss (`z_loss_weight`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.args.errors import UnsupportedOption
+from paceline.args.sections import Options
+from paceline.args.token_terms import name_of
+from paceline.pytorch.distributed.collectives import gather_objects
+from paceline.pytorch.distributed.strategy import SingleDevice
+from paceline.pytorch.distributed.window import Pass, PassRunner
+from paceline.pytorch.engine import Engine
+from paceline.pytorch.model.loss_terms import LossTerms
+from paceline.pytorch.model.objective import accepts
+from paceline.pytorch.model.token_sums import NUM_SUMS
+from paceline.pytorch.sync import RunWindow
+
+LARGEST_EXPONENT = 700.0  # of a float, rounded down
+
+
+class TokenTerms:
+    """Sums over the targets since the last log row. A meter, and an item of checkpoints.
+
+    Args:
+        options: the arguments.
+        strategy: of the run.
+        leaves_out: passes whose sums are not finite do not count.
+
+    Raises:
+        UnsupportedOption: the logits of a target are not whole on one process.
+    """
+
+    is_recorded = True
+
+    def __init__(self, options: Options, strategy: SingleDevice, leaves_out: bool) -> None:
+        self._option = name_of(options)
+        world = strategy.world
+        if strategy.runs_windows or strategy.is_lazy or world.world_size != strategy.mesh.data_size:
+            raise UnsupportedOption(
+                f"{self._option} is not supported with pipelines, tensor or context parallelism and XLA devices, where "
+                "no process has all logits of a sample: use parallel='ddp' or 'fsdp', or leave it out."
+            )
+        self._strategy, self._world, self._leaves_out = strategy, world, leaves_out
+        self._terms = LossTerms(self._option, options.z_loss_weight)
+        self._logs_metrics, self._z_weight = options.log_token_metrics, options.z_loss_weight
+        self._sums: Tensor | None = None  # of the windows since the last gather, on the device
+        self._window: list[Tensor] = []  # of the passes of the window in progress
+        self._was_called = False  # in the window in progress
+        self._totals = [0.0] * NUM_SUMS  # of all processes
+
+    # ---- the engine
+
+    def join(self, engine: Engine) -> None:
+        """Observes the losses of an engine's training passes, and gathers the sums when it reads its losses."""
+        engine.wrap(partial(self._loss_of, engine), self._window_of)
+        engine.after_read.append(self.gather)
+
+    def _loss_of(self, engine: Engine, compute_loss: Callable[..., Any]) -> Callable[..., Tensor]:
+        takes_count = accepts(compute_loss, "num_items_in_batch")
+
+        def loss_of(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            numbers = {"num_items_in_batch": num_items_in_batch} if takes_count else {}
+            self._was_called = True
+            with self._terms.observed(model, self._strategy.unwrap(model)):
+                loss: Tensor = compute_loss(model, inputs, **numbers)
+            current, sums = engine.current, self._terms.sums.total
+            if sums is not None and not (current is not None and current.is_dummy):
+                if self._leaves_out:
+                    sums = torch.where(torch.isfinite(sums).all(), sums, 0.0)
+                self._window.append(sums)
+            return loss
+
+        return loss_of
+
+    def _window_of(self, run_window: RunWindow) -> RunWindow:
+        def run(runner: PassRunner, passes: list[Pass]) -> list[Tensor]:
+            self._window, self._was_called = [], False  # the passes of a window that ran out of memory are dropped
+            losses = run_window(runner, passes)
+            if not self._was_called:
+                raise UnsupportedOption(
+                    f"{self._option} would have no effect, because the overridden training_step computes its loss by "
+                    "itself: call super().training_step(...) there, or leave it out."
+                )
+            for sums in self._window:
+                self._sums = sums if self._sums is None else self._sums + sums
+            self._window = []
+            return losses
+
+        return run
+
+    # ---- log rows
+
+    def gather(self) -> None:
+        """Adds the sums of all processes to the totals; collective. Synchronizes with the device."""
+        sums, self._sums = self._sums, None
+        own = [0.0] * NUM_SUMS if sums is None else sums.tolist()
+        for part in gather_objects(self._world, own):
+            self._totals = [total + value for total, value in zip(self._totals, part, strict=True)]
+
+    def row(self, times: Mapping[str, float]) -> dict[str, float]:
+        """Returns the means over the targets since the last row; nothing without targets."""
+        totals, self._totals = self._totals, [0.0] * NUM_SUMS
+        number = totals[0]
+        if not number:
+            return {}
+        _, accuracy, entropy, loss, square = (total / number for total in totals)
+        found: dict[str, float] = {}
+        if self._logs_metrics:
+            perplexity = math.inf if loss > LARGEST_EXPONENT else math.exp(loss)  # of NaN: NaN
+            found = {"mean_token_accuracy": accuracy, "entropy": entropy, "perplexity": perplexity}
+        if self._z_weight:
+            found["z_loss"] = self._z_weight * square
+        return found
+
+    def describe(self) -> str:
+        """Returns nothing: there is no rate."""
+        return ""
+
+    # ---- an item of checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the totals since the last log row, after `gather`."""
+        return {"totals": list(self._totals)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the totals, and drops what was recorded since."""
+        self._totals = [float(total) for total in state["totals"]]
+        self._sums, self._window = None, []
