@@ -240,7 +240,12 @@ def check_nest(root: object) -> None:
             continue
         held = value.values() if isinstance(value, dict) else value
         inner = [child for child in held if isinstance(child, _CONTAINERS)]
-        if inner and key not in entered:
+        if not inner:  # most are: an optimizer has a dict of tensors for each parameter
+            pending.pop()
+            num_values += len(value)
+            measured[key] = 1, len(value)
+            continue
+        if key not in entered:
             entered.add(key)
             waiting = [child for child in inner if id(child) not in measured]
             if any(id(child) in entered for child in waiting):
@@ -249,7 +254,7 @@ def check_nest(root: object) -> None:
             continue
         pending.pop()
         sizes = [measured[id(child)] for child in inner]
-        depth = 1 + max((each for each, _ in sizes), default=0)
+        depth = 1 + max(each for each, _ in sizes)
         size = len(value) + sum(each for _, each in sizes)
         num_values += len(value)
         measured[key] = depth, size

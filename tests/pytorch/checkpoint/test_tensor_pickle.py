@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +99,23 @@ def test_the_state_of_an_optimizer(tmp_path: Path) -> None:
             assert all(torch.equal(found["state"][index][name], value) for name, value in entry.items())
 
 
+def test_containers_within_containers() -> None:
+    deep = OrderedDict(a=(torch.ones(2), [torch.zeros(1), {"b": {3: torch.tensor(1)}}]))
+    value = {"deep": deep, (1, "x"): [], "empty": {}, "\udc80": [[1, 2.5], None], True: [deep["a"][0]], 2**70: b"\x00"}
+    found = loaded(value)
+    assert list(found) == list(value)
+    assert str(found) == str(value)
+    assert type(found["deep"]) is OrderedDict
+    assert found[True][0].data_ptr() == found["deep"]["a"][0].data_ptr()
+
+
 def test_only_storages_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[type] = []
 
     class Spy(tensor_pickle.Pickler):
         def persistent_id(self, value: object) -> Any:
             asked.append(type(value))
-            return "key"
+            return "storage", torch.FloatStorage, "key", "cpu", 3
 
     Spy(io.BytesIO(), protocol=2).dump({"step": torch.ones(1), "numbers": [1, 2.0, "a"], "parameter": torch.ones(3)})
     assert asked == [torch.storage.TypedStorage] * 2

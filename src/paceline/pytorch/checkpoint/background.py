@@ -76,13 +76,13 @@ class HostBuffers:
             tensor = tensor.detach()
         if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided:
             return tensor.to("cpu", copy=True)
-        address = address_of(tensor)
+        address = tensor.data_ptr() or address_of(tensor)
         earlier = self._sources.get(address)
         if earlier is not None:
             if _is_same(tensor, earlier):
                 return self._copies[address]
             self._others.append(earlier)
-        is_small = tensor.is_cpu and num_bytes(tensor) <= _SMALL_BYTES
+        is_small = tensor.is_cpu and tensor.nbytes <= _SMALL_BYTES
         self._sources[address] = tensor
         self._copies[address] = copied = tensor.clone() if is_small else self._fill(tensor)
         return copied
@@ -213,9 +213,11 @@ def size_of(tensors: Iterable[Tensor]) -> int:
     """Returns the total bytes of the tensors. Of those at one address the largest counts; those on "meta" do not."""
     sizes: dict[Hashable, int] = {}  # by address
     for tensor in tensors:
-        if not tensor.is_meta:
-            address = address_of(tensor)
-            sizes[address] = max(sizes.get(address, 0), num_bytes(tensor))
+        if tensor.is_meta:
+            continue
+        address, size = tensor.data_ptr() or address_of(tensor), tensor.nbytes
+        if size > sizes.get(address, -1):
+            sizes[address] = size
     return sum(sizes.values())
 
 

@@ -60,6 +60,8 @@ class FrozenPart:
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if not parameter.requires_grad and name in tensors and address_of(tensors[name]) == address_of(parameter)
         }
+        if not frozen:
+            return {}
         trained = {address_of(parameter) for parameter in model.parameters() if parameter.requires_grad}
         sizes = {name: num_bytes(tensor) for name, tensor in frozen.items() if address_of(tensor) not in trained}
         return sizes if sum(sizes.values()) >= self.least_bytes else {}

@@ -90,10 +90,13 @@ class FullFormat:
     def sizes(self) -> tuple[int, int]:
         """Returns the file sizes in bytes of (trained weights and optimizer state, frozen weights)."""
         contents, model = self.contents, self.contents.model
-        trained: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trained: list[Tensor] = []
         frozen: list[Tensor] = []
-        if not has_adapters(model):  # adapters are saved without the base model
-            frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        for parameter in model.parameters():
+            (trained if parameter.requires_grad else frozen).append(parameter)
+        if has_adapters(model):  # adapters are saved without the base model
+            frozen = []
+        else:
             trained += model.buffers()
         if not contents.save_only_model:
             states: Mapping[Any, Any] = getattr(contents.optimizer, "state", {})

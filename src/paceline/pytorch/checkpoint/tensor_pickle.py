@@ -1,16 +1,18 @@
 """A pickler for `torch.save(..., pickle_module=...)` whose files torch reads, in half the time for small tensors.
 
-torch calls Python code for each pickled object, about 20 per tensor, to check if it is a storage. It also collects
-metadata of each tensor that only special tensors have. Both cost more than writing a small tensor. This pickler reduces
-a plain tensor directly to the same call that torch stores, and passes only storages to torch's check.
+The pickler of the standard library calls Python code for each object that it meets, about 20 per tensor, so that torch
+can check if it is a storage. That costs more than writing a small tensor. This one writes dicts, lists and tensors
+itself: tensors of one dtype, shape and stride differ in the name of their storage only. It leaves every other object to
+the standard library.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import IO, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,42 +33,100 @@ _DTYPES = frozenset(
     }
 )
 _STORAGES = frozenset((torch.storage.TypedStorage, torch.UntypedStorage))
+_SCALARS = frozenset((bool, int, float, str, type(None)))
 
 
 class Pickler(pickle.Pickler):
-    """The base class of the pickler that torch defines in each `torch.save`, with its own `persistent_id`."""
+    """The base class of the pickler that torch defines in each `torch.save`, with its own `persistent_id`.
+
+    No memo is kept: values that occur twice are written twice, which `check_nest` has limited; storages still once.
+    """
+
+    _identify: ClassVar[Callable[[Any, object], Any]]  # torch's function: the mark of a storage
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        identify: Callable[[Any, object], Any] | None = cls.__dict__.get("persistent_id")
-        if identify is None:
-            return
+        cls._identify = identify = cls.__dict__["persistent_id"]
 
         def persistent_id(self: Any, value: object) -> Any:
             return identify(self, value) if type(value) in _STORAGES else None
 
         cls.persistent_id = persistent_id  # type: ignore[method-assign]
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        # No memo: it would keep about ten objects per tensor alive until the end, for the garbage collector to walk.
-        # Values that occur twice are written twice, which `check_nest` has limited; storages still once.
-        self.fast = True
+    def __init__(self, file: IO[bytes], protocol: int) -> None:
+        self._other = io.BytesIO()
+        super().__init__(self._other, protocol)
+        self.fast = True  # no memo: parts of the stream may be put together
+        self._file = file
+        self._parts: list[bytes] = [pickle.PROTO + bytes([protocol])]
+        self._known: dict[Hashable, bytes] = {}
 
-    def reducer_override(self, value: object) -> Any:
-        """Returns the call that rebuilds a plain tensor; NotImplemented leaves any other object to torch."""
-        if type(value) is not Tensor or not is_plain(value):
-            return NotImplemented
-        storage = value._typed_storage()  # type: ignore[no-untyped-call]
-        arguments: tuple[Any, ...] = (
-            storage,
-            value.storage_offset(),
-            tuple(value.shape),
-            value.stride(),
-            False,
-            OrderedDict(),
-        )
-        return torch._utils._rebuild_tensor_v2, arguments
+    def dump(self, value: object) -> None:
+        """Writes the value to the file."""
+        self._add(value)
+        self._file.write(b"".join([*self._parts, pickle.STOP]))
+
+    def _add(self, value: Any) -> None:
+        kind = type(value)
+        if kind is Tensor and is_plain(value):
+            self._add_tensor(value)
+        elif kind is dict:
+            self._add_dict(value)
+        elif kind is list and not _SCALARS.issuperset(map(type, value)):
+            self._add_list(value)
+        else:
+            self._parts.append(self._pickled(value))
+
+    def _add_list(self, values: list[Any]) -> None:
+        self._parts += (pickle.EMPTY_LIST, pickle.MARK)
+        for item in values:
+            self._add(item)
+        self._parts.append(pickle.APPENDS)
+
+    def _add_dict(self, values: dict[Any, Any]) -> None:
+        self._parts.append(pickle.EMPTY_DICT)
+        if not values:
+            return
+        self._parts.append(pickle.MARK)
+        for key, item in values.items():
+            self._parts.append(self._scalar(key) if type(key) in _SCALARS else self._pickled(key))
+            self._add(item)
+        self._parts.append(pickle.SETITEMS)
+
+    def _add_tensor(self, tensor: Tensor) -> None:
+        """Writes the call that rebuilds the tensor, with the mark that torch gives its storage."""
+        storage = tensor._typed_storage()  # type: ignore[no-untyped-call]
+        kind, storage_type, name, location, size = self._identify(storage)
+        start = self._known.get(storage_type)
+        if start is None:
+            call = self._pickled(torch._utils._rebuild_tensor_v2) + pickle.MARK + pickle.MARK
+            start = self._known[storage_type] = call + self._pickled(kind) + self._pickled(storage_type)
+        form = (location, size, tensor.storage_offset(), tensor.shape, tensor.stride())
+        end = self._known.get(form)
+        if end is None:
+            rest: tuple[Any, ...] = (
+                tensor.storage_offset(),
+                tuple(tensor.shape),
+                tensor.stride(),
+                False,
+                OrderedDict(),
+            )
+            mark = self._pickled(location) + self._pickled(size) + pickle.TUPLE + pickle.BINPERSID
+            end = self._known[form] = mark + b"".join(map(self._pickled, rest)) + pickle.TUPLE + pickle.REDUCE
+        self._parts += (start, self._scalar(name), end)
+
+    @staticmethod
+    def _scalar(value: object) -> bytes:
+        """Returns what `_pickled` does for a number or text, in a third of the time."""
+        return pickle.dumps(value, 2)[2:-1]
+
+    def _pickled(self, value: object) -> bytes:
+        """Returns the opcodes that the standard library writes for the value."""
+        super().dump(value)
+        opcodes = self._other.getvalue()[2:-1]  # without the protocol and the end
+        self._other.seek(0)
+        self._other.truncate()
+        return opcodes
 
 
 def is_plain(tensor: Tensor) -> bool:
