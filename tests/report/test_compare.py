@@ -343,6 +343,16 @@ def test_runs_without_journals_are_compared_by_their_logs(tmp_path: Path, capsys
     assert found.steps.divergence.step == 2
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert "A journal is missing, so only the losses, norms and learning rates" in capsys.readouterr().out
+    # without a step that both have, nothing says that they are the same
+    (tmp_path / "b" / "run.json").write_text((tmp_path / "a" / "run.json").read_text())
+    for name in ("a", "b"):
+        (tmp_path / name / "log.jsonl").unlink()
+        assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+        assert capsys.readouterr().out.endswith("\nunknown\n")
+    (tmp_path / "a" / "report.html").unlink()
+    (tmp_path / "a" / "report.html").mkdir()
+    assert main(["report", str(tmp_path / "a")]) == 2
+    assert "report.html" in capsys.readouterr().err
 
 
 def test_records_of_other_hands_are_not_trusted(tmp_path: Path) -> None:

@@ -40,18 +40,26 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """True if nothing that is compared differs."""
+        """True if nothing that is compared differs, and steps were compared."""
         return not self.differences and self.steps.are_same
+
+    @property
+    def verdict(self) -> str:
+        """`same`, `different`, or `unknown` if nothing that is known differs and no steps were compared."""
+        if self.is_same:
+            return "same"
+        return "different" if self.differences or self.steps.num_common else "unknown"
 
 
 def run(words: Sequence[str]) -> int:
     """Compares each run with the first one, and prints the result.
 
     Returns:
-        0 if they are the same, 1 if any differs.
+        0 if they are the same, 1 if any differs or cannot be compared.
 
     Raises:
-        UsageError: there are fewer than two folders, one holds no run, or a file of a run is damaged.
+        UsageError: there are fewer than two folders, one holds no run, a file of a run is damaged, or the page cannot
+            be written.
     """
     folders, page, is_json = read_options(words)
     try:
@@ -60,7 +68,10 @@ def run(words: Sequence[str]) -> int:
         raise UsageError(str(error)) from error
     comparisons = [compare(runs[0], other) for other in runs[1:]]
     if page is not None:
-        write_report([Path(folder) for folder in folders], page)
+        try:
+            write_report([Path(folder) for folder in folders], page)
+        except OSError as error:
+            raise UsageError(str(error)) from error
     if is_json:
         print(json.dumps({"comparisons": [to_json(each) for each in comparisons]}, indent=2))
     else:
@@ -151,7 +162,7 @@ def describe(each: Comparison) -> str:
         lines.append("\nThe records are equal, but for names, places and times.")
     lines += ["", *_steps(each)]
     lines += [f"note: {note}" for note in (*notes_of(each.first), *notes_of(each.other))]
-    lines.append("same" if each.is_same else "different")
+    lines.append(each.verdict)
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ def run(words: Sequence[str]) -> int:
     """Writes a report and prints its path.
 
     Raises:
-        UsageError: no folder is given, or a folder holds no run.
+        UsageError: no folder is given, a folder holds no run, or the file cannot be written.
     """
     words = list(words)
     output: Path | None = None
@@ -30,7 +30,7 @@ def run(words: Sequence[str]) -> int:
         raise UsageError(f"report takes folders of runs{f', not {unknown[0]!r}' if unknown else ''}")
     try:
         path = write_report([Path(word) for word in words], output)
-    except FileNotFoundError as error:
+    except OSError as error:
         raise UsageError(str(error)) from error
     say(str(path))
     return 0

@@ -201,8 +201,8 @@ the causes that the records allow: argument, data order, data content, code or n
   --json       print the comparisons as JSON
   --page FILE  also write a page with the curves of the runs in common charts, and what differs
 
-Exit code 0 if nothing differs but names, places and times; 1 if anything does; 2 for a folder without a run, or a
-damaged file."""
+Exit code 0 if nothing differs but names, places and times; 1 if anything does, or no recorded step is common to the
+runs; 2 for a folder without a run, or a damaged file."""
 
 SERVE = """\
 paceline serve FOLDER [--port N]

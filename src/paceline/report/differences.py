@@ -188,7 +188,8 @@ def _code(records: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Iterator[Diff
 def _packages(first: RunData, other: RunData) -> Iterator[Difference]:
     versions = [read_packages(run) for run in (first, other)]
     for run, found in zip((first, other), versions, strict=True):
-        found["python"] = str(run.record.get("python"))
+        if run.record.get("python") is not None:
+            found["python"] = str(run.record["python"])
     for name in sorted({*versions[0], *versions[1]}):
         values = (versions[0].get(name), versions[1].get(name))
         if values[0] != values[1]:

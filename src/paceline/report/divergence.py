@@ -84,8 +84,8 @@ class Steps:
 
     @property
     def are_same(self) -> bool:
-        """True if both runs have the same steps with the same numbers."""
-        return self.divergence is None and self.last[0] == self.last[1]
+        """True if both runs end at the same step, and the steps that both have, at least one, are equal."""
+        return self.divergence is None and self.last[0] == self.last[1] and self.num_common > 0
 
 
 def compare_steps(first: RunData, other: RunData) -> Steps:
