@@ -56,6 +56,21 @@ TEXTS = [
     f"https://hooks.slack.com/services/T01ABCDEF/B02ABCDEF/{S}",
     f"https://discord.com/api/webhooks/1234567890/{S}",
     f"gitea_token={S} 'my-token': '{S}'",
+    f"os.environ['WANDB_API_KEY'] = '{S}'",
+    f'os.environ["HF_TOKEN"]="{S}"',
+    f'os.getenv("WANDB_API_KEY", "{S}")',
+    f"monkeypatch.setenv('API_TOKEN', r'{S}')",
+    f'MISTRAL_API_KEY: str = "{S}"',
+    f"HF_TOKEN: str | None = '{S}'",
+    f"if (api_key := '{S}') == password != b'{S}' or api_key == f'{S}':",
+    f"api_key => '{S}'; password='correct {S} battery'",
+    f"wandb.login(key='{S}{S}')",
+    f"token: {S}",
+    f'"auth": "{S}=="',
+    f"machine api.wandb.ai login user password {S}",
+    f"curl -s -u me:{S} http://host",
+    f"SG.{S}.{S} gsk_{S} xai-{S}",
+    f"1234567890:AA{S}{S[:12]}",
     f"-----BEGIN RSA PRIVATE KEY-----\n{S}\n{S}\n-----END RSA PRIVATE KEY-----",
 ]
 PLAIN = [
@@ -75,6 +90,9 @@ PLAIN = [
     "10:30 a@b.c 12:00 //a:b",
     "label_token=yes prompt_token: 'user' answer-token=12 last_token=0.25",
     "--hub_token is needed, or --token; give --password on the command line, --api-key too",
+    "key: runs/exp1/checkpoint-400/model-00001-of-00002 cache_key=9f86d081884c7d659a2feaa0c55ad015",
+    "expected one of 'api_key', 'learning_rate' or 'password', 'seed': str = 'x'",
+    "token: reserved_special_token_12 auth: user pass: first login to the host, curl -u",
     "https://host/page?code=404&page=2 https://hooks.slack.com/services",
 ]
 
@@ -122,7 +140,8 @@ def test_values_of_variables_go(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_long_texts_take_no_long_time() -> None:
     parts = ["a", "token ", "a_", "://", "x-", "eyJaaaaaaaaa", "eyJaaaaaaaaa.", "sk-", "password ", "authorization ",
              "://a:", "-----BEGIN PRIVATE KEY-----", "a-token_", "key", "aws", "Bearer ",
-             "?key", "\\\"token", "hf_", "=", "'"]  # fmt: skip
+             "?key", "\\\"token", "hf_", "=", "'", "login a password ", "curl -u ", "password='a", "'token', '",
+             "token: str = (\n", "SG.aaaaaaaaaaaaaaaaaaaa."]  # fmt: skip
     for part in parts:
         text = part * (60_000 // len(part))
         start = time.monotonic()
