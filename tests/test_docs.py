@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import recipes
+from cases import slow_but
 
 import api_checks
 import api_table
@@ -22,6 +23,8 @@ from paceline.core.optional import is_installed
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+WITH_CODE = [page for page in PAGES if CODE.search(page.read_text("utf-8"))]
+SEARCH = ROOT / "docs" / "notebooks" / "search.md"  # 20 trials
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
 
 
@@ -44,7 +47,7 @@ def _registries() -> Iterator[None]:
         registry.update(content)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if CODE.search(page.read_text("utf-8"))], ids=name_of)
+@pytest.mark.parametrize("page", slow_but([page for page in WITH_CODE if page != SEARCH], WITH_CODE), ids=name_of)
 @pytest.mark.usefixtures("_registries")
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page are one program. It runs with the package that the page's diffs make of this one."""

@@ -352,6 +352,7 @@ def test_a_study_that_is_no_file(tmp_path: Path, kind: str) -> None:
         searched(make_search(tmp_path), hp_space=rates, n_trials=1)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_at_the_end_of_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """optuna answers an error of the storage with an assertion of its own."""
     database = pytest.importorskip("sqlalchemy").exc
@@ -522,6 +523,7 @@ def test_numbers_have_the_type_of_the_option_and_not_of_its_present_value(tmp_pa
     assert trainer.args.gradient_accumulation_steps == 2
 
 
+@pytest.mark.slow
 def test_the_ends_of_trials_are_recorded(tmp_path: Path) -> None:
     """One that the user prunes, one whose objective is NaN, and one with a token in its error."""
     token = "hf_abcdefghijklmnopqrstuvwxyzabcdefgh"

@@ -402,9 +402,12 @@ def peak_bytes(tmp_path: Path, num_samples: int, **options: Any) -> int:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"compute_metrics": Perplexity(replicates=50)},
-        {"compute_metrics": lambda p: {"shape": p.predictions.shape[0]}, "eval_spill_gb": 1e-4},
+        pytest.param(
+            {"compute_metrics": lambda p: {"shape": p.predictions.shape[0]}, "eval_spill_gb": 1e-4},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["loss only", "streaming", "whole set"],
 )

@@ -67,7 +67,7 @@ def run(folder: Path, *, stop: int | None = None, resume: Any = None, data: Any 
 
 
 @pytest.mark.parametrize("data", [DATA, Augmented()], ids=["plain", "augmented"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", slow_but([0], [0, 2]))
 def test_twice_interrupted_is_bit_identical(tmp_path: Path, data: Any, workers: int) -> None:
     options = {"data": data, "dataloader_num_workers": workers}
     whole = run(tmp_path / "whole", **options)

@@ -459,7 +459,7 @@ def _silence() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_silence")
 @pytest.mark.parametrize("is_best", slow_but([True], [False, True]))
-@pytest.mark.parametrize("number", [errno.ENOSPC, None])
+@pytest.mark.parametrize("number", slow_but([errno.ENOSPC], [errno.ENOSPC, None]))
 def test_saves_that_fail_hold_no_more_memory_than_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_best: bool, number: int | None
 ) -> None:

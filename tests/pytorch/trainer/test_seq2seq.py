@@ -154,7 +154,7 @@ def assert_same_numbers(found: dict[str, Any], expected: dict[str, Any]) -> None
 # ---- it learns, and the metrics are taken from text
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", slow_but(["t5"], MODELS))
 def test_train_evaluate_predict(tmp_path: Path, kind: str) -> None:
     data = task(96, num_words=2, words=6)
     model = MODELS[kind]()

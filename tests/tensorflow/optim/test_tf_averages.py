@@ -73,9 +73,9 @@ def test_the_average_is_evaluated_saved_and_kept_and_training_goes_on_without_it
 @pytest.mark.parametrize(
     "options", [{"ema_decay": 0.9}, pytest.param({"swa_start": 3, "average_steps": 1}, marks=pytest.mark.slow)], ids=str
 )
-def test_a_resume_from_each_step_is_exact(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_resume_is_exact(tmp_path: Path, options: dict[str, Any]) -> None:
     whole, _ = run(tmp_path / "whole", **options)
-    for step in range(1, 6):
+    for step in (2, 5):
         shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", tmp_path / str(step) / f"checkpoint-{step}")
         again, _ = run(tmp_path / str(step), resume=True, **options)
         assert_same(again.model.get_weights(), whole.model.get_weights())

@@ -224,6 +224,7 @@ def test_greedy_is_that_of_torch(observed: list[float], **options: Any) -> None:
         assert optimizer.learning_rate == theirs.param_groups[0]["lr"] == ours.learning_rate
 
 
+@pytest.mark.slow
 def test_a_rate_that_rises_while_the_evaluations_get_better(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "lr_scheduler_type": "greedy",
