@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from paceline.args.errors import UnsupportedOption
+from paceline.args.plan import Plan
 from paceline.core.events import TrainerCallback
 from paceline.core.optional import require
 from paceline.core.state import TrainerControl, TrainerState
-from paceline.pytorch.distributed.strategy import SingleDevice
-from paceline.pytorch.trial_run import check_one_process
+from paceline.pytorch.distributed.collectives import sum_floats
+from paceline.pytorch.distributed.world import World
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -78,12 +79,14 @@ class RisingRate(TrainerCallback):
     Args:
         rates: the highest rate of all parameter groups, for each step.
         divergence: the run ends when the moving average exceeds `divergence` times its minimum.
+        world: the processes; losses are means over them, so that all end at the same step.
     """
 
     wants = frozenset({"loss"})
 
-    def __init__(self, rates: Sequence[float], divergence: float) -> None:
+    def __init__(self, rates: Sequence[float], divergence: float, world: World) -> None:
         self.rates = rates
+        self.world = world
         self.divergence = divergence
         self.losses: list[float] = []
         self._ratios: list[float] = []
@@ -105,7 +108,7 @@ class RisingRate(TrainerCallback):
         loss: Any = None,
         **kwargs: Any,
     ) -> None:
-        self.losses.append(math.nan if loss is None else float(loss))
+        self.losses.append(self._mean(loss))
         averages = moving_average(self.losses)
         least = min(averages)
         # for a positive loss, the threshold is `divergence * least`; a negative loss gets the same margin above `least`
@@ -119,6 +122,11 @@ class RisingRate(TrainerCallback):
         """Returns the result of the run."""
         return evaluate(self.rates[: len(self.losses)], self.losses)
 
+    def _mean(self, loss: Any) -> float:
+        """Returns the loss of a step over all processes; NaN if none has a target. A collective."""
+        total, num_known = sum_floats(self.world, [0.0 if loss is None else float(loss), float(loss is not None)])
+        return total / self.world.world_size if num_known else math.nan
+
     def _set(self, optimizer: Any, rate: float) -> None:
         for group, ratio in zip(optimizer.param_groups, self._ratios, strict=True):
             if isinstance(group["lr"], torch.Tensor):
@@ -127,13 +135,14 @@ class RisingRate(TrainerCallback):
                 group["lr"] = rate * ratio
 
 
-def make_search(lowest: float, highest: float, num_steps: int, divergence: float) -> RisingRate:
+def make_search(lowest: float, highest: float, num_steps: int, divergence: float, world: World) -> RisingRate:
     """Returns the callback of a range test.
 
     Args:
         lowest, highest: learning rates of the first and the last step.
         num_steps: maximum number of optimizer steps.
         divergence: the run ends when the moving average of the loss exceeds `divergence` times its minimum.
+        world: the processes.
 
     Raises:
         ValueError: the rates do not rise, there are fewer than 10 steps, or the divergence is not above 1.
@@ -143,16 +152,28 @@ def make_search(lowest: float, highest: float, num_steps: int, divergence: float
             f"find_lr: lowest={lowest}, highest={highest}, num_steps={num_steps}, divergence={divergence}: give "
             f"0 < lowest < highest, num_steps of {LEAST_STEPS} or more, and a divergence above 1."
         )
-    return RisingRate(np.geomspace(lowest, highest, num_steps).tolist(), divergence)
+    return RisingRate(np.geomspace(lowest, highest, num_steps).tolist(), divergence, world)
 
 
-def check_support(strategy: SingleDevice, optimizer: Any) -> None:
+def check_support(plan: Plan, optimizer: Any) -> None:
     """Checks that the model can be restored and the learning rate can be set.
 
+    Args:
+        plan: the plan of the Trainer.
+        optimizer: of the Trainer, or None.
+
     Raises:
-        UnsupportedOption: there are several processes, or the optimizer computes its learning rate itself.
+        UnsupportedOption: the strategy cuts the model or its samples into parts, or is another library's; or the
+            optimizer computes its learning rate itself.
     """
-    check_one_process("find_lr", strategy)
+    is_whole = plan.parallel in ("ddp", "fsdp") or (plan.parallel == "mesh" and plan.mesh.num_parts == 1)
+    if plan.world_size > 1 and not is_whole:
+        name = plan.mesh.describe() if plan.parallel == "mesh" else repr(plan.parallel)
+        raise UnsupportedOption(
+            f"find_lr with parallel={name} on {plan.world_size} processes is not supported: the model could not be "
+            "restored afterwards. Run it with ddp, fsdp or tensor parallel, or on one process, with "
+            "gradient_accumulation_steps for the same global batch size."
+        )
     if any(group["lr"] is None for group in getattr(optimizer, "param_groups", ())):
         raise UnsupportedOption(f"find_lr: {type(optimizer).__name__} computes its learning rate by itself.")
 

@@ -518,6 +518,8 @@ def try_run(trainer: Trainer, options: dict[str, Any], callback: TrainerCallback
         options: the options that differ from those of trial runs; `max_steps` at least.
         callback: observes the run.
     """
+    if trainer.world.is_distributed:  # a run would shard the model in place: shards are what is restored afterwards
+        trainer._make_session().make_strategy(trainer._plan()).shard(trainer.model)
     with TemporaryDirectory() as folder, trial_run.unchanged(trainer.model, trainer.optimizer, trainer.train_dataset):
         changed = {**trial_run.OPTIONS, "output_dir": folder, **options}
         copy_of(trainer, changed, [DefaultFlowCallback(), callback]).train()
@@ -526,8 +528,6 @@ def try_run(trainer: Trainer, options: dict[str, Any], callback: TrainerCallback
 def search_batch_size(trainer: Trainer, lowest: int, highest: int, num_steps: int) -> BatchSearch:
     """Searches for a micro-batch size; the arguments are those of `Trainer.find_batch_size`."""
     plan, count = trainer._plan(), length_of(trainer.train_dataset)
-    # a run would shard the model in place: shards are what is restored afterwards
-    trainer._make_session().make_strategy(plan).shard(trainer.model)
     run = batch_search.trial_runs(lambda options, clock: try_run(trainer, options, clock), num_steps, plan)
     most = highest if count is None else max(min(highest, count // plan.mesh.data_size), 1)
     is_leader = plan.mesh.is_data_leader(trainer.world.process_index)

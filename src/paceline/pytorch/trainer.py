@@ -481,7 +481,7 @@ class Trainer(HubNames, ForSubclasses):
     def find_lr(
         self, lowest: float = 1e-7, highest: float = 1.0, num_steps: int = 100, divergence: float = 4.0
     ) -> lr_search.RangeTest:
-        """Runs a learning rate range test and undoes its effects; see docs/speed.md.
+        """Runs a learning rate range test and undoes its effects; see docs/speed.md. A collective.
 
         Args:
             lowest, highest: learning rates of the first and the last step.
@@ -490,10 +490,11 @@ class Trainer(HubNames, ForSubclasses):
 
         Raises:
             ValueError: the rates do not rise, there are fewer than 10 steps, or the divergence is not above 1.
-            UnsupportedOption: there are several processes, or the optimizer computes its learning rate itself.
+            UnsupportedOption: the model cannot be restored on several processes, or the optimizer computes its
+                learning rate itself.
         """
-        search = lr_search.make_search(lowest, highest, num_steps, divergence)
-        lr_search.check_support(self.strategy, self.optimizer)
+        search = lr_search.make_search(lowest, highest, num_steps, divergence, self.world)
+        lr_search.check_support(self._plan(), self.optimizer)
         parts.try_run(self, {"max_steps": num_steps}, search)
         return search.result()
 

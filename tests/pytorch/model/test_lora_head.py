@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_loss_job import LanguageModel, texts, train
+from linear_loss_job import LanguageModel, rows_of, texts, train
 from small_models import losses
 from torch import Tensor, nn
 
@@ -148,10 +148,12 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(linear_loss, "CHUNK_BYTES", 1)
     config = {"lora_dropout": 0.3}
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
+    options |= {"log_token_metrics": True, "z_loss_weight": 0.01}
     plain = train(tmp_path / "logits", adapted(config), linear_cross_entropy=False, **options)
     whole = train(tmp_path / "whole", adapted(config), **options)
     assert whole.objective.linear_loss.is_right
     assert losses(whole) == pytest.approx(losses(plain), rel=1e-5)
+    assert rows_of(whole) == [pytest.approx(row, rel=1e-5) for row in rows_of(plain)]
     resumed = train(tmp_path / "resumed", adapted(config), resume=str(tmp_path / "whole" / "checkpoint-2"), **options)
     assert losses(resumed)[-3:] == losses(whole)[-3:]
     for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):

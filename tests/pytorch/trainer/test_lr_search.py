@@ -6,8 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import lr_job
+import processes
 import pytest
 import torch
+from memory_job import Blocks, trainer_in
 from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging, weights
 from torch import nn
 
@@ -163,8 +166,8 @@ def test_wrong_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Classifier()
     with pytest.raises(UnsupportedOption, match="computes its learning rate by itself"):
         make_trainer(tmp_path, model, DATA, optimizers=(Adafactor(model.parameters()), None)).find_lr()
-    several = SimpleNamespace(world=SimpleNamespace(is_distributed=True, world_size=2))
-    with pytest.raises(UnsupportedOption, match="find_lr runs on one process, and there are 2"):
+    several = SimpleNamespace(parallel="deepspeed", world_size=2)
+    with pytest.raises(UnsupportedOption, match="find_lr with parallel='deepspeed' on 2 processes is not supported"):
         check_support(cast(Any, several), None)
     noise = torch.randn(100, generator=torch.Generator().manual_seed(0)).tolist()
     assert evaluate([1.1**step for step in range(100)], noise).suggestion is None
@@ -192,6 +195,21 @@ def test_a_loss_below_zero_is_searched_to_the_end(tmp_path: Path) -> None:
 
     found = make_trainer(tmp_path, Below(), tagging(32)).find_lr(highest=1e-3, num_steps=12)
     assert len(found.losses) == 12
+
+
+@pytest.mark.slow
+def test_several_processes_find_the_same_and_keep_nothing(tmp_path: Path) -> None:
+    processes.run("lr_job.py", 2, str(tmp_path))
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    alone = trainer_in(tmp_path / "alone", 1, "ddp", Blocks()).find_lr(**lr_job.RANGE)
+    assert alone.suggestion is not None
+    for found in ranks:
+        for name, result in found.items():
+            assert result["losses"] == pytest.approx(alone.losses, rel=1e-3), name
+            assert result["losses"] == ranks[0][name]["losses"], name
+            assert result["suggestion"] == pytest.approx(alone.suggestion), name
+            assert result["is_alike"], name
+            assert result["draws_alike"], name
 
 
 @pytest.mark.slow  # matplotlib comes with packages of the slow tests

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline import Trainer, TrainerCallback, TrainingArguments, UnsupportedOption
-from paceline.pytorch.model import linear_loss, lora_head, token_sums
+from paceline.pytorch.model import linear_loss, token_sums
 from paceline.pytorch.model.linear_cross_entropy import CrossEntropy, Head, Scale, Squash, linear_cross_entropy
 from paceline.pytorch.model.token_sums import TokenSums
 
@@ -188,18 +188,3 @@ def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(UnsupportedOption, match="compiled as a whole"):
         compiled.train()
-
-
-def test_the_sums_of_a_head_with_lora(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    found = []
-    for option in (False, "auto"):
-        config = peft.LoraConfig(target_modules=["head"], r=3, init_lora_weights=False)
-        torch.manual_seed(1)
-        model = peft.get_peft_model(LanguageModel(), config)
-        assert lora_head.is_lora(model.base_model.model.head)
-        found.append(train(tmp_path, model, linear_cross_entropy=option, **BOTH))
-    assert found[1].objective.linear_loss.is_right
-    assert losses(found[1]) == pytest.approx(losses(found[0]), rel=1e-5)
-    for one, other in zip(*map(rows_of, found), strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
