@@ -66,6 +66,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no regularizer": (["paceline.args.plan:Plan"], "no subclass of paceline.Regularizer"),
     "no noise": ([DPSGD(delta=1e-5)], "give either noise_multiplier or target_epsilon"),
     "two noises": ([DPSGD(noise_multiplier=1.0, target_epsilon=3.0, delta=1e-5)], "give either"),
+    "no such sampling": ([DPSGD(noise_multiplier=1.0, delta=1e-5, sampling="none")], r"dp_sgd\(sampling\)='none'"),
     "no delta": ([DPSGD(noise_multiplier=1.0)], r"dp_sgd\(delta\)=None is invalid"),
     "accountant": ([{"dp_sgd": {"noise_multiplier": 1, "delta": 1e-5, "accountant": "gdp"}}], "'rdp' or 'prv'"),
     "twice": ([SAM(), SAM(0.1)], "sam is given 2 times"),
@@ -99,6 +100,14 @@ CONFLICTS: dict[str, dict[str, Any]] = {
     "dp_sgd and nonfinite_policy='rollback'": {
         "regularizers": {"dp_sgd": {"target_epsilon": 3, "delta": "1e-5"}},
         "nonfinite_policy": "rollback",
+    },
+    "dp_sgd and train_sampling_strategy='sequential'": {
+        "regularizers": [DPSGD(noise_multiplier=1.0, delta=1e-5)],
+        "train_sampling_strategy": "sequential",
+    },
+    "dp_sgd and per_device_train_tokens=64": {
+        "regularizers": [DPSGD(noise_multiplier=1.0, delta=1e-5)],
+        "per_device_train_tokens": 64,
     },
     "dp_sgd and activation_checkpointing=True": {
         "regularizers": {"dp_sgd": {"target_epsilon": 3, "delta": "1e-5"}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.args.accelerator_config import is_on
 from paceline.args.errors import UnsupportedOption
@@ -38,7 +39,10 @@ def sampling_of(options: Options) -> str:
 
 def order_of(options: Options) -> str:
     """Returns the order of the training samples: a name in `ORDERS`."""
-    return sampling_of(options) if tokens_of(options) is None else "tokens"
+    if tokens_of(options) is not None:
+        return "tokens"
+    regularizers: Any = own_options(options).regularizers or ()
+    return next((str(each.order) for each in regularizers if each.order), sampling_of(options))
 
 
 def tokens_of(options: Options) -> int | None:

@@ -48,6 +48,8 @@ SAMPLERS = {
 ORDERS = {
     **SAMPLERS,  # values of train_sampling_strategy
     "tokens": SamplerEntry("paceline.pytorch.data.token_batches:make_token_batches", makes_batches=True),
+    # of a regularizer; DP-SGD refuses streams itself
+    "poisson": SamplerEntry("paceline.pytorch.data.poisson:make_poisson", makes_batches=True, takes_streams=True),
 }
 
 STRATEGIES = {

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
 from paceline.args.errors import UnsupportedOption, did_you_mean, parse_json, wrong_value
-from paceline.args.packing import JOINING, packing_of
+from paceline.args.packing import JOINING, packing_of, tokens_of
 from paceline.args.registry import REGULARIZERS
 from paceline.args.sections import Options
 from paceline.args.sharding import is_xla_asked
@@ -30,12 +30,18 @@ class Regularizer:
         implementation: a class, or its location `package.module:name`, that is called with (settings, context) when a
             run starts, and returns a `paceline.pytorch.regularizers.passes.RegularizerPass`.
         excludes: names of regularizers and options that this one cannot be combined with, with the reason.
+        order: the order of training samples that it needs, a name in `paceline.args.registry.ORDERS`; empty for any.
     """
 
     name: ClassVar[str] = ""
     stage: ClassVar[str] = BATCH
     implementation: ClassVar[Any] = ""
     excludes: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def order(self) -> str:
+        """Returns the order of training samples that it needs."""
+        return ""
 
     def check(self) -> None:
         """Raises ValueError if a setting is invalid."""
@@ -170,10 +176,12 @@ class DPSGD(Regularizer):
             `noise_multiplier`.
         delta: probability that epsilon is exceeded; well below 1 / number of samples.
         accountant: "rdp" or "prv" (a tighter bound, slower).
-        amplification: epsilon counts on privacy amplification by sampling, as if each step sampled the data
-            independently (Poisson sampling). False: it does not, and holds for data that are shuffled, of which each
-            sample is used once per epoch; more noise for the same `target_epsilon`.
-        noise_seed: seed of the noise, for tests. Unset: drawn from the operating system, and kept in checkpoints.
+        sampling: "poisson": each step takes each sample with the same probability, independently of all others, so
+            that epsilon counts on privacy amplification by sampling; the size of batches varies. "shuffle": each sample
+            is used once per epoch, in the order of `train_sampling_strategy`, and epsilon counts on nothing else; more
+            noise for the same `target_epsilon`.
+        noise_seed: seed of the noise and of Poisson sampling, for tests. Unset: drawn from the operating system, and
+            kept in checkpoints.
     """
 
     max_grad_norm: float = 1.0
@@ -181,7 +189,7 @@ class DPSGD(Regularizer):
     target_epsilon: float | None = None
     delta: float | None = None
     accountant: str = "rdp"
-    amplification: bool = True
+    sampling: str = "poisson"
     noise_seed: int | None = None
 
     name: ClassVar[str] = "dp_sgd"
@@ -205,6 +213,11 @@ class DPSGD(Regularizer):
         "phases": "modules that a later phase trains would have no gradients of single samples",
     }
 
+    @property
+    def order(self) -> str:
+        """Returns the order of training samples that it needs."""
+        return "poisson" if self.sampling == "poisson" else ""
+
     def check(self) -> None:
         """Raises ValueError if a setting is invalid."""
         if not is_number(self.max_grad_norm, 0):
@@ -218,8 +231,8 @@ class DPSGD(Regularizer):
             raise refuse(self, "delta", "expected a probability well below 1 / number of samples, such as 1e-5")
         if self.accountant not in ("rdp", "prv"):
             raise refuse(self, "accountant", "choose 'rdp' or 'prv'")
-        if not isinstance(self.amplification, bool):
-            raise refuse(self, "amplification", "expected True or False")
+        if self.sampling not in ("poisson", "shuffle"):
+            raise refuse(self, "sampling", "choose 'poisson' or 'shuffle'")
         if self.noise_seed is not None and (isinstance(self.noise_seed, bool) or not isinstance(self.noise_seed, int)):
             raise refuse(self, "noise_seed", "expected a whole number")
 
@@ -362,6 +375,29 @@ def check_regularizers(options: Options) -> None:
             if other in names or (other not in REGULARIZERS and is_set(options, other)):
                 shown = other if other in names else shown_option(options, other)
                 raise UnsupportedOption(f"regularizers: {each.name} and {shown} exclude each other: {reason}.")
+        check_order(each, options)
+
+
+def check_order(settings: Regularizer, options: Options) -> None:
+    """Checks that no option determines another order of the samples than a regularizer needs.
+
+    Raises:
+        UnsupportedOption: one does; the message names both.
+    """
+    if not settings.order:
+        return
+    for name, is_free in (
+        ("train_sampling_strategy", str(options.train_sampling_strategy) == "random"),
+        ("packing", packing_of(options) is None),
+        ("per_device_train_tokens", tokens_of(options) is None),
+        ("batch_size_warmup", not options.batch_size_warmup),
+    ):
+        if not is_free:
+            shown = shown_option(options, name)
+            raise UnsupportedOption(
+                f"regularizers: {settings.name} and {shown} exclude each other: it draws the samples of each step by "
+                f"itself ({settings.order} sampling)."
+            )
 
 
 def order_notes(options: Options) -> list[str]:

@@ -259,6 +259,7 @@ def regularize(setup: Setup) -> StepPart | None:
             objective=setup.facade.objective,
             plan=setup.plan,
             num_steps=setup.num_steps,
+            feed=setup.feed,
             num_samples=sample_count(setup.feed.loader),
             owns_loss=is_ours(setup.facade.compute_loss),
         )

@@ -1,5 +1,6 @@
 """DP-SGD: clipping and noise by hand, the accountant beside Opacus' own, resume, and what is refused."""
 
+import functools
 import json
 import warnings
 from pathlib import Path
@@ -11,7 +12,8 @@ from small_models import Classifier, Tagger, classification, make_trainer, taggi
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline import DPSGD, Trainer, TrainerCallback, UnsupportedOption
+from paceline import DPSGD as PoissonDPSGD
+from paceline import Trainer, TrainerCallback, UnsupportedOption
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 
@@ -30,6 +32,8 @@ OPTIONS: dict[str, Any] = {
     "train_sampling_strategy": "sequential",
 }
 TINY_NOISE = 1e-9
+POISSON = {**OPTIONS, "train_sampling_strategy": "random"}
+DPSGD = functools.partial(PoissonDPSGD, sampling="shuffle")  # each sample once per epoch, in a known order
 
 
 def train(folder: Path, model: nn.Module, settings: Any, data: Any = DATA, **options: Any) -> Trainer:
@@ -146,59 +150,176 @@ class Rows(TrainerCallback):
 
 @pytest.mark.parametrize("accountant", ["rdp", "prv"])
 def test_epsilon_is_that_of_opacus(tmp_path: Path, accountant: str) -> None:
-    """26 samples: 6 steps of 4 and one of 2 in an epoch."""
-    rows = Rows()
-    settings = DPSGD(noise_multiplier=1.1, delta=1e-2, accountant=accountant)
-    train(tmp_path, Classifier(), [settings], classification(26), num_train_epochs=2, logging_steps=7, callbacks=[rows])
+    """26 samples: 7 steps in an epoch, each with a sampling rate of 4 / 26, or an epoch as one mechanism."""
     from opacus.accountants import create_accountant
 
-    steps, epochs = create_accountant(mechanism=accountant), create_accountant(mechanism=accountant)
-    for _ in range(2):
-        for size in [4] * 6 + [2]:
-            steps.step(noise_multiplier=1.1, sample_rate=size / 26)
-        epochs.step(noise_multiplier=1.1, sample_rate=1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected, bound = steps.get_epsilon(delta=1e-2), epochs.get_epsilon(delta=1e-2)
-    rounding = 1e-6 if accountant == "rdp" else 0.02  # PRV computes on a grid
-    assert rows.rows[-1]["epsilon"] == pytest.approx(expected, rel=rounding)
-    assert rows.rows[-1]["epsilon_of_epochs"] == pytest.approx(bound, rel=rounding)
-    assert rows.rows[0]["epsilon"] < rows.rows[-1]["epsilon"] < rows.rows[-1]["epsilon_of_epochs"]
+    found = {}
+    for sampling in ("poisson", "shuffle"):
+        rows = Rows()
+        settings = PoissonDPSGD(noise_multiplier=1.1, delta=1e-2, accountant=accountant, sampling=sampling)
+        options: dict[str, Any] = {**POISSON, "num_train_epochs": 2, "logging_steps": 7, "callbacks": [rows]}
+        train(tmp_path / sampling, Classifier(), [settings], classification(26), **options)
+        expected = create_accountant(mechanism=accountant)
+        for _ in range(14 if sampling == "poisson" else 2):
+            expected.step(noise_multiplier=1.1, sample_rate=4 / 26 if sampling == "poisson" else 1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            epsilon = expected.get_epsilon(delta=1e-2)
+        found[sampling] = rows.rows[-1]["epsilon"]
+        # PRV computes on a grid
+        assert found[sampling] == pytest.approx(epsilon, rel=1e-6 if accountant == "rdp" else 0.02)
+        assert rows.rows[0]["epsilon"] < found[sampling]
+    assert found["poisson"] < found["shuffle"]
 
 
 def test_the_target_epsilon_is_reached_and_recorded(tmp_path: Path) -> None:
     rows = Rows()
-    settings = DPSGD(target_epsilon=3.0, delta=1e-2)
-    options: dict[str, Any] = {"num_train_epochs": 3, "logging_steps": 6, "callbacks": [rows]}
+    settings = PoissonDPSGD(target_epsilon=3.0, delta=1e-2)
+    options: dict[str, Any] = {**POISSON, "num_train_epochs": 3, "logging_steps": 6, "callbacks": [rows]}
     train(tmp_path, Classifier(), [settings], **options)
     assert 2.9 < rows.rows[-1]["epsilon"] <= 3.0
     record = json.loads((tmp_path / "run.json").read_text())
     facts = record["extra"]["regularizers"]["dp_sgd"]
     assert facts["expected_epsilon"] == pytest.approx(rows.rows[-1]["epsilon"])
     assert facts["noise_multiplier"] > 0.5
+    assert facts["sampling"] == "poisson"
 
 
-class Stop(TrainerCallback):
+class Taken(TrainerCallback):
+    """Keeps the samples of each step, which their first value names, and the gradient."""
+
+    wants = frozenset({"inputs"})
+
+    def __init__(self) -> None:
+        self.steps: list[list[float]] = []
+        self.gradients: list[Tensor] = []
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 3:
-            control.should_training_stop = control.should_save = True
+        self.steps.append([value for batch in kwargs["inputs"] for value in batch["x"][:, 0].tolist()])
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.gradients.append(torch.cat([each.grad.flatten() for each in model.parameters()]).clone())
 
 
-def test_a_resume_has_the_noise_and_the_epsilon_of_the_whole(tmp_path: Path) -> None:
-    """The key of the noise is not an option: the whole run is resumed from its own checkpoint."""
-    settings = [DPSGD(noise_multiplier=1.0, delta=1e-2)]
-    options: dict[str, Any] = {"num_train_epochs": 2, "train_sampling_strategy": "random"}
-    rows, later = Rows(), Rows()
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_gradient_of_a_poisson_sample_is_divided_by_the_expected_size(tmp_path: Path, accumulation: int) -> None:
+    """2 expected samples per step, so that many steps have fewer samples than micro-batches, or none."""
+    taken, rate = Taken(), 0.5
+    size = 2 if accumulation == 1 else 4
+    data = classification(24)
+    options = {**POISSON, "per_device_train_batch_size": size // accumulation, "num_train_epochs": 6}
+    options |= {"gradient_accumulation_steps": accumulation, "callbacks": [taken]}
+    settings = PoissonDPSGD(0.3, noise_multiplier=TINY_NOISE, delta=1e-3, noise_seed=3)
+    model, twin = Classifier(), Classifier()
+    trainer = train(tmp_path, model, [settings], data, **options)
+    batches = trainer.get_train_dataloader().batch_sampler
+    batches.use_key(3)
+    numbers, steps = [], 24 // size
+    for number, gradient in enumerate(taken.gradients):
+        epoch, step = divmod(number, steps)
+        count = int(batches.counts(epoch)[step])
+        numbers.append(count)
+        names = taken.steps[number][:count] if count else []
+        rows = [row for row in data if float(row["x"][0]) in names]
+        assert len(rows) == count
+        total = torch.zeros_like(gradient)
+        for row in rows:
+            loss = of_classes(twin, {key: value[None] for key, value in row.items()})
+            found = torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(twin.parameters()))])
+            total += found * min(1.0, 0.3 / (found.norm().item() + 1e-6))
+        torch.testing.assert_close(gradient, total / size, rtol=1e-4, atol=1e-6)
+        with torch.no_grad():
+            position = 0
+            for parameter in twin.parameters():
+                part = gradient[position : position + parameter.numel()]
+                parameter -= rate * part.view_as(parameter)
+                position += parameter.numel()
+    assert 0 in numbers or accumulation == 4
+    assert min(numbers) < accumulation or accumulation == 1
+
+
+def test_poisson_samples_are_independent(tmp_path: Path) -> None:
+    """Inclusion of each sample, of each pair, and of one sample in two steps has the probability of independence."""
+    from paceline.pytorch.data.poisson import PoissonBatches
+
+    batches = PoissonBatches(10, 3, 2, seed=1)
+    included = []
+    for epoch in range(1500):
+        batches.set_epoch(epoch)
+        found = iter(batches)
+        for count in batches.counts(epoch).tolist():
+            step = [index for _ in range(2) for index in next(found)]
+            if count < 2:
+                step = step[:count]
+            assert len(set(step)) == len(step) == count
+            included.append([float(index in step) for index in range(10)])
+        assert next(found, None) is None
+    values = torch.tensor(included)
+    rate, number = 0.3, len(values)
+    assert (values.mean(0) - rate).abs().max() < 4 * (rate * (1 - rate) / number) ** 0.5
+    pairs = values.T @ values / number
+    off = pairs[~torch.eye(10, dtype=torch.bool)]
+    assert (off - rate**2).abs().max() < 4.5 * (rate**2 * (1 - rate**2) / number) ** 0.5
+    later = (values[1:].T @ values[:-1]) / (number - 1)
+    assert (later - rate**2).abs().max() < 4.5 * (rate**2 * (1 - rate**2) / number) ** 0.5
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resume_has_the_noise_the_samples_and_the_epsilon_of_the_whole(
+    tmp_path: Path, sampling: str, workers: int
+) -> None:
+    """The key of noise and samples is not an option: the whole run is resumed from its own checkpoints."""
+    settings = [PoissonDPSGD(noise_multiplier=1.0, delta=1e-2, sampling=sampling)]
+    options: dict[str, Any] = {**POISSON, "num_train_epochs": 3, "gradient_accumulation_steps": 2}
+    options |= {"per_device_train_batch_size": 2, "dataloader_num_workers": workers}
+    rows = Rows()
     whole = train(
-        tmp_path, Classifier(dropout=0.2), settings, save_strategy="steps", save_steps=3, callbacks=[rows], **options
+        tmp_path, Classifier(dropout=0.2), settings, save_strategy="steps", save_steps=1, callbacks=[rows], **options
     )
-    resumed = make_trainer(
-        tmp_path, Classifier(seed=3, dropout=0.2), DATA, regularizers=settings, callbacks=[later],
-        **{**OPTIONS, **options},
-    )  # fmt: skip
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert torch.equal(weights(whole.model), weights(resumed.model))
-    assert [row["epsilon"] for row in later.rows] == [row["epsilon"] for row in rows.rows[3:]]
+    for step in (4, 6, 7) if workers == 0 else (8,):  # within the first epoch, at its end, and later
+        later = Rows()
+        resumed = make_trainer(
+            tmp_path, Classifier(seed=3, dropout=0.2), DATA, regularizers=settings, callbacks=[later], **options
+        )
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert torch.equal(weights(whole.model), weights(resumed.model))
+        assert [row["epsilon"] for row in later.rows] == [row["epsilon"] for row in rows.rows[step:]]
+    for file in (tmp_path / "checkpoint-7").glob("*.json"):
+        assert str(trainer_key(whole)) not in file.read_text()  # it is in regularizers.pt alone
+
+
+def trainer_key(trainer: Any) -> int:
+    return int(trainer.regularizers.passes["dp_sgd"].state_dict()["key"])
+
+
+def test_another_batch_size_within_an_epoch_of_poisson_sampling_is_refused(tmp_path: Path) -> None:
+    settings = [PoissonDPSGD(noise_multiplier=1.0, delta=1e-2)]
+    train(tmp_path, Classifier(), settings, save_strategy="steps", save_steps=2, max_steps=2, **POISSON)
+    trainer = make_trainer(
+        tmp_path, Classifier(), DATA, regularizers=settings, per_device_train_batch_size=6, max_steps=9, **POISSON
+    )
+    with pytest.raises(ValueError, match="resume with the batch size, the accumulation and the data that it had"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_samples_that_the_user_draws_are_no_poisson_samples(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def get_batch_samples(self, iterator: Any, number: int, device: Any = None) -> Any:
+            batches, items = super().get_batch_samples(iterator, number, device)
+            return [{key: value[:1] for key, value in batch.items()} for batch in batches], items
+
+    class Loaded(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(DATA, batch_size=4)  # type: ignore[arg-type]
+
+    for cls, message in ((Own, "no epsilon holds for it"), (Loaded, "the training loader or its sampler is not")):
+        trainer = make_trainer(
+            tmp_path, Classifier(), DATA, regularizers=[PoissonDPSGD(noise_multiplier=1.0, delta=1e-2)], cls=cls,
+            **POISSON,
+        )  # fmt: skip
+        with pytest.raises(UnsupportedOption, match=message):
+            trainer.train()
 
 
 class Norm(Classifier):
@@ -287,14 +408,14 @@ def test_another_run_says_that_its_epsilon_is_its_own(tmp_path: Path, caplog: An
     assert "does not include the steps that the optimizer has made before it" in caplog.text
 
 
-def test_without_amplification_the_target_is_that_of_epochs(tmp_path: Path) -> None:
+def test_with_each_sample_once_per_epoch_the_target_is_that_of_epochs(tmp_path: Path) -> None:
     """An epoch is one Gaussian mechanism, so the noise is that of a run of as many full batches."""
     from opacus.accountants.utils import get_noise_multiplier
 
-    settings = DPSGD(target_epsilon=6.0, delta=1e-3, amplification=False)
+    settings = DPSGD(target_epsilon=6.0, delta=1e-3)
     trainer = train(tmp_path, Classifier(), [settings], num_train_epochs=2)
     last = [row for row in trainer.state.log_history if "epsilon" in row][-1]
-    assert last["epsilon"] == last["epsilon_of_epochs"] <= 6.0
+    assert last["epsilon"] <= 6.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = get_noise_multiplier(

@@ -16,6 +16,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.plan import Plan
 from paceline.args.regularizers import Regularizer, regularizers_of
 from paceline.core.optional import load
+from paceline.pytorch.data.feed import StatefulDataIterator
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.distributed.window import Pass
 from paceline.pytorch.engine import Engine
@@ -40,6 +41,7 @@ class Context:
         objective: computes the loss by default.
         plan: the plan of the run.
         num_steps: returns the number of optimizer steps of the run so far, those before a resume included.
+        feed: the data of the run: its loader, and the position of the window in progress.
         num_samples: training samples; None if unknown.
         owns_loss: the Trainer's `compute_loss` is not overridden.
     """
@@ -51,6 +53,7 @@ class Context:
     objective: Objective
     plan: Plan
     num_steps: Callable[[], int]
+    feed: StatefulDataIterator | None = None
     num_samples: int | None = None
     owns_loss: bool = True
 

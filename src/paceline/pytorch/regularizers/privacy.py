@@ -1,7 +1,7 @@
 """Differentially private SGD (Abadi et al., 2016, arXiv:1607.00133), with the gradients and the accountant of Opacus.
 
 The gradient of each sample is clipped to a norm C, and Gaussian noise of standard deviation sigma C is added to their
-sum, once per optimizer step. The sum is divided by the number of samples.
+sum, once per optimizer step. The sum is divided by the number of samples that a step is expected to have.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from paceline.args.errors import UnsupportedOption
 from paceline.args.regularizers import DPSGD
 from paceline.core.optional import require
+from paceline.pytorch.data.poisson import PoissonBatches
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.distributed.window import Pass
 from paceline.pytorch.engine import Engine
@@ -39,11 +40,12 @@ class PrivacyAccount:
     """The optimizer steps that were made with noise, and the epsilon that they have spent.
 
     Args:
-        settings: `delta` and `accountant` are read.
+        settings: `delta`, `accountant` and `sampling` are read.
         num_samples: samples of the training data.
 
     Attributes:
-        steps: number of optimizer steps by (noise multiplier, samples of the step).
+        steps: number of optimizer steps by (noise multiplier, samples of the step; the expected ones with Poisson
+            sampling).
     """
 
     def __init__(self, settings: DPSGD, num_samples: int) -> None:
@@ -57,12 +59,12 @@ class PrivacyAccount:
         self.steps[key] = self.steps.get(key, 0) + 1
 
     def epsilon(self) -> float:
-        """Returns the epsilon of the steps so far, under the assumption about sampling that the settings make."""
-        if not self.settings.amplification:
-            return self.epsilon_of_epochs()
+        """Returns the epsilon of the steps so far."""
+        if self.settings.sampling == "shuffle":
+            return self._epsilon_of_epochs()
         return self._epsilon([(sigma, size / self.num_samples, count) for (sigma, size), count in self.steps.items()])
 
-    def epsilon_of_epochs(self) -> float:
+    def _epsilon_of_epochs(self) -> float:
         """Returns the epsilon of the steps so far if each sample is used once per epoch, in any order.
 
         No amplification by sampling is assumed: an epoch is one Gaussian mechanism for each sample.
@@ -79,10 +81,10 @@ class PrivacyAccount:
         """Returns the sampling rate and the number of Gaussian mechanisms that make up a run.
 
         Args:
-            samples: of an optimizer step.
+            samples: that an optimizer step is expected to have.
             steps: optimizer steps of the run.
         """
-        if self.settings.amplification:
+        if self.settings.sampling == "poisson":
             return samples / self.num_samples, steps
         return 1.0, max(-(-samples * steps // self.num_samples), 1)
 
@@ -121,6 +123,8 @@ class PrivateGradients(RegularizerPass):
         self._key = secrets.randbits(128) if settings.noise_seed is None else abs(settings.noise_seed)
         self._passes: list[Pass] = []  # of the window in progress
         self._sums: dict[nn.Parameter, Tensor] = {}  # of the clipped gradients of the window in progress
+        self._fillers: list[int] = []  # micro-batches of the window in progress that hold no sample of the step
+        self._batches = find_batches(context) if settings.sampling == "poisson" else None
         if (settings.delta or 0) * context.num_samples >= 1:
             logger.warning(
                 "%s(delta)=%g is at least 1 / %d, the share of one sample: choose a smaller one.",
@@ -171,13 +175,8 @@ class PrivateGradients(RegularizerPass):
             )
         if errors:
             raise UnsupportedOption(f"{NAME} cannot train {type(model).__name__}: {' '.join(errors)}")
-        if self.settings.amplification:
-            logger.warning(
-                "%s: epsilon is computed for batches that are sampled independently (Poisson sampling), while the "
-                "samples are shuffled and each is used once per epoch. epsilon_of_epochs in the log holds without that "
-                "assumption, and so does epsilon with amplification=False.",
-                NAME,
-            )
+        if self._batches is not None:
+            self._batches.use_key(self._key)  # after a resume, that of the checkpoint
         hooks = hooks_of(model, loss_reduction="sum")
         try:
             yield
@@ -201,19 +200,47 @@ class PrivateGradients(RegularizerPass):
                 "holds for them: start a new run, or resume without it."
             )
         self._sums, self._passes = {}, passes
+        self._fillers = self._find_fillers(passes)
         with warnings.catch_warnings():
             # inputs of the first layer need no gradient
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
             losses = call(AfterEachPass(engine, self.collect), passes)  # type: ignore[arg-type]
         self._passes = []
-        samples = sum(each.counts.samples for each in passes)
+        samples = sum(each.counts.samples for each in passes) if self._batches is None else self._size
         self._set_gradients(samples)
         self.account.add(self.noise_multiplier, samples)
         return losses
 
+    def _find_fillers(self, passes: list[Pass]) -> list[int]:
+        """Returns the micro-batches of a window that hold no sample of the step.
+
+        Raises:
+            UnsupportedOption: the window is not an optimizer step of the sampler.
+        """
+        if self._batches is None:
+            return []
+        feed = self.context.feed
+        assert feed is not None
+        number = feed.accumulation
+        step = feed.batches // number - 1
+        expected = max(int(self._batches.counts(feed.epoch)[step]), number)
+        found = sum(each.counts.samples for each in passes)
+        if len(passes) != number or feed.batches % number or found != expected:
+            raise UnsupportedOption(
+                f"{NAME}: step {step + 1} of epoch {feed.epoch} has {found} samples, and the sampler drew {expected}: "
+                "no epsilon holds for it. Leave get_batch_samples and the data loader to the Trainer, or set "
+                "sampling='shuffle'."
+            )
+        return self._batches.fillers(feed.epoch, step)
+
     @torch.no_grad()
     def collect(self, engine: Engine, current: Pass) -> None:
         """Adds the clipped gradients of a micro-batch to those of the window, and drops all others."""
+        if current.index in self._fillers:
+            for parameter in self.context.strategy.parameters:
+                parameter.grad_sample = None  # type: ignore[attr-defined]
+            self.context.strategy.clear_gradients()
+            return
         scale = self._scale(engine, current)
         parameters = [each for each in self.context.strategy.parameters if each.grad is not None]
         gradients = [self._of_samples(each, current.counts.samples) for each in parameters]
@@ -287,27 +314,22 @@ class PrivateGradients(RegularizerPass):
             "max_grad_norm": settings.max_grad_norm,
             "delta": settings.delta,
             "accountant": settings.accountant,
-            "amplification": settings.amplification,
+            "sampling": settings.sampling,
             "expected_epsilon": self.account.expected(self.noise_multiplier, self._size, steps),
         }
 
     def row(self, times: Mapping[str, float]) -> dict[str, float]:
         """Returns the epsilon that is spent, for a log row."""
-        return {"epsilon": self.account.epsilon(), "epsilon_of_epochs": self.account.epsilon_of_epochs()}
+        return {"epsilon": self.account.epsilon()}
 
     def describe(self) -> str:
         """Returns the privacy of the run as a sentence."""
         if not self.account.steps:
             return ""
-        if not self.settings.amplification:
-            return (
-                f"Privacy ({self.account.epsilon():.3f}, {self.settings.delta:g}) with each sample once per epoch, at "
-                f"a noise multiplier of {self.noise_multiplier:.4g}"
-            )
+        way = "Poisson sampling" if self._batches is not None else "each sample once per epoch"
         return (
-            f"Privacy ({self.account.epsilon():.3f}, {self.settings.delta:g}) with Poisson sampling, and "
-            f"({self.account.epsilon_of_epochs():.3f}, {self.settings.delta:g}) with each sample once per epoch, at a "
-            f"noise multiplier of {self.noise_multiplier:.4g}"
+            f"Privacy ({self.account.epsilon():.3f}, {self.settings.delta:g}) with {way}, at a noise multiplier of "
+            f"{self.noise_multiplier:.4g}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -339,6 +361,21 @@ class AfterEachPass:
         loss = self._engine.run_pass(current, model)
         self._function(self._engine, current)
         return loss
+
+
+def find_batches(context: Context) -> PoissonBatches:
+    """Returns the batches of a run with Poisson sampling.
+
+    Raises:
+        UnsupportedOption: the loader or its sampler is the user's own.
+    """
+    found = getattr(context.feed and context.feed.loader, "batch_sampler", None)
+    if isinstance(found, PoissonBatches):
+        return found
+    raise UnsupportedOption(
+        f"{NAME}(sampling)='poisson' draws the samples of each step, and the training loader or its sampler is not the "
+        "Trainer's: leave both to the Trainer, or set sampling='shuffle' if each sample is used once per epoch."
+    )
 
 
 def check_run(context: Context) -> None:
