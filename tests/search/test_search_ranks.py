@@ -16,6 +16,7 @@ def test_one_rank_asks_and_all_obey(tmp_path: Path) -> None:
     processes.run("ranks_search_job.py", 2, str(tmp_path))
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text("utf-8")) for rank in range(2))
     assert first == second
+    assert first["replayed"][0]
     study = optuna.load_study(study_name="paceline", storage=f"sqlite:///{tmp_path / 'study.db'}")
     assert [trial.state.name for trial in study.trials][:3] == ["COMPLETE", "PRUNED", "FAIL"]
     assert [(name, step) for name, step, *_ in first["ends"]][:2] == [("run-0", 6), ("run-1", 2)]

@@ -13,7 +13,7 @@ import torch
 from search_jobs import SAVES, Sized, make_search
 from torch import distributed
 
-from paceline import TrainerCallback
+from paceline import TrainerCallback, replay
 
 
 def model_init(trial: Any) -> Sized:
@@ -50,7 +50,10 @@ def main() -> None:
         backend="optuna",
         pruner=optuna.pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=0),
     )
-    found = {"best": best, "ends": ends.seen}
+    alone = {"model_init": lambda: Sized(1, 4), **SAVES}
+    make_search(folder / "alone", **alone).train()
+    replayed = replay(make_search(folder / "alone", **alone), 3)
+    found = {"best": best, "ends": ends.seen, "replayed": [replayed.is_exact, replayed.sample_ids]}
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found), encoding="utf-8")
     distributed.destroy_process_group()
 

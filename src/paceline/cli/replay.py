@@ -48,6 +48,8 @@ def run(options: ReplayOptions, say: Say = say) -> int:
     try:
         trainer, show = importlib.import_module(f"paceline.cli.{options.module}").rebuild(job, overrides)
         trainer.remove_callback(PrinterCallback)
+        if not trainer.world.is_first:
+            say = silent
         replayed = replay(trainer, options.step, job.folder, say=say, blame=options.is_blaming)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{job.folder} cannot be reproduced: {error}") from error
@@ -56,6 +58,10 @@ def run(options: ReplayOptions, say: Say = say) -> int:
         say(describe_blame(replayed))
     say(describe_samples(trainer, replayed, show, options.shown))
     return 0
+
+
+def silent(text: str) -> None:
+    """Prints nothing: the first of several processes prints for all."""
 
 
 def describe(replayed: Replayed) -> str:

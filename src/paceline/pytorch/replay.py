@@ -18,6 +18,7 @@ from paceline.core.state import TrainerControl, TrainerState
 from paceline.pytorch.blame import BlamedSample, StepSnapshot, single_samples
 from paceline.pytorch.blame import blame as blame_step
 from paceline.pytorch.data.identity import has_ids, sample_ids
+from paceline.pytorch.distributed.collectives import on_first
 from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.optim.schedulers import follows_metrics
 from paceline.pytorch.trial_run import check_one_process
@@ -127,7 +128,7 @@ def replay(
         trainer._train_with(options, callbacks, str(start) if start is not None else None)
         if follows_metrics(trainer.lr_scheduler):
             raise ValueError("The learning rate of this run followed its evaluations, which a replay does not make.")
-        made = find_row(Path(temporary) / JOURNAL_FILE, step)
+        made = on_first(trainer.world, lambda: find_row(Path(temporary) / JOURNAL_FILE, step))
     if made is None:
         raise ValueError(f"step={step} was not reached: the run seems to have had other data or arguments.")
     if made[1:4] != recorded[1:4]:
