@@ -34,6 +34,8 @@ from paceline.args.warmups import keep_warmup
 TRUE_WORDS = frozenset({"true", "yes", "y", "t", "on", "1"})
 FALSE_WORDS = frozenset({"false", "no", "n", "f", "off", "0"})
 
+_PLAIN = frozenset((bool, int, float, str, type(None)))  # exact types: an enum member may be text too
+
 
 def plain_scalar(value: object) -> Any:
     """Converts a numpy scalar, a 0-d array or a 0-d tensor to a Python number; returns anything else unchanged."""
@@ -419,6 +421,8 @@ def coerce_option(cls: type, name: str, value: object) -> Any:
 
 def as_plain(value: object) -> Any:
     """Converts `value` to JSON and YAML types as far as possible; containers are copied."""
+    if type(value) in _PLAIN:  # as most options are, and each save converts all of them
+        return value
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):

@@ -148,6 +148,8 @@ def _masked(value: object, name: str, known: tuple[str, ...]) -> Any:
     if isinstance(value, str):
         is_placeholder = not value or (value.startswith("<") and value.endswith(">"))
         return MASK if not is_placeholder and is_secret(name, value) else _mask(value, known)
+    if value is None or isinstance(value, bool | int | float):
+        return value
     if isinstance(value, Mapping):
         return {key: _masked(item, str(key), known) for key, item in value.items()}
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
