@@ -24,6 +24,7 @@ GOOD: list[dict[str, Any]] = [
     {"arguments": {"optim": "adamw_torch", "lr_scheduler_type": "cosine", "resume_from_checkpoint": True}},
     {"arguments": {"fsdp": "full_shard", "fsdp_config": {"min_num_params": 1}, "lr_scheduler_kwargs": {"a": 1}}},
     {"arguments": None, "callbacks": ["mine:Callback", {"factory": "mine:Other"}], "framework": "tf", "xla": True},
+    {"model": "mine:net", "members": [{"learning_rate": 1e-3}, {"learning_rate": 1e-2, "seed": 1}]},
     {"processing_class": "folder", "evaluation_strategy": "steps", "run_name": 7},
 ]
 BAD: list[dict[str, Any]] = [
@@ -36,6 +37,8 @@ BAD: list[dict[str, Any]] = [
     {"metrics": ["acuracy"]},
     {"data": {"trian": "a.txt"}},
     {"callbacks": "mine:Callback"},
+    {"members": [{"learning_rate": 1e-3}]},
+    {"members": [{"learning_rate": 1e-3}, {"rate": 1e-2}]},
 ]
 
 

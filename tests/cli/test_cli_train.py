@@ -126,6 +126,40 @@ def test_callbacks_and_a_trainer_of_ones_own(config: Path, capsys: pytest.Captur
     assert results(config.parent / "run")["eval_loss"] != pytest.approx(plain)
 
 
+@pytest.mark.slow
+def test_members_are_trained_at_once_resumed_and_predicted_with(config: Path, capsys: pytest.CaptureFixture[str]):
+    folder = config.parent / "run"
+    config.write_text(
+        f"{config.read_text()}members:\n- {{name: slow, learning_rate: 1e-3}}\n- {{name: fast, learning_rate: 5e-2}}\n"
+    )
+    assert main(["train", str(config), "--max_steps", "6"]) == 0
+    assert main(["train", str(config), "--do_train", "--do_eval", "--do_predict"]) == 0
+    assert "Resuming from" in capsys.readouterr().out
+    found = results(folder)
+    assert {"eval_loss/slow", "eval_loss/fast", "eval_mae/fast"} <= set(found)
+    assert found["eval_loss"] == min(found["eval_loss/slow"], found["eval_loss/fast"])
+    assert found["eval_loss/slow"] != found["eval_loss/fast"]
+    assert all((folder / "members" / name / "model.safetensors").is_file() for name in ("slow", "fast"))
+    assert np.load(folder / "predictions.npz")["predictions"].shape == (16, 1)  # of the best member
+    text = config.read_text()
+    for changed, message in (
+        (text.replace("name: fast", "seed: 3, name: fast"), "members was"),
+        (text.replace("name: fast", "rate: 3"), "'rate' is no setting of a member"),
+        (text.replace("members:", "framework: tf\nmembers:"), "TensorFlow trains one model at a time"),
+        (
+            text.replace("arguments:", "trainer: paceline:Trainer\narguments:").replace("/run", "/two"),
+            "no subclass of paceline.MembersTrainer",
+        ),
+    ):
+        config.write_text(changed)
+        assert main(["train", str(config)]) == 2
+        assert message in capsys.readouterr().err
+    config.write_text(text.replace("learning_rate: 1e-3", "seed: 1").replace("learning_rate: 5e-2", "seed: 2"))
+    assert main(["train", str(config), "--output_dir", str(config.parent / "seeds")]) == 0
+    seeds = results(config.parent / "seeds")
+    assert seeds["eval_loss/slow"] != seeds["eval_loss/fast"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -7,6 +7,7 @@ preprocess: package.module:function
 metrics: [accuracy, f1]
 data_collator, compute_metrics, compute_loss_func, preprocess_logits_for_metrics, trainer: package.module:name
 callbacks: [package.module:Class, ...]
+members: [{learning_rate: 1e-3}, {learning_rate: 1e-2, seed: 1}, ...]  # several models, trained at once
 framework: tf                                # default: torch
 arguments: {learning_rate: 3e-4, ...}        # or the same names at the top level
 """
@@ -23,6 +24,7 @@ from typing import Any
 
 from paceline.args import yaml_text
 from paceline.args.errors import did_you_mean
+from paceline.args.members import read_members
 from paceline.args.option_files import read_mapping
 from paceline.cli.errors import UsageError, suggest
 from paceline.cli.options import Given, Known, argument_names, check_framework, parse_options, read_framework
@@ -42,6 +44,7 @@ SECTIONS: dict[str, str] = {
     "trainer": "factory",
 }
 LISTS = ("data", "metrics")  # sections that may hold a list
+LISTS_ALONE = ("callbacks", "members")  # keys that hold nothing but a list
 OTHER_NAMES = {"processing_class": "tokenizer"}
 DATA_KEYS = ("train", "eval", "test", "format", "eval_fraction", "text_column", "block_size", "num_proc")
 FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -53,7 +56,7 @@ class JobConfig:
 
     Attributes:
         path: the file; modules and data are also searched for in its folder.
-        sections: the values of the keys of `SECTIONS`, and `callbacks`.
+        sections: the values of the keys of `SECTIONS` and `LISTS_ALONE`.
         arguments: options of `TrainingArguments`, unchecked.
         framework: `torch` or `tf`.
     """
@@ -162,14 +165,14 @@ def make_config(content: Mapping[str, Any], path: Path) -> JobConfig:
             config.framework = read_framework("framework:", value)
         elif name == "arguments":
             _add_arguments(config, value, names)
-        elif name in SECTIONS or name == "callbacks":
+        elif name in SECTIONS or name in LISTS_ALONE:
             if name in config.sections:
                 raise UsageError(f"{key!r} and {name!r} are the same: give one of them")
             config.sections[name] = value
         elif name in names:
             _add_argument(config, name, value)
         else:
-            known = {*SECTIONS, *OTHER_NAMES, "callbacks", "framework", "arguments", *names}
+            known = {*SECTIONS, *OTHER_NAMES, *LISTS_ALONE, "framework", "arguments", *names}
             raise UsageError(f"unknown key {name!r}{suggest(name, known)}")
     check_sections(config)
     return config
@@ -205,19 +208,30 @@ def check_sections(config: JobConfig) -> None:
         UsageError: an invalid section; the message names the key.
     """
     for name, value in config.sections.items():
-        if name == "callbacks":
+        if name in LISTS_ALONE:
             if not isinstance(value, list):
-                raise UsageError(f"callbacks: expected a list, not {_kind(value)}")
+                raise UsageError(f"{name}: expected a list, not {_kind(value)}")
         elif not isinstance(value, str | Mapping | None) and not (name in LISTS and isinstance(value, list)):
             raise UsageError(f"{name}: expected text or a mapping, not {_kind(value)}")
     if config.get("metrics") is not None and config.get("compute_metrics") is not None:
         raise UsageError("metrics and compute_metrics exclude each other: let compute_metrics return all of them")
+    if config.get("members") is not None:
+        _check_members(config)
     data, preprocess = config.get("data"), config.get("preprocess")
     if isinstance(data, Mapping) and "factory" not in data:
         _check_keys("data", data, (*DATA_KEYS, "factory"))
         _check_fraction(data)
     if isinstance(preprocess, Mapping) and "factory" not in preprocess:
         raise UsageError("preprocess: 'factory' is missing: the function, as package.module:name")
+
+
+def _check_members(config: JobConfig) -> None:
+    if config.framework == "tf":
+        raise UsageError("members: TensorFlow trains one model at a time: leave them out, or give --framework torch")
+    try:
+        read_members(config.get("members"))
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
 
 
 def _check_fraction(data: Mapping[str, Any]) -> None:

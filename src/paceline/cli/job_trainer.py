@@ -50,6 +50,7 @@ def make_trainer(
             processing_class=tokenizer,
             callbacks=[make_callback(i, value) for i, value in enumerate(config.get("callbacks") or [])],
             **functions,
+            **({} if config.get("members") is None else {"members": config.get("members")}),
             **({} if model_init is None else {"model_init": model_init}),
         )
     except ValueError as error:

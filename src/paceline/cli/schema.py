@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
+from paceline.args.members import Member
 from paceline.args.older_names import OLDER_NAMES
 from paceline.args.option_docs import schema_of
 from paceline.cli.config import DATA_KEYS, OTHER_NAMES, SECTIONS
@@ -57,6 +59,7 @@ def make_schema() -> dict[str, Any]:
             **sections,
             **{other: sections[name] for other, name in OTHER_NAMES.items()},
             "callbacks": {"type": "array", "items": {"type": ["string", "object"]}},
+            "members": members_schema(),
             "search": section_schema("search"),
             "framework": {"enum": list(FRAMEWORKS), "default": FRAMEWORKS[0]},
             "arguments": {"type": ["object", "null"], "additionalProperties": False, "properties": references},
@@ -64,6 +67,14 @@ def make_schema() -> dict[str, Any]:
         },
         "$defs": options,
     }
+
+
+def members_schema() -> dict[str, Any]:
+    """Returns the schema of the members that are trained at once."""
+    settings: dict[str, Any] = {field.name: {} for field in fields(Member)}
+    member = {"type": "object", "additionalProperties": False, "properties": settings}
+    description = "Settings of several models of one architecture that are trained at once."
+    return {"description": description, "type": ["array", "null"], "minItems": 2, "items": member}
 
 
 def section_schema(name: str) -> dict[str, Any]:

@@ -96,6 +96,7 @@ A configuration:
   data_collator: my_module:collate   # also: compute_metrics, compute_loss_func,
                                      #   preprocess_logits_for_metrics, trainer (a subclass of Trainer)
   callbacks: [my_module:MyCallback, {factory: paceline:EarlyStoppingCallback, early_stopping_patience: 3}]
+  members: [{learning_rate: 1e-3}, {learning_rate: 1e-2}]  # several models, trained at once
   arguments:                         # TrainingArguments; the names may also stand at the top level
     output_dir: runs/my-run
     learning_rate: 3e-4

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 COMMANDS = {"torch": "train", "tf": "train --framework tf"}
 STAGES = ("do_train", "do_eval", "do_predict")
 # sections that must not change between starts, so that checkpoints fit; other sections may change
-IDENTITY = ("model", "tokenizer", "data", "preprocess", "trainer")
+IDENTITY = ("model", "tokenizer", "data", "preprocess", "trainer", "members")
 PREDICTIONS_FILE = "predictions.npz"
 
 
@@ -112,6 +112,8 @@ def check_references(config: JobConfig) -> None:
     if config.get("metrics") is not None:
         read_metrics(config.get("metrics"))
     for name, value in config.sections.items():
+        if name == "members":
+            continue
         entries = enumerate(value) if name == "callbacks" else [(None, value)]
         for i, entry in entries:
             reference = read_reference(name if i is None else f"{name}[{i}]", entry)

@@ -17,12 +17,15 @@ from paceline.cli.job_model import build_model
 from paceline.cli.job_text import tokenize
 from paceline.cli.job_tokenizer import build_tokenizer
 from paceline.cli.job_trainer import make_trainer
+from paceline.core.optional import LateModule
 from paceline.pytorch.data.collate_language import DataCollatorForLanguageModeling
 from paceline.pytorch.data.collators import DefaultDataCollator
 from paceline.pytorch.distributed.random import set_seed
 from paceline.pytorch.model.outputs import ModelOutputError
 from paceline.pytorch.model.signature import innermost, read_signature, shifts_labels
 from paceline.pytorch.trainer import Trainer
+
+members_trainer = LateModule("paceline.pytorch.members_trainer")
 
 # errors of training that an invalid configuration causes
 REFUSALS = (UnsupportedOption, ModelOutputError)
@@ -47,9 +50,16 @@ def build_trainer(
         preprocess(config, splits, tokenizer)
     is_blocks = tokenize(config, splits, innermost(model), tokenizer, read_signature(model).names)
     collator = collator_of_blocks(config, innermost(model), tokenizer) if is_blocks else None
+    base: type[Trainer] = Trainer
+    if config.get("members") is not None:
+        if model_init is not None:
+            raise UsageError("members: a search draws them itself: set search.backend: members, and leave them out")
+        base = members_trainer.MembersTrainer
+        if any("seed" in settings for settings in config.get("members")):  # each has an initialization of its own
+            model_init = partial(model_of_member, config)
     trainer: Trainer = make_trainer(
         config,
-        Trainer,
+        base,
         model=model if model_init is None else None,
         args=args,
         splits=splits,
@@ -59,6 +69,11 @@ def build_trainer(
         model_init=None if model_init is None else partial(model_init, tokenizer),
     )
     return trainer, splits
+
+
+def model_of_member(config: JobConfig, tokenizer: Any, trial: Any = None) -> nn.Module:
+    """Returns the model of one of several members, after its seed was set."""
+    return build_model(config, tokenizer)
 
 
 def collator_of_blocks(config: JobConfig, model: nn.Module, tokenizer: Any) -> Any:

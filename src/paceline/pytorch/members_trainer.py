@@ -90,7 +90,7 @@ class MembersTrainer(Trainer):
     Args:
         model, args, ...: as for `Trainer`. With `model_init`, each member is initialized from its own seed; all
             members start from a given `model`. Frozen parameters, such as those below LoRA adapters, are stored once.
-        members: `Member` objects, or dicts of their settings; None: `args.members`.
+        members: two or more `Member` objects, or dicts of their settings.
         vectorize: False calls the members one after another in each step: slower, and for any module.
 
     Raises:
