@@ -1,12 +1,14 @@
 import os
 import sys
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 
 from paceline.callbacks import progress
 from paceline.callbacks.flow import DefaultFlowCallback
+from paceline.callbacks.printer import PrinterCallback
 from paceline.callbacks.progress import LineBar, ProgressCallback
 from paceline.callbacks.speed import pauses_left
 from paceline.core.events import CallbackHandler
@@ -91,6 +93,22 @@ def test_lines_where_there_is_no_terminal(clock, capsys):
         "train: step 25/100 [00:25<01:15] loss 2, lr 0.001, 8 samples/s,",
     ]
     assert shown.out == "{'loss': 2.0, 'step': 25}\n"
+
+
+def test_output_that_cannot_be_written_ends_no_training(clock, monkeypatch):
+    """A full disk behind the log file of a job, a reader that has closed the pipe, an encoding without the letters."""
+    with open("/dev/full", "w", encoding="ascii") as full, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        patch.setattr("sys.stderr", full)
+        callback, state = ProgressCallback(seconds_between_lines=10), TrainerState(max_steps=100)
+        handler, control = train(callback, state, 25, clock, loss=None)
+        handler.on_log(ARGS, state, control, {"justesse_équilibrée": 2.0})
+        handler.on_train_end(ARGS, state, control)
+        PrinterCallback().on_log(ARGS, state, control, {"justesse_équilibrée": 2.0})
+        with suppress(OSError):
+            full.flush()  # what stayed in its buffer is lost
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    assert callback.training_bar is None
 
 
 def test_the_speed_leaves_evaluations_out(clock):

@@ -1,19 +1,26 @@
 """The command as a whole: help without torch, exit codes, no traceback for what a person typed wrong."""
 
+import errno
 import io
 import logging
+import os
+import pathlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.support.terminals import Emulator, on_terminal
 
+import paceline.__main__ as program
 from paceline import __version__
 from paceline.args.sections import Options
 from paceline.cli.display import AboveBars, say
 from paceline.cli.main import main
-from paceline.cli.texts import help_on
+from paceline.cli.texts import HELP, help_on
 from paceline.core.metrics import best_metric_value
+from paceline.core.retry_writer import replace_whole
 
 LOOK = "import sys; from paceline.cli.main import main; main({words!r}); print('torch' in sys.modules)"
 
@@ -91,18 +98,26 @@ def test_the_options_of_tensorflow_say_so():
     assert "--tf32 (default None)" in help_on("train", ["--help", "tf32"])
 
 
+TO_TF = "; a job of TensorFlow: give --framework tf"
+
+
 @pytest.mark.parametrize(
-    ("missing", "words", "message"),
+    ("missing", "command", "words", "message"),
     [
-        ("tensorflow", ["--framework", "tf"], 'pip install "paceline[tf]"'),
-        ("torch", [], 'pip install "paceline[torch]"; a job of TensorFlow: give --framework tf'),
+        ("tensorflow", "train", ["--framework", "tf"], 'pip install "paceline[tf]"'),
+        ("torch", "train", [], f'pip install "paceline[torch]"{TO_TF}'),
+        ("torch", "plan", [], f'pip install "paceline[torch]"{TO_TF}'),
     ],
 )
-def test_a_framework_that_is_missing_is_said_in_one_line(tmp_path: Path, missing: str, words: list[str], message: str):
+def test_a_framework_that_is_missing_is_said_in_one_line(
+    tmp_path: Path, missing: str, command: str, words: list[str], message: str
+):
+    """Also where the job's own modules import it."""
     path = tmp_path / "job.yaml"
-    path.write_text(f"output_dir: {tmp_path}/run\nmodel: somewhere:net\ndata: somewhere:data\n", encoding="utf-8")
+    path.write_text(f"output_dir: {tmp_path}/run\nmodel: some_net:net\ndata: some_net:data\n", encoding="utf-8")
+    (tmp_path / "some_net.py").write_text("import torch\n", encoding="utf-8")
     code = f"import sys; sys.modules[{missing!r}] = None; from paceline.cli.main import main; "
-    code += f"sys.exit(main({['train', str(path), *words]!r}))"
+    code += f"sys.exit(main({[command, str(path), *words]!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert message in done.stderr
@@ -116,6 +131,57 @@ def test_ctrl_c_outside_training_ends_with_130(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("paceline.cli.main.dispatch", interrupt)
     assert main(["demo"]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def interrupt(module: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupt)
+    assert program.main() == 130
+    assert capsys.readouterr().err == "\npaceline: interrupted\n"
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_texts_are_wrapped_at_spaces_of_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    texts = [["--help"], ["train", "--help", "optim"], ["train", f"{'a b c ' * 40}.yaml"]]
+    with on_terminal(columns, Emulator) as terminal:
+        main(texts[0])
+        lines = terminal.look()
+        for words in texts[1:]:
+            main(words)
+            terminal.look()
+    assert all(len(line) <= columns for line in lines)
+    words = [word for line in lines for word in line.split()]
+    assert words == HELP.split()  # none is cut in two
+    if columns == 80:
+        place = lines.index("  paceline doctor CONFIG.yaml   look for usual mistakes in model, data and")
+        assert lines[place + 1] == " " * 32 + "options"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_takes_nothing_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+):
+    """Whichever function of the standard library fails; an error of the user's code keeps its traceback."""
+    source = f"def fail(*_, **__): raise OSError({number}, {os.strerror(number)!r}, 'somewhere')"
+    names: dict[str, Any] = {}
+    exec(compile(source, pathlib.__file__, "exec"), names)
+    fail = names["fail"]
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.open", fail)
+        patch.setattr("paceline.cli.main.dispatch", lambda _: replace_whole(tmp_path / "page.html", ""))
+        assert main(["report", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert os.strerror(number) in error
+    assert "page.html" in error
+    monkeypatch.setattr("paceline.cli.main.dispatch", lambda _: fail())
+    with pytest.raises(OSError, match="somewhere"):
+        main(["report", str(tmp_path)])
 
 
 def test_the_help_of_train_names_what_exists(tmp_path: Path):

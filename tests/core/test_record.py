@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from enum import Enum, StrEnum
@@ -30,6 +31,13 @@ def test_holds_what_tells_a_run(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["run.json"]
 
 
+def test_odd_bytes_of_names_come_back(tmp_path: Path) -> None:
+    """A folder of bytes that are no UTF-8, or of any accent where the locale is C."""
+    name = os.fsdecode(b"r\xe9sum\xc3\xa9")
+    assert write(tmp_path, args_dict={"output_dir": name})["arguments"] == {"output_dir": name}
+    assert write(tmp_path)["history"][0]["arguments"] == {"output_dir": name}
+
+
 def test_earlier_runs_stay_in_order(tmp_path: Path) -> None:
     for number in range(3):
         record = write(tmp_path, seeds={"seed": number})
@@ -53,7 +61,7 @@ def test_a_failed_write_leaves_the_old_record(tmp_path: Path, monkeypatch: pytes
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(json, "dump", refuse)
+    monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path, seeds={"seed": 2})
     assert json.loads((tmp_path / "run.json").read_text())["seeds"] == {"seed": 1}

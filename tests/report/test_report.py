@@ -342,7 +342,8 @@ def test_a_run_without_a_report(tmp_path):
 def test_a_report_that_cannot_be_written_stops_no_run(tmp_path, caplog):
     (tmp_path / REPORT_FILE).mkdir(parents=True)
     assert run_in(tmp_path).state.global_step == 8
-    assert "ReportCallback" in caplog.text
+    assert "The report could not be written (" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_the_command(tmp_path, capsys):

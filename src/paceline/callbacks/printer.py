@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from paceline.args.secrets import masked
@@ -10,7 +11,10 @@ from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
 from paceline.core.ledger import COMPILE_PREFIX, RESOURCE_PREFIX
 from paceline.core.ledger import PREFIX as TIME_PREFIX
+from paceline.core.optional import LateModule
 from paceline.core.state import TrainerControl, TrainerState
+
+terminal = LateModule("paceline.core.terminal")
 
 # prefixes of entries for trackers, which a terminal does not show
 FOR_TRACKERS = (TIME_PREFIX, RESOURCE_PREFIX, COMPILE_PREFIX)
@@ -23,7 +27,8 @@ class PrinterCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         if state.is_local_process_zero and logs:
-            print(readable_row(logs, state.global_step), flush=True)
+            with suppress(OSError):  # a closed pipe or a full disk behind the output ends no training
+                terminal.show(str(readable_row(logs, state.global_step)))
 
 
 def readable_logs(logs: Mapping[str, Any], max_str_len: int | None = None) -> dict[str, Any]:

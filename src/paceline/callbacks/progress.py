@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -153,7 +154,8 @@ class ProgressCallback(TrainerCallback):
             self._losses = [*self._losses[-MOST_LOSSES:], float(logs["loss"])]
         if self.write_logs:
             row = readable_row(logs, state.global_step, self.max_str_len)
-            bar.write(str(row) if self._rows is None else self._rows.format(row, columns_of(bar)))
+            text = str(row) if self._rows is None else self._rows.format(row, columns_of(bar))
+            bar.write(terminal.encodable(text, sys.stdout))
         self._show(bar, args, state)
 
     def on_prediction_step(
@@ -324,7 +326,8 @@ class LineBar:
 
     def write(self, s: str) -> None:
         """Writes another line to the standard output, as tqdm does."""
-        print(s, flush=True)
+        with suppress(OSError):  # a closed pipe or a full disk behind the output ends no training
+            terminal.show(s)
 
     def refresh(self) -> None:
         """Writes a line now."""
@@ -339,7 +342,8 @@ class LineBar:
                 left = elapsed / (self.n - self.initial) * max(self.total - self.n, 0)
             times += f"<{format_seconds(left)}"
         line = f"{self.title}: {self.unit} {done} [{times}] {self.postfix}"
-        print(line.rstrip(), file=self.stream, flush=True)
+        with suppress(OSError):
+            terminal.show(line.rstrip(), self.stream)
 
     def close(self) -> None:
         """Writes the last line."""

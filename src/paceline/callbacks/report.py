@@ -21,6 +21,8 @@ from paceline.core.ledger import PREFIX, RESOURCE_PREFIX
 from paceline.core.lineage import REPORT_FILE
 from paceline.core.state import TrainerControl, TrainerState
 
+logger = logging.getLogger(__name__)
+
 MOST_MEASUREMENTS = 256  # rows that are kept for the report, about 100 bytes each; an even number
 MOST_MESSAGES = 200
 _MAX_CHARACTERS = 500  # of a message
@@ -155,7 +157,7 @@ class ReportCallback(TrainerCallback):
         """Writes the report anew for a figure or table that is recorded after the training."""
         folder = Path(str(args.output_dir))
         if self._messages is None and state.is_world_process_zero and (folder / REPORT_FILE).exists():
-            importlib.import_module("paceline.report.write").write_report([folder])
+            _write_page(folder)
 
     def on_run_closed(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -170,9 +172,7 @@ class ReportCallback(TrainerCallback):
         values["metric_for_best_model"] = args.metric_for_best_model
         values["messages"] = messages
         rows = [*self._measured.rows(), *(values.pop("log_history") or ())]
-        # imported late: the page is not needed before the end of a run
-        write = importlib.import_module("paceline.report.write")
-        write.write_report([Path(str(args.output_dir))], rows=rows, state=values)
+        _write_page(Path(str(args.output_dir)), rows=rows, state=values)
 
     def _stop(self) -> list[dict[str, Any]]:
         """Ends the collection of messages, and returns them."""
@@ -181,3 +181,13 @@ class ReportCallback(TrainerCallback):
             return []
         logging.getLogger("paceline").removeHandler(messages)
         return messages.take()
+
+
+def _write_page(folder: Path, **content: Any) -> None:
+    """Writes the page of a run; a full or read-only disk is a warning."""
+    # imported late: the page is not needed before the end of a run
+    write = importlib.import_module("paceline.report.write").write_report
+    try:
+        write([folder], **content)
+    except OSError as error:
+        logger.warning("The report could not be written (%s); `paceline report %s` writes it later.", error, folder)

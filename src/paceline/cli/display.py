@@ -12,7 +12,7 @@ from paceline.args.secrets import mask_text
 from paceline.callbacks.progress import ProgressCallback
 from paceline.core.events import TrainerCallback
 from paceline.core.state import TrainerControl, TrainerState
-from paceline.core.terminal import without_controls
+from paceline.core.terminal import show, to_show, without_controls
 
 if TYPE_CHECKING:
     from paceline.pytorch.trainer import Trainer
@@ -22,12 +22,8 @@ NUMBER = 9  # columns of most numbers with four digits
 
 
 def say(text: str) -> None:
-    """Prints with a flush; secrets are masked.
-
-    Control characters become spaces, and characters that the output cannot show question marks.
-    """
-    encoding = sys.stdout.encoding or "ascii"
-    print(without_controls(mask_text(text)).encode(encoding, errors="replace").decode(encoding), flush=True)
+    """Prints a text for people, wrapped at spaces on a terminal. Secrets are masked, control characters spaces."""
+    show(without_controls(mask_text(text)))
 
 
 class AboveBars(logging.StreamHandler[Any]):
@@ -42,6 +38,9 @@ class AboveBars(logging.StreamHandler[Any]):
     def emit(self, record: logging.LogRecord) -> None:
         with nullcontext() if self.around is None else self.around():
             self._write(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return to_show(super().format(record), sys.stderr)
 
     def _write(self, record: logging.LogRecord) -> None:
         bars = sys.modules.get("tqdm.std")  # if tqdm is not imported, there is no bar

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from paceline.args.secrets import mask_text
 from paceline.cli.display import say
 from paceline.cli.errors import UsageError
 from paceline.cli.preview import built, read_words
@@ -25,5 +26,8 @@ def run(words: Sequence[str]) -> int:
             raise UsageError(str(error)) from error
         is_first = trainer.is_world_process_zero()
     if is_first:
-        say(json.dumps(jsonable(found.to_dict()), default=str) if given else str(found))
+        if given:
+            print(mask_text(json.dumps(jsonable(found.to_dict()), default=str)))
+        else:
+            say(str(found))
     return int(found.has_errors)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import sysconfig
 import traceback
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -10,6 +12,9 @@ from types import ModuleType
 
 from paceline.args.errors import did_you_mean
 from paceline.core.optional import require
+
+# of disks and permissions: file and reason suffice, also where the standard library raised the error for this package
+FILE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
 
 
 class UsageError(Exception):
@@ -19,9 +24,14 @@ class UsageError(Exception):
 def is_message(error: BaseException) -> bool:
     """True if this package raised the error deliberately, so that its message suffices without a traceback.
 
-    False for an error inside user code, or one that Python raised inside this package.
+    So does that of a full or read-only disk. False for an error inside user code, or another one that Python raised
+    inside this package.
     """
     frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, OSError) and error.errno in FILE_ERRORS:
+        library = sysconfig.get_path("stdlib")
+        own = [frame for frame in frames if not Path(frame.filename).is_relative_to(library)]
+        return bool(own) and Path(own[-1].filename).is_relative_to(Path(__file__).parents[1])
     is_ours = bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
     return is_ours and str(frames[-1].line).startswith("raise ")
 

@@ -17,7 +17,7 @@ from paceline.cli.display import AboveBars
 from paceline.cli.errors import UsageError, is_message, load_part, suggest
 from paceline.cli.launch_words import is_for_service, own_words
 from paceline.cli.replay_options import read_replay_options
-from paceline.core.terminal import without_controls
+from paceline.core.terminal import show, without_controls
 
 COMMANDS = (
     "demo",
@@ -44,7 +44,7 @@ HELP_WORDS = ("-h", "--help", "help")
 
 def tell(text: str) -> None:
     """Prints an error without secrets and control characters, to the standard error output."""
-    print(without_controls(mask_text(f"paceline: {text}")), file=sys.stderr)
+    show(without_controls(mask_text(f"paceline: {text}")), sys.stderr)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -93,7 +93,7 @@ def dispatch(words: list[str]) -> int:
         UsageError: there is no such command.
     """
     if not words or words[0] in HELP_WORDS:
-        print(texts.HELP)
+        show(texts.HELP)
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
         print(f"paceline {importlib.import_module('paceline').__version__}")
@@ -102,7 +102,7 @@ def dispatch(words: list[str]) -> int:
     if command not in COMMANDS:
         raise UsageError(f"there is no command {command!r}{suggest(command, COMMANDS)}")
     if any(word in HELP_WORDS[:2] for word in (own_words(rest) if command == "launch" else rest)):
-        print(texts.help_on(command, rest))
+        show(texts.help_on(command, rest))
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[AboveBars()])
     runners: dict[str, Callable[[list[str]], int]] = {

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.args import yaml_text
+from paceline.args.secrets import mask_text
 from paceline.cli.display import say
 from paceline.cli.errors import UsageError, load_part
 from paceline.cli.preview import built, read_words
@@ -40,11 +41,11 @@ def run(words: Sequence[str]) -> int:
     if number is None and not trainer.is_world_process_zero():
         return 0
     if "--json" in given:
-        say(json.dumps(jsonable(found.to_dict()), default=str))
+        print(mask_text(json.dumps(jsonable(found.to_dict()), default=str)))
         return 0
     say(str(found))
     if "--print-config" in given:
-        say("\n" + print_options(found.options, found.changed))
+        print(mask_text("\n" + print_options(found.options, found.changed)))
     return 0
 
 

@@ -50,11 +50,11 @@ def built(config: JobConfig) -> Iterator[tuple[Any, Any]]:
     """
     train = load_part("paceline.cli.train")
     put_on_path(config.folder, Path.cwd())
+    framework = train.load_framework(config)  # first: it names the extra if the framework is missing
     args = train.make_arguments(config)
     train.check_references(config)
     with TemporaryDirectory(prefix="paceline-") as folder:
         unseen = replace(config, arguments={**config.arguments, **UNSEEN, "output_dir": folder})
-        framework = train.load_framework(unseen)
         # a copy: what the arguments warn of is said once
         trainer, splits = framework.build_trainer(unseen, replace(args, **UNSEEN, output_dir=folder))
         train.check_splits(splits, args, ("do_train",), {})

@@ -23,7 +23,7 @@ paceline: trains any PyTorch module, and Keras models with TensorFlow
   paceline schema               print the JSON schema of these files, for editors
   paceline launch SCRIPT        run a script of yours on several processes, one for each GPU
   paceline launch --on SERVICE CONFIG.yaml   write the file for a job on Slurm, Kubernetes or a cloud service
-  paceline report RUN [RUN ...] write a page with the curves and settings of a run, or compare several
+  paceline report RUN [RUN ...]  write a page with the curves and settings of a run, or compare several
   paceline compare RUN RUN      what runs differ in, and the first step at which they do
   paceline runs FOLDER          a table of the runs below a folder
   paceline serve FOLDER         the pages of these runs in a browser, up to date while they train

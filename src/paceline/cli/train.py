@@ -32,6 +32,7 @@ from paceline.cli.jobs import (
     write_results,
 )
 from paceline.cli.references import put_on_path, read_reference
+from paceline.core.lineage import REPORT_FILE
 from paceline.tensorflow.arguments import TFTrainingArguments
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     if stages == ("do_train", "do_eval") and resume is None and is_finished(job, length):
         show_finished(job, args, say)
         return 0
-    say(f"paceline train {config.path.name}: everything goes to {args.output_store or folder}/")
+    place = args.output_store or folder
+    resumes = ", where the same command resumes" if "do_train" in stages else ""
+    say(f"paceline train {config.path.name}: everything goes to {place}/{resumes}")
     trainer, splits = framework.build_trainer(config, args)
     check_splits(splits, args, stages, config.arguments)
     keep_log(trainer)
@@ -92,6 +95,8 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     if "do_predict" in stages:
         predict(trainer, splits, folder, say)
     say(f"\nModel, metrics, log and run.json are saved to {folder}/")
+    if (folder / REPORT_FILE).is_file():
+        say(f"The curves: {folder / REPORT_FILE} (opens in a browser)")
     if args.output_store is not None:
         say(f"and, as soon as this command has ended, in {args.output_store}/")
     return 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from paceline.checkpoint import folders
 from paceline.checkpoint.space import in_words
 from paceline.cli.errors import UsageError
+from paceline.core.terminal import encodable, show
 
 _MOST_SHOWN = 5
 
@@ -123,9 +124,8 @@ def num_bytes(folder: Path) -> int:
 
 def say(line: str) -> None:
     """Prints text; escapes what the output cannot show, and control characters, which would command the terminal."""
-    encoding = sys.stdout.encoding or "ascii"
     line = "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in line)
-    print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    show(encodable(line, sys.stdout, "backslashreplace"))
 
 
 def describe(path: Path, problems: Sequence[str], size: int) -> str:

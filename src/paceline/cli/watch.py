@@ -17,7 +17,7 @@ from paceline.callbacks.progress import is_interactive
 from paceline.cli.errors import UsageError
 from paceline.cli.options import Known, parse_options
 from paceline.core.record import jsonable
-from paceline.core.terminal import fit, gauge, plain, shows_unicode, sparkline, width_of
+from paceline.core.terminal import fit, gauge, plain, show, shows_unicode, sparkline, width_of
 from paceline.report.page import duration
 from paceline.report.run_table import RUNNING
 from paceline.report.status import RunStatus, read_status
@@ -187,8 +187,7 @@ def redraw(lines: Sequence[str], stream: TextIO | None = None) -> None:
 
 
 def _print(lines: Sequence[str]) -> None:
-    encoding = sys.stdout.encoding or "ascii"
-    print("\n".join(lines).encode(encoding, errors="replace").decode(encoding), flush=True)
+    show("\n".join(lines))
 
 
 def columns_of_terminal() -> int:

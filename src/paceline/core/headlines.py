@@ -4,9 +4,14 @@ people on the standard output.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from paceline.args.plan import Plan
+from paceline.core.optional import LateModule
+
+terminal = LateModule("paceline.core.terminal")
 
 
 def headlines(plan: Plan, num_samples: int | None, num_trainable: int) -> list[str]:
@@ -59,3 +64,9 @@ def header(
         resume = "" if plan.save_strategy == "no" else "; to resume: train(resume_from_checkpoint=True)"
         lines.append(f"output     {folder}{resume}")
     return "\n  ".join(lines)
+
+
+def show_header(*facts: Any) -> None:
+    """Prints the header of these facts. A closed pipe or a full disk behind the output ends no training."""
+    with suppress(OSError):
+        terminal.show(header(*facts))

@@ -84,7 +84,7 @@ def make_table(folder: Path, name: str, step: int, columns: Sequence[str], rows:
         if len(row) != len(heads):
             raise ValueError(f"log_table: row {index} of {name!r} has {len(row)} cells, for {len(heads)} columns.")
     cells = masked(jsonable([[encodable(cell) for cell in row] for row in rows]))
-    write(path, json.dumps({"columns": heads, "rows": cells}, ensure_ascii=False).encode())
+    write(path, json.dumps({"columns": heads, "rows": cells}, ensure_ascii=False).encode(errors="backslashreplace"))
     return Media(name, step, path, heads, cells)
 
 

@@ -72,14 +72,7 @@ def write_run_record(
         history.append(earlier)
     record["history"] = history
     os.makedirs(path.parent, exist_ok=True)
-    temporary = path.with_name(f".{RECORD_NAME}.incomplete-{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=2, ensure_ascii=False, allow_nan=False)
-            file.write("\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_whole(path, json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     return path
 
 

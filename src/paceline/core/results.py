@@ -8,6 +8,9 @@ from typing import Any
 
 from paceline.args.secrets import mask_text, masked
 from paceline.core.metrics import jsonable
+from paceline.core.optional import LateModule
+
+terminal = LateModule("paceline.core.terminal")
 
 
 def print_metrics(split: str, metrics: dict[str, Any]) -> None:
@@ -15,9 +18,8 @@ def print_metrics(split: str, metrics: dict[str, Any]) -> None:
     width = max((len(name) for name in metrics), default=0)
     values = {name: mask_text(str(value)) for name, value in metrics.items()}
     value_width = max((len(value) for value in values.values()), default=0)
-    print(f"***** {split} metrics *****")
-    for name in sorted(values):
-        print(f"  {name:<{width}} = {values[name]:>{value_width}}")
+    lines = [f"  {name:<{width}} = {values[name]:>{value_width}}" for name in sorted(values)]
+    terminal.show("\n".join([f"***** {split} metrics *****", *lines]))
 
 
 def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bool) -> None:

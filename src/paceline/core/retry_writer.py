@@ -101,11 +101,16 @@ def replace_whole(path: Path, content: str) -> None:
     """Replaces a file atomically. Raises: OSError, with the old file unchanged."""
     temporary = path.with_name(f".{path.name}.incomplete-{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            file.write(content)
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+            file.write(content)  # a lone surrogate, an odd byte of a file name, becomes what JSON writes for it
         temporary.replace(path)
+    except OSError as error:
+        if error.filename2 is None:
+            error.filename = str(path)  # a write to a full disk names no file
+        raise
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # the first error is the one to report
+            temporary.unlink(missing_ok=True)
 
 
 def set_aside(path: Path) -> Path | None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVa
 from paceline.args.plan import Plan
 from paceline.core.contracts import Hooks, Notifying, Pending
 from paceline.core.events import CallbackHandler, close_run
-from paceline.core.headlines import header, headlines
+from paceline.core.headlines import headlines, show_header
 from paceline.core.ledger import LOG, OTHER, SAVE, Ledger, describe, remedies, slow_processes
 from paceline.core.lineage import PROGRESS_FILE, RECORD_NAME, RunMark, at, claimed
 from paceline.core.log_text import LogText
@@ -471,7 +471,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
             return
         folder = run.folder if self.options.should_save else None
         size = (facts.num_parameters, facts.num_trainable)
-        print(header(run.plan, facts.model, *size, facts.device, folder, run.first_step), flush=True)
+        show_header(run.plan, facts.model, *size, facts.device, folder, run.first_step)
 
     @contextmanager
     def running(self, run: RunType) -> Iterator[None]:

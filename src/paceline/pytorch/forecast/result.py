@@ -147,15 +147,17 @@ class Forecast:
         size = "of unknown size" if disk.checkpoint is None else f"of about {as_text(disk.checkpoint)}"
         kept = "a number that depends on metrics" if disk.num_kept is None else f"at most {disk.num_kept:,}"
         total = "" if disk.total is None else f"; about {as_text(disk.total)} in all"
-        return [f"disk       {kept} checkpoints {size} (weights {as_text(disk.weights)}) at once; {logs}{total}"]
+        checkpoints = "checkpoint" if disk.num_kept == 1 else "checkpoints"
+        return [f"disk       {kept} {checkpoints} {size} (weights {as_text(disk.weights)}) at once; {logs}{total}"]
 
     def _evaluation(self) -> str:
         found = self.evaluations
-        number = "an unknown number" if found.number is None else f"{found.number:,}"
+        number = "an unknown number of times" if found.number is None else f"{found.number:,} times"
+        number = "once" if found.number == 1 else number
         if found.samples is None or found.batches is None:
-            return f"{number} times, over data of unknown length"
+            return f"{number}, over data of unknown length"
         share = "" if found.number is None or not self.samples else f", {found.number * found.samples:,} samples in all"
-        return f"{number} times {found.samples:,} samples: {found.batches:,} forward passes each{share}"
+        return f"{number}, {found.samples:,} samples in {found.batches:,} forward passes{share}"
 
 
 def count_saves(plan: Plan) -> int | None:
