@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline import DPSGD as PoissonDPSGD
-from paceline import Trainer, TrainerCallback, UnsupportedOption
+from paceline import MixedDataset, Trainer, TrainerCallback, UnsupportedOption
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Full backward hook is firing")]
 
@@ -318,6 +318,30 @@ def test_samples_that_the_user_draws_are_no_poisson_samples(tmp_path: Path) -> N
             tmp_path, Classifier(), DATA, regularizers=[PoissonDPSGD(noise_multiplier=1.0, delta=1e-2)], cls=cls,
             **POISSON,
         )  # fmt: skip
+        with pytest.raises(UnsupportedOption, match=message):
+            trainer.train()
+
+
+def test_data_and_orders_that_repeat_samples_are_refused(tmp_path: Path) -> None:
+    class Weighted(Trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return torch.utils.data.WeightedRandomSampler([1.0] * 24, 24)
+
+    class Loaded(Trainer):
+        def get_train_dataloader(self) -> Any:
+            sampler = torch.utils.data.RandomSampler(DATA, replacement=True)
+            return torch.utils.data.DataLoader(DATA, batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+
+    mixed = MixedDataset({"a": DATA[:20], "b": DATA[20:]}, {"a": 0.5, "b": 0.5})
+    cases: list[tuple[Any, Any, str, str]] = [
+        (Trainer, mixed, "poisson", "with a MixedDataset, which repeats samples"),
+        (Trainer, mixed, "shuffle", "with a MixedDataset, which repeats samples"),
+        (Weighted, DATA, "shuffle", "with the order of a WeightedRandomSampler"),
+        (Loaded, DATA, "shuffle", "with the order of a RandomSampler"),
+    ]
+    for cls, data, sampling, message in cases:
+        settings = [PoissonDPSGD(noise_multiplier=1.0, delta=1e-2, sampling=sampling)]
+        trainer = make_trainer(tmp_path, Classifier(), data, regularizers=settings, cls=cls, **POISSON)
         with pytest.raises(UnsupportedOption, match=message):
             trainer.train()
 

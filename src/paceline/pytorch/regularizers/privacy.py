@@ -16,11 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.regularizers import DPSGD
 from paceline.core.optional import require
+from paceline.pytorch.data.mixing import MixedDataset
 from paceline.pytorch.data.poisson import PoissonBatches
+from paceline.pytorch.data.sampling import OrderedSampler, RankBatches, RebalancedBatches
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.distributed.window import Pass
 from paceline.pytorch.engine import Engine
@@ -378,6 +381,31 @@ def find_batches(context: Context) -> PoissonBatches:
     )
 
 
+def check_use_of_samples(loader: Any) -> None:
+    """Refuses data and samplers that may use a sample several times in an epoch, which epsilon does not count.
+
+    Raises:
+        UnsupportedOption: the message names the data or the sampler.
+    """
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, MixedDataset):
+        raise UnsupportedOption(
+            f"{NAME} with a {type(dataset).__name__}, which repeats samples of a source, while epsilon counts each of "
+            "them once per epoch: give a dataset without repetitions, such as torch's ConcatDataset of the sources."
+        )
+    batches, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    if isinstance(batches, RankBatches) and not isinstance(batches, RebalancedBatches):
+        return
+    draws_once = isinstance(sampler, OrderedSampler | SequentialSampler)
+    if draws_once or (isinstance(sampler, RandomSampler) and not sampler.replacement):
+        return
+    found = type(sampler if sampler is not None else batches or loader).__name__
+    raise UnsupportedOption(
+        f"{NAME} with the order of a {found}, which may use a sample several times in an epoch, while epsilon counts "
+        "each of them once: leave the order to the Trainer, with train_sampling_strategy='random'."
+    )
+
+
 def check_run(context: Context) -> None:
     """Refuses runs in which the gradients of single samples are not available.
 
@@ -398,6 +426,7 @@ def check_run(context: Context) -> None:
         )
     if context.num_samples is None:
         raise UnsupportedOption(f"{NAME} needs the number of training samples, and the data has no length.")
+    check_use_of_samples(context.feed and context.feed.loader)
     if context.objective.rule.function is not None:
         raise UnsupportedOption(
             f"{NAME} with a function as loss_weight, which has no weights of single samples: name a reduction."
