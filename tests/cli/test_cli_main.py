@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.terminals import Emulator, on_terminal
+from terminals import Emulator, on_terminal
 
 import paceline.__main__ as program
 from paceline import __version__

@@ -5,13 +5,13 @@ import json
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from browser import opened
 from cases import slow_but
 from hypothesis import given
 from hypothesis import strategies as st
@@ -401,33 +401,15 @@ SCRIPT = """<script>
 </script>"""
 
 
-def opened(browser: str, page: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Opens a page without a window. The output is the document that its scripts left, the error what they reported."""
-    command = [
-        browser,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--enable-logging=stderr",
-        "--dump-dom",
-        *options,
-    ]
-    command += [f"--user-data-dir={folder / 'browser'}", page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_in_a_browser(tmp_path, width):
     """Opens without an error or a request, on a phone too; pointer and keys read and zoom its charts."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("needs Chromium")
     run_in(tmp_path)
     page = (tmp_path / REPORT_FILE).read_text("utf-8")
     path = tmp_path / "tested.html"
     path.write_text(page.replace("</body>", f"{SCRIPT}</body>"))
-    done = opened(browser, path, tmp_path, f"--window-size={width},900")
+    done = opened(path.as_uri(), tmp_path, f"--window-size={width},900")
     assert "CONSOLE" not in done.stderr
     title = re.search(r"<title>(.*?)</title>", done.stdout)
     assert title is not None
@@ -441,9 +423,6 @@ def test_the_page_in_a_browser(tmp_path, width):
 
 @pytest.mark.slow
 def test_hostile_texts_run_nothing_in_a_browser(tmp_path):
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("needs Chromium")
     hostile = "</script></title><script>document.title='run'</script><img src=x onerror=\"document.title='run'\">"
     write_journal(tmp_path, [1.0, 2.0])
     record = {
@@ -456,13 +435,7 @@ def test_hostile_texts_run_nothing_in_a_browser(tmp_path):
     rows = [{"step": step, f"eval_{hostile}": float(step), "eval_text": hostile} for step in (1, 2)]
     message = {"text": hostile, "time": hostile, "step": hostile}
     page = write_report([tmp_path], rows=rows, state={"messages": [message]})
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    done = subprocess.run(
-        [*command, f"--user-data-dir={tmp_path / 'browser'}", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = opened(page.as_uri(), tmp_path)
     assert "<title>run</title>" not in done.stdout
     assert "<img" not in done.stdout
     assert "CONSOLE" not in done.stderr

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browser import opened
 
 from paceline.checkpoint.lock import acquire
 from paceline.cli.main import main
@@ -174,6 +175,39 @@ def test_a_pipe_is_not_read(server: RunServer, runs: Path) -> None:
     assert status == 404
     assert "not a regular file" in page
     assert ask(server, "/")[0] == 200
+
+
+@pytest.mark.slow
+def test_an_open_page_follows_its_run_in_a_browser(
+    server: RunServer, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page and the index, while the run goes on: no error, and no request to another host."""
+    asked: list[tuple[str, str | None]] = []
+    answer = server.RequestHandlerClass.do_GET  # type: ignore[attr-defined]
+
+    def advance(handler: Any) -> None:
+        asked.append((handler.path, handler.headers.get("Host")))
+        if sum(path == handler.path for path, _ in asked) == 2:
+            write_run(runs / "a", [3.0, 2.0, 1.5, 0.125], arguments={"learning_rate": 0.5})
+        answer(handler)
+
+    monkeypatch.setattr(server.RequestHandlerClass, "do_GET", advance)
+    for number, path in enumerate(("/", links(ask(server, "/")[1])["a"])):
+        write_run(runs / "a", [3.0, 2.0], arguments={"learning_rate": 0.5})
+        log = tmp_path / f"requests_{number}.json"
+        # timers run as fast as the answers come, for ten seconds of the page
+        options = ("--virtual-time-budget=10000", f"--log-net-log={log}")
+        done = opened(f"http://127.0.0.1:{server.server_address[1]}{path}", tmp_path / str(number), *options)
+        assert "CONSOLE" not in done.stderr
+        assert '<p id="live" class="bad" role="status"></p>' in done.stdout  # where a failure would be reported
+        assert "0.125" in done.stdout or "4 of 4" in done.stdout
+        own = f"http://127.0.0.1:{server.server_address[1]}"
+        of_page = re.findall(r'"initiator":"(http[^"]*)".*?"url":"([^"]*)"', log.read_text("utf-8"))
+        urls = {url for origin, url in of_page if origin == own}
+        assert f"{own}{path}" in urls
+        assert urls <= {f"{own}{path}", f"{own}/favicon.ico"}
+        assert sum(each == path for each, _ in asked) > 2
+    assert {host for _, host in asked} == {f"127.0.0.1:{server.server_address[1]}"}
 
 
 def test_other_hosts_methods_and_addresses_are_refused(server: RunServer, runs: Path) -> None:
