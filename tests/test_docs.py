@@ -18,6 +18,7 @@ from cases import slow_but
 import api_checks
 import api_table
 import docs
+import links
 from paceline.core.optional import is_installed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +26,6 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "ex
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 WITH_CODE = [page for page in PAGES if CODE.search(page.read_text("utf-8"))]
 SEARCH = ROOT / "docs" / "notebooks" / "search.md"  # 20 trials
-LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
 
 
 def name_of(page: Path) -> str:
@@ -75,9 +75,12 @@ def test_a_new_part_is_one_file_and_at_most_one_registration(name: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    links = [link for link in LINK.findall(page.read_text("utf-8")) if not link.startswith(("http", "mailto:"))]
-    missing = [link for link in links if not (page.parent / link).exists()]
+    """To a file that exists, and to a heading that it has."""
+    found = links.links_of(page)
+    missing = [link.target for link in found if not link.is_external and not link.is_found()]
     assert not missing
+    wrong = ("#no-such-heading", "no_such_page.md", f"{page.name}#no-such-heading")
+    assert not any(links.Link(page, target).is_found() for target in wrong)
 
 
 def test_what_is_made_from_the_code_is_current() -> None:
