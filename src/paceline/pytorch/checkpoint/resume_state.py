@@ -120,7 +120,7 @@ def describe_progress(
         "micro_batches": loop["micro_batches"],
         "launch": run_identity(os.environ),
     }
-    return json.dumps(progress, indent=1), other
+    return json.dumps(progress), other  # without indent: C code writes it, in a tenth of the time
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any] | None:
