@@ -190,6 +190,18 @@ def test_autocast_is_that_of_the_head() -> None:
     assert (found - plain).norm() <= 2e-2 * plain.norm()
 
 
+@pytest.mark.parametrize("number", [1, 3, 5, 11])
+@pytest.mark.parametrize("loss", [None, BY_CHUNKS["class weights"]["loss"]], ids=["plain", "weighted"])
+def test_rounding_of_few_targets_in_16_bits_is_no_difference(number: int, loss: Any) -> None:
+    batch = make_batch()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    batch["labels"][:, 1:][torch.arange(4 * (LENGTH - 1)).view(4, -1) < number] = 3
+    part = LinearLoss(True)
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients(LanguageModel(loss=loss), part, batch)
+    assert part.is_right
+
+
 def test_logits_that_are_kept_past_the_step_are_not_those_of_other_weights() -> None:
     model, part, batch = LanguageModel(), LinearLoss(True), make_batch()
     lazy, _ = gradients(model, part, batch)

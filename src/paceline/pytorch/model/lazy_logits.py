@@ -218,7 +218,7 @@ def attach(
     if not torch.is_grad_enabled():
         rows, head = rows.detach(), head.detached()
     recipe = Recipe(rows, head, family, parent, derive, versions_of(rows, head), torch.is_grad_enabled())
-    shape = (*rows.shape[:-1], head.weight.shape[0])
+    shape = (*rows.shape[:-1], head.num_classes)
     made: Any = _Attach.apply(rows, shape, dtype, recipe, *head.tensors)  # type: ignore[no-untyped-call]
     recipe.node = made.grad_fn
     found: Tensor = made

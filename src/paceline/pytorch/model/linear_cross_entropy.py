@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.pytorch.model.token_sums import TokenSums
+from paceline.pytorch.model.vocabulary_shard import Shard
 
 # size of a chunk's logits in float32; a few such tensors exist at a time
 CHUNK_BYTES = 2**25
@@ -90,6 +91,7 @@ class Head:
         autocast: the dtype of the matrix product under autocast; None: the dtype of the tensors.
         steps: elementwise operations on the logits, in order.
         adapters: low-rank additions to the layer's outputs.
+        shard: the classes of the weight and the bias, if other processes have more; None: they are all.
     """
 
     weight: Tensor
@@ -97,6 +99,12 @@ class Head:
     autocast: torch.dtype | None = None
     steps: tuple[Step, ...] = ()
     adapters: tuple[Adapter, ...] = ()
+    shard: Shard | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """Returns the number of classes, of all processes."""
+        return self.weight.shape[0] if self.shard is None else self.shard.num_classes
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -119,6 +127,8 @@ class Head:
         """Returns the logits of `rows`, `(..., num_classes)`, computed by torch's operations."""
         with torch.autocast(rows.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             found = self._outputs(rows) if self.adapters else functional.linear(rows, self.weight, self.bias)
+        if self.shard is not None:
+            found = self.shard.gather(found)
         for step in self.steps:
             found = step(found)
         return found
@@ -213,9 +223,16 @@ def linear_cross_entropy(
         The loss, 0-dim, or `(N,)` without a reduction; float32 for 16-bit logits.
     """
     size = chunk_rows or default_chunk_rows(head.weight.shape[0], rows.device)
-    job = _Job(head.autocast, head.steps, loss, size, (1.0, *(adapter.scaling for adapter in head.adapters)), sums)
+    scalings = (1.0, *(adapter.scaling for adapter in head.adapters))
+    job = _Job(head.autocast, head.steps, loss, size, scalings, sums, head.shard)
     found: Tensor = _Chunked.apply(rows, targets, job, *head.tensors)  # type: ignore[no-untyped-call]
     return found
+
+
+def goes_with_shards(head: Head, loss: CrossEntropy) -> bool:
+    """Returns True if a loss can be computed in chunks of a head whose classes are split over processes."""
+    is_squashed = any(isinstance(step, Squash) for step in head.steps)
+    return loss.weight is None and not is_squashed and not loss.z_weight
 
 
 def default_chunk_rows(num_classes: int, device: torch.device) -> int:
@@ -262,6 +279,7 @@ class _Job:
     Attributes:
         scalings: factors of the products of the layer, which is 1, and of the adapters.
         sums: the targets are added to these; None: to none.
+        shard: the classes of this process; None: all.
     """
 
     autocast: torch.dtype | None
@@ -270,6 +288,7 @@ class _Job:
     chunk_rows: int
     scalings: tuple[float, ...]
     sums: TokenSums | None = None
+    shard: Shard | None = None
 
     def run(
         self,
@@ -374,7 +393,9 @@ class _Job:
                 scale *= step.factor
                 logits.mul_(step.factor)
             elif isinstance(step, Shift):
-                logits.add_(step.offset)
+                logits.add_(step.offset if self.shard is None else self.shard.own(step.offset, logits.shape[1]))
+        if self.shard is not None:
+            return self._row_losses_of_shard(self.shard, logits, targets, factors, scale)
         return self._row_losses_in_place(logits, targets, factors, scale)
 
     def _row_losses_in_place(
@@ -405,6 +426,30 @@ class _Job:
         if smoothing:
             slopes.sub_(factor * (smoothing / logits.shape[1]))
         return losses, slopes.scatter_add_(1, index, factor * (smoothing - 1))
+
+    def _row_losses_of_shard(
+        self, shard: Shard, logits: Tensor, targets: Tensor, factors: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the losses of a chunk, and the gradient for the logits of this process's classes. A collective."""
+        kept = (targets != self.loss.ignore_index).unsqueeze(1)
+        index = targets.unsqueeze(1) - shard.start
+        is_own = kept & (index >= 0) & (index < logits.shape[1])
+        index = torch.where(is_own, index, 0)
+        smoothing = self.loss.label_smoothing
+        shifted = logits.sub_(shard.largest(logits.amax(1, keepdim=True)))
+        picked = shifted.gather(1, index).masked_fill_(~is_own, 0)
+        total = shifted.sum(1, keepdim=True) if smoothing else picked
+        powers = shifted.exp_()
+        picked, total, sums = shard.summed(torch.stack([picked, total, powers.sum(1, keepdim=True)]))
+        wanted = torch.lerp(picked, total / shard.num_classes, smoothing) if smoothing else picked
+        losses = (sums.log() - wanted).masked_fill_(~kept, 0).squeeze(1)
+        if factors is None:
+            return losses, None
+        factor = (factors.unsqueeze(1).to(logits.dtype) * scale).masked_fill(~kept, 0)
+        slopes = powers.mul_(factor / sums)
+        if smoothing:
+            slopes.sub_(factor * (smoothing / shard.num_classes))
+        return losses, slopes.scatter_add_(1, index, factor * (smoothing - 1) * is_own)
 
     def _row_losses_by_autograd(
         self, logits: Tensor, targets: Tensor, factors: Tensor | None

@@ -13,6 +13,7 @@ import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from paceline.pytorch.model.linear_cross_entropy import (
     CHUNK_BYTES_ON_DEVICE,
     CrossEntropy,
     Head,
+    goes_with_shards,
     linear_cross_entropy,
 )
 from paceline.pytorch.model.lora_head import (
@@ -40,6 +42,13 @@ from paceline.pytorch.model.lora_head import (
     linear_of,
 )
 from paceline.pytorch.model.reductions import tolerance_of
+from paceline.pytorch.model.vocabulary_shard import (
+    SplitOutput,
+    find_split_obstacle,
+    is_split,
+    local_part_of,
+    local_rows,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +134,8 @@ class LinearLoss:
         obstacle = find_obstacle(model, path, self._name)
         if obstacle is None and not self.is_required:
             obstacle = find_reader(path) or (find_reader([model]) if model is not inner else None)
+            if obstacle is None and is_split(path[-1]):  # logits that one process alone reads would never come
+                obstacle = "its classes are split over processes, which have to read logits together"
         if obstacle is not None:
             self._refuse(obstacle)
             yield
@@ -203,27 +214,39 @@ class LinearLoss:
         except LookupError as error:
             self._refuse(str(error))
 
-    def _forward(self, module: nn.Module, rows: Tensor, *rest: Any, **named: Any) -> Tensor:
+    def _forward(self, module: nn.Module, rows: Any, *rest: Any, **named: Any) -> Any:
         """Runs the head: returns lazy logits if possible, else the logits."""
         head = linear_of(module)
+        inputs = local_rows(rows) if is_split(head) and not rest and not named else rows
         device = head.weight.device.type
         casts = torch.is_autocast_enabled(device) and head.weight.dtype != torch.float64
         dtype = torch.get_autocast_dtype(device) if casts else None
-        is_possible = is_lazy(head, rows) and not rest and not named
+        is_possible = inputs is not None and is_lazy(head, inputs) and not rest and not named
         if is_possible and dtype is None:
             is_possible = rows.dtype == head.weight.dtype
         if not is_possible or (self.option == "auto" and is_small(head, rows)):
-            return type(module).forward(module, rows, *rest, **named)  # type: ignore[no-any-return]
+            return type(module).forward(module, rows, *rest, **named)
+        if is_split(head):
+            weight, bias, shard = local_part_of(head)
+            local = Head(weight, bias, dtype, shard=shard)
+            return SplitOutput(lambda: self._make(inputs, local), lambda: type(module).forward(module, rows))
+        rows, bias, adapters = adapt(module, rows)
+        return self._make(rows, Head(head.weight, bias, dtype, (), adapters))
+
+    def _make(self, rows: Any, head: Head) -> Tensor:
+        """Returns the lazy logits of a head."""
         family = Family(self._permits)
         self._families.append(family)
-        rows, bias, adapters = adapt(module, rows)
-        made = LazyLogits.of(rows, Head(head.weight, bias, dtype, (), adapters), family)
+        made = LazyLogits.of(rows, head, family)
         if torch.is_grad_enabled():
             self._given.append(weakref.ref(made))
         return made
 
     def _permits(self, rows: Tensor, targets: Tensor, head: Head, loss: CrossEntropy) -> bool:
         """Returns True if a loss may be computed in chunks; the first loss is checked on some of its rows."""
+        if head.shard is not None and not goes_with_shards(head, loss):
+            self._refuse("the classes are split over processes, and the loss has class weights or soft-capped logits")
+            return False
         if self.is_right is None:
             difference = compare(rows, targets, head, loss)
             if difference is None:
@@ -319,6 +342,10 @@ def find_layer_obstacle(layer: nn.Module, name: str) -> str | None:
     if type(layer) is not nn.Linear or "forward" in vars(layer):
         return f"the head {name} is no plain nn.Linear ({type(layer).__name__})"
     weight = layer.weight
+    if is_split(layer):
+        return find_split_obstacle(layer, name) or (
+            f"a hook on {name} is given its outputs" if has_hook(layer) else None
+        )
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
         return f"the weight of {name} is sharded or quantized ({type(weight.data).__name__})"
     if weight.shape != (layer.out_features, layer.in_features) or weight.device.type not in DEVICES:
@@ -409,6 +436,10 @@ def compare(rows: Tensor, targets: Tensor, head: Head, loss: CrossEntropy) -> fl
     places = places[:: max(1, len(places) // CHECKED_ROWS)][:CHECKED_ROWS]
     if not len(places):
         return None
+    # gradients of 16-bit logits are rounded before or after the division by the number of rows: a power of two is exact
+    places = places[: 1 << (len(places).bit_length() - 1)]
+    if loss.weight is not None and loss.reduction == "mean":
+        loss = replace(loss, reduction="sum")  # the divisor would be a sum of weights
     part, target = rows.detach()[places], targets[places]
     plain_head = head.detached()
     found = []

@@ -1,0 +1,129 @@
+"""Heads whose classes are split over the processes of a tensor-parallel group (arXiv:1909.08053, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from paceline.args.errors import UnsupportedOption
+from paceline.core.optional import LateModule
+
+tensors: Any = LateModule("torch.distributed.tensor")
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The classes of one process, of which all have the same rows.
+
+    Attributes:
+        group: the processes that share the classes, in their order.
+        start: the first class of this process.
+        num_classes: of all processes.
+    """
+
+    group: Any
+    start: int
+    num_classes: int
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Returns the largest of the processes' values, elementwise. A collective; overwrites them."""
+        distributed.all_reduce(values, distributed.ReduceOp.MAX, self.group)
+        return values
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Returns the sums of the processes' values, elementwise. A collective; overwrites them."""
+        distributed.all_reduce(values, distributed.ReduceOp.SUM, self.group)
+        return values
+
+    def own(self, values: Tensor, number: int) -> Tensor:
+        """Returns the entries of this process's `number` classes, of a tensor with one entry per class."""
+        return values[self.start : self.start + number]
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Returns the logits of all classes, `(..., num_classes)`, given those of this process. A collective."""
+        found: Tensor = _Gather.apply(logits, self)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Gather(torch.autograd.Function):
+    """Joins the logits of all processes. Each has the whole gradient, and takes the part of its own classes."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, shard: Shard) -> Tensor:
+        ctx.shard, ctx.number = shard, logits.shape[-1]
+        parts = [torch.empty_like(logits) for _ in range(distributed.get_world_size(shard.group))]
+        distributed.all_gather(parts, logits.contiguous(), group=shard.group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return slope[..., ctx.shard.start : ctx.shard.start + ctx.number].contiguous(), None
+
+
+def is_dtensor(value: object) -> bool:
+    """Returns True for a DTensor. Does not import torch's module of it, which takes 0.4 s."""
+    return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)  # also of a parameter that is one
+
+
+def is_split(head: nn.Module) -> bool:
+    """Returns True if the weight of a head is a DTensor."""
+    return is_dtensor(getattr(head, "weight", None))
+
+
+def find_split_obstacle(head: Any, name: str) -> str | None:
+    """Returns the reason why a head's weight is not split by classes alone; None if it is."""
+    weight = head.weight
+    is_by_classes = weight.device_mesh.ndim == 1 and tuple(weight.placements) == (tensors.Shard(0),)
+    if not is_by_classes or weight.shape[0] % weight.device_mesh.size() or type(weight.to_local()) is not Tensor:
+        return f"the weight of {name} is sharded otherwise than by classes"
+    return None
+
+
+def local_part_of(head: Any) -> tuple[Tensor, Tensor | None, Shard]:
+    """Returns the weight, the bias and the classes of this process; gradients reach the head's parameters."""
+    mesh, num_classes = head.weight.device_mesh, head.weight.shape[0]
+    shard = Shard(mesh.get_group(), mesh.get_local_rank() * (num_classes // mesh.size()), num_classes)
+    return head.weight.to_local(), None if head.bias is None else head.bias.to_local(), shard
+
+
+def local_rows(rows: Any) -> Tensor | None:
+    """Returns the inputs of a head as a tensor, whose gradient is a part of a sum over the processes.
+
+    Returns None if they are not whole on each process.
+    """
+    if not is_dtensor(rows) or any(not placement.is_replicate() for placement in rows.placements):
+        return None
+    found: Tensor = rows.to_local(grad_placements=[tensors.Partial()] * len(rows.placements))
+    return found
+
+
+class SplitOutput:
+    """Stands for the output of a split head in the hooks of torch's tensor parallelism.
+
+    Args:
+        make: makes the logits of all classes, which need not be computed.
+        compute: computes the output itself, a DTensor.
+    """
+
+    def __init__(self, make: Callable[[], Tensor], compute: Callable[[], Any]) -> None:
+        self._make, self._compute = make, compute
+        self.placements = (tensors.Replicate(),)
+
+    def to_local(self) -> Tensor:
+        """Returns the logits of all classes."""
+        return self._make()
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedOption(
+            "linear_cross_entropy is not possible: tp_plan leaves the output of the head a DTensor "
+            f"(use_local_output=False), whose {name!r} is read. Cut the head by 'colwise_gather_output', or set "
+            "linear_cross_entropy=False."
+        )
+
+    def redistribute(self, *args: Any, **options: Any) -> Any:
+        """Returns the output itself in another placement, where the model's plan asks for one."""
+        return self._compute().redistribute(*args, **options)

@@ -1,0 +1,110 @@
+"""A language model whose classes are split over two processes: `python vocabulary_job.py FOLDER`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from small_models import losses, make_trainer
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.pytorch.distributed.tensor_parts import whole
+from paceline.pytorch.model.lazy_logits import LazyLogits
+
+CLASSES, LENGTH = 30, 6
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the model and of the arguments
+    "bias": ({}, {"gradient_accumulation_steps": 2}),
+    "smoothed, tied": ({"smoothing": 0.1, "is_tied": True}, {}),
+    "autocast": ({}, {"bf16": True}),
+}
+
+
+class LanguageModel(nn.Module):
+    """A causal model with a scale, and a constant for each class, after its head."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"body": "colwise_gather_output", "head": "colwise_gather_output"}
+
+    def __init__(self, smoothing: float = 0.0, is_tied: bool = False, softcap: float | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.body = nn.Embedding(CLASSES, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, CLASSES, bias=not is_tied)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+        self.smoothing, self.softcap = smoothing, softcap
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.body(self.embedding(input_ids)))).float() * 2.0
+        logits = logits + torch.linspace(-1, 1, CLASSES)
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        left, right = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return {"loss": functional.cross_entropy(left, right, label_smoothing=self.smoothing), "logits": logits}
+
+
+def texts(number: int = 24) -> list[dict[str, Tensor]]:
+    found = []
+    for index in range(number):
+        ids = torch.randint(0, CLASSES, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        labels = ids.clone()
+        labels[: index % 4] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def trainer_of(folder: Path, model: nn.Module, option: bool | str, **options: Any) -> Any:
+    return make_trainer(
+        folder, model, texts(), max_steps=3, learning_rate=0.05, parallel={"tp": 2}, logging_steps=1, max_grad_norm=0.5,
+        eval_dataset=texts(9), loss_weight="shifted_tokens", linear_cross_entropy=option, **options,
+    )  # fmt: skip
+
+
+def train(folder: Path, case: str, option: bool | str) -> dict[str, Any]:
+    model, options = CASES[case]
+    trainer = trainer_of(folder, LanguageModel(**model), option, **options)
+    trainer.train()
+    part = trainer.objective.linear_loss
+    return {
+        "losses": losses(trainer),
+        "weights": torch.cat([whole(parameter).detach().flatten() for parameter in trainer.model.parameters()]),
+        "eval_loss": trainer.evaluate()["eval_loss"],
+        "by_chunks": None if part is None else part.is_right,
+    }
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Returns the logits that both processes read, and what is refused."""
+    batch = {name: torch.stack([text[name] for text in texts(4)]) for name in ("input_ids", "labels")}
+    found: dict[str, Any] = {}
+    for option in (False, True):
+        trainer = trainer_of(folder, LanguageModel(), option)
+        trainer.train()
+        _, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+        found[f"is_lazy {option}"] = isinstance(outputs["logits"], LazyLogits)
+        outputs["logits"].square().mean().backward()
+        gradients = [whole(each.grad).flatten() for each in trainer.model.parameters() if each.grad is not None]
+        found[f"logits {option}"] = outputs["logits"].detach() + 0
+        found[f"gradient {option}"] = torch.cat(gradients)
+    try:
+        trainer_of(folder, LanguageModel(softcap=2.0), True).train()
+    except ValueError as error:
+        found["refused"] = str(error)
+    return found
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    found = {case: [train(folder, case, option) for option in (False, True)] for case in CASES}
+    auto = train(folder, "bias", "auto")
+    torch.save({"cases": found, "auto": auto, "read": read(folder)}, folder / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
