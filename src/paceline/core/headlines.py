@@ -4,7 +4,9 @@ people on the standard output.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,31 @@ from paceline.args.plan import Plan
 from paceline.core.optional import LateModule
 
 terminal = LateModule("paceline.core.terminal")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts about a run for its log and its record.
+
+    Attributes:
+        num_trainable: elements of the trainable parameters.
+        num_parameters: elements of all parameters.
+        num_samples: samples of one epoch; None if unknown.
+        record: further entries of `run.json`.
+        lines: further log lines.
+        device: description of the model's device for people.
+        model: the model's class name.
+        describe_parts: returns further lines of the header; called if it is printed.
+    """
+
+    num_trainable: int
+    num_parameters: int
+    device: str
+    model: str
+    num_samples: int | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+    describe_parts: Callable[[], Sequence[str]] = tuple
 
 
 def headlines(plan: Plan, num_samples: int | None, num_trainable: int) -> list[str]:
@@ -37,27 +64,17 @@ def headlines(plan: Plan, num_samples: int | None, num_trainable: int) -> list[s
     ]
 
 
-def header(
-    plan: Plan,
-    model: str,
-    num_parameters: int,
-    num_trainable: int,
-    device: str,
-    folder: Path | None,
-    first_step: int = 0,
-) -> str:
+def header(plan: Plan, facts: RunFacts, folder: Path | None, first_step: int = 0) -> str:
     """Returns the header of a run, about ten lines.
 
     Args:
-        model: the model's class name.
-        num_parameters: elements of all parameters.
-        num_trainable: elements of the trainable parameters.
-        device: description of the device for people.
         folder: the output folder; None if this process saves nothing.
         first_step: optimizer steps before this start; more than 0 after a resume.
     """
-    trained = "" if num_trainable == num_parameters else f", {num_trainable:,} of them trained"
-    lines = [f"Training {model}: {num_parameters:,} parameters{trained}, on {device}", *plan.describe().splitlines()]
+    is_whole = facts.num_trainable == facts.num_parameters
+    trained = "" if is_whole else f", {facts.num_trainable:,} of them trained"
+    lines = [f"Training {facts.model}: {facts.num_parameters:,} parameters{trained}, on {facts.device}"]
+    lines += [*plan.describe().splitlines(), *facts.describe_parts()]
     if first_step:
         lines.append(f"resumed    at step {first_step:,} of {plan.max_steps:,}")
     if folder is not None:
@@ -66,7 +83,7 @@ def header(
     return "\n  ".join(lines)
 
 
-def show_header(*facts: Any) -> None:
-    """Prints the header of these facts. A closed pipe or a full disk behind the output ends no training."""
+def show_header(plan: Plan, facts: RunFacts, folder: Path | None, first_step: int) -> None:
+    """Prints the header of a run. A closed pipe or a full disk behind the output ends no training."""
     with suppress(OSError):
-        terminal.show(header(*facts))
+        terminal.show(header(plan, facts, folder, first_step))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVa
 from paceline.args.plan import Plan
 from paceline.core.contracts import Hooks, Notifying, Pending
 from paceline.core.events import CallbackHandler, close_run
-from paceline.core.headlines import headlines, show_header
+from paceline.core.headlines import RunFacts, headlines, show_header
 from paceline.core.ledger import LOG, OTHER, SAVE, Ledger, describe, remedies, slow_processes
 from paceline.core.lineage import PROGRESS_FILE, RECORD_NAME, RunMark, at, claimed
 from paceline.core.log_text import LogText
@@ -93,29 +93,6 @@ class Facade(Protocol):
     eval_dataset: Any
     log: Callable[..., None]
     _tell_card: Callable[[bool], None]
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """Facts about a run for its log and its record.
-
-    Attributes:
-        num_trainable: elements of the trainable parameters.
-        num_parameters: elements of all parameters.
-        num_samples: samples of one epoch; None if unknown.
-        record: further entries of `run.json`.
-        lines: further log lines.
-        device: description of the model's device for people.
-        model: the model's class name.
-    """
-
-    num_trainable: int
-    num_parameters: int
-    device: str
-    model: str
-    num_samples: int | None = None
-    record: Mapping[str, Any] = field(default_factory=dict)
-    lines: tuple[str, ...] = ()
 
 
 class Stages(Protocol):
@@ -470,8 +447,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
         if not is_wanted or not self.state.is_world_process_zero or logger.isEnabledFor(logging.INFO):
             return
         folder = run.folder if self.options.should_save else None
-        size = (facts.num_parameters, facts.num_trainable)
-        show_header(run.plan, facts.model, *size, facts.device, folder, run.first_step)
+        show_header(run.plan, facts, folder, run.first_step)
 
     @contextmanager
     def running(self, run: RunType) -> Iterator[None]:

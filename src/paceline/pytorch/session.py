@@ -23,6 +23,7 @@ from paceline.checkpoint.lock import FolderLock
 from paceline.checkpoint.resuming import begin_state
 from paceline.core import session as core
 from paceline.core.contracts import Hooks, Stateful
+from paceline.core.headlines import RunFacts
 from paceline.core.journal import NOT_COMPUTED, keep_journal
 from paceline.core.ledger import Ledger
 from paceline.core.lineage import PROGRESS_FILE, RunMark
@@ -30,7 +31,7 @@ from paceline.core.loop import Loop
 from paceline.core.methods import is_ours
 from paceline.core.metrics import best_metric_value
 from paceline.core.optional import LateModule
-from paceline.core.session import Kept, RunFacts, meters_in
+from paceline.core.session import Kept, meters_in
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerState
 from paceline.pytorch.checkpoint.distributed_resume import begin_for_all, find_for_all, locked
@@ -379,7 +380,21 @@ class Session(core.Session[Run, TrainerMembers]):
                 **self.step_parts.facts(),
             },
             lines=tuple(lines),
+            describe_parts=self.describe_parts,
         )
+
+    def describe_parts(self) -> list[str]:
+        """Returns the lines of the header about the optimizer, and about the memory that is known before a step."""
+        groups = getattr(self.optimizer, "param_groups", ())
+        rates = [group.get("initial_lr", group.get("lr")) for group in groups]
+        rates = sorted({rate for rate in rates if isinstance(rate, int | float)})
+        shown = rates[:: max(len(rates) - 1, 1)]  # the least and the greatest
+        rate = f", learning rate {' to '.join(f'{each:g}' for each in shown)}" if shown else ""
+        kind = self.options.lr_scheduler_type if self.created_lr_scheduler else type(self.lr_scheduler).__name__
+        return [
+            f"optimizer  {type(self.optimizer).__name__}{rate}, schedule {kind}",
+            f"memory     {count_memory(self.model, self.optimizer).describe()}",
+        ]
 
     @contextmanager
     def open(self, run: Run) -> Iterator[None]:

@@ -18,13 +18,14 @@ from paceline.checkpoint.lock import FolderLock, acquire
 from paceline.checkpoint.resuming import announce_resume, begin_state, find_checkpoint, report_changes, report_kept
 from paceline.core import session as core
 from paceline.core.contracts import Hooks
+from paceline.core.headlines import RunFacts
 from paceline.core.journal import UpdateRow, keep_journal
 from paceline.core.ledger import Ledger
 from paceline.core.lineage import RunMark, begin_run
 from paceline.core.loop import Loop
 from paceline.core.metrics import best_metric_value
 from paceline.core.optional import LateModule
-from paceline.core.session import Kept, RunFacts
+from paceline.core.session import Kept
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerState
 from paceline.tensorflow.arguments import check_tensorflow
