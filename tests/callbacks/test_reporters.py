@@ -431,6 +431,11 @@ def test_a_server_that_is_not_there_is_told_at_once():
         mlflow_log.check_server(f"http://127.0.0.1:{port}")
     for elsewhere in ("sqlite:///mlflow.db", "databricks", "/some/folder"):
         mlflow_log.check_server(elsewhere)
+    with socket.socket() as listener:  # takes connections, and answers none
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with pytest.raises(ConnectionError, match=r"cannot be reached \(timed out\)"):
+            mlflow_log.check_server(f"http://127.0.0.1:{listener.getsockname()[1]}", 0.1)
 
 
 @pytest.mark.parametrize(("value", "expected"), [("end", "end"), ("CHECKPOINT", "checkpoint"), ("", "false")])

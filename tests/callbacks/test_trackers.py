@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -286,8 +287,11 @@ class Server:
                 return
         raise TimeoutError((self.folder / "server.log").read_text())
 
+    def send(self, number: int) -> None:
+        os.killpg(self.process.pid, number)
+
     def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
+        self.send(signal.SIGKILL)
         self.process.wait()
 
 
@@ -402,6 +406,14 @@ def test_mlflow_whose_server_dies_does_not_stop_the_run(
     server = Server(tmp_path / "server")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     try:
+        monkeypatch.setattr("paceline.callbacks.reporters.mlflow.ANSWER_SECONDS", 3.0)
+        started = time.monotonic()  # mlflow itself would wait for 16 minutes for a server that does not answer
+        trainer = train(tmp_path / "stopped", "mlflow", callbacks=[At(3, partial(server.send, signal.SIGSTOP))])
+        assert trainer.state.global_step == 4
+        assert time.monotonic() - started < 60
+        assert "cannot be reached (timed out)" in caplog.text
+        server.send(signal.SIGCONT)
+
         trainer = train(tmp_path / "out", "mlflow", max_steps=12, callbacks=[At(3, server.kill)])
         assert trainer.state.global_step == 12
         assert mlflow.active_run() is None

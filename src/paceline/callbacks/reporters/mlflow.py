@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import os
 import re
-import socket
+import ssl
 import threading
 import time
 import urllib.parse
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBE_SECONDS = 10.0
+CONNECT_SECONDS = 10.0
+ANSWER_SECONDS = 30.0  # to the first question; a server that is started on demand takes that long
+AGAIN_SECONDS = 1.0  # to the questions after one that had no answer
 FINISH_SECONDS = 30.0  # the end of training waits this long for a slow server
 MAX_METRICS = 1000  # per request, MLflow's limit
 DESCRIPTION = "mlflow.note.content"  # the tag that MLflow's pages show as the description of a run
@@ -82,6 +85,7 @@ class MLflowCallback(CardReporter):
         self._resumes: Mapping[str, Any] = {}
         self._sender: Sender | None = None
         self._filter = NumberFilter("MLflow")
+        self._answers = True
 
     @property
     def _ml_flow(self) -> Any:
@@ -108,7 +112,7 @@ class MLflowCallback(CardReporter):
             self._initialized = True
             return
         mlflow = self._ml_flow
-        check_server(mlflow.get_tracking_uri())
+        self._check_server()
         is_nested, given = is_set("MLFLOW_NESTED_RUN"), os.environ.get("MLFLOW_RUN_ID")
         if mlflow.active_run() is None or is_nested or given:
             experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or changed_project(args)
@@ -205,7 +209,7 @@ class MLflowCallback(CardReporter):
         if self._sender is None and not self._initialized:
             self.setup(args, state, kwargs.get("model"))
         if self._run_id is not None and media.path.exists():
-            check_server(self._ml_flow.get_tracking_uri())
+            self._check_server()
             self._ml_flow.MlflowClient().log_artifact(
                 self._run_id, str(media.path), artifact_path=media.path.parent.name
             )
@@ -214,7 +218,7 @@ class MLflowCallback(CardReporter):
         """Adds the model card to the artifacts, and makes it the description unless that is the user's."""
         if self._sender is None or self._run_id is None:
             return
-        check_server(self._ml_flow.get_tracking_uri())
+        self._check_server()
         client, card = self._ml_flow.MlflowClient(), make_card()
         client.log_text(self._run_id, card, CARD_FILE)
         description = as_description(card, client.get_run(self._run_id).data.tags.get(DESCRIPTION))
@@ -224,6 +228,7 @@ class MLflowCallback(CardReporter):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._log_artifacts and self._run_id is not None:
+            self._check_server()
             folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
             self._ml_flow.MlflowClient().log_artifacts(self._run_id, str(folder), artifact_path=folder.name)
 
@@ -242,11 +247,18 @@ class MLflowCallback(CardReporter):
                 "MLflow's server did not accept the last %d metrics of run %s.", self._sender.num_waiting, self._run_id
             )
 
+    def _check_server(self) -> None:
+        """Raises ConnectionError if the server does not answer; waits for it at length only once in an outage."""
+        seconds = ANSWER_SECONDS if self._answers else AGAIN_SECONDS
+        self._answers = False
+        check_server(self._ml_flow.get_tracking_uri(), seconds)
+        self._answers = True
+
     def _finish_sending(self) -> bool:
         """Waits until everything is sent, unless the server is unreachable. Returns: True if it is reachable."""
         assert self._sender is not None
         try:
-            check_server(self._ml_flow.get_tracking_uri())
+            self._check_server()
         except OSError:
             return False
         return self._sender.drain(FINISH_SECONDS)
@@ -344,22 +356,34 @@ class Sender:
                 self._changed.notify_all()
 
 
-def check_server(uri: str) -> None:
-    """Checks at once that a tracking server is reachable; mlflow itself would retry for minutes.
+def check_server(uri: str, seconds: float = ANSWER_SECONDS) -> None:
+    """Checks that a tracking server answers, whatever it says; mlflow itself would retry for a quarter of an hour.
+
+    Args:
+        uri: the tracking URI.
+        seconds: how long to wait for the answer.
 
     Raises:
-        ConnectionError: it is unreachable; the message contains its address.
+        ConnectionError: it is unreachable, or does not answer; the message contains its address.
     """
     parts = urllib.parse.urlsplit(uri)
     if parts.scheme not in ("http", "https") or parts.hostname is None:
         return  # a database, a folder, another scheme
     if parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.hostname):
         return  # only the proxy can reach it
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname, parts.port, timeout=min(CONNECT_SECONDS, seconds))
     try:
-        socket.create_connection((parts.hostname, port), timeout=PROBE_SECONDS).close()
+        connection.connect()
+        connection.sock.settimeout(seconds)
+        connection.request("GET", "/health")
+        connection.getresponse()
+    except (ssl.SSLError, http.client.HTTPException):
+        pass  # an answer, which mlflow's own client may understand
     except OSError as error:
         raise ConnectionError(
-            f"MLflow's server {parts.hostname}:{port} cannot be reached ({error}): start it, or set "
+            f"MLflow's server {parts.hostname}:{connection.port} cannot be reached ({error}): start it, or set "
             "MLFLOW_TRACKING_URI, for instance to sqlite:///mlflow.db."
         ) from error
+    finally:
+        connection.close()
