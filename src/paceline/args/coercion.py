@@ -421,7 +421,8 @@ def coerce_option(cls: type, name: str, value: object) -> Any:
 
 def as_plain(value: object) -> Any:
     """Converts `value` to JSON and YAML types as far as possible; containers are copied."""
-    if type(value) in _PLAIN:  # as most options are, and each save converts all of them
+    # most options are plain, and each save converts all of them
+    if type(value) in _PLAIN or isinstance(value, type):
         return value
     if isinstance(value, Enum):
         return value.value
@@ -435,11 +436,11 @@ def as_plain(value: object) -> Any:
     if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
         return str(value).removeprefix("torch.")
     for method in ("to_dict", "to_json"):
-        if hasattr(value, method) and not isinstance(value, type):
+        if hasattr(value, method):
             return as_plain(getattr(value, method)())
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value):
         return {field.name: as_plain(getattr(value, field.name)) for field in fields(value)}
-    if callable(value) and not isinstance(value, type):
+    if callable(value):
         named = value if hasattr(value, "__qualname__") else type(value)
         return f"{named.__module__}:{named.__qualname__}"
     return value
