@@ -29,6 +29,10 @@ def check_token_terms(options: Options) -> None:
     excluded = {
         "regularizers": (bool(options.regularizers), "which compute other losses in a step"),
         "teacher": (bool(options.teacher), "whose loss has other targets too"),
+        f"loss_by_source={options.loss_by_source!r}": (
+            bool(weight and options.loss_by_source),
+            "which computes the losses of samples without a z-loss",
+        ),
         "deepspeed": (bool(options.deepspeed), "which runs the passes itself"),
         "use_liger_kernel=True": (options.use_liger_kernel, "whose losses are fused with their logits"),
     }

@@ -180,6 +180,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path) -> None:
         train(tmp_path, WithoutLoss(), compute_loss_func=own_loss, z_loss_weight=0.1)
     with pytest.raises(UnsupportedOption, match=r"log_token_metrics=True is not supported with regularizers"):
         TrainingArguments(str(tmp_path), log_token_metrics=True, regularizers=["sam"])
+    with pytest.raises(UnsupportedOption, match=r"z_loss_weight=0.1 is not supported with loss_by_source='source'"):
+        TrainingArguments(str(tmp_path), z_loss_weight=0.1, loss_by_source="source")
     with pytest.raises(ValueError, match=r"z_loss_weight=-1.0: give a weight of 0 or more"):
         TrainingArguments(str(tmp_path), z_loss_weight=-1.0)
     compiled = make_trainer(
