@@ -65,9 +65,12 @@ def cleaned(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if output.get("name") == "stderr" or output.get("data", {}).get("text/html") == [""]:
             continue
         if output["output_type"] == "stream" and kept and kept[-1]["output_type"] == "stream":
-            kept[-1]["text"] = ["".join(kept[-1]["text"]) + "".join(output["text"])]
+            kept[-1]["text"] = "".join(kept[-1]["text"]) + "".join(output["text"])
             continue
         kept.append(output)
+    for output in kept:
+        if output["output_type"] == "stream":
+            output["text"] = "".join(output["text"]).splitlines(keepends=True)
     return kept
 
 
