@@ -252,6 +252,26 @@ def test_a_sound_job_raises_no_alarm(options: dict[str, Any], tmp_path: Path) ->
     assert "one batch" in found.checks
 
 
+def test_what_a_model_of_a_library_leaves_unused_is_no_alarm(tmp_path: Path) -> None:
+    """The mask token of an image encoder, which its classifier never uses; the same in a model of one's own is one."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    torch.manual_seed(0)
+    config = transformers.Dinov2Config(**sizes, num_labels=2)
+    model = transformers.Dinov2ForImageClassification(config)
+    rows = [{"pixel_values": torch.randn(3, 16, 16) + label, "labels": label} for label in [0, 1] * 16]
+
+    class Own(type(model)):  # type: ignore[misc]
+        pass
+
+    for kind, severity in ((type(model), "note"), (Own, "warning")):
+        model.__class__ = kind
+        found = make_trainer(tmp_path, model, rows, learning_rate=1e-3).doctor().findings
+        unused = [each for each in found if "dinov2.embeddings.mask_token" in each.seen]
+        assert [each.severity for each in unused] == [severity]
+        assert {each.severity for each in found} <= {severity, "note"}
+
+
 class Padded(nn.Module):
     """A tagger whose loss depends on how far a batch is padded, as that of heads for question answering does."""
 

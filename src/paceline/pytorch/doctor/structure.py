@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,6 +14,7 @@ from torch import nn
 from paceline.pytorch.doctor.findings import ERROR, NOTE, WARNING, Case, Finding, leaves_of
 
 EXPLODING = 1e4  # norm of a gradient
+MOST_UNUSED = 0.01  # share of the parameters of a library's model that it may leave unused
 
 
 def find_failing_pass(case: Case) -> Iterator[Finding]:
@@ -57,6 +61,20 @@ def find_initial_loss(case: Case) -> Iterator[Finding]:
         )
 
 
+def is_unused_by_design(model: nn.Module, unused: Sequence[str]) -> bool:
+    """True if an installed library wrote the model, and the unused parameters are a small part of it.
+
+    Such are the mask tokens of image encoders in transformers, and the layers of a vision tower behind the one whose
+    states are read: nobody who trains the model can use them.
+    """
+    package = sys.modules.get(type(model).__module__.partition(".")[0])
+    place = getattr(package, "__file__", None)
+    if place is None or not Path(place).is_relative_to(sysconfig.get_path("purelib")):
+        return False
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return sum(sizes[name] for name in unused) <= MOST_UNUSED * sum(sizes.values())
+
+
 def find_bad_gradients(case: Case) -> Iterator[Finding]:
     """Parameters that are frozen, unused, or have a gradient of zero or a huge one."""
     model = case.copy_model()
@@ -74,8 +92,9 @@ def find_bad_gradients(case: Case) -> Iterator[Finding]:
     known = {name: gradient for name, gradient in found.items() if gradient is not None}
     bad = [name for name, gradient in known.items() if not bool(torch.isfinite(gradient).all())]
     if unused:
+        severity = NOTE if is_unused_by_design(model, unused) else WARNING
         yield Finding(
-            WARNING, f"{len(unused)} parameters get no gradient: {', '.join(unused[:3])}", "Use or freeze them."
+            severity, f"{len(unused)} parameters get no gradient: {', '.join(unused[:3])}", "Use or freeze them."
         )
     silent = [name for name in dead if "lora_" not in name]
     if silent:
