@@ -194,6 +194,7 @@ class Pruning(TrainerCallback):
         remedy = "Use parallel='ddp' or 'fsdp', or leave it out."
         if args.deepspeed or args.half_precision_backend == "apex":
             raise UnsupportedOption(f"Pruning with DeepSpeed or Apex, which step copies of weights. {remedy}")
+        check_phases(args.phases or ())
         for target in self._targets:
             weight: Any = target.weight
             is_odd = is_dtensor(weight) and sum(not each.is_replicate() for each in weight.placements) > 1
@@ -365,6 +366,20 @@ class Pruning(TrainerCallback):
         self._is_restored = True
         if self._targets:  # a rollback in a run; else the weights are not known yet
             self._bind()
+
+
+def check_phases(phases: Iterable[Any]) -> None:
+    """Refuses phases that train some of the weights, because only weights that are trained from the start are pruned.
+
+    Raises:
+        UnsupportedOption: a phase freezes parameters.
+    """
+    name = next((phase.name for phase in phases if phase.freeze), None)
+    if name is not None:
+        raise UnsupportedOption(
+            f"Pruning with phases that freeze parameters, as the phase {name!r} does, is not supported: a weight that "
+            "is frozen at the start would not be pruned later. Leave freeze out, or prune in a run of its own."
+        )
 
 
 def _gathered(weight: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from small_models import Classifier
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from paceline import Pruning, Trainer, TrainerCallback, TrainingArguments, UnsupportedOption
+from paceline import Phase, Pruning, Trainer, TrainerCallback, TrainingArguments, UnsupportedOption
 from paceline.cli.main import main
 from paceline.pytorch.pruning import to_semi_structured
 from paceline.pytorch.pruning_masks import Target, keep_most, two_of_four
@@ -327,6 +327,12 @@ def refused() -> Iterator[tuple[dict[str, Any], dict[str, Any], str]]:
 def test_what_cannot_be_pruned_is_refused(tmp_path: Path, arguments: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(tmp_path, Pruning(**arguments), **options).train()
+
+
+def test_phases_that_freeze_weights_are_refused(tmp_path: Path) -> None:
+    frozen = [Phase("head", until=2, freeze=["first.*"]), Phase("all")]
+    with pytest.raises(UnsupportedOption, match="phases that freeze parameters, as the phase 'head' does"):
+        make(tmp_path, Pruning(0.5), phases=frozen, max_steps=4).train()
 
 
 def test_sparse_kernels_need_a_device_that_has_them() -> None:
