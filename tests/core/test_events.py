@@ -1,11 +1,13 @@
 import copy
 import inspect
 import pickle
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 
 from paceline.callbacks.flow import DefaultFlowCallback
+from paceline.core import events
 from paceline.core.events import EVENTS, CallbackHandler, TrainerCallback, ignores_keywords
 from paceline.core.state import TrainerControl, TrainerState
 
@@ -346,6 +348,32 @@ def test_a_failing_reporter_is_told_of_once_and_given_up(caplog):
     assert len(caplog.records) == 1
     assert "Failing failed in on_log" in caplog.text
     assert "no space left" in caplog.text
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(30.0, 3), (90.0, 1)])
+def test_a_reporter_that_makes_training_wait_is_given_up_at_once(caplog, monkeypatch, seconds, calls):
+    """As the client of a service that accepts connections and never answers."""
+    clock = [0.0]
+    monkeypatch.setattr(events, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    class Hanging(TrainerCallback):
+        may_fail = True
+        calls = 0
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.calls += 1
+            clock[0] += seconds
+            raise TimeoutError("no answer")
+
+        on_log = on_train_begin
+
+    hanging = Hanging()
+    handler = CallbackHandler([hanging])
+    fire(handler, "on_train_begin")
+    for _ in range(4):
+        fire(handler, "on_log", logs={})
+    assert hanging.calls == calls
+    assert ("Hanging is not called again in this run: training waited 90 seconds" in caplog.text) is (calls == 1)
 
 
 def test_a_server_that_is_not_there_is_told_in_one_line(caplog):

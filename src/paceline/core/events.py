@@ -7,6 +7,7 @@ look-up. The table is rebuilt when a callback is added or removed, and when trai
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex, TypeVar
 
@@ -192,9 +193,13 @@ def ignores_keywords(method: Method) -> Method:
 
 
 class _FaultBarrier:
-    """Catches the exceptions of one `may_fail` callback: logs the first, disables it after three in a row."""
+    """Catches the exceptions of one `may_fail` callback: logs the first, disables it after three in a row.
+
+    One that took longer than `PATIENCE` disables it at once: the client of a service that hangs waits for minutes.
+    """
 
     LIMIT = 3
+    PATIENCE = 45.0  # seconds
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -207,10 +212,12 @@ class _FaultBarrier:
         ) -> TrainerControl | None:
             if self.in_a_row >= self.LIMIT:
                 return None
+            start = time.monotonic()
             try:
                 result = method(args, state, control, **kwargs)
             except Exception as error:
                 self.report(event, error)
+                self.give_up(time.monotonic() - start)
                 return None
             self.in_a_row = 0
             return result
@@ -225,6 +232,14 @@ class _FaultBarrier:
                 logger.warning("%s failed in %s; the run goes on. %s", self.name, event, error)
             else:
                 logger.warning("%s failed in %s; the run goes on.", self.name, event, exc_info=error)
+
+    def give_up(self, seconds: float) -> None:
+        """Disables the callback if its failed call took too long."""
+        if seconds > self.PATIENCE and self.in_a_row < self.LIMIT:
+            self.in_a_row = self.LIMIT
+            logger.warning(
+                "%s is not called again in this run: training waited %.0f seconds for its failure.", self.name, seconds
+            )
 
 
 class _Callbacks(list[Any]):
