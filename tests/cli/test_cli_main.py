@@ -52,6 +52,8 @@ def test_the_module_can_be_run():
         (["demo", "digits", "--xla"], "xla is an option of TensorFlow: give --framework tf too"),
         (["train", "job.yaml", "--poly_powr", "2"], "did you mean '--poly_power'"),
         (["train", "job.yaml", "--framwork", "tf"], "did you mean '--framework'"),
+        (["train", "job.yaml", "--gradient_acc", "2"], "did you mean '--gradient_accumulation_steps'"),
+        (["plan", "job.yaml", "--prin"], "did you mean '--print-config'"),
         (["train"], "train needs a file"),
         (["train", "nowhere.yaml"], "nowhere.yaml cannot be read"),
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from paceline.args.errors import cut_short
 from paceline.cli.config import JobConfig, read_job
 from paceline.cli.errors import UsageError, load_part
 from paceline.cli.references import put_on_path
@@ -29,8 +30,13 @@ def read_words(command: str, words: Sequence[str], flags: Sequence[str]) -> tupl
     Raises:
         UsageError: the configuration is invalid, or is one of TensorFlow.
     """
+    words = [word.replace("_", "-") if word.replace("_", "-") in flags else word for word in words]
     given = {word for word in words if word in flags}
     rest = [word for word in words if word not in flags]
+    for word in rest:
+        near = cut_short(word.replace("_", "-"), flags) if word.startswith("--") else []
+        if near:
+            raise UsageError(f"there is no option {word}; did you mean {near[0]!r}?")
     if not rest:
         raise UsageError(f"{command} needs a file: paceline {command} CONFIG.yaml")
     config, fresh = read_job(rest)
