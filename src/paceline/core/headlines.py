@@ -65,7 +65,7 @@ def headlines(plan: Plan, num_samples: int | None, num_trainable: int) -> list[s
 
 
 def header(plan: Plan, facts: RunFacts, folder: Path | None, first_step: int = 0) -> str:
-    """Returns the header of a run, about ten lines.
+    """Returns the header of a run, about ten lines, and then the notes of the plan.
 
     Args:
         folder: the output folder; None if this process saves nothing.
@@ -74,13 +74,15 @@ def header(plan: Plan, facts: RunFacts, folder: Path | None, first_step: int = 0
     is_whole = facts.num_trainable == facts.num_parameters
     trained = "" if is_whole else f", {facts.num_trainable:,} of them trained"
     lines = [f"Training {facts.model}: {facts.num_parameters:,} parameters{trained}, on {facts.device}"]
-    lines += [*plan.describe().splitlines(), *facts.describe_parts()]
+    planned = plan.describe().splitlines()
+    notes = [line for line in planned if line.startswith("note ")]
+    lines += [*(line for line in planned if line not in notes), *facts.describe_parts()]
     if first_step:
         lines.append(f"resumed    at step {first_step:,} of {plan.max_steps:,}")
     if folder is not None:
         resume = "" if plan.save_strategy == "no" else "; to resume: train(resume_from_checkpoint=True)"
         lines.append(f"output     {folder}{resume}")
-    return "\n  ".join(lines)
+    return "\n  ".join(lines + notes)
 
 
 def show_header(plan: Plan, facts: RunFacts, folder: Path | None, first_step: int) -> None:
