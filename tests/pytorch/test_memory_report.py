@@ -10,7 +10,7 @@ from small_models import Tagger, make_trainer, tagging
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.pytorch.distributed.memory import as_text
+from paceline.core.training_memory import as_text
 from paceline.pytorch.memory_report import find_activations, recording
 
 VOCABULARY, WIDTH = 512, 16

@@ -4,7 +4,7 @@ people on the standard output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +83,14 @@ def header(plan: Plan, facts: RunFacts, folder: Path | None, first_step: int = 0
         resume = "" if plan.save_strategy == "no" else "; to resume: train(resume_from_checkpoint=True)"
         lines.append(f"output     {folder}{resume}")
     return "\n  ".join(lines + notes)
+
+
+def optimizer_line(optimizer: str, rates: Iterable[float], schedule: str) -> str:
+    """Returns the line of the header about the optimizer: its name, the least and the greatest rate, the schedule."""
+    found = sorted(set(rates))
+    shown = found[:: max(len(found) - 1, 1)]
+    rate = f", learning rate {' to '.join(f'{each:g}' for each in shown)}" if shown else ""
+    return f"optimizer  {optimizer}{rate}, schedule {schedule}"
 
 
 def show_header(plan: Plan, facts: RunFacts, folder: Path | None, first_step: int) -> None:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.optional import LateModule
+from paceline.core.training_memory import Memory, as_text
 from paceline.pytorch.data.batches import batch_size_of
-from paceline.pytorch.distributed.memory import Memory, as_text, count_memory
+from paceline.pytorch.distributed.memory import count_memory
 from paceline.pytorch.distributed.strategy import is_out_of_memory
 
 logger = logging.getLogger(__name__)

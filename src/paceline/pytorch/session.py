@@ -23,7 +23,7 @@ from paceline.checkpoint.lock import FolderLock
 from paceline.checkpoint.resuming import begin_state
 from paceline.core import session as core
 from paceline.core.contracts import Hooks, Stateful
-from paceline.core.headlines import RunFacts
+from paceline.core.headlines import RunFacts, optimizer_line
 from paceline.core.journal import NOT_COMPUTED, keep_journal
 from paceline.core.ledger import Ledger
 from paceline.core.lineage import PROGRESS_FILE, RunMark
@@ -387,12 +387,10 @@ class Session(core.Session[Run, TrainerMembers]):
         """Returns the lines of the header about the optimizer, and about the memory that is known before a step."""
         groups = getattr(self.optimizer, "param_groups", ())
         rates = [group.get("initial_lr", group.get("lr")) for group in groups]
-        rates = sorted({rate for rate in rates if isinstance(rate, int | float)})
-        shown = rates[:: max(len(rates) - 1, 1)]  # the least and the greatest
-        rate = f", learning rate {' to '.join(f'{each:g}' for each in shown)}" if shown else ""
+        rates = [rate for rate in rates if isinstance(rate, int | float)]
         kind = self.options.lr_scheduler_type if self.created_lr_scheduler else type(self.lr_scheduler).__name__
         return [
-            f"optimizer  {type(self.optimizer).__name__}{rate}, schedule {kind}",
+            optimizer_line(type(self.optimizer).__name__, rates, str(kind)),
             f"memory     {count_memory(self.model, self.optimizer).describe()}",
         ]
 

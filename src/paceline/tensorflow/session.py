@@ -28,6 +28,7 @@ from paceline.core.optional import LateModule
 from paceline.core.session import Kept
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerState
+from paceline.tensorflow import header
 from paceline.tensorflow.arguments import check_tensorflow
 from paceline.tensorflow.checkpoint.resume_state import read_progress, read_unlogged, restore_position, wrap_load_error
 from paceline.tensorflow.checkpoint.saving import Checkpointer, requested_actions
@@ -288,7 +289,17 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
             num_samples=run.feed.source.num_samples,
             record={"strategy": type(self.strategy).__name__},
             lines=lines,
+            describe_parts=partial(self.describe_parts, run.engine),
         )
+
+    def describe_parts(self, engine: TFEngine) -> list[str]:
+        """Returns the lines of the header about the optimizer and the memory."""
+        if self.has_own_optimizer:
+            rate, schedule = self.options.learning_rate, str(self.options.lr_scheduler_type)
+        else:
+            schedule = "constant" if self.lr_scheduler is None else type(self.lr_scheduler).__name__
+            rate = engine.learning_rate()
+        return header.describe_parts(self.model, self.optimizer, rate, schedule)
 
     def open(self, run: core.Run) -> AbstractContextManager[None]:
         return averaging(self.averages, run.engine, self.callback_handler)

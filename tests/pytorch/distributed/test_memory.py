@@ -10,7 +10,8 @@ from small_models import Classifier, classification
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paceline.pytorch.distributed.memory import Memory, count_memory, total
+from paceline.core.training_memory import Memory
+from paceline.pytorch.distributed.memory import count_memory, total
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),

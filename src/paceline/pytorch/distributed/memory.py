@@ -10,39 +10,13 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paceline.core.training_memory import Memory
 from paceline.pytorch.distributed.tensor_parts import local_part
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Memory on one process, in bytes.
-
-    Attributes:
-        parameters: size of the model's parameters and buffers.
-        gradients: size of the gradients of the trained parameters, once they exist; of the largest one only, if the
-            optimizer steps inside the backward pass.
-        optimizer: size of the optimizer's state after its first step; None if unknown before.
-        largest_gradient: size of the largest gradient.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int | None
-    largest_gradient: int
-
-    def describe(self) -> str:
-        """Returns the sizes as a line of text."""
-        state = "of a size known after the first optimizer step" if self.optimizer is None else as_text(self.optimizer)
-        return (
-            f"{as_text(self.parameters)} of parameters, {as_text(self.gradients)} of gradients, "
-            f"optimizer state {state}; activations not included"
-        )
 
 
 def count_memory(model: nn.Module, optimizer: object) -> Memory:
@@ -101,8 +75,3 @@ def total(tensors: Iterable[Tensor]) -> int:
     """Returns the total bytes of this process's shards of the tensors; each tensor is counted once."""
     held = {id(tensor): local_part(tensor) for tensor in tensors}
     return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
-
-
-def as_text(size: int) -> str:
-    """Returns a size with its unit."""
-    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"

@@ -11,7 +11,7 @@ from paceline.args.plan import Plan
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.space import SMALL_FILES_BYTES
 from paceline.core.journal import FORMAT
-from paceline.pytorch.distributed.memory import as_text
+from paceline.core.training_memory import as_text
 from paceline.pytorch.forecast.rehearsal import StepMemoryEstimate
 
 LOG_ROW = 250  # bytes of a row of log.jsonl, about
