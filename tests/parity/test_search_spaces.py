@@ -27,6 +27,7 @@ def test_optuna() -> None:
     assert sorted(found[0][0]) == OPTIONS
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("ray"), reason="needs ray")
 def test_ray() -> None:
     theirs = pytest.importorskip("transformers.trainer_utils").default_hp_space_ray(None)
@@ -43,6 +44,7 @@ def described(domain: Any) -> dict[str, Any]:
     return {**found, "sampler": (type(domain.sampler).__name__, vars(domain.sampler))}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("wandb"), reason="needs wandb")
 def test_wandb() -> None:
     module = pytest.importorskip("transformers.trainer_utils")

@@ -23,6 +23,7 @@ from small_models import Classifier, classification, make_trainer, scored, weigh
 
 from paceline import Trainer, TrainerCallback
 from paceline.checkpoint import folders
+from paceline.core import retry_writer
 from paceline.core.journal import read_rows
 from paceline.pytorch.checkpoint import background, checkpointer, tensors
 from paceline.pytorch.checkpoint.checkpointer import Checkpointer
@@ -706,8 +707,7 @@ def test_a_run_resumes_on_a_disk_that_takes_no_record(
 
     shutil.rmtree(tmp_path / "checkpoint-4")
     monkeypatch.setattr(os, "truncate", partial(refuse, os.truncate))
-    dump = json.dump
-    monkeypatch.setattr("paceline.core.record.json.dump", lambda *args, **named: refuse(partial(dump, **named), *args))
+    monkeypatch.setattr("paceline.core.record.replace_whole", partial(refuse, retry_writer.replace_whole))
     trainer = make(tmp_path, logging_steps=1, callbacks=[Each(free)])
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 8
