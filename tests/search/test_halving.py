@@ -97,6 +97,7 @@ def test_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
         make_search(tmp_path).hyperparameter_search(hp_space=rates, n_trials=2, **options)
 
 
+@pytest.mark.slow
 def test_trials_that_end_below_the_first_rung_are_trained_once(tmp_path: Path) -> None:
     steps = []
 

@@ -218,6 +218,7 @@ def test_a_missing_metric_ends_the_search_in_one_sentence(
     assert not logging.getLogger("optuna.study._optimize").filters
 
 
+@pytest.mark.slow
 def test_a_failed_trial_is_logged_with_its_own_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def space(trial: Any) -> dict[str, Any]:
         if trial.number == 0:
@@ -371,13 +372,17 @@ def test_a_disk_that_fills_up_at_the_end_of_a_trial(tmp_path: Path, monkeypatch:
     assert searched(make_search(tmp_path, max_steps=1), hp_space=rates, n_trials=2).run_id in ("0", "1")
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", "a\0b", "\x1b[31mred", "a\ud800", "x" * 300, 5])
+NAMES = ["", "..", "a/b", "a\0b", "\x1b[31mred", "a\ud800", "x" * 300, 5]
+
+
+@pytest.mark.parametrize("name", slow_but(["a/b", 5], NAMES))
 def test_a_name_of_a_trial_that_is_none_ends_the_search(tmp_path: Path, name: Any) -> None:
     with pytest.raises(SearchError, match="it must return the name of a folder"):
         searched(make_search(tmp_path), hp_space=rates, n_trials=3, hp_name=lambda trial: name)
     assert len(study_of(tmp_path).trials) == 1
 
 
+@pytest.mark.slow
 def test_unknown_hyperparameters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_search(tmp_path)
     searched(trainer, hp_space=lambda trial: {"learning_rat": 1e-3, "model.width": 3}, n_trials=2)

@@ -138,6 +138,7 @@ def test_options_that_a_short_run_cannot_take_are_left_out(tmp_path: Path) -> No
     assert len(trainer.find_lr(num_steps=10).losses) == 10
 
 
+@pytest.mark.slow
 def test_a_buffer_that_forward_replaces_is_restored(tmp_path: Path) -> None:
     class Counts(Tagger):
         seen: Tensor

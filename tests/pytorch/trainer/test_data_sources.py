@@ -54,7 +54,7 @@ class SeenWorkers(TrainerCallback):
         self.after_updates.append(workers() - self.others)
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("is_stream", slow_but([True], [False, True]))
 @pytest.mark.parametrize("persistent", slow_but([True], [False, True]))
 def test_persistent_workers_evaluate_a_whole_run(tmp_path: Path, persistent: bool, is_stream: bool) -> None:
     gc.collect()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged import TakesBounds, TakesMask, TakesTokensAlone, llama, pad, texts
@@ -73,7 +74,7 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step == 3
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", slow_but(["pack"], PACKINGS))
 def test_a_run_is_resumed_bit_for_bit_in_the_middle_of_an_epoch(packing: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "packing": packing, "num_train_epochs": 2}

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow_but
 from small_models import Classifier, classification, losses, make_trainer, weights
 from torch import Tensor
 from torch.nn import functional
@@ -164,7 +165,7 @@ def test_clipping_sees_true_gradients(tmp_path: Path, accumulation: int) -> None
 
 
 @pytest.mark.parametrize("option", ["bf16", "fp16"])
-@pytest.mark.parametrize("stop", [2, 9])
+@pytest.mark.parametrize("stop", slow_but([2], [2, 9]))
 def test_resume_is_exact(tmp_path: Path, option: str, stop: int) -> None:
     def run(folder: Path, stop: int | None = None, resume: bool | None = None) -> Any:
         trainer = make_trainer(

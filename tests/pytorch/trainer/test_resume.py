@@ -131,7 +131,7 @@ def test_resumed_again_a_run_of_another_batch_size_keeps_its_length(tmp_path: Pa
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", slow_but([0], [0, 2]))
 @pytest.mark.parametrize(
     ("before", "after"),
     slow_but([((4, 1), (2, 3))], [((2, 1), (4, 1)), ((4, 1), (2, 3)), ((3, 2), (3, 1)), ((2, 1), (5, 2))]),
@@ -182,7 +182,7 @@ KEPT = {"num_workers": 2, "persistent_workers": True}
     ("kind", "workers"),
     [
         ("torch.utils.data", {"num_workers": 0}),
-        ("torch.utils.data", {"num_workers": 2}),
+        pytest.param("torch.utils.data", {"num_workers": 2}, marks=pytest.mark.slow),
         # ending workers that are kept waits for half a minute and more
         pytest.param("torch.utils.data", KEPT, marks=pytest.mark.slow),
         pytest.param("torch.utils.data", {**KEPT, "generator": None}, marks=pytest.mark.slow),

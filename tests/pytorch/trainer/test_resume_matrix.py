@@ -299,9 +299,6 @@ FAST = (
     "by length",
     "workers",
     "stream",
-    "stream with a state",
-    "shuffle buffer, at ends",
-    "evaluation in between",
     "the best model",
     "saved now and then",
     "half precision with a scaler",
@@ -309,7 +306,6 @@ FAST = (
     "a tagger, shuffled",
     "gpt2, shuffled",
     "a part of an epoch",
-    "schedule greedy",
 )
 
 

@@ -48,8 +48,10 @@ class StopAt(TrainerCallback):
     [
         {},
         {"dataloader_num_workers": 2, "gradient_accumulation_steps": 2},
-        {"packing": "pack", "packing_length": 20, "gradient_accumulation_steps": 2},
-        {"packing": "flatten"},
+        pytest.param(
+            {"packing": "pack", "packing_length": 20, "gradient_accumulation_steps": 2}, marks=pytest.mark.slow
+        ),
+        pytest.param({"packing": "flatten"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_is_resumed_bit_for_bit_in_the_middle_of_an_epoch(options: dict[str, Any], tmp_path: Path) -> None:

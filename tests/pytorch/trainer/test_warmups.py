@@ -134,6 +134,7 @@ def test_after_an_out_of_memory_the_samples_are_the_same(tmp_path: Path) -> None
     assert torch.allclose(weights(trainer.model), weights(expected.model), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_trial_runs_use_the_full_size(tmp_path: Path) -> None:
     found = trainer_in(tmp_path).find_batch_size(lowest=4, highest=8, num_steps=2)
     assert found is not None

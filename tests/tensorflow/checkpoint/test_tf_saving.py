@@ -54,8 +54,8 @@ def generator() -> Any:
     ("kind", "options"),
     [
         ("arrays", {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 2}),
-        ("tensors", {}),
-        ("shuffled", {"train_sampling_strategy": "sequential"}),
+        pytest.param("tensors", {}, marks=pytest.mark.slow),
+        pytest.param("shuffled", {"train_sampling_strategy": "sequential"}, marks=pytest.mark.slow),
         ("generator", {"max_steps": 11}),
     ],
 )
