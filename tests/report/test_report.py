@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import opened
-from cases import slow_but
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import Classifier, classification
@@ -144,7 +143,8 @@ make_trainer(sys.argv[1], Classifier(), classification(16), **options).train()
 """
 
 
-@pytest.mark.parametrize("with_handler", slow_but([True], [False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("with_handler", [False, True])
 def test_warnings_of_a_script_are_printed_once(tmp_path, with_handler):
     """As without the report: by logging's last resort, or by the script's handler."""
     command = [sys.executable, "-c", WARNING_JOB, str(tmp_path), *(["handler"] if with_handler else [])]

@@ -67,6 +67,7 @@ def test_a_search_that_died_goes_on_at_its_rung(tmp_path: Path) -> None:
     assert searched(make_search(tmp_path / "died", **SAVES), **options) == straight
 
 
+@pytest.mark.slow
 def test_a_failed_trial_leaves_the_others(tmp_path: Path) -> None:
     def space(trial: Any) -> dict[str, Any]:
         return {**rates(trial), "per_device_train_batch_size": 0 if trial.number == 0 else 4}

@@ -294,6 +294,7 @@ def test_losses_of_layers_against_a_tape_in_float64(tmp_path: Path, accumulation
     assert np.allclose(np.asarray(regularised.kernel), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_weights_of_samples(tmp_path: Path) -> None:
     """They are of Keras' mean over samples without a compiled loss too, or refused."""
     data = X, CLASS, np.linspace(0, 2, 12)

@@ -20,15 +20,15 @@ def did_you_mean(word: str, candidates: Iterable[str], prefix: str = "") -> str:
 
     Args:
         word: the unknown word.
-        candidates: the known words. A common name for one of them (`lr`) goes before its first letters, and these
-            before similar spelling.
+        candidates: the known words. A common name for one of them (`lr`) and almost the same spelling go before
+            words that begin with it, and these before similar spelling.
         prefix: text put before the candidate, such as the dashes of a command line.
     """
     known = list(candidates)
     # imported for an error only: it would be loaded with every Trainer
     synonyms = importlib.import_module("paceline.args.synonyms")
-    near = synonyms.meant_by(word, known) or cut_short(word, known)
-    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    near = synonyms.meant_by(word, known) or difflib.get_close_matches(word, known, n=1, cutoff=0.9)
+    near = near or cut_short(word, known) or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"; did you mean {' or '.join(repr(prefix + name) for name in near)}?" if near else ""
 
 

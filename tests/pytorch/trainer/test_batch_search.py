@@ -107,6 +107,7 @@ def test_steps_without_a_target_do_not_count(tmp_path: Path) -> None:
         make_trainer(tmp_path, Narrow(9), silent).find_batch_size()
 
 
+@pytest.mark.slow
 def test_a_stream_that_ends_and_a_loader_of_ones_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:

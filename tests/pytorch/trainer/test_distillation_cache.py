@@ -264,6 +264,7 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(cached(tmp_path))
 
 
+@pytest.mark.slow
 def test_workers_and_unlabelled_data(tmp_path: Path) -> None:
     data = [{"x": row["x"]} for row in rows(70)]
     for name, options in (("plain", {}), ("cached", {"distillation_cache": str(tmp_path / "cache")})):

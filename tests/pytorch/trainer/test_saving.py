@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import slow_but
 from safetensors.torch import load_file
 from small_models import Classifier, classification, make_trainer, scored, weights
 
@@ -458,9 +457,9 @@ def _silence() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_silence")
-@pytest.mark.parametrize("is_best", slow_but([True], [False, True]))
-@pytest.mark.parametrize("number", slow_but([errno.ENOSPC], [errno.ENOSPC, None]))
+@pytest.mark.parametrize(("number", "is_best"), [(errno.ENOSPC, True), (None, False)])
 def test_saves_that_fail_hold_no_more_memory_than_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_best: bool, number: int | None
 ) -> None:

@@ -64,7 +64,7 @@ def damaged(data: st.DataObject, content: bytes, name: str) -> bytes:
 
 
 @settings(
-    max_examples=10,
+    max_examples=6,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.generate],  # each case takes a tenth of a second: none are made smaller

@@ -70,9 +70,8 @@ def test_the_average_is_evaluated_saved_and_kept_and_training_goes_on_without_it
         assert_same(loaded.model.get_weights(), trainer.model.get_weights())
 
 
-@pytest.mark.parametrize(
-    "options", [{"ema_decay": 0.9}, pytest.param({"swa_start": 3, "average_steps": 1}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"ema_decay": 0.9}, {"swa_start": 3, "average_steps": 1}], ids=str)
 def test_a_resume_is_exact(tmp_path: Path, options: dict[str, Any]) -> None:
     whole, _ = run(tmp_path / "whole", **options)
     for step in (2, 5):
