@@ -163,7 +163,9 @@ class SingleDevice:
     def backward(self, loss: Tensor) -> None:
         """Accumulates the gradients of `loss`. Parameters newly added to the optimizer start without a gradient."""
         if self.optimizer is not None:
-            self._follow(self.optimizer, clears=True)
+            held = list(chain.from_iterable(map(PARAMETERS_OF, self.optimizer.param_groups)))
+            if len(held) != len(self._held) or not all(map(is_, held, self._held)):  # without a call in each step
+                self._follow(self.optimizer, clears=True)
             if self._fused_backward is not None:
                 self._fused_backward(loss, self.optimizer.param_groups[0]["lr"])
                 return
