@@ -396,7 +396,7 @@ GROWTH = {
     "grouping_mb": ("an order by length, MB held", "{:,.1f}"),
     "grouping_peak_mb": ("an order by length, MB at most", "{:,.1f}"),
     "grouping_s": ("an order by length, CPU s", "{:,.2f}"),
-    "small_tensors_ms": ("two steps and a save of small tensors, CPU ms", "{:,.0f}"),
+    "small_tensors_ms": ("a save of small tensors, CPU ms", "{:,.0f}"),
     "first_step_ms": ("from the constructor to the first step, CPU ms", "{:,.0f}"),
     "process_ms": ("from the start of the process to the first step, CPU ms", "{:,.0f}"),
 }
