@@ -17,7 +17,7 @@ from paceline.pytorch.distributed.collectives import gather_objects
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.distributed.window import Pass, PassRunner
 from paceline.pytorch.engine import Engine
-from paceline.pytorch.model.objective import compute_loss_with_outputs
+from paceline.pytorch.model.objective import check_was_called, compute_loss_with_outputs
 from paceline.pytorch.model.sample_losses import SampleLosses
 from paceline.pytorch.sync import RunWindow
 
@@ -85,11 +85,7 @@ class SourceLoss:
         def run(runner: PassRunner, passes: list[Pass]) -> list[Tensor]:
             self._window, self._was_called = [], False  # the passes of a window that ran out of memory are dropped
             losses = run_window(runner, passes)
-            if not self._was_called:
-                raise UnsupportedOption(
-                    f"{self._option} would have no effect, because the overridden training_step computes its loss by "
-                    "itself: call super().training_step(...) there, or leave it out."
-                )
+            check_was_called(self._option, self._was_called)
             self._add()
             return losses
 

@@ -18,7 +18,7 @@ from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.distributed.window import Pass, PassRunner
 from paceline.pytorch.engine import Engine
 from paceline.pytorch.model.loss_terms import LossTerms
-from paceline.pytorch.model.objective import accepts
+from paceline.pytorch.model.objective import accepts, check_was_called
 from paceline.pytorch.model.token_sums import NUM_SUMS
 from paceline.pytorch.sync import RunWindow
 
@@ -83,11 +83,7 @@ class TokenTerms:
         def run(runner: PassRunner, passes: list[Pass]) -> list[Tensor]:
             self._window, self._was_called = [], False  # the passes of a window that ran out of memory are dropped
             losses = run_window(runner, passes)
-            if not self._was_called:
-                raise UnsupportedOption(
-                    f"{self._option} would have no effect, because the overridden training_step computes its loss by "
-                    "itself: call super().training_step(...) there, or leave it out."
-                )
+            check_was_called(self._option, self._was_called)
             for sums in self._window:
                 self._sums = sums if self._sums is None else self._sums + sums
             self._window = []

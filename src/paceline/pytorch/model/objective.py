@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from paceline.args.errors import UnsupportedOption
 from paceline.pytorch.model.loss import LabelSmoother, LossNormalizer, LossReduction
 from paceline.pytorch.model.outputs import IncompleteBatch, LossPlace, check_loss, find_loss, read_loss
 from paceline.pytorch.model.signature import ForwardSignature
@@ -220,6 +221,19 @@ class Objective:
         assert self.smoother is not None
         shifted = self.rule.shifts if self._shifts is None else self._shifts
         return self.smoother(outputs, labels, shift_labels=shifted)
+
+
+def check_was_called(option: str, was_called: bool) -> None:
+    """Checks that the training step has called the objective.
+
+    Raises:
+        UnsupportedOption: it computed its loss by itself, so that `option`, which changes or records it, had no effect.
+    """
+    if not was_called:
+        raise UnsupportedOption(
+            f"{option} would have no effect, because the overridden training_step computes its loss by itself: call "
+            "super().training_step(...) there, or leave it out."
+        )
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

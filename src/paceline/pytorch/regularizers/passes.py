@@ -20,7 +20,7 @@ from paceline.pytorch.data.feed import StatefulDataIterator
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.distributed.window import Pass
 from paceline.pytorch.engine import Engine
-from paceline.pytorch.model.objective import Objective, compute_loss_with_outputs
+from paceline.pytorch.model.objective import Objective, check_was_called, compute_loss_with_outputs
 from paceline.pytorch.sync import RunWindow
 
 __all__ = ["Context", "LossCall", "Passes", "RegularizerPass", "make_passes", "regularizers_of"]
@@ -187,11 +187,10 @@ class Passes:
     ) -> RunWindow:
         for each in reversed(windows):
             run_window = partial(each.run_window, run_window)
-        return partial(self._run_checked, losses, run_window) if losses else run_window
+        option = f"regularizers: {', '.join(each.settings.name for each in losses)}"
+        return partial(self._run_checked, option, run_window) if losses else run_window
 
-    def _run_checked(
-        self, losses: Sequence[RegularizerPass], run_window: RunWindow, engine: Engine, passes: list[Pass]
-    ) -> list[Tensor]:
+    def _run_checked(self, option: str, run_window: RunWindow, engine: Engine, passes: list[Pass]) -> list[Tensor]:
         """Runs a window, and checks that its losses were computed by the passes.
 
         Raises:
@@ -199,12 +198,7 @@ class Passes:
         """
         self._was_called = False
         losses_of_window = run_window(engine, passes)
-        if not self._was_called:
-            names = ", ".join(each.settings.name for each in losses)
-            raise UnsupportedOption(
-                f"regularizers: {names} would have no effect, because the overridden training_step computes its loss "
-                "by itself: call super().training_step(...) there, or leave it out."
-            )
+        check_was_called(option, self._was_called)
         return losses_of_window
 
     @contextmanager
