@@ -190,3 +190,16 @@ def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(UnsupportedOption, match="compiled as a whole"):
         compiled.train()
+
+
+@pytest.mark.parametrize("options", [{"log_token_metrics": True}, {"z_loss_weight": 0.1}], ids=str)
+def test_a_training_step_that_computes_its_own_loss_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    class Own(Trainer):
+        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss: Tensor = self.compute_loss(model, self._prepare_inputs(inputs))
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+
+    trainer = make_trainer(tmp_path, Classifier(), classification(8), cls=Own, **options)
+    with pytest.raises(UnsupportedOption, match=rf"{next(iter(options))}=.* would have no effect"):
+        trainer.train()
