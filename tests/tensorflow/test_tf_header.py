@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.tensorflow.framework import keras
+from paceline.core.data_lengths import describe_samples
+from paceline.tensorflow.framework import keras, tf
 from paceline.tensorflow.header import describe_parts
 
 
@@ -17,3 +18,12 @@ def test_the_lines_about_optimizer_and_memory() -> None:
         second
         == "memory     4.0 MiB of parameters, 4.0 MiB of gradients, optimizer state 8.0 MiB; activations not included"
     )
+
+
+def test_the_line_about_samples_of_tf_data_is_that_of_its_specification() -> None:
+    def fail() -> None:
+        raise AssertionError("nothing is read")
+
+    spec = ({"ids": tf.TensorSpec([None, 4]), "any": tf.TensorSpec(None)}, tf.TensorSpec([]))
+    data = tf.data.Dataset.from_generator(fail, output_signature=spec)
+    assert describe_samples(data) == ["shapes     ids (?, 4), ()"]

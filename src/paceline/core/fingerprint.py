@@ -58,7 +58,7 @@ def fingerprint(dataset: Any, seconds: float = SECONDS, runs_code: bool = True) 
     own = getattr(dataset, "_fingerprint", None)
     if isinstance(own, str):
         found["fingerprint"] = own
-    columns = _columns(dataset)
+    columns = array_columns(dataset)
     try:
         length = len(columns[0]) if columns else len(dataset)
     except Exception:  # user code; streams have no length, and some raise their own error
@@ -66,7 +66,7 @@ def fingerprint(dataset: Any, seconds: float = SECONDS, runs_code: bool = True) 
     found["length"] = length
     if not columns and not hasattr(dataset, "__getitem__"):
         return {**found, "note": "rows have no index: they are not read"}
-    if not runs_code and not columns and not _is_passive(dataset):
+    if not runs_code and not columns and not is_passive(dataset):
         return {**found, "note": "worker processes load the data: rows are not read in the main process"}
     # that of a `datasets` dataset only drops references; another may close a file that the original still reads
     if not columns and hasattr(type(dataset), "__del__") and "fingerprint" not in found:
@@ -101,7 +101,7 @@ def hash_value(value: object) -> str:
     return digest.hexdigest()
 
 
-def _columns(dataset: object) -> list[Any]:
+def array_columns(dataset: object) -> list[Any]:
     """Returns the arrays of a tuple or dict of arrays of equal length; else nothing."""
     values: list[Any] = []
     if isinstance(dataset, dict):
@@ -112,12 +112,21 @@ def _columns(dataset: object) -> list[Any]:
     return values if are_arrays and len({len(value) for value in values}) == 1 else []
 
 
-def _is_passive(dataset: Any) -> bool:
-    """Returns True if reading a row runs no code of the user: a list, a `TensorDataset`, a `datasets` dataset."""
+def is_passive(dataset: Any) -> bool:
+    """Returns True if reading a row runs no code of the user: a list, a `TensorDataset`, a `datasets` dataset.
+
+    Parts of these (`Subset`, as of `random_split`) and concatenations of them are passive too.
+    """
     kind = type(dataset)
     if kind.__module__ == "datasets.arrow_dataset":
         return getattr(dataset, "_format_type", None) != "custom"
-    return kind in (list, tuple) or (kind.__module__, kind.__name__) == ("torch.utils.data.dataset", "TensorDataset")
+    if kind.__module__ != "torch.utils.data.dataset":
+        return kind in (list, tuple)
+    if kind.__name__ == "Subset":
+        return is_passive(dataset.dataset)
+    if kind.__name__ == "ConcatDataset":
+        return all(is_passive(part) for part in dataset.datasets)
+    return kind.__name__ == "TensorDataset"
 
 
 def _hash_rows(read: Callable[[int], Any], length: int, seconds: float) -> dict[str, Any]:

@@ -64,19 +64,20 @@ def headlines(plan: Plan, num_samples: int | None, num_trainable: int) -> list[s
     ]
 
 
-def header(plan: Plan, facts: RunFacts, folder: Path | None, first_step: int = 0) -> str:
+def header(plan: Plan, facts: RunFacts, folder: Path | None, first_step: int = 0, samples: Sequence[str] = ()) -> str:
     """Returns the header of a run, about ten lines, and then the notes of the plan.
 
     Args:
         folder: the output folder; None if this process saves nothing.
         first_step: optimizer steps before this start; more than 0 after a resume.
+        samples: lines about the samples of the training data.
     """
     is_whole = facts.num_trainable == facts.num_parameters
     trained = "" if is_whole else f", {facts.num_trainable:,} of them trained"
     lines = [f"Training {facts.model}: {facts.num_parameters:,} parameters{trained}, on {facts.device}"]
     planned = plan.describe().splitlines()
     notes = [line for line in planned if line.startswith("note ")]
-    lines += [*(line for line in planned if line not in notes), *facts.describe_parts()]
+    lines += [*(line for line in planned if line not in notes), *samples, *facts.describe_parts()]
     if first_step:
         lines.append(f"resumed    at step {first_step:,} of {plan.max_steps:,}")
     if folder is not None:
@@ -93,7 +94,7 @@ def optimizer_line(optimizer: str, rates: Iterable[float], schedule: str) -> str
     return f"optimizer  {optimizer}{rate}, schedule {schedule}"
 
 
-def show_header(plan: Plan, facts: RunFacts, folder: Path | None, first_step: int) -> None:
+def show_header(plan: Plan, facts: RunFacts, folder: Path | None, first_step: int, samples: Sequence[str] = ()) -> None:
     """Prints the header of a run. A closed pipe or a full disk behind the output ends no training."""
     with suppress(OSError):
-        terminal.show(header(plan, facts, folder, first_step))
+        terminal.show(header(plan, facts, folder, first_step, samples))

@@ -35,8 +35,9 @@ from paceline.core.state import STEERING_KEY, Requests, TrainerControl, TrainerS
 from paceline.core.worker_watch import WorkerWatch
 
 if TYPE_CHECKING:
-    from paceline.core import goodput, interrupts, provenance, resources, steering
+    from paceline.core import data_lengths, goodput, interrupts, provenance, resources, steering
 else:
+    data_lengths = LateModule("paceline.core.data_lengths")
     goodput = LateModule("paceline.core.goodput")
     interrupts = LateModule("paceline.core.interrupts")
     provenance = LateModule("paceline.core.provenance")
@@ -447,7 +448,9 @@ class Session(ABC, Generic[RunType, FacadeType]):
         if not is_wanted or not self.state.is_world_process_zero or logger.isEnabledFor(logging.INFO):
             return
         folder = run.folder if self.options.should_save else None
-        show_header(run.plan, facts, folder, run.first_step)
+        input_name = getattr(self.callback_handler.model, "main_input_name", "input_ids")
+        samples = data_lengths.describe_samples(self.facade.train_dataset, input_name)
+        show_header(run.plan, facts, folder, run.first_step, samples)
 
     @contextmanager
     def running(self, run: RunType) -> Iterator[None]:

@@ -342,6 +342,7 @@ def test_a_header_is_printed_unless_the_log_or_a_quiet_display_is_wanted(
     assert shown.startswith("Training Tagger: ")
     assert "parameters, on cpu\n  steps      2 (" in shown
     assert f"output     {tmp_path}" in shown
+    assert "\n  lengths    " in shown
     assert "\n  optimizer  AdamW, learning rate 5e-05, schedule linear\n  memory     " in shown
     assert "'loss'" in shown
     for options in ({"disable_tqdm": True}, {"log_level": "error"}, {"log_level": "info"}):
