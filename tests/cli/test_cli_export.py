@@ -21,7 +21,7 @@ from small_models import Classifier, classification, make_trainer
 from paceline.checkpoint import folders
 from paceline.cli.export import parse_size
 from paceline.cli.main import main
-from paceline.pytorch.checkpoint import streaming
+from paceline.pytorch.checkpoint import safetensors_file, streaming
 from paceline.pytorch.checkpoint.weights import read_weights, write_weights
 
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_done_is_said(run: Path, tmp_path: Path, capsys: pytest.C
 def test_a_full_disk_and_an_interrupt_leave_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    octets = streaming.octets
+    octets = safetensors_file.octets
     for error, code in ((OSError(errno.ENOSPC, "No space left on device"), 1), (KeyboardInterrupt(), 130)):
 
         def refuse(tensor: Any, error: BaseException = error) -> Any:
@@ -131,7 +131,7 @@ def test_a_full_disk_and_an_interrupt_leave_nothing(
                 raise error
             return octets(tensor)
 
-        monkeypatch.setattr(streaming, "octets", refuse)
+        monkeypatch.setattr(safetensors_file, "octets", refuse)
         try:
             assert main(["export", str(run), str(tmp_path / "out")]) == code
         except OSError as refused:
@@ -145,9 +145,9 @@ def test_a_full_disk_and_an_interrupt_leave_nothing(
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 def test_an_export_that_is_killed_is_cleared_by_the_next(run: Path, tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from paceline.pytorch.checkpoint import streaming\n"
+        "import os, signal, sys; from paceline.pytorch.checkpoint import safetensors_file\n"
         "from paceline.cli.main import main\n"
-        "streaming.octets = lambda tensor: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "safetensors_file.octets = lambda tensor: os.kill(os.getpid(), signal.SIGKILL)\n"
         "main(sys.argv[1:])"
     )
     words = ["export", str(run), str(tmp_path / "out")]

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import stat
@@ -9,10 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 
-from paceline.pytorch.checkpoint import weights
+from paceline.pytorch.checkpoint import safetensors_file
 from paceline.pytorch.checkpoint.tensors import CheckpointError
 from paceline.pytorch.checkpoint.weights import alias_groups, read_weights, write_weights
 
@@ -232,14 +233,14 @@ class TestDamage:
 def test_full_disk_is_an_oserror_and_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write({"a": torch.ones(2)}, tmp_path)
 
-    def refuse(tensors: Any, path: str, metadata: Any = None) -> None:
-        Path(path).write_bytes(b"half")
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    def refuse(tensor: torch.Tensor) -> memoryview:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(weights, "save_file", refuse)
+    monkeypatch.setattr(safetensors_file, "octets", refuse)
     with pytest.raises(OSError, match="No space left") as caught:
         write({"a": torch.zeros(2)}, tmp_path)
-    assert caught.value.errno == 28
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.filename == str(tmp_path / "model.safetensors")
     assert torch.equal(read(tmp_path)["a"], torch.ones(2))
     assert os.listdir(tmp_path) == ["model.safetensors"]
 

@@ -21,8 +21,8 @@ from paceline.pytorch.checkpoint.background import writes_itself_safely
 from paceline.pytorch.checkpoint.files import DEFAULT_SHARD_BYTES
 from paceline.pytorch.checkpoint.fqn_state import load_model_in_place, model_state, read_any_weights
 from paceline.pytorch.checkpoint.frozen_cache import FrozenPart
+from paceline.pytorch.checkpoint.safetensors_file import DTYPES
 from paceline.pytorch.checkpoint.saves import Job, Saves
-from paceline.pytorch.checkpoint.weights import DTYPES
 from paceline.pytorch.distributed.collectives import gather_objects, portable
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.distributed.tensor_parts import is_dtensor, whole

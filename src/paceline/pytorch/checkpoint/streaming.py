@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,9 +15,9 @@ from torch import Tensor
 from paceline.checkpoint.layout import FULL_MODEL_NAME, MODEL_FOLDER, is_sharded
 from paceline.core.optional import LateModule
 from paceline.pytorch.checkpoint.fqn_state import notes_of
-from paceline.pytorch.checkpoint.tensors import CheckpointError, load_tensors, replacing
+from paceline.pytorch.checkpoint.safetensors_file import DTYPES, Form, Progress, aligned, bytes_of, write_file
+from paceline.pytorch.checkpoint.tensors import CheckpointError, load_tensors
 from paceline.pytorch.checkpoint.weights import (
-    DTYPES,
     EXTRA_STATE_NAME,
     PICKLED_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     from paceline.pytorch.checkpoint import shards as sharded
 else:
     sharded = LateModule("paceline.pytorch.checkpoint.shards")
-
-Form = tuple[torch.Size, torch.dtype]
-Progress = Callable[[int], Any]
 
 
 @dataclass
@@ -64,11 +60,6 @@ class Source:
     def num_bytes(self) -> int:
         """Returns the bytes of all tensors."""
         return sum(bytes_of(form) for form in self.forms.values())
-
-
-def bytes_of(form: Form) -> int:
-    """Returns the bytes of one tensor's values."""
-    return form[0].numel() * form[1].itemsize
 
 
 # ---- sources
@@ -200,48 +191,10 @@ def reading_order(forms: Mapping[str, Form], max_shard_bytes: int) -> list[str]:
     return [key for keys in files for key in aligned({key: forms[key] for key in keys})]
 
 
-def aligned(forms: Mapping[str, Form]) -> list[str]:
-    """Returns the names of one file's tensors in an order that aligns each to a multiple of its item size."""
-    return sorted(forms, key=lambda key: (-forms[key][1].itemsize, key))
-
-
 def files_of(forms: Mapping[str, Form], max_shard_bytes: int) -> dict[str, list[str]]:
     """Returns a map from file name to the names of its tensors, in order; at least one file."""
     shards = cut({name: bytes_of(form) for name, form in forms.items()}, max_shard_bytes)
     return dict(zip(file_names(len(shards)), shards, strict=True))
-
-
-def write_file(
-    path: Path,
-    forms: Mapping[str, Form],
-    read: Callable[[str], Tensor],
-    notes: Mapping[str, str],
-    progress: Progress | None = None,
-) -> None:
-    """Writes one safetensors file (8 bytes of header length, a JSON header, the values), one tensor at a time."""
-    ordered = aligned(forms)
-    header: dict[str, Any] = {"__metadata__": dict(notes)}
-    end = 0
-    for key in ordered:
-        start, end = end, end + bytes_of(forms[key])
-        shape, dtype = forms[key]
-        header[key] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for key in ordered:
-            tensor = read(key)
-            if (tensor.shape, tensor.dtype) != forms[key]:
-                raise CheckpointError(f"{key} is {tuple(tensor.shape)} of {tensor.dtype}, not what its index says")
-            file.write(octets(tensor))
-            if progress is not None:
-                progress(bytes_of(forms[key]))
-
-
-def octets(tensor: Tensor) -> memoryview:
-    """Returns the raw bytes of a tensor, contiguous, on the host."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 NAMED = {name: dtype for dtype, name in DTYPES.items()}

@@ -34,6 +34,8 @@ class CheckpointError(ValueError):
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a hidden file in the folder of `path`. It replaces `path` when the block ends; if the block raises, it is
     deleted.
+
+    Raises: the block's error; an OSError without a file name, as of a full disk, gets that of `path`.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.incomplete-{os.getpid()}")
@@ -44,6 +46,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         if os.stat(temporary).st_mode != mode:
             os.chmod(temporary, mode)  # safetensors creates files that only their owner may read
         os.replace(temporary, path)
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

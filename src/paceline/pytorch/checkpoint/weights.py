@@ -6,7 +6,6 @@ File names and index are those that transformers and most tools read. Values tha
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -16,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch.nn.parameter import is_lazy
 
+from paceline.pytorch.checkpoint.safetensors_file import DTYPES, write_file
 from paceline.pytorch.checkpoint.tensors import (
     CheckpointError,
     load_json,
     load_tensors,
-    replacing,
     save_json,
     save_tensors,
 )
@@ -37,21 +35,6 @@ EXTRA_STATE_NAME = "model_extra_state.pt"
 
 TIED_KEY = "tied"  # in a file's metadata: JSON, omitted name -> name that holds the same tensor
 _OWN_NAMES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|model_extra_state\.pt")
-# dtype -> its name in safetensors
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass
@@ -105,7 +88,8 @@ def write_sorted(
     notes = notes_of_ties(weights.tied)
     for name, shard in files.items():
         if all(key in tensors for key in shard):
-            _write_file({key: tensors[key] for key in shard}, folder / name, {"format": "pt", **notes})
+            forms = {key: (tensors[key].shape, tensors[key].dtype) for key in shard}
+            write_file(folder / name, forms, tensors.__getitem__, {"format": "pt", **notes})
     return complete(folder, files, sum({**sizes, **apart}.values()), notes, weights.extra)
 
 
@@ -293,16 +277,6 @@ def address_of(tensor: torch.Tensor) -> Hashable:
     Devices whose memory has no addresses report 0 for every tensor: there it is the storage, and the offset in it.
     """
     return tensor.data_ptr() or (tensor.untyped_storage()._cdata, tensor.storage_offset())
-
-
-def _write_file(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    with replacing(path) as temporary:
-        try:
-            save_file(tensors, str(temporary), metadata=metadata)
-        except SafetensorError as error:
-            found = re.search(r"os error (\d+)", str(error))
-            number = int(found[1]) if found else errno.EIO
-            raise OSError(number, f"{os.strerror(number)} ({error})", str(path)) from error
 
 
 def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
