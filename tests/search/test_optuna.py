@@ -495,8 +495,13 @@ def test_nothing_of_a_trial_stays(tmp_path: Path) -> None:
         gc.collect()
         counts.append(sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()))
 
-    searched(trainer, hp_space=rates, n_trials=50, callbacks=[count], storage=None)
-    assert len(counts) == 50
+    gc.collect()
+    gc.freeze()  # what earlier tests left is not visited after each trial
+    try:
+        searched(trainer, hp_space=rates, n_trials=20, callbacks=[count], storage=None)
+    finally:
+        gc.unfreeze()
+    assert len(counts) == 20
     assert counts[-1] == counts[2]
     assert sum(ref() is not None for ref in models) == 1  # the Trainer's own
     assert weights(trainer.model).isfinite().all()
