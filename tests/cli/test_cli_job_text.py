@@ -210,6 +210,22 @@ def test_a_language_model_is_trained_from_a_file(tmp_path: Path, tokenizer: Any,
     assert (tmp_path / "run" / "tokenizer.json").is_file()
 
 
+def test_a_classifier_without_labels_names_the_column_that_looks_like_them(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "a.csv").write_text("text,sentiment\n" + "good film,1\n" * 40, encoding="utf-8")
+    tokenizer.save_pretrained(str(tmp_path / "words"))
+    (tmp_path / "job.yaml").write_text(
+        f"model: {GPT | {'task': 'sequence_classification'}}\ntokenizer: words\ndata: {{train: a.csv}}\n"
+        f"output_dir: {tmp_path}/run\nuse_cpu: true\n",
+        encoding="utf-8",
+    )
+    assert main(["train", str(tmp_path / "job.yaml")]) == 2
+    message = capsys.readouterr().err
+    assert "its columns: text, sentiment" in message
+    assert "'sentiment' looks like the labels of a GPT2ForSequenceClassification: rename" in message
+
+
 def test_labels_that_are_words_are_refused():
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": ["good", "bad"], "label": ["pos", "neg"]})

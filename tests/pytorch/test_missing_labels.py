@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from paceline import Trainer, TrainingArguments
-from paceline.pytorch.missing_labels import find_likely_label
 from paceline.pytorch.model.outputs import IncompleteBatch
 
 
@@ -97,11 +96,3 @@ def test_the_remedies_work(tmp_path: Path) -> None:
         compute_loss_func=lambda outputs, labels: nn.functional.cross_entropy(outputs["logits"], labels),
     )
     assert trainer.train().training_loss > 0
-
-
-def test_a_column_of_classes_goes_before_names() -> None:
-    features = datasets.Features({"score": datasets.Value("float32"), "kind": datasets.ClassLabel(names=["a", "b"])})
-    data = datasets.Dataset.from_dict({"score": [0.5], "kind": [1]}, features=features)
-    assert find_likely_label(data, ["score", "kind"]) == "kind"
-    assert find_likely_label(data, ["score"]) == "score"
-    assert find_likely_label(None, ["scoreboard", "text"]) is None

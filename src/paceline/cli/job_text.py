@@ -9,6 +9,7 @@ from typing import Any
 from paceline.cli.config import JobConfig
 from paceline.cli.errors import UsageError, suggest
 from paceline.cli.job_data import Splits, map_rows
+from paceline.core.likely_label import find_likely_label
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +64,25 @@ def tokenize(
             cut = RowTokenizer(tokenizer, column, size)
             dataset = map_rows(dataset, cut, f"Tokenising {name}", num_proc, [column], batched=True)
         elif not makes_blocks:
-            raise UsageError(
-                f"data: the {name} set is text without a label, which is cut into blocks for language models of "
-                f"transformers; for a {type(model).__name__} give 'preprocess', a function that makes inputs and labels"
-            )
+            raise UsageError(describe_unlabelled(dataset, name, model))
         else:
             is_blocks = True
             dataset = make_blocks(dataset, name, tokenizer, column, size, splits.is_lines, num_proc, model)
         setattr(splits, name, dataset)
     return is_blocks
+
+
+def describe_unlabelled(dataset: Any, name: str, model: object) -> str:
+    """Returns the message for text without labels and a model that needs them, with the column that looks like them."""
+    kind = type(model).__name__
+    likely = find_likely_label(dataset, dataset.column_names)
+    remedy = f"for a {kind} give 'preprocess', a function that makes inputs and labels"
+    if likely is not None:
+        remedy = f"{likely!r} looks like the labels of a {kind}: rename that column to 'label'; or {remedy}"
+    return (
+        f"data: the {name} set is text without a label, which is cut into blocks for language models (its columns: "
+        f"{', '.join(dataset.column_names)}); {remedy}"
+    )
 
 
 def check_labels(dataset: Any, name: str) -> None:

@@ -22,7 +22,7 @@ from paceline.pytorch.data.collate_language import DataCollatorForLanguageModeli
 from paceline.pytorch.data.collators import DefaultDataCollator
 from paceline.pytorch.distributed.random import set_seed
 from paceline.pytorch.model.outputs import ModelOutputError
-from paceline.pytorch.model.signature import innermost, read_signature, shifts_labels
+from paceline.pytorch.model.signature import has_targets_beside_text, innermost, read_signature, shifts_labels
 from paceline.pytorch.trainer import Trainer
 
 members_trainer = LateModule("paceline.pytorch.members_trainer")
@@ -48,7 +48,8 @@ def build_trainer(
     splits = load_data(config, tokenizer, args.seed)
     if config.get("preprocess") is not None:
         preprocess(config, splits, tokenizer)
-    is_blocks = tokenize(config, splits, innermost(model), tokenizer, read_signature(model).names)
+    reads_text = not has_targets_beside_text(model)
+    is_blocks = tokenize(config, splits, innermost(model), tokenizer, read_signature(model).names, reads_text)
     collator = collator_of_blocks(config, innermost(model), tokenizer) if is_blocks else None
     base: type[Trainer] = Trainer
     if config.get("members") is not None:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from paceline.core.likely_label import find_likely_label
 from paceline.pytorch.data.columns import LABEL_COLUMNS
 from paceline.pytorch.model.outputs import IncompleteBatch
 
-# fmt: off
-LABEL_WORDS = frozenset({
-    "annotation", "answer", "category", "class", "gold", "grade", "intent", "label", "labels", "outcome", "rating",
-    "score", "sentiment", "tag", "tags", "target", "targets", "tgt", "y",
-})
-# fmt: on
 _MOST_NAMED = 12
 
 
@@ -67,15 +61,6 @@ def columns_of(dataset: Any) -> list[str]:
     except Exception:  # user code, run to explain another error
         return []
     return [str(name) for name in first] if isinstance(first, Mapping) else []
-
-
-def find_likely_label(dataset: Any, names: Sequence[str]) -> str | None:
-    """Returns the column that most likely holds labels: of the type ClassLabel, else with a label's usual name."""
-    features = getattr(dataset, "features", None)
-    kinds = features if isinstance(features, Mapping) else {}
-    typed = (name for name in names if type(kinds.get(name)).__name__ == "ClassLabel")
-    named = (name for name in names if LABEL_WORDS.intersection(re.split(r"[\W_\d]+", name.lower())))
-    return next(typed, None) or next(named, None)
 
 
 def _remedy(column: str, parameters: Sequence[str]) -> str:

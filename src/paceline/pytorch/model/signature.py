@@ -119,6 +119,11 @@ def known_reduction(model: nn.Module) -> LossReduction | None:
     return None
 
 
+def has_targets_beside_text(model: nn.Module) -> bool:
+    """Returns True for a head of transformers whose targets are no tokens of its text: a class, a span, a tag."""
+    return type(innermost(model)).__name__.endswith((*SAMPLES, "ForTokenClassification"))
+
+
 def coupling(model: nn.Module, signature: ForwardSignature) -> str | None:
     """Returns a sentence on how a model or its loss couples the samples of a batch; None if no coupling is known."""
     inner = innermost(model)
