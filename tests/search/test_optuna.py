@@ -38,10 +38,16 @@ def study_of(folder: Path) -> Any:
     return optuna.load_study(study_name="paceline", storage=f"sqlite:///{folder / 'study.db'}")
 
 
+def is_open(path: Path) -> bool:
+    """Returns True if this process holds a file open; False where the system does not say."""
+    return any(os.path.realpath(link) == str(path.resolve()) for link in Path("/proc/self/fd").glob("*"))
+
+
 def test_best_of_several_trials(tmp_path: Path) -> None:
     trainer = make_search(tmp_path)
     best = trainer.hyperparameter_search(hp_space=rates, n_trials=3, direction="minimize")
     assert isinstance(best, BestRun)
+    assert not is_open(tmp_path / "study.db")
     study = study_of(tmp_path)
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3
     assert best.objective == min(trial.value for trial in study.trials)

@@ -30,7 +30,7 @@ from paceline.cli.train_torch import build_trainer
 from paceline.core.events import TrainerCallback
 from paceline.core.metrics import best_metric_value
 from paceline.core.optional import LateModule, is_installed
-from paceline.search.optuna_study import STUDY_NAME, OptunaSearch, no_result, study_url
+from paceline.search.optuna_study import STUDY_NAME, OptunaSearch, close_storage, no_result, own_storage
 from paceline.search.trials import params_of
 
 if TYPE_CHECKING:
@@ -229,15 +229,16 @@ def run_parallel(config: SearchConfig, args: TrainingArguments, folder: Path) ->
         pruner = choose("pruners", config.pruner)
         search = OptunaSearch(SharedSearch(args, folder), config.n_trials, [config.direction], {"pruner": pruner})  # type: ignore[arg-type]
         state = optuna.trial.TrialState
-        waiting = len(search.study.get_trials(deepcopy=False, states=(state.WAITING,)))
-        for _ in range(config.n_trials - search.num_counted() - waiting):
-            search.study.enqueue_trial({})
-        display = TrialsDisplay(folder)
-        display.start()
-        with display.shown():
-            codes = run_workers(config, folder if display.is_moving else None)
-        ended = search.study.get_trials(deepcopy=False)
-        left = [trial for trial in ended if trial.state in (state.RUNNING, state.WAITING)]
+        with search.resources:
+            waiting = len(search.study.get_trials(deepcopy=False, states=(state.WAITING,)))
+            for _ in range(config.n_trials - search.num_counted() - waiting):
+                search.study.enqueue_trial({})
+            display = TrialsDisplay(folder)
+            display.start()
+            with display.shown():
+                codes = run_workers(config, folder if display.is_moving else None)
+            ended = search.study.get_trials(deepcopy=False)
+            left = [trial for trial in ended if trial.state in (state.RUNNING, state.WAITING)]
     finally:
         if lock is not None:
             lock.release()
@@ -289,7 +290,15 @@ def visible_devices() -> Sequence[str]:
 
 def show_result(folder: Path) -> None:
     """Prints the best trial and the importance of the hyperparameters, and draws optuna's plots."""
-    study = optuna.load_study(study_name=STUDY_NAME, storage=study_url(folder))
+    storage = own_storage(folder)
+    try:
+        show_study(optuna.load_study(study_name=STUDY_NAME, storage=storage), folder)
+    finally:
+        close_storage(storage)
+
+
+def show_study(study: optuna.Study, folder: Path) -> None:
+    """Prints the best trial of a study and the importance of the hyperparameters, and draws optuna's plots."""
     done = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
     if not done:
         return

@@ -23,7 +23,7 @@ from paceline.core.optional import LateModule
 from paceline.core.terminal import fit, plain, shows_unicode
 from paceline.report.page import duration
 from paceline.report.status import read_status
-from paceline.search.optuna_study import ERROR, RUN_NAME, STUDY_FILE, STUDY_NAME, own_storage
+from paceline.search.optuna_study import ERROR, RUN_NAME, STUDY_FILE, STUDY_NAME, close_storage, own_storage
 
 if TYPE_CHECKING:
     import optuna
@@ -107,10 +107,8 @@ class TrialsDisplay:
             self.terminal.write(f"\x1b[{self._drawn}B\r")  # below the last frame
             self.terminal.flush()
         if self._study is not None:
-            storage: Any = self._study._storage
+            close_storage(self._study._storage)
             self._study = None
-            storage.remove_session()
-            getattr(storage, "_backend", storage).engine.dispose()
 
     def _follow(self) -> None:
         while not self._is_over.wait(self.seconds):

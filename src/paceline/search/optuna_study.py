@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +110,7 @@ class OptunaSearch:
     Attributes:
         study: optuna's study.
         storage: where it is stored, for messages.
+        resources: closed at the end of `search`, or by a caller that does not search.
     """
 
     def __init__(self, trials: Trials, n_trials: int | None, directions: list[str], options: dict[str, Any]) -> None:
@@ -131,10 +132,12 @@ class OptunaSearch:
         self.check_pruner(options.get("pruner"))
         self.is_own_storage = "storage" not in options
         self.storage = options.get("storage", trials.folder / STUDY_FILE)
-        with storage_errors(self.storage, json.JSONDecodeError):  # of attributes, which are stored as JSON
-            self.study = self.open_study(options)
+        # JSONDecodeError: of attributes, which are stored as JSON
+        with storage_errors(self.storage, json.JSONDecodeError), ExitStack() as opened:
+            self.study = self.open_study(options, opened)
             if not self.is_worker:
                 self.recover()
+            self.resources = opened.pop_all()
 
     @property
     def is_single(self) -> bool:
@@ -156,14 +159,18 @@ class OptunaSearch:
         if not self.is_single:
             raise SearchError(f"pruner={name}: optuna prunes with one objective only; leave it out, or give one.")
 
-    def open_study(self, options: dict[str, Any]) -> optuna.Study:
+    def open_study(self, options: dict[str, Any], opened: ExitStack) -> optuna.Study:
         """Creates the study, or loads the stored one.
+
+        Args:
+            opened: receives the closing of the search's own storage.
 
         Raises:
             SearchError: the stored study has other directions.
         """
         if self.is_own_storage:
-            options["storage"] = own_storage(self.trials.folder)
+            options["storage"] = storage = own_storage(self.trials.folder)
+            opened.callback(close_storage, storage)
             options.setdefault("study_name", STUDY_NAME)
             options.setdefault("load_if_exists", True)
         study = optuna.create_study(directions=self.directions, **options)
@@ -225,7 +232,7 @@ class OptunaSearch:
 
     def search(self) -> BestRun | list[BestRun]:
         """Runs the trials that are missing; returns the best."""
-        with storage_errors(self.storage):
+        with self.resources, storage_errors(self.storage):
             if self.halving is not None:
                 from_halving: Callable[..., BestRun] = LateModule("paceline.search.halving").run
                 return from_halving(self, self.halving)
@@ -403,6 +410,12 @@ def own_storage(folder: Path) -> optuna.storages.RDBStorage:
     if not path.is_file() and (path.is_symlink() or path.exists()):
         raise SearchError(f"{path} is not a regular file, and the study is stored there: move it away.")
     return optuna.storages.RDBStorage(study_url(folder), engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}})
+
+
+def close_storage(storage: Any) -> None:
+    """Closes the connections to the database of a storage of `own_storage`, or of the cache around it."""
+    storage.remove_session()
+    getattr(storage, "_backend", storage).engine.dispose()
 
 
 def study_url(folder: Path) -> str:
