@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -90,6 +90,7 @@ class Engine:
         num_steps: optimizer steps so far.
         batches: micro-batches of the window in progress, or of the window that failed.
         after_read: called on all processes after each `read`.
+        around_probe: functions that return contexts of the extra passes that infer the reduction of the loss.
     """
 
     num_micro_steps = 1
@@ -129,6 +130,7 @@ class Engine:
         self._rest_of_pass = BACKWARD if is_ours(training_step) else COMPUTE
         self.log = StepLog()
         self.after_read: list[Callable[[], None]] = []
+        self.around_probe: list[Callable[[], AbstractContextManager[None]]] = []
         self.keep_outputs = False
         self.keep_batches = False  # user code may pop labels from a batch; a copy keeps the original for a retry
         must_match = sync.must_match(strategy, compute_loss)
@@ -370,7 +372,10 @@ class Engine:
         observations = []
         if not current.is_dummy or self._audit.must_match:
             divisor = self.own_divisor
-            observations = self._audit.observe(inputs, current.index, self.batches, self._counts, num_items)
+            with ExitStack() as stack:
+                for context in self.around_probe:
+                    stack.enter_context(context())
+                observations = self._audit.observe(inputs, current.index, self.batches, self._counts, num_items)
             self.own_divisor = divisor  # an overridden compute_loss may set it at each call
         self.sync.learn([] if current.is_dummy else observations)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.plan import Plan
@@ -20,6 +21,8 @@ from paceline.pytorch.model.operations import uses_tf32
 
 if TYPE_CHECKING:
     from torch.utils import flop_counter
+
+    from paceline.pytorch.engine import Engine
 else:
     flop_counter = LateModule("torch.utils.flop_counter")
 
@@ -105,20 +108,76 @@ def device_peak(device: torch.device, precision: str) -> float | None:
     return peak_of(torch.cuda.get_device_name(device), precision, uses_tf32())
 
 
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts floating-point operations with torch's formulas, while the same kernels run as without it.
+
+    torch's own `FlopCounterMode` splits some kernels into others, such as the gradient of SiLU, and so changes the
+    last bits of a pass.
+
+    Attributes:
+        operations: the sum so far.
+    """
+
+    supports_higher_order_operators = True  # those within compiled code have no formulas
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations = 0
+        self._is_paused = False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):  # DTensors: the operators on their shards come next
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = None if self._is_paused else formula_of(func)
+        if formula is not None:
+            self.operations += int(formula(*args, **kwargs, out_val=result))
+        return result
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Returns a context whose operators are not counted."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+
+def formula_of(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Returns torch's formula for the operations of an operator; None if it has none.
+
+    Operators in place (`addmm_`), for which torch has no formulas, have those of their functional forms.
+    """
+    packet = getattr(function, "overloadpacket", None)
+    formula = flop_counter.flop_registry.get(packet)
+    if formula is None and packet is not None and packet.__name__.endswith("_"):
+        formula = flop_counter.flop_registry.get(getattr(torch.ops.aten, packet.__name__.rstrip("_"), None))
+    return formula
+
+
 class FlopMeter:
     """Counts the operations of this process's passes, and computes the model FLOP/s and the MFU.
 
-    The first pass over a batch of new shapes runs under torch's FLOP counter, which does not change its results; later
-    passes with these shapes reuse the count. With `linear_cross_entropy` the counted pass computes the model's logits.
-    Kernels for which torch has no formula (those of other packages) are not counted; recomputation in the backward
-    pass is. A compiled model is estimated instead, because the counter would break its graph.
+    The first pass over a batch of new shapes is counted, which does not change its results; later passes with these
+    shapes reuse the count. Kernels for which torch has no formula (those of other packages) are not counted;
+    recomputation in the backward pass is. A compiled model is estimated instead, because the counter would break its
+    graph.
 
     Args:
         training_step: the Trainer's, bound: forward and backward of one micro-batch.
         estimate: `(batch) -> operations`, 0 if unknown; used if nothing can be counted.
         peak: the peak of the device in FLOP/s; None: unknown.
         is_compiled: the model is compiled.
-        with_logits: returns a context in which the model computes its logits; entered while operations are counted.
+        verdict: returns the result of the check of the chunked loss (`LinearLoss.is_right`). A pass that changes it
+            has run the check too, so its count is not reused.
 
     Attributes:
         operations: operations of all passes so far.
@@ -130,12 +189,13 @@ class FlopMeter:
         estimate: Callable[[Any], int],
         peak: float | None,
         is_compiled: bool = False,
-        with_logits: Callable[[], AbstractContextManager[None]] = nullcontext,
+        verdict: Callable[[], bool | None] = lambda: None,
     ) -> None:
         self._training_step, self._estimate = training_step, estimate
         self.peak = peak
-        self._is_compiled, self._with_logits = is_compiled, with_logits
+        self._is_compiled, self._verdict = is_compiled, verdict
         self._known: dict[Any, int] = {}
+        self._counter: OperationCounter | None = None  # of the pass in progress
         self._has_warned = False
         self.operations = 0
         self._in_rows = 0
@@ -152,12 +212,30 @@ class FlopMeter:
         if self._is_compiled:
             loss, counted = self._training_step(model, inputs, num_items_in_batch), 0
         else:
-            # the counter reads the outputs of all modules, and the chunked loss has another number of operations
-            with self._with_logits(), flop_counter.FlopCounterMode(display=False) as counter:
-                loss = self._training_step(model, inputs, num_items_in_batch)
-            counted = int(counter.get_total_flops())
+            verdict = self._verdict()
+            loss, counted = self._counted(model, inputs, num_items_in_batch)
+            if self._verdict() is not verdict:
+                self.operations += counted
+                return loss
         self._know(key, counted or estimated)
         return loss
+
+    def _counted(self, model: nn.Module, inputs: object, num_items_in_batch: object) -> tuple[Tensor, int]:
+        """Returns the loss of a pass, and its operations."""
+        with OperationCounter() as counter:
+            self._counter = counter
+            try:
+                loss = self._training_step(model, inputs, num_items_in_batch)
+            finally:
+                self._counter = None
+        return loss, counter.operations
+
+    def join(self, engine: Engine) -> None:
+        """Leaves the extra passes of an engine, which infer the reduction of the loss, out of the count."""
+        engine.around_probe.append(self._paused)
+
+    def _paused(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._counter is None else self._counter.paused()
 
     def _know(self, key: object, operations: int) -> None:
         if not operations and not self._has_warned:
@@ -242,7 +320,7 @@ def meter_of(facade: Any, strategy: Strategy, plan: Plan, model: nn.Module) -> F
         facade.floating_point_ops,
         device_peak(strategy.device, precision),
         is_compiled=any(is_compiled(module) for module in model.modules()),
-        with_logits=facade.objective.with_logits,
+        verdict=lambda: facade.objective.chunks_verdict,
     )
 
 

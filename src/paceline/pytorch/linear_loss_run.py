@@ -99,8 +99,6 @@ def find_reading_option(options: Options) -> str | None:
         return "data_map=True"
     if options.loss_by_source:
         return f"loss_by_source={options.loss_by_source!r}"
-    if options.log_flops:
-        return "log_flops=True"
     for each in regularizers_of(options):
         if OPTION in each.excludes:
             return f"the regularizer {each.name}"

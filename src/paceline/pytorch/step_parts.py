@@ -127,7 +127,7 @@ def count_flops(setup: Setup) -> StepPart | None:
     if not setup.options.log_flops:
         return None
     meter = flops.meter_of(setup.facade, setup.strategy, setup.plan, setup.model)
-    return StepPart("flop_meter", meter, training_step=meter.training_step, meter=meter)
+    return StepPart("flop_meter", meter, training_step=meter.training_step, meter=meter, join=meter.join)
 
 
 def train_without_logits(setup: Setup) -> StepPart | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 from small_models import Classifier, classification, make_trainer
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from paceline import TrainerCallback
 from paceline.args.errors import UnsupportedOption
-from paceline.pytorch.flops import FlopMeter, check_countable, peak_of, precision_of
+from paceline.pytorch import flops
+from paceline.pytorch.flops import FlopMeter, OperationCounter, check_countable, peak_of, precision_of
+from paceline.pytorch.model.linear_cross_entropy import CrossEntropy, Head, linear_cross_entropy
 
 
 class OneLayer(nn.Module):
@@ -51,6 +55,30 @@ def test_each_shape_is_counted_once_forward_and_backward() -> None:
     assert row == {"model_flops_per_second": 5 * forward / 1.0, "mfu": round(5 * forward / 1e6, 4)}
     assert meter.row({"time/forward": 1.0}) == {}, "nothing since"
     assert "of the peak of the device (MFU)" in meter.describe()
+
+
+def test_counting_changes_no_bit_and_counts_what_torch_counts() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 4))  # torch's mode splits the gradient of SiLU
+    x = torch.randn(32, 16)
+    gradients = []
+    for counter in (nullcontext(), counted := OperationCounter(), torchs := FlopCounterMode(display=False)):
+        model.zero_grad()
+        with counter:
+            model(x).logsumexp(1).mean().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+    assert all(torch.equal(one, other) for one, other in zip(gradients[0], gradients[1], strict=True))
+    assert counted.operations == torchs.get_total_flops() > 0
+
+
+def test_a_loss_by_chunks_has_the_operations_of_its_logits() -> None:
+    rows, weight = torch.randn(64, 16, requires_grad=True), torch.randn(31, 16, requires_grad=True)
+    targets = torch.randint(0, 31, (64,))
+    with OperationCounter() as logits:
+        nn.functional.cross_entropy(rows @ weight.T, targets).backward()
+    with OperationCounter() as chunks:
+        linear_cross_entropy(rows, targets, Head(weight, None, None), CrossEntropy(), chunk_rows=16).backward()
+    assert chunks.operations == logits.operations == 3 * 2 * 64 * 16 * 31
 
 
 def test_a_compiled_model_is_estimated_and_one_without_an_estimate_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,8 +151,10 @@ class Rows(TrainerCallback):
         self.rows.append(logs)
 
 
-def test_a_run_logs_its_rate_and_its_numbers_stay(tmp_path: Path) -> None:
+def test_a_run_logs_its_rate_and_its_numbers_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = []
+    meters: list[FlopMeter] = []
+    monkeypatch.setattr(flops, "FlopMeter", lambda *args, **kw: meters.append(FlopMeter(*args, **kw)) or meters[-1])
     for log_flops in (False, True):
         rows = Rows()
         options: dict[str, Any] = {"max_steps": 6, "logging_steps": 3, "log_flops": log_flops, "callbacks": [rows]}
@@ -136,3 +166,6 @@ def test_a_run_logs_its_rate_and_its_numbers_stay(tmp_path: Path) -> None:
         assert not any("mfu" in row for row in told), "a CPU has no peak here"
         assert all(row["model_flops_per_second"] > 0 for row in told)
     assert losses[0] == losses[1]
+    forward = 2 * 4 * (8 * 16 + 16 * 4)
+    gradients = forward + 2 * 4 * 16 * 4  # of the weights, and of the input of the second layer
+    assert meters[0].operations == 12 * (forward + gradients), "without the passes that probe the loss"

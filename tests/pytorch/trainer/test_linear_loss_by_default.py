@@ -122,7 +122,6 @@ READERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a callback wants outputs": (LanguageModel, {"callbacks": [WantsOutputs()]}),
     "a hook": (hooked, {}),
     "another forward": (replaced, {}),
-    "log_flops": (LanguageModel, {"log_flops": True}),
     "data_map": (LanguageModel, {"data_map": True}),
     "mixup": (LanguageModel, {"regularizers": [{"mixup": {"on": "embeddings"}}], "compute_loss_func": unshifted}),
 }

@@ -111,6 +111,11 @@ class Objective:
         """Returns True if the loss of the present training is computed without logits, as far as is known."""
         return self.linear_loss is not None and self.linear_loss.is_right is True
 
+    @property
+    def chunks_verdict(self) -> bool | None:
+        """Returns the result of the check of the chunked loss; None before it, and if there is none."""
+        return None if self.linear_loss is None else self.linear_loss.is_right
+
     def for_reader(self) -> AbstractContextManager[None]:
         """Returns the context of a pass whose outputs are given to a caller."""
         return nullcontext() if self.linear_loss is None else self.linear_loss.for_reader()
