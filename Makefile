@@ -47,7 +47,7 @@ environment:
 	@$(SETUP) --extras dev
 
 environment-slow:
-	@$(SETUP) --extras dev,libraries,optimizers,trackers,stores,deepspeed,site
+	@$(SETUP) --extras dev,libraries,optimizers,trackers,stores,deepspeed,site,report
 
 environment-xla:
 	@$(PYTHON) tools/environment_xla.py

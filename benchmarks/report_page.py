@@ -1,7 +1,8 @@
 """The time to make the report of a run, and its size, by the number of optimizer steps.
 
 The journal has every step; `log.jsonl` has a row with the seconds of activities for each step (the worst case,
-`logging_steps=1`) or for every 500th one. The time is that of reading the files and writing the page.
+`logging_steps=1`) or for every 500th one. The time is that of reading the files and writing the page, with charts
+as SVG or, with the extra `report`, of BokehJS.
 
     python benchmarks/report_page.py [--quick] [--rounds 7]
 """
@@ -29,7 +30,9 @@ from measure import (
 
 STEPS, QUICK_STEPS = 100_000, 2_000
 INTERVALS = {"a row every 500 steps": 500, "a row every step": 1}
-NEEDS = dict.fromkeys(INTERVALS, "paceline")
+FORMS = {"": "svg", " (bokeh)": "bokeh"}
+PAGES = {f"{name}{suffix}": (interval, form) for name, interval in INTERVALS.items() for suffix, form in FORMS.items()}
+NEEDS = {name: "bokeh" if form == "bokeh" else "paceline" for name, (_, form) in PAGES.items()}
 LIMIT_SECONDS, LIMIT_MB = 2.0, 5.0
 
 
@@ -53,7 +56,7 @@ def write_run(folder: Path, steps: int, interval: int) -> None:
     (folder / "run.json").write_text(json.dumps(record))
 
 
-def measure_page(interval: int, steps: int) -> dict[str, float]:
+def measure_page(interval: int, charts: str, steps: int) -> dict[str, float]:
     """Returns the seconds that a page took, its processor time, and its size in MB, in this fresh process."""
     from paceline.report.write import write_report
 
@@ -61,7 +64,7 @@ def measure_page(interval: int, steps: int) -> dict[str, float]:
         folder = Path(name)
         write_run(folder, steps, interval)
         wall, processor = time.perf_counter(), time.process_time()
-        path = write_report([folder])
+        path = write_report([folder], charts=charts)
         passed, worked = time.perf_counter() - wall, time.process_time() - processor
         return {"seconds": passed, "cpu_seconds": worked, "mb": path.stat().st_size / 1e6}
 
@@ -71,7 +74,7 @@ def main() -> None:
     arguments = parser.parse_args()
     steps = QUICK_STEPS if arguments.quick else STEPS
     if arguments.child:
-        report_from_child(measure_page(INTERVALS[arguments.child], steps))
+        report_from_child(measure_page(*PAGES[arguments.child], steps))
         return
     if arguments.quick:
         arguments.rounds = 1

@@ -250,7 +250,7 @@ def test_every_range_has_ticks_inside_it(first, second):
     low, high = limits([np.array([first]), np.array([second])])
     for value in ticks(low, high):
         assert np.isfinite(value)
-        assert number(value)
+        assert len(number(value)) < 20
 
 
 def test_values_that_are_not_finite_are_counted(tmp_path):
@@ -363,12 +363,22 @@ def test_the_command(tmp_path, capsys):
         (["{here}/missing"], "is not a folder"),
         (["{here}"], "holds no run"),
         (["--outptu", "x"], "'--outptu'"),
+        (["{here}", "--charts", "pie"], "charts='pie' is invalid: expected one of 'svg', 'bokeh'"),
         (["{here}", "--output"], "takes the file"),
     ],
 )
 def test_a_wrong_command_says_what_is_wrong(tmp_path, capsys, words, message):
     assert main(["report", *[word.format(here=tmp_path) for word in words]]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_missing_library_of_charts_names_the_extra(tmp_path, monkeypatch, capsys):
+    write_journal(tmp_path, [1.0])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["report", str(tmp_path), "--charts", "bokeh"]) == 2
+    assert 'pip install "paceline[report]"' in capsys.readouterr().err
+    with pytest.raises(ImportError, match="bokeh is required"):
+        ReportCallback(charts="bokeh")
 
 
 SCRIPT = """<script>
@@ -439,3 +449,87 @@ def test_hostile_texts_run_nothing_in_a_browser(tmp_path):
     assert "<title>run</title>" not in done.stdout
     assert "<img" not in done.stdout
     assert "CONSOLE" not in done.stderr
+
+
+HOSTILE = "</script></title><img src=x onerror=\"document.title='run'\"> $$\\\\frac{1}{2}$$ @{y} $name"
+
+BOKEH_SCRIPT = """<script>
+  pacelineCharts.ready.then(async () => {
+    const range = pacelineCharts.range, found = {}, place = document.getElementById("chart-0");
+    const wait = (ms) => new Promise((done) => setTimeout(done, ms));
+    const until = async (is) => {
+      for (let tries = 0; tries < 100 && !is(); tries += 1) await wait(50);
+      return is();
+    };
+    const key = (name) => place.dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true }));
+    const all = (node) => [node, ...(node.shadowRoot ? all(node.shadowRoot) : []), ...[...node.children].flatMap(all)];
+    const find = (name, within) => all(within).find((node) => node.classList?.contains(name));
+    await until(() => find("bk-events", place)?.getBoundingClientRect().width > 100);
+    const events = find("bk-events", place);
+    const box = events.getBoundingClientRect();
+    const at = (kind, share) => events.dispatchEvent(new PointerEvent(kind, { pointerId: 1, isPrimary: true, button: 0,
+      buttons: kind === "pointerup" ? 0 : 1, clientX: box.left + box.width * share, clientY: box.top + 100,
+      bubbles: true, composed: true }));
+    const whole = [range.start, range.end];
+    key("+");
+    found.keysZoom = range.end - range.start < whole[1] - whole[0];
+    const before = range.start;
+    key("ArrowLeft");
+    found.keysMove = range.start < before;
+    found.hasButtons = [...document.querySelectorAll("button.all")].every((each) => !each.hidden);
+    document.querySelector("button.all").click();
+    found.isBack = range.start === whole[0] && range.end === whole[1];
+    key("-"); key("ArrowRight");
+    found.staysInside = range.start === whole[0] && range.end === whole[1];
+    for (const kind of ["pointerdown", "pointermove", "pointermove", "pointerup"]) {
+      at(kind, { pointerdown: 0.3, pointerup: 0.7 }[kind] ?? 0.6);
+      await wait(50);
+    }
+    found.zooms = await until(() => range.start > whole[0] && range.end < whole[1]);
+    key("Escape");
+    const button = document.querySelector(".legend button");
+    button.click();
+    found.hides = button.getAttribute("aria-pressed") === "false";
+    button.click();
+    found.tells = await until(() => {
+      const place = { clientX: box.left + box.width * (0.3 + Math.random() / 2), clientY: box.top + 100 };
+      events.dispatchEvent(new PointerEvent("pointermove", { ...place, pointerId: 2, bubbles: true, composed: true }));
+      return find("bk-Tooltip", document.body);
+    }) !== undefined;
+    const inner = all(document.body);
+    const drawn = inner.filter((node) => node.tagName === "CANVAS");
+    found.draws = drawn.length >= document.querySelectorAll(".bokeh").length;
+    found.isText = !inner.some((node) => node.tagName === "IMG");
+    found.tables = document.querySelectorAll("figure details table tbody tr").length > 0;
+    found.names = [...document.querySelectorAll(".bokeh")].every((each) => each.getAttribute("aria-label"));
+    found.fits = document.documentElement.scrollWidth <= innerWidth;
+    found.requests = performance.getEntriesByType("resource").length === 0;
+    if (document.title !== "run") document.title = JSON.stringify(found);
+  });
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "mode"), [(390, 0), (1280, 1)])
+def test_charts_of_bokeh_in_a_browser(tmp_path, width, mode):
+    """Zoom together by pointer and keys, load nothing, and show texts of a run as they are, in dark and light mode."""
+    pytest.importorskip("bokeh")
+    write_journal(tmp_path, np.linspace(2, 1, 40).tolist())
+    rows = [{"step": step, f"eval_{HOSTILE}_loss": 1.0 * step, HOSTILE: 1.0, "time/data": 0.5} for step in (1, 20, 40)]
+    (tmp_path / "run.json").write_text(json.dumps({"arguments": {"run_name": HOSTILE}}))
+    rows.append({"step": 40, "eval_once_loss": 1e308})
+    path = write_report([tmp_path], rows=rows, state={}, charts="bokeh")
+    page = path.read_text("utf-8")
+    assert path.stat().st_size < 2_000_000
+    run = run_in(tmp_path / "run", callbacks=(ReportCallback(charts="bokeh"),), max_steps=1, save_strategy="no")
+    assert "bokeh" in (tmp_path / "run" / REPORT_FILE).read_text("utf-8")
+    assert sum(isinstance(each, ReportCallback) for each in run.callback_handler.callbacks) == 1
+    path.write_text(page.replace("</body>", f"{BOKEH_SCRIPT}</body>"), "utf-8")
+    options = (f"--window-size={width},900", f"--blink-settings=preferredColorScheme={mode}")
+    done = opened(path.as_uri(), tmp_path, "--virtual-time-budget=20000", *options)
+    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "document idle" not in line]
+    assert not said
+    title = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert title is not None
+    found = json.loads(html.unescape(title.group(1)))
+    assert set(found.values()) == {True}, found

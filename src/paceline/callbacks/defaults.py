@@ -29,7 +29,9 @@ DISPLAYS = (ProgressCallback, PrinterCallback, NotebookProgressCallback)
 
 
 def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any]:
-    """Returns the default callbacks and the user's, in calling order; a user's display replaces the default display.
+    """Returns the default callbacks and the user's, in calling order.
+
+    A user's display, or report, replaces the default one.
 
     Args:
         callbacks: the user's callbacks, instances or classes.
@@ -51,16 +53,22 @@ def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any
     args = own_options(args)
     everyone = [DefaultFlowCallback, *find_reporters(args.report_to), *callbacks]
     check_trackio(args, everyone)
-    if not any(isinstance(c, DISPLAYS) or (isinstance(c, type) and issubclass(c, DISPLAYS)) for c in callbacks):
+    if not has_one_of(callbacks, DISPLAYS):
         bar = NotebookProgressCallback if is_notebook() else ProgressCallback
         everyone.append(PrinterCallback if args.disable_tqdm else bar)
-    everyone.append(ReportCallback)
+    if not has_one_of(callbacks, ReportCallback):
+        everyone.append(ReportCallback)
     if "tpu_metrics_debug" in args.debug:
         everyone.append(XlaMetricsCallback)
     if isinstance(args.profile, dict):
         everyone.append(profile.ProfileCallback(read_profiling(args.profile)))
     asked = {name: getattr(args, name, None) for name in OPTION_CALLBACKS}
     return [*everyone, *(callback_of(name, value, callbacks) for name, value in asked.items() if value)]
+
+
+def has_one_of(callbacks: Sequence[Any], kinds: type | tuple[type, ...]) -> bool:
+    """Returns True if one of the callbacks, instances or classes, is of a kind."""
+    return any(isinstance(each, kinds) or (isinstance(each, type) and issubclass(each, kinds)) for each in callbacks)
 
 
 def callback_of(name: str, value: object, callbacks: Sequence[Any]) -> Any:

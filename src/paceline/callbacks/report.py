@@ -115,14 +115,24 @@ def joined(key: str, earlier: float, later: float) -> float:
 class ReportCallback(TrainerCallback):
     """Writes `report.html` to the output folder at the end of a training: curves, evaluations, configuration.
 
-    A training that an error ends leaves a report too. This is a default callback;
+    A training that an error ends leaves a report too. This is a default callback, which one in `callbacks` replaces;
     `trainer.remove_callback(ReportCallback)` disables it. `paceline report RUN` writes the report at any time.
+
+    Args:
+        charts: the form of the charts: "svg", or "bokeh" with the extra `report`.
+
+    Raises:
+        ValueError: there is no such form of charts.
+        ImportError: the library of the charts is missing.
     """
 
     may_fail = True
     reads_checkpoint = False
 
-    def __init__(self) -> None:
+    def __init__(self, charts: str = "svg") -> None:
+        if charts != "svg":  # imported late, as `_write_page` does
+            importlib.import_module("paceline.report.chart_forms").find_form(charts)
+        self.charts = charts
         self._messages: Messages | None = None
         self._measured = Measurements()
 
@@ -157,7 +167,7 @@ class ReportCallback(TrainerCallback):
         """Writes the report anew for a figure or table that is recorded after the training."""
         folder = Path(str(args.output_dir))
         if self._messages is None and state.is_world_process_zero and (folder / REPORT_FILE).exists():
-            _write_page(folder)
+            _write_page(folder, charts=self.charts)
 
     def on_run_closed(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -172,7 +182,7 @@ class ReportCallback(TrainerCallback):
         values["metric_for_best_model"] = args.metric_for_best_model
         values["messages"] = messages
         rows = [*self._measured.rows(), *(values.pop("log_history") or ())]
-        _write_page(Path(str(args.output_dir)), rows=rows, state=values)
+        _write_page(Path(str(args.output_dir)), rows=rows, state=values, charts=self.charts)
 
     def _stop(self) -> list[dict[str, Any]]:
         """Ends the collection of messages, and returns them."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.cli.display import say
 from paceline.cli.errors import UsageError
+from paceline.report.chart_forms import FORMS
 from paceline.report.write import write_report
 
 
@@ -14,23 +15,36 @@ def run(words: Sequence[str]) -> int:
     """Writes a report and prints its path.
 
     Raises:
-        UsageError: no folder is given, a folder holds no run, or the file cannot be written.
+        UsageError: no folder is given, a folder holds no run, the form of charts or its library is missing, or the file
+            cannot be written.
     """
     words = list(words)
-    output: Path | None = None
-    for name in ("-o", "--output"):
-        if name in words:
-            place = words.index(name)
-            if place + 1 >= len(words):
-                raise UsageError(f"{name} takes the file to write")
-            output = Path(words[place + 1])
-            del words[place : place + 2]
+    output = take_value(words, ("-o", "--output"), "the file to write")
+    charts = take_value(words, ("--charts",), f"the form of the charts: {' or '.join(FORMS)}")
     unknown = [word for word in words if word.startswith("-")]
     if unknown or not words:
         raise UsageError(f"report takes folders of runs{f', not {unknown[0]!r}' if unknown else ''}")
     try:
-        path = write_report([Path(word) for word in words], output)
-    except OSError as error:
+        path = write_report(
+            [Path(word) for word in words], None if output is None else Path(output), charts=charts or "svg"
+        )
+    except (OSError, ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
     say(str(path))
     return 0
+
+
+def take_value(words: list[str], names: Sequence[str], meaning: str) -> str | None:
+    """Removes an option and its value from the words of a command; returns the value.
+
+    Raises: UsageError, if the value is missing.
+    """
+    found = None
+    for name in names:
+        if name in words:
+            place = words.index(name)
+            if place + 1 >= len(words):
+                raise UsageError(f"{name} takes {meaning}")
+            found = words[place + 1]
+            del words[place : place + 2]
+    return found

@@ -183,14 +183,16 @@ can be checked.
   --json  print one JSON object for each checkpoint and line, instead of a table"""
 
 REPORT = """\
-paceline report RUN [RUN ...] [--output FILE]
+paceline report RUN [RUN ...] [--output FILE] [--charts svg|bokeh]
 
 Writes report.html to the folder of a run: curves of every optimizer step, evaluations, options that differ from their
 defaults, checkpoints, environment. It is one file that needs no network. A run that ends writes it by itself; this
 command also does it for a run that is going on or was interrupted. Several runs are compared in one page.
 
   --output FILE  where to write it (default: report.html in the folder; comparison.html in
-                 the first of several)"""
+                 the first of several)
+  --charts FORM  svg (the default), or bokeh: charts of BokehJS, 1.4 MB in the page, with
+                 pip install 'paceline[report]'"""
 
 COMPARE = """\
 paceline compare RUN RUN [RUN ...] [--json] [--page FILE]

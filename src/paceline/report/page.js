@@ -10,7 +10,7 @@
   let shown = null; // the selected steps, [low, high]; null for all
 
   const number = (value) => {
-    if (Number.isInteger(value) && Math.abs(value) >= 1e4) return value.toLocaleString("en");
+    if (Number.isInteger(value) && Math.abs(value) >= 1e4 && Math.abs(value) < 1e15) return value.toLocaleString("en");
     const text = value.toPrecision(4);
     return text.includes("e") ? Number(text).toExponential() : String(Number(text));
   };

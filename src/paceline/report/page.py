@@ -17,13 +17,14 @@ from paceline.checkpoint.lock import is_held
 from paceline.checkpoint.space import in_words
 from paceline.core.record import jsonable
 from paceline.report import notices
+from paceline.report.chart_forms import SVG, ChartForm
 from paceline.report.curves import Chart, make_charts
 from paceline.report.differences import find_differences
 from paceline.report.divergence import compare_steps
 from paceline.report.media import read_media
 from paceline.report.run_data import LOG_START, RunData, log_to_keep
 from paceline.report.run_table import FAILED, FINISHED, INTERRUPTED, RUNNING
-from paceline.report.svg import describe, draw, number
+from paceline.report.svg import describe, number
 
 _MOST_ROWS = 500  # maximum rows of a table
 _MOST_VALUES = 40  # maximum rows of the table of a chart
@@ -46,22 +47,22 @@ class Live:
     navigation: str = ""
 
 
-def make_page(runs: Sequence[RunData], live: Live | None = None) -> str:
-    """Returns the page of one run, or a comparison of several runs."""
+def make_page(runs: Sequence[RunData], live: Live | None = None, form: ChartForm = SVG) -> str:
+    """Returns the page of one run, or a comparison of several runs; charts have the given form."""
     charts = make_charts(runs)
     title = " · ".join(run.name for run in runs)
     log = _as_script(log_to_keep(runs[0])) if len(runs) == 1 else "null"
     body = [f"<h1>{escape(title)}</h1>"]
     body += [_summary(run) for run in runs] if len(runs) == 1 else [_comparison(runs)]
-    body.append(_curves(charts, runs))
+    body.append(_curves(charts, runs, form))
     for run in runs:
         body.append(_details(run, is_alone=len(runs) == 1))
     body.append(f'<script type="application/json" id="data">{_as_script(_points(charts))}</script>')
     kept = f"{LOG_START}{log}</script>" if live is None else ""  # for the next page, which replaces the file
-    return frame(title, "\n".join(part for part in body if part), live, kept)
+    return frame(title, "\n".join(part for part in body if part), live, kept, form)
 
 
-def frame(title: str, content: str, live: Live | None = None, after: str = "") -> str:
+def frame(title: str, content: str, live: Live | None = None, after: str = "", form: ChartForm = SVG) -> str:
     """Returns an HTML document with the style and the scripts of the pages.
 
     Args:
@@ -69,24 +70,26 @@ def frame(title: str, content: str, live: Live | None = None, after: str = "") -
         content: HTML of the part that is replaced when a live page changes.
         live: what a served page needs in addition; None for a file.
         after: HTML after the content.
+        form: the form of its charts.
     """
     folder = resources.files(__package__)
-    script, style = folder.joinpath("page.js").read_text("utf-8"), folder.joinpath("page.css").read_text("utf-8")
+    scripts, style = list(form.scripts()), folder.joinpath("page.css").read_text("utf-8")
     # the page loads nothing from outside, and unescaped text could not load anything either
     source, mark, top = "'unsafe-inline'", "", ""
     policy = "default-src 'none'; img-src data:"
     if live is not None:
         source, mark = f"'nonce-{live.nonce}'", f' nonce="{live.nonce}"'
         policy += "; connect-src 'self'; form-action 'self'; base-uri 'none'"
-        script += folder.joinpath("live.js").read_text("utf-8")
+        scripts.append(folder.joinpath("live.js").read_text("utf-8"))
         top = f'<nav>{live.navigation}</nav><p id="live" class="bad" role="status"></p>\n'
     body = "<body>" if live is None else f'<body data-version="{escape(live.version)}">'
+    elements = "\n".join(f"<script{mark}>{script}</script>" for script in scripts)
     page = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}; style-src {source}; script-src {source}">'
         f"<title>{escape(title)}</title><style{mark}>{style}</style></head>\n{body}\n{top}"
-        f'<main id="content">\n{content}\n</main>\n{after}\n<script{mark}>{script}</script>\n</body></html>\n'
+        f'<main id="content">\n{content}\n</main>\n{after}\n{elements}\n</body></html>\n'
     )
     return page.encode("utf-8", errors="replace").decode("utf-8")  # a name may hold bytes that are no text
 
@@ -139,19 +142,19 @@ def _other_differences(first: RunData, other: RunData) -> str:
     return f"{title}\n{table}\n<p>{text}</p>"
 
 
-def _curves(charts: Sequence[Chart], runs: Sequence[RunData]) -> str:
+def _curves(charts: Sequence[Chart], runs: Sequence[RunData], form: ChartForm) -> str:
     if not charts:
         return '<h2>Curves</h2>\n<p class="dim">No optimizer step and no logged number was found.</p>'
-    figures = "\n".join(_figure(chart, f"chart-{index}") for index, chart in enumerate(charts))
+    figures = "\n".join(_figure(chart, f"chart-{index}", form) for index, chart in enumerate(charts))
     num_steps = max((len(run.updates) for run in runs), default=0)
-    about = "Over optimizer steps. Drag to zoom, double-click to show all; arrow keys read a focused chart."
+    about = f"Over optimizer steps. {form.hint}"
     if num_steps:
         about += f" Losses, learning rates and gradient norms are those of each of the {num_steps:,} steps;"
         about += " a long series shows the least and the greatest value of equal parts."
     return f'<h2>Curves</h2>\n<p class="dim">{about}</p>\n<div class="charts">{figures}</div>'
 
 
-def _figure(chart: Chart, name: str) -> str:
+def _figure(chart: Chart, name: str, form: ChartForm) -> str:
     keys = [
         f'<li><svg viewBox="0 0 18 8" aria-hidden="true"><line class="{series.style}" x2="18" y1="4" y2="4"/></svg>'
         f"{escape(series.label)}</li>"
@@ -163,7 +166,7 @@ def _figure(chart: Chart, name: str) -> str:
         for series in chart.series
         if not series.is_faint
     )
-    drawing = draw(chart, name) if chart.series else f'<svg id="{name}" hidden></svg>'
+    drawing = form.draw(chart, name) if chart.series else f'<svg id="{name}" hidden></svg>'
     return (
         f"<figure><header><h3>{escape(chart.title)}</h3>"
         f'<button class="all" type="button" hidden>show all</button></header>{drawing}'

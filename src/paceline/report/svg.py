@@ -91,8 +91,9 @@ def ticks(low: float, high: float, whole: bool = False) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Formats a number with four significant digits."""
-    return f"{value:.4g}" if abs(value) < 1e4 or not float(value).is_integer() else f"{value:,.0f}"
+    """Formats a number with four significant digits; a whole one from 10,000 on, below 1e15, with all of them."""
+    is_written_out = 1e4 <= abs(value) < 1e15 and float(value).is_integer()
+    return f"{value:,.0f}" if is_written_out else f"{value:.4g}"
 
 
 def place(values: Any, low: float, high: float, is_x: bool) -> Any:

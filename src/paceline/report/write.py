@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.core.lineage import REPORT_FILE
 from paceline.core.retry_writer import replace_whole
+from paceline.report.chart_forms import find_form
 from paceline.report.page import make_page
 from paceline.report.run_data import read_run
 
@@ -19,6 +20,7 @@ def write_report(
     output: Path | None = None,
     rows: Sequence[Mapping[str, Any]] | None = None,
     state: Mapping[str, Any] | None = None,
+    charts: str = "svg",
 ) -> Path:
     """Writes the report of a run, or a comparison of several runs.
 
@@ -28,10 +30,16 @@ def write_report(
             first folder of several runs.
         rows: the logged rows of a run in this process, if `folders` holds only that run's folder.
         state: the trainer state of that run, without its rows.
+        charts: the form of the charts, "svg" or "bokeh".
 
-    Returns: the path of the file. Raises: OSError, if a folder cannot be read or the file cannot be written.
+    Returns: the path of the file.
+    Raises:
+        OSError: a folder cannot be read, or the file cannot be written.
+        ValueError: there is no such form of charts.
+        ImportError: the library of the charts is missing.
     """
-    page = make_page([read_run(folder, rows, state) for folder in folders])
+    form = find_form(charts)
+    page = make_page([read_run(folder, rows, state) for folder in folders], form=form)
     path = folders[0] / (REPORT_FILE if len(folders) == 1 else COMPARISON_FILE) if output is None else output
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_whole(path, page)
