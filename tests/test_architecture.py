@@ -127,7 +127,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("one owner", "pytorch/missing_labels.py:*"): "an error, whose message it completes",
     ("one owner", "compat/trial_runs.py:TrialWatch.*"): "a callback answers through the control",
     ("one owner", "pytorch/parts.py:*"): "a second file of the facade",
-    ("one owner", "pytorch/phases/progress.py:*"): "a callback answers through the control",
+    ("one owner", "core/phases/progress.py:*"): "a callback answers through the control",
     ("one owner", "pytorch/lr_search.py:*"): "a callback answers through the control",
     ("one owner", "pytorch/stacked/watch.py:*"): "a callback answers through the control",
     ("one owner", "pytorch/replay.py:StopAfter.*"): "a callback answers through the control",

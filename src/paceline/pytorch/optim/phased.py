@@ -7,7 +7,6 @@ makes the state of a parameter at its first step with a gradient.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.phases import Phase
+from paceline.core.phases.patterns import check_patterns, check_trained, matches, trained_in
 from paceline.pytorch.model.blocks import repeated_blocks
 from paceline.pytorch.optim.layerwise import steps_in_backward
 from paceline.pytorch.optim.steered import put
@@ -42,11 +42,6 @@ class Member:
     rates: tuple[tuple[float | None, float], ...]
 
 
-def matches(names: Sequence[str], patterns: Collection[str]) -> bool:
-    """True if a pattern matches one of the names."""
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
-
-
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Returns the names of each parameter of a model; tied parameters have several."""
     found: dict[nn.Parameter, list[str]] = {}
@@ -63,29 +58,15 @@ def find_members(model: nn.Module, phases: Sequence[Phase]) -> list[Member]:
     """
     names = names_of(model)
     every = [name for several in names.values() for name in several]
-    for phase in phases:
-        for setting in ("freeze", "train", "learning_rate"):
-            patterns = getattr(phase, setting)
-            for pattern in patterns if isinstance(patterns, Sequence | Mapping) else ():
-                if not fnmatch.filter(every, pattern):
-                    raise ValueError(
-                        f"phases[{phase.name!r}].{setting}: the pattern {pattern!r} matches no parameter of "
-                        f"{type(model).__name__}, which has {', '.join(every[:3])} ... {every[-1]}."
-                    )
+    check_patterns(phases, every, type(model).__name__)
     depths = [depth_factors(model, phase, names) for phase in phases]
     members = []
     for parameter, own in names.items():
         if not parameter.requires_grad:
             continue
-        trained = tuple(not matches(own, phase.freeze) or matches(own, phase.train) for phase in phases)
         rates = tuple((rate_of(phase, own), depth[parameter]) for phase, depth in zip(phases, depths, strict=True))
-        members.append(Member(tuple(own), parameter, trained, rates))
-    for index, phase in enumerate(phases):
-        if not any(member.is_trained[index] for member in members):
-            raise ValueError(
-                f"phases[{phase.name!r}].freeze={list(phase.freeze)!r} freezes every parameter: leave some to train, "
-                "or name exceptions in train=[...]."
-            )
+        members.append(Member(tuple(own), parameter, trained_in(phases, own), rates))
+    check_trained(phases, [member.is_trained for member in members])
     return members
 
 

@@ -7,10 +7,8 @@ begins before the next epoch. The position among the phases is the state of a ca
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,22 +17,22 @@ from typing import Any
 
 import torch
 
-from paceline.args import phases as options
 from paceline.args.errors import UnsupportedOption
 from paceline.args.phases import Phase
 from paceline.args.plan import Plan, resolve_update
-from paceline.core import session as core
 from paceline.core.contracts import Hooks, Notifying
 from paceline.core.loop import Loop
 from paceline.core.methods import is_ours
 from paceline.core.outputs import TrainOutput
+from paceline.core.phases.lengths import PhaseLengths
+from paceline.core.phases.objects import PhaseCallbacks, loaded
+from paceline.core.phases.progress import STATE, PhaseProgress
 from paceline.pytorch import session
 from paceline.pytorch.checkpoint.resume_state import read_progress
 from paceline.pytorch.data.loading import StatefulDataIterator, loader_length
 from paceline.pytorch.distributed.collectives import gather_objects
 from paceline.pytorch.optim import phased
 from paceline.pytorch.optim.schedulers import get_scheduler
-from paceline.pytorch.phases.progress import STATE, PhaseProgress
 from paceline.pytorch.session import Run
 from paceline.pytorch.validation import read_model
 
@@ -53,7 +51,8 @@ class PhasedSession(session.Session):
     optimizer_phases: phased.PhasedOptimizer | None = None
     schedule: phased.PhasedSchedule
     members: Sequence[phased.Member] = ()
-    lengths: Sequence[int | None] = ()  # optimizer steps in an epoch of each phase
+    lengths: PhaseLengths
+    callbacks: PhaseCallbacks
     max_steps = 0
     changes_loss = False
 
@@ -70,8 +69,7 @@ class PhasedSession(session.Session):
         progress, self.progress = self.progress, None
         if progress is None:
             return
-        for callback in self.active:
-            self.callback_handler.remove_callback(callback)
+        self.callbacks.remove()
         self.callback_handler.remove_callback(progress)
         for member in self.members:
             member.parameter.requires_grad_(True)
@@ -113,8 +111,8 @@ class PhasedSession(session.Session):
         self.own_loss = facade.compute_loss_func
         self.makes_optimizer = self.optimizer is None
         phased.find_members(self.model, self.phases)  # wrong patterns raise before anything is read
-        self.active: list[Any] = []
         self.progress = PhaseProgress(self.phases)
+        self.callbacks = PhaseCallbacks(self, self.phases, self.progress)
         self.callback_handler.add_callback(self.progress)
 
     @contextmanager
@@ -146,13 +144,13 @@ class PhasedSession(session.Session):
         # the epochs of all phases are counted in steps of this size, before the data of one of them is opened
         self.resumed_batch_size = super().find_batch_size(checkpoint)
         self.find_lengths()
-        progress.last_step = self.last_step()
+        progress.last_step = self.lengths.last_step(progress.index, progress.began)
         with self.within_phase(progress.index):
             feed, plan = super().open_data(checkpoint)
         if plan.parallel not in PARALLEL:
             raise UnsupportedOption(f"phases with parallel={plan.parallel!r} are not supported: set 'ddp' or 'fsdp'.")
         feed.before_epoch = self.advance_phase
-        self.feed, self.plan = feed, self.with_phase_notes(plan)
+        self.feed, self.plan = feed, self.lengths.with_notes(plan)
         return feed, self.plan
 
     @property
@@ -178,7 +176,7 @@ class PhasedSession(session.Session):
         self.find_lengths()
         with self.within_phase(0):
             plan = super().make_plan(self.facade.get_train_dataloader() if self.phases[0].changes_data else loader)
-        return self.with_phase_notes(plan)
+        return self.lengths.with_notes(plan)
 
     def find_batch_size(self, checkpoint: Path | None) -> int | None:
         return self.resumed_batch_size
@@ -186,8 +184,9 @@ class PhasedSession(session.Session):
     def find_lengths(self) -> None:
         """Finds the optimizer steps of the run, and of an epoch of each phase."""
         self.max_steps = 0
-        self.lengths = [self.epoch_length(index) for index in range(len(self.phases))]
-        self.max_steps = self.run_length()
+        epochs = [self.epoch_length(index) for index in range(len(self.phases))]
+        self.lengths = PhaseLengths(self.phases, self.options, epochs)
+        self.max_steps = self.lengths.max_steps
 
     def epoch_length(self, index: int) -> int | None:
         """Returns the optimizer steps in an epoch of a phase; None if the data has no length."""
@@ -195,86 +194,6 @@ class PhasedSession(session.Session):
             lengths = gather_objects(self.world, loader_length(self.facade.get_train_dataloader()))
             accumulation = resolve_update(self.options, self.strategy.mesh.data_size, self.resumed_batch_size)[0]
         return None if None in lengths else math.ceil(max(lengths) / accumulation)
-
-    def run_length(self) -> int:
-        """Returns the optimizer steps of the run.
-
-        Raises:
-            ValueError: it is unknown, or a phase would begin after it.
-        """
-        args = self.options
-        last = self.phases[-1].end.kind
-        if args.max_steps > 0:
-            length = args.max_steps
-        elif last in (options.STEPS, options.OWN_STEPS, options.OWN_EPOCHS):
-            length = self.planned_ends(math.inf)[-1]
-        elif self.lengths[0] is None:
-            raise ValueError("phases: the training data has no length: set max_steps.")
-        else:
-            length = math.ceil(round(args.num_train_epochs * self.lengths[0], 6))
-        began = 0
-        for phase, end in zip(self.phases, self.planned_ends(length), strict=True):
-            if began >= length or end > length or end <= began:
-                raise ValueError(
-                    f"phases[{phase.name!r}].until={phase.until!r}: the phase would take the optimizer steps "
-                    f"{began + 1} to {end}, and the run has {length}: change until, max_steps or num_train_epochs."
-                )
-            began = end if not phase.end.is_measured else began
-        return int(length)
-
-    def planned_ends(self, length: float) -> list[Any]:
-        """Returns the last optimizer step of each phase, the latest possible one if a metric ends it."""
-        ends: list[Any] = []
-        began = 0
-        for index in range(len(self.phases)):
-            began = self.end_of(index, began, length)
-            ends.append(began)
-        return ends
-
-    def end_of(self, index: int, began: int, length: float) -> Any:
-        """Returns the last optimizer step of a phase that begins after `began` steps of `length`."""
-        phase = self.phases[index]
-        end, epoch = phase.end, self.lengths[index]
-        if end.kind == options.OWN_EPOCHS and epoch is None:
-            raise ValueError(
-                f"phases[{phase.name!r}].until={phase.until!r}: the training data has no length: count steps instead."
-            )
-        own = end.number if epoch is None else end.number * epoch
-        return {
-            options.STEPS: lambda: int(end.number),
-            options.FRACTION: lambda: round(end.number * length),
-            options.OWN_STEPS: lambda: began + int(end.number),
-            options.OWN_EPOCHS: lambda: began + math.ceil(round(own, 6)),
-        }.get(end.kind, lambda: length if phase.max_steps is None else min(began + phase.max_steps, length))()
-
-    def last_step(self) -> int:
-        """Returns the last possible optimizer step of the phase in progress."""
-        progress = self.running_progress
-        return min(int(self.end_of(progress.index, progress.began, self.max_steps)), self.max_steps)
-
-    def with_phase_notes(self, plan: Plan) -> Plan:
-        """Returns a plan with a note for each phase, and the number of epochs of all phases."""
-        notes, began, num_epochs = [], 0, 0
-        is_open = False  # a metric decides when a phase before ends
-        for index, (phase, end) in enumerate(zip(self.phases, self.planned_ends(self.max_steps), strict=True)):
-            begins = "from the end of the phase before" if is_open else f"steps {began + 1:,}"
-            is_open = is_open or phase.end.is_measured
-            frozen = f", freezes {', '.join(phase.freeze)}" if phase.freeze else ""
-            latest = " at the latest" if is_open and end < self.max_steps else ""
-            notes.append(f"phase {phase.name}: {begins} to {end:,}{latest}{self.condition_of(phase)}{frozen}")
-            epoch = self.lengths[index]
-            # a phase that ends early leaves steps to those after it
-            num_epochs += sys.maxsize if epoch is None else math.ceil((self.max_steps - began) / epoch)
-            began = began if phase.end.is_measured else end
-        return replace(plan, notes=(*plan.notes, *notes), num_epochs=min(num_epochs, sys.maxsize))
-
-    def condition_of(self, phase: Phase) -> str:
-        """Returns the metric that a phase waits for, in parentheses; empty if it waits for none."""
-        if not phase.end.is_measured:
-            return ""
-        rises = phase.end.rises(self.options, phase.greater_is_better)
-        direction = f", {'maximized' if rises else 'minimized'}" if phase.end.kind == options.PLATEAU else ""
-        return f" (until {phase.until}{direction})"
 
     def restore_position(self, feed: StatefulDataIterator, plan: Plan, checkpoint: Path) -> Plan:
         with self.within_phase(self.running_progress.index):
@@ -294,7 +213,7 @@ class PhasedSession(session.Session):
         self.check_schedules()
         index = self.running_progress.index
         self.begin_training(index)
-        self.add_callbacks(index)
+        self.callbacks.add(index)
         if self.changes_loss:
             self.use_loss(self.phases[index].loss or self.own_loss)
         self.state.phase = self.phases[index].name
@@ -315,17 +234,16 @@ class PhasedSession(session.Session):
     def begin_phase(self, index: int) -> None:
         """Begins a phase: what is trained, the optimizer's settings, the data, the callbacks."""
         progress, state = self.running_progress, self.state
-        self.remove_callbacks()
+        self.callbacks.end()
         progress.begin(index, state.global_step)
-        progress.last_step = self.last_step()
+        progress.last_step = self.lengths.last_step(progress.index, progress.began)
         self.begin_training(index)
         if self.phases[index].changes_data or self.phases[index - 1].changes_data:
             self.replace_data(index)
         if self.changes_loss:
             self.use_loss(self.phases[index].loss or self.own_loss)
         state.phase = progress.phase.name
-        for callback in self.add_callbacks(index):
-            fire_alone(callback, "on_train_begin", self)
+        self.callbacks.begin(index)
         logger.info(
             "Phase %s begins after step %d: %s parameters are trained, at a learning rate of up to %g.",
             progress.phase.name,
@@ -349,18 +267,16 @@ class PhasedSession(session.Session):
         Raises:
             ValueError: its settings are invalid.
         """
-        began = 0
-        for index, end in enumerate(self.planned_ends(self.max_steps)):
+        for index, length in enumerate(self.lengths.longest()):
             phase = self.phases[index]
             trial = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
             try:
-                self.schedule_of(index, max(end - began, 1), trial).step()
+                self.schedule_of(index, length, trial).step()
             except (TypeError, ValueError, KeyError, ArithmeticError) as error:
                 raise ValueError(
                     f"phases[{phase.name!r}]: the schedule of the learning rate (lr_scheduler_type, "
                     f"lr_scheduler_kwargs, warmup_steps) is invalid: {error}"
                 ) from error
-            began = end if not phase.end.is_measured else began
 
     def make_schedule(self, index: int) -> Any:
         """Returns the schedule of a phase, over its own length."""
@@ -408,54 +324,3 @@ class PhasedSession(session.Session):
         self.loss_normalizer.take_over(facts.loss_normalizer)
         facts.objective.report_to(self.loss_normalizer)
         facade.objective = facts.objective
-
-    def add_callbacks(self, index: int) -> list[Any]:
-        """Adds the callbacks of a phase before the progress, and returns them."""
-        callbacks = self.callback_handler.callbacks
-        self.active = [each() if isinstance(each, type) else each for each in self.phases[index].callbacks]
-        place = next(number for number, each in enumerate(callbacks) if each is self.progress)
-        for offset, callback in enumerate(self.active):
-            callbacks.insert(place + offset, callback)
-        return self.active
-
-    def remove_callbacks(self) -> None:
-        """Ends the callbacks of the phase in progress, and removes them."""
-        for callback in self.active:
-            fire_alone(callback, "on_train_end", self)
-            self.callback_handler.remove_callback(callback)
-        self.active = []
-
-
-def fire_alone(callback: object, event: str, of: core.Session[Any, Any]) -> None:
-    """Calls an event of one callback, as the handler would."""
-    method = getattr(callback, event, None)
-    if method is not None:
-        method(of.args, of.state, of.control, **of.callback_handler.kwargs)
-
-
-def loaded(phase: Phase) -> Phase:
-    """Returns a phase with the objects that it names as `package.module:name`."""
-    found = {name: load(phase, name, getattr(phase, name)) for name in ("train_dataset", "data_collator", "loss")}
-    callbacks = [load(phase, "callbacks", callback) for callback in phase.callbacks]
-    for callback in callbacks:
-        phase.check_callback(callback)
-    return replace(phase, **found, callbacks=callbacks)
-
-
-def load(phase: Phase, setting: str, value: object) -> Any:
-    """Returns the object that a text names; a class, and a function for a dataset, is called without arguments.
-
-    Raises:
-        ValueError: there is no such module or name.
-    """
-    if not isinstance(value, str):
-        return value
-    module, _, path = value.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(f"phases[{phase.name!r}].{setting}: {value!r} cannot be imported: {error}") from error
-    is_factory = isinstance(found, type) or (setting == "train_dataset" and callable(found))
-    return found() if is_factory and not isinstance(found, torch.utils.data.Dataset) else found

@@ -28,6 +28,8 @@ class PhaseProgress(TrainerCallback):
         began: optimizer steps of the run before it.
         last_step: the optimizer step after which it ends at the latest; None until the length of the run is known.
         is_ended: it has ended, and the next epoch begins the next one.
+        starts: the optimizer's own count of its steps when each phase began, for frameworks whose optimizers have one
+            count for all parameters; else empty.
     """
 
     state_key = STATE
@@ -38,6 +40,7 @@ class PhaseProgress(TrainerCallback):
         self.index = self.began = 0
         self.last_step: int | None = None
         self.is_ended = False
+        self.starts: list[int] = []
         self._best: float | None = None
         self._num_stale = 0
         self._is_missed = False  # evaluations since the last step, none of which had the metric
@@ -117,6 +120,7 @@ class PhaseProgress(TrainerCallback):
             "is_ended": self.is_ended,
             "best": self._best,
             "num_stale": self._num_stale,
+            **({"starts": self.starts} if self.starts else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -133,3 +137,4 @@ class PhaseProgress(TrainerCallback):
             )
         self.begin(index, state["began"])
         self.is_ended, self._best, self._num_stale = state["is_ended"], state["best"], state["num_stale"]
+        self.starts = list(state.get("starts") or ())
